@@ -1,0 +1,130 @@
+"""How a dataclass field becomes a setting: default, help, limits and type, all stated in one place.
+
+The command line, a YAML file and a test read the same fields, so a setting has one definition. Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any, get_args, get_origin
+
+_SCALARS = (str, int, float, bool)
+
+
+class UserError(Exception):
+    """A mistake the person at the terminal can mend: one line each of what, where and what to do.
+
+    It is printed without a traceback (unless `--debug`) and ends the process with a non-zero status.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    choices: Iterable[str] | None = None,
+    min: float | None = None,
+    max: float | None = None,
+    section: str = "",
+) -> Any:
+    """A dataclass field that is also a command-line option.
+
+    Args:
+        default: the value without the option; left out, the option must be given.
+        help: one line for `--help`; name the unit.
+        choices: the accepted words of a `str` option.
+        min, max: inclusive limits of a number.
+        section: heading under which `--help` lists it.
+    """
+    metadata = {"help": help, "choices": tuple(choices or ()), "min": min, "max": max, "section": section}
+    if isinstance(default, (list, dict, set)):
+        raise TypeError(f"option(default={default!r}): a default is shared between runs, use an immutable value")
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One field, resolved: `type` is str, int, float or bool; `optional` says that None is a value too."""
+
+    name: str
+    type: type
+    optional: bool
+    default: Any
+    help: str
+    choices: tuple[str, ...]
+    min: float | None
+    max: float | None
+    section: str
+
+    @property
+    def flag(self) -> str:
+        """`max_length` is `--max-length`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def required(self) -> bool:
+        return self.default is dataclasses.MISSING
+
+    def problem(self, value: Any) -> str | None:
+        """What is wrong with `value` as this setting, or None."""
+        if value is None:
+            return None if self.optional else f"{self.flag}: a value is needed"
+        accepted = (int, float) if self.type is float else (self.type,)
+        if not isinstance(value, accepted) or (isinstance(value, bool) and self.type is not bool):
+            return f"{self.flag} {value!r}: expected {self.type.__name__}, got {type(value).__name__}"
+        if self.choices and value not in self.choices:
+            return f"{self.flag} {value}: not one of {', '.join(self.choices)}"
+        if isinstance(value, float) and value != value:
+            return f"{self.flag} {value}: not a number"
+        if self.min is not None and value < self.min:
+            return f"{self.flag} {value}: must be at least {self.min:g}"
+        if self.max is not None and value > self.max:
+            return f"{self.flag} {value}: must be at most {self.max:g}"
+        return None
+
+
+def settings(cls: type) -> list[Setting]:
+    """The settings of a dataclass, in the order of its fields.
+
+    Raises:
+        TypeError: a field's type is not str, int, float, bool or one of these `| None`.
+    """
+    hints = typing.get_type_hints(cls)
+    found = []
+    for field in dataclasses.fields(cls):
+        if not field.init:
+            continue
+        kind, optional = _scalar(hints[field.name])
+        if kind is None:
+            raise TypeError(
+                f"{cls.__name__}.{field.name}: an option is a str, int, float or bool (or one of these | None), "
+                f"not {hints[field.name]}"
+            )
+        if field.default_factory is not dataclasses.MISSING:
+            raise TypeError(f"{cls.__name__}.{field.name}: an option's default is a plain value, not a factory")
+        meta = {"help": "", "choices": (), "min": None, "max": None, "section": "", **field.metadata}
+        limits = {key: meta[key] for key in ("help", "choices", "min", "max", "section")}
+        found.append(Setting(field.name, kind, optional, field.default, **limits))
+    return found
+
+
+def _scalar(hint: Any) -> tuple[type | None, bool]:
+    if get_origin(hint) in (typing.Union, types.UnionType):
+        members = [member for member in get_args(hint) if member is not type(None)]
+        if len(members) == 1 and members[0] in _SCALARS:
+            return members[0], True
+        return None, False
+    return (hint, False) if hint in _SCALARS else (None, False)
+
+
+def problems(instance: Any) -> list[str]:
+    """Every setting of a dataclass instance that is out of its type, choices or limits, one line each."""
+    found = (setting.problem(getattr(instance, setting.name)) for setting in settings(type(instance)))
+    return [line for line in found if line]

@@ -1,0 +1,47 @@
+"""A task: what to learn, how to ask for it, and how to tell whether it was learnt. Standard library only."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from accel_sft.options import problems
+
+
+@dataclasses.dataclass(kw_only=True)
+class Task(abc.ABC):
+    """Subclass it as a keyword-only dataclass; every field made with `option` is a command-line option too.
+
+    An example may be any object; the trainer only hands it back to the methods below. All methods must be pure:
+    every rank calls them and must see the same.
+    """
+
+    main_metric: ClassVar[str]
+    """Key of `aggregate`'s result that decides which checkpoint is best."""
+    higher_is_better: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def dataset(self, split: str) -> Sequence[Any]:
+        """The examples of `split`, "train" or "validation". Raise UserError for data that cannot be used."""
+
+    @abc.abstractmethod
+    def messages(self, example: Any) -> list[dict[str, str]]:
+        """The prompt as chat messages, [{"role": "system" | "user" | "assistant", "content": ...}, ...]."""
+
+    @abc.abstractmethod
+    def target(self, example: Any) -> str:
+        """The answer: the only text (with its end-of-turn token) that carries loss."""
+
+    @abc.abstractmethod
+    def score(self, example: Any, text: str) -> dict[str, Any]:
+        """Judge one generated answer: numbers (or anything JSON can hold that `aggregate` understands) by name."""
+
+    def aggregate(self, scores: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """One number per metric from all examples' scores, each counted once; the mean of each key by default."""
+        return {key: sum(score[key] for score in scores) / len(scores) for key in scores[0]} if scores else {}
+
+    def problems(self) -> list[str]:
+        """What is wrong with the options, one line each; extend it where options limit each other."""
+        return problems(self)
