@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any, get_args, get_origin
 
 _SCALARS = (str, int, float, bool)
+_EXPECTED = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
 class UserError(Exception):
@@ -78,7 +79,7 @@ class Setting:
             return None if self.optional else f"{self.flag}: a value is needed"
         accepted = (int, float) if self.type is float else (self.type,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and self.type is not bool):
-            return f"{self.flag} {value!r}: expected {self.type.__name__}, got {type(value).__name__}"
+            return f"{self.flag} {value!r}: expected {_EXPECTED[self.type]}"
         if self.choices and value not in self.choices:
             return f"{self.flag} {value}: not one of {', '.join(self.choices)}"
         if isinstance(value, float) and value != value:

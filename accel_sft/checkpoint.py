@@ -1,0 +1,199 @@
+"""A run's folder, its checkpoints (complete or not there) and the weights it hands out (law 3)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast_object_list
+
+from accel_sft.options import UserError
+
+STATE = "state.json"
+Result = TypeVar("Result")
+
+
+def decided_by_main(accelerator: Accelerator, decide: Callable[[], Result]) -> Result:
+    """What rank 0's `decide` returns, on every rank; its UserError is raised on every rank."""
+    box: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            box[0] = decide()
+        except UserError as error:
+            box[1] = error.problems
+    broadcast_object_list(box)
+    if box[1]:
+        raise UserError(*box[1])
+    return box[0]
+
+
+@contextlib.contextmanager
+def replacing(accelerator: Accelerator, target: Path) -> Iterator[Path]:
+    """A folder beside `target` to fill from all ranks; it takes `target`'s place only when all are done."""
+    partial = target.with_name(f".{target.name}.partial")
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    yield partial
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        outgoing = target.with_name(f".{target.name}.outgoing")
+        shutil.rmtree(outgoing, ignore_errors=True)
+        if target.exists():
+            target.rename(outgoing)
+        partial.rename(target)
+        shutil.rmtree(outgoing, ignore_errors=True)
+    accelerator.wait_for_everyone()
+
+
+def save(accelerator: Accelerator, run_dir: Path, state: dict[str, Any], keep: int) -> Path:
+    """Write `checkpoints/step-<step>`: weights, optimizer and random state of all ranks, and `state`; prune after.
+
+    Frozen weights are left out: the run's source still has them.
+
+    Args:
+        state: JSON-able, with the key `step`.
+        keep: newest checkpoints left.
+    """
+    target = run_dir / "checkpoints" / f"step-{state['step']:06d}"
+    layout = _layout(accelerator)
+    with replacing(accelerator, target) as partial:
+        frozen_left_out = {"exclude_frozen_parameters": True} if _deepspeed(accelerator) else {}
+        hook = accelerator.register_save_state_pre_hook(_drop_frozen)
+        accelerator.save_state(str(partial), **frozen_left_out)
+        hook.remove()
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            sizes = {str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()}
+            content = {**state, "layout": layout, "files": sizes}
+            (partial / STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
+    if accelerator.is_main_process:
+        for old in checkpoints(run_dir)[:-keep]:
+            shutil.rmtree(old)
+    return target
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The run's checkpoint folders, oldest first."""
+    return sorted((run_dir / "checkpoints").glob("step-*"))
+
+
+def newest(run_dir: Path, resume: str) -> tuple[Path | None, list[str]]:
+    """The checkpoint to continue from, if any, and one line for each that was passed over and why.
+
+    Args:
+        resume: "auto", or a checkpoint's folder.
+    Raises:
+        UserError: the named checkpoint is not there or not whole.
+    """
+    if resume != "auto":
+        if defect := _defect(Path(resume)):
+            raise UserError(f"--resume {resume}: {defect}")
+        return Path(resume), []
+    skipped = []
+    for path in reversed(checkpoints(run_dir)):
+        defect = _defect(path)
+        if defect is None:
+            return path, skipped
+        skipped.append(f"{path}: passed over: {defect}")
+    return None, skipped
+
+
+def _defect(path: Path) -> str | None:
+    try:
+        files = json.loads((path / STATE).read_text(encoding="utf-8"))["files"]
+    except OSError:
+        return f"no {STATE}, so it is not a complete checkpoint"
+    except (ValueError, KeyError, TypeError):
+        return f"{STATE} cannot be read"
+    for name, size in files.items():
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if (path / name).stat().st_size != size:
+            return f"{name} has {(path / name).stat().st_size} bytes, {size} were written"
+    return None
+
+
+def load(accelerator: Accelerator, path: Path) -> dict[str, Any]:
+    """Put weights, optimizer and random state back; the `state` that was saved with them.
+
+    Raises:
+        UserError: the checkpoint was written under another layout (ranks, ZeRO stage, precision).
+    """
+    state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    here = _layout(accelerator)
+    if state["layout"] != here:
+        told = [
+            f"{key} {state['layout'].get(key)}, now {here[key]}"
+            for key in here
+            if state["layout"].get(key) != here[key]
+        ]
+        raise UserError(
+            f"{path}: written under another layout ({'; '.join(told)}); resume it as it was launched, "
+            "or start a new run from its weights with --init-from"
+        )
+    partial = {"load_module_strict": False} if _deepspeed(accelerator) else {"strict": False}
+    accelerator.load_state(str(path), **partial)
+    return state
+
+
+def export(accelerator: Accelerator, model: Any, tokenizer: Any, target: Path, card: str) -> None:
+    """Write what plain transformers (full weights) or peft (the adapter alone) load, tokenizer and card beside it.
+
+    Gathers from all ranks under ZeRO-3 and FSDP; for an adapter only its own weights.
+    """
+    unwrapped = accelerator.unwrap_model(model)
+    adapter = hasattr(unwrapped, "peft_config")
+    weights = _adapter_weights(accelerator, unwrapped) if adapter else accelerator.get_state_dict(model)
+    with replacing(accelerator, target) as partial:
+        if accelerator.is_main_process:
+            unwrapped.save_pretrained(str(partial), state_dict=weights)
+            tokenizer.save_pretrained(str(partial))
+            (partial / "README.md").write_text(card, encoding="utf-8")
+
+
+def _adapter_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    weights = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            with _gathered(parameter):
+                if accelerator.is_main_process:
+                    whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+                    weights[name] = whole.detach().to("cpu", copy=True)
+    return weights
+
+
+def _gathered(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager:
+    if not hasattr(parameter, "ds_id"):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([parameter])
+
+
+def _drop_frozen(models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+    for model, state in zip(models, weights, strict=False):
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        for name in frozen & state.keys():
+            del state[name]
+
+
+def _deepspeed(accelerator: Accelerator) -> bool:
+    return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+def _layout(accelerator: Accelerator) -> dict[str, Any]:
+    plugin = accelerator.state.deepspeed_plugin
+    return {
+        "ranks": accelerator.num_processes,
+        "backend": accelerator.distributed_type.value,
+        "zero_stage": plugin.zero_stage if plugin else None,
+        "precision": accelerator.mixed_precision,
+    }

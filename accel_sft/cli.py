@@ -1,0 +1,146 @@
+"""The command group: one command per installed task, and the tools. Torch is imported inside commands only."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import CompletionItem
+
+import accel_sft
+from accel_sft import registry
+from accel_sft.cli_options import EVALUATION, SectionOption, TaskCommand, summary_of
+from accel_sft.config import MODEL, TrainConfig
+from accel_sft.options import UserError
+from accel_sft.task import Task
+
+
+class LazyTasks(click.Group):
+    """A group whose task commands are known by metadata, and imported one at a time when one is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*registry.names(), *self.commands]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        tool = super().get_command(ctx, cmd_name)
+        if tool or (ctx.resilient_parsing and cmd_name not in registry.names()):
+            return tool
+        task_class = None if ctx.resilient_parsing else _load(ctx, cmd_name, self.commands)
+        return self.task_command(cmd_name, task_class)
+
+    def task_command(self, name: str, task_class: type[Task] | None) -> click.Command:
+        """The command of a task; without a class while a shell completes, which imports no plugin."""
+        raise NotImplementedError
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        tools = [(name, command.get_short_help_str(90)) for name, command in self.commands.items()]
+        for heading, rows in (("Tasks", list(registry.names().items())), ("Tools", tools)):
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """As click's own, without making a command of each task: that would import them all."""
+        summaries = registry.names()
+        summaries.update({name: command.get_short_help_str() for name, command in self.commands.items()})
+        found = [CompletionItem(name, help=text) for name, text in summaries.items() if name.startswith(incomplete)]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
+
+
+def _load(ctx: click.Context, name: str, tools: dict[str, click.Command]) -> type[Task]:
+    if any(plugin.name == name for plugin in registry.plugins()):
+        return registry.load(name)
+    if name.startswith("-"):
+        raise click.NoSuchOption(name, ctx=ctx)
+    near = registry.suggestion(name, [*registry.names(), *tools])
+    ctx.fail(f"no task or tool {name!r}{near or '; `accel-sft tasks` lists the installed tasks'}")
+
+
+class _TrainGroup(LazyTasks):
+    def task_command(self, name: str, task_class: type[Task] | None) -> click.Command:
+        def train(task: Task, config: TrainConfig) -> None:
+            _prepare(config)
+            from accel_sft.train import run
+
+            run(name, task, config)
+
+        summary = (
+            f"{summary_of(task_class, name)}\n\nTrains, evaluates and saves a model for this task."
+            if task_class
+            else ""
+        )
+        return TaskCommand(name, task_class, train, summary=summary)
+
+
+class _EvaluateGroup(LazyTasks):
+    def task_command(self, name: str, task_class: type[Task] | None) -> click.Command:
+        def evaluate(task: Task, config: TrainConfig, base: str | None) -> None:
+            _prepare(config)
+            from accel_sft.evaluate import run
+
+            run(name, task, config, base)
+
+        base = SectionOption(
+            ["--base"],
+            metavar="TEXT",
+            help="Judge this model too, side by side: hub id or local folder.",
+            section=MODEL,
+        )
+        summary = (
+            f"{summary_of(task_class, name)}\n\nScores a model on this task's validation examples."
+            if task_class
+            else ""
+        )
+        return TaskCommand(name, task_class, evaluate, summary=summary, only=EVALUATION, extra=[base])
+
+
+def _prepare(config: TrainConfig) -> None:
+    from accel_sft.launch import prepare_environment
+
+    prepare_environment(config.debug)
+
+
+@click.group(cls=_TrainGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(accel_sft.__version__, prog_name="accel-sft")
+def cli() -> None:
+    """Fine-tune causal language models on tasks, each a small plugin.
+
+    On several processes: accelerate launch --config_file accelerate_configs/z2.yaml -m accel_sft TASK
+    """
+
+
+@cli.command()
+def tasks() -> None:
+    """List the installed tasks, their versions, and the broken ones and why."""
+    found = registry.plugins()
+    if not found:
+        click.echo("No task is installed. `accel-sft new-task NAME` starts one of your own.")
+    rows, broken = [], []
+    for plugin in found:
+        try:
+            summary, status = summary_of(registry.load_plugin(plugin), plugin.summary), "ok"
+        except UserError as error:
+            summary, status = plugin.summary, "broken"
+            broken += error.problems
+        rows.append((plugin.name, f"{plugin.distribution} {plugin.version}", status, summary))
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    for row in rows:
+        click.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip())
+    if broken:
+        click.echo("\nBroken, and why:")
+        click.echo("\n".join(f"  {line}" for line in broken))
+
+
+@cli.group(cls=_EvaluateGroup)
+def evaluate() -> None:
+    """Score a model on a task's validation examples, beside its base if you name one."""
+
+
+@cli.command("new-task")
+@click.argument("name")
+@click.argument("directory", required=False)
+def new_task(name: str, directory: str | None) -> None:
+    """Start a task of your own: a plugin named NAME in DIRECTORY (default: accel-sft-NAME)."""
+    from accel_sft.scaffold import write_plugin
+
+    target = write_plugin(name, directory)
+    click.echo(f"Wrote {target}: pyproject.toml, the task, and its test. Next:")
+    click.echo(f"  pip install -e {target}\n  accel-sft {name}\n  pytest {target}")

@@ -1,0 +1,143 @@
+"""What the person at the terminal sees while training: one bar that fits the line, or plain lines."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
+
+SHORTEST_BAR = 10
+"""Cells left to the bar before details are dropped from the line."""
+SECONDS_BETWEEN_DRAWS = 0.25
+
+
+class ProgressLine:
+    """Steps done, loss, the task's metric and time to go.
+
+    On a terminal it is one line at the bottom, redrawn at most four times a second; elsewhere (a file, a pipe, a
+    cluster's log) a plain line every `log_every` steps, without control characters.
+
+    Args:
+        total_steps: optimizer steps of the whole run.
+        done: steps done before this start.
+        log_every: steps between plain lines.
+        file: where to write; standard output by default.
+    """
+
+    def __init__(self, total_steps: int, *, done: int = 0, log_every: int = 10, file: Any = None) -> None:
+        self.total_steps = total_steps
+        self.done = done
+        self.log_every = log_every
+        self.metrics: dict[str, float] = {}
+        self._file = file or sys.stdout
+        self._console = Console(file=self._file, highlight=False)
+        # FORCE_COLOR makes rich believe in a terminal where there is a pipe: ask the file itself too.
+        self.live = self._console.is_terminal and self._file.isatty() and not self._console.is_dumb_terminal
+        self._progress: Progress | None = None
+        self._drawn = 0.0
+        self._first: tuple[int, float] | None = None
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if self.live:
+            self._console.print(text, markup=False, soft_wrap=True)
+        else:
+            print(text, file=self._file, flush=True)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Show a training record (`step`, `loss`, and what else `details` knows)."""
+        now = time.monotonic()
+        self.done = int(record["step"])
+        if self._first is None:  # the first step compiles and warms up: the rate is measured after it
+            self._first = (self.done, now)
+        last = self.done >= self.total_steps
+        if not self.live:
+            if self.done % self.log_every == 0 or last:
+                self.say(self._plain(record, now))
+        elif last or now - self._drawn >= SECONDS_BETWEEN_DRAWS:
+            self._drawn = now
+            self._draw(record, now)
+
+    def seconds_left(self, now: float) -> float | None:
+        """From the mean time of a step since this start, evaluations and checkpoints included; None at first."""
+        if self._first is None or self.done <= self._first[0]:
+            return None
+        step, began = self._first
+        return (now - began) / (self.done - step) * max(self.total_steps - self.done, 0)
+
+    def close(self) -> None:
+        """Leave the bar as it stands and give the terminal back."""
+        if self._progress is not None:
+            self._progress.refresh()
+            self._progress.stop()
+            self._progress = None
+
+    def _plain(self, record: Mapping[str, Any], now: float) -> str:
+        parts = [f"step {self.done}/{self.total_steps}"]
+        parts += [f"{name} {_short(record[name])}" for name in ("epoch", "loss", "grad_norm") if _is(record, name)]
+        if _is(record, "learning_rate"):
+            parts.append(f"lr {record['learning_rate']:.2e}")
+        if _is(record, "tokens_per_second"):
+            parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+        left = self.seconds_left(now)
+        return "  ".join([*parts, f"ETA {clock(left)}"])
+
+    def _details(self, record: Mapping[str, Any], now: float) -> str:
+        """What stands right of the bar, the least needed left out until it fits the line."""
+        left = self.seconds_left(now)
+        metrics = [f"{name} {_short(value)}" for name, value in self.metrics.items()]
+        rate = [f"{_thousands(record['tokens_per_second'])} tok/s"] if _is(record, "tokens_per_second") else []
+        eta = [f"ETA {clock(left)}"] if self.done < self.total_steps else []
+        loss = [f"loss {_short(record['loss'])}"] if _is(record, "loss") else []
+        room = self._console.width - len(self._count()) - SHORTEST_BAR - 2
+        for parts in (loss + metrics + rate + eta, loss + metrics + eta, loss + eta, eta):
+            if cell_len("  ".join(parts)) <= room:
+                return "  ".join(parts)
+        return ""
+
+    def _count(self) -> str:
+        return f"{self.done}/{self.total_steps}"
+
+    def _draw(self, record: Mapping[str, Any], now: float) -> None:
+        if self._progress is None:
+            whole = Column(no_wrap=True)
+            self._progress = Progress(
+                TextColumn("{task.fields[count]}", markup=False, table_column=whole),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[details]}", markup=False, table_column=whole),
+                console=self._console,
+                auto_refresh=False,  # a thread that redraws would take time from the loop
+                expand=True,
+            )
+            self._progress.start()
+            self._console.show_cursor(True)  # a killed run must not leave the terminal without a cursor
+            self._progress.add_task("", total=self.total_steps, count="", details="")
+        task = self._progress.task_ids[0]
+        details = self._details(record, now)
+        self._progress.update(task, completed=self.done, count=self._count(), details=details, refresh=True)
+
+
+def clock(seconds: float | None) -> str:
+    """Hours, minutes and seconds: 0:01:23; `-:--:--` when unknown."""
+    if seconds is None:
+        return "-:--:--"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def _is(record: Mapping[str, Any], name: str) -> bool:
+    return isinstance(record.get(name), (int, float))
+
+
+def _short(value: float) -> str:
+    return f"{value:.3f}" if 0.001 <= abs(value) < 1000 or value == 0 else f"{value:.2e}"
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:,.0f}"

@@ -1,0 +1,113 @@
+"""Where curves are drawn: TensorBoard in the run's own folder, and Accelerate's other trackers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+
+from accel_sft.options import UserError
+
+FLUSH_SECONDS = 5
+"""What TensorBoard may lack at the end of a run that was killed; metrics.jsonl lacks nothing."""
+
+
+def tracker_names(setting: str) -> list[str]:
+    """The names in `--tracker`, checked.
+
+    Raises:
+        UserError: unknown to Accelerate, or its package is not installed.
+    """
+    names = list(dict.fromkeys(name.strip() for name in setting.split(",") if name.strip() not in ("", "none")))
+    installed = {str(name) for name in get_available_trackers()}
+    problems = []
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
+            problems.append(f"--tracker {name}: unknown; give one or several of {known}, or none")
+        elif name not in installed:
+            problems.append(f"--tracker {name}: not installed; `pip install {name.replace('_', '-')}`, or leave it out")
+    if problems:
+        raise UserError(*problems)
+    return names
+
+
+class Dashboards:
+    """Rank 0's trackers. A service that fails is named and left out from then on; TensorBoard's errors are raised.
+
+    Args:
+        names: checked by `tracker_names`.
+        run_dir: TensorBoard's events lie directly in it, so that `--logdir runs` shows its name.
+        settings: the run's options, recorded as text.
+        say: where a failing service is reported.
+    """
+
+    def __init__(
+        self, names: Sequence[str], run_dir: Path, settings: Mapping[str, Any], say: Callable[[str], None]
+    ) -> None:
+        self._say = say
+        self._writer: Any = None  # torch.utils.tensorboard.SummaryWriter
+        self._others: list[GeneralTracker] = []
+        arguments = {
+            "wandb": {"name": run_dir.name, "dir": str(run_dir)},
+            "swanlab": {"experiment_name": run_dir.name, "logdir": str(run_dir / "swanlab")},
+        }
+        for name in names:
+            kind = LOGGER_TYPE_TO_CLASS[name]
+            if name == "tensorboard":
+                tensorboard = kind("", run_dir, max_queue=1000, flush_secs=FLUSH_SECONDS)
+                tensorboard.start()
+                self._writer = tensorboard.tracker
+                continue
+            place = [str(run_dir)] if kind.requires_logging_directory else []
+            tracker = kind("accel_sft", *place, **arguments.get(name, {}))
+            self._others.append(tracker)
+            self._guarded(tracker, tracker.start)
+            self._guarded(tracker, lambda tracker=tracker: tracker.store_init_configuration(dict(settings)))
+
+    def curves(self, values: Mapping[str, float], step: int) -> None:
+        """Draw one point on each named curve. Costs the loop one queue entry: TensorBoard's thread writes it."""
+        if self._writer:
+            points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+            self._writer.file_writer.add_summary(Summary(value=points), step)
+        for tracker in list(self._others):
+            self._guarded(tracker, lambda tracker=tracker: tracker.log(dict(values), step=step))
+
+    def text(self, tag: str, markdown: str, step: int) -> None:
+        """Show a text where there is a place for it (TensorBoard)."""
+        if self._writer:
+            self._writer.add_text(tag, markdown, step)
+
+    def rewind(self, step: int) -> None:
+        """Forget TensorBoard's points after `step`. Other services keep theirs: a resumed run is a new one there."""
+        if self._writer:
+            # A session that starts at a step makes TensorBoard drop what was written before from that step on; it is
+            # SummaryWriter's purge_step, for a writer that is already open.
+            self._writer.file_writer.add_event(Event(step=step + 1, file_version="brain.Event:2"))
+            started = SessionLog(status=SessionLog.START)
+            self._writer.file_writer.add_event(Event(step=step + 1, session_log=started))
+
+    def flush(self) -> None:
+        """Hand TensorBoard's points to the operating system."""
+        if self._writer:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """End every tracker; a second call does nothing."""
+        if self._writer:
+            self._writer.close()
+        for tracker in list(self._others):
+            self._guarded(tracker, tracker.finish)
+        self._writer, self._others = None, []
+
+    def _guarded(self, tracker: GeneralTracker, call: Callable[[], None]) -> None:
+        try:
+            if tracker in self._others:
+                call()
+        except Exception as error:  # noqa: BLE001 - another service's failure must not end the training
+            self._others.remove(tracker)
+            self._say(f"--tracker {tracker.name}: {type(error).__name__}: {error}; nothing more is sent there")

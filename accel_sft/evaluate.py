@@ -1,0 +1,179 @@
+"""Does it do the job: validation loss, generated answers, and the metric, each example counted once (law 4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from accel_sft.chat import Encoded, end_of_turn_ids
+from accel_sft.config import TrainConfig
+from accel_sft.data import collate
+from accel_sft.loss import nll_sum
+from accel_sft.options import UserError
+from accel_sft.task import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """One evaluation, the same on every rank.
+
+    `metrics`: the task's, with `eval_loss` and generation speed. `samples`: index, prompt, expected, generated, scores.
+    """
+
+    metrics: dict[str, float]
+    samples: list[dict[str, Any]]
+
+
+class Evaluator:
+    """Evaluates a prepared model at any stage, on any number of ranks, without touching training's random state.
+
+    Args:
+        encoded: the validation examples that can be used, by their index in `examples`.
+        max_new_tokens: tokens generated at most; None: the longest answer's, its end-of-turn token included.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        tokenizer: Any,
+        task: Task,
+        examples: Sequence[Any],
+        encoded: Sequence[Encoded],
+        config: TrainConfig,
+        max_new_tokens: int | None = None,
+    ) -> None:
+        self.accelerator, self.tokenizer, self.task, self.examples = accelerator, tokenizer, task, examples
+        self.encoded = list(encoded)[: config.eval_limit]
+        self.batch_size = config.eval_batch_size
+        longest_answer = max(example.supervised_tokens for example in self.encoded)
+        self.max_new_tokens = config.max_new_tokens or max_new_tokens or longest_answer
+
+    def __call__(self, model: torch.nn.Module) -> Evaluation:
+        """Validation loss, then greedy answers, scored where they were generated and gathered once.
+
+        Raises:
+            UserError: the task's score() or aggregate() returned something unusable.
+        """
+        was_training = model.training
+        model.eval()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        with torch.no_grad():
+            eval_loss = self._loss(model)
+            self.accelerator.wait_for_everyone()
+            started = time.perf_counter()
+            generated = self._generate(model)
+            seconds = time.perf_counter() - started
+        model.train(was_training)
+        gathered = gather_object([{**sample, "seconds": seconds} for sample in generated])
+        samples = sorted(gathered, key=lambda sample: sample["index"])
+        assert [s["index"] for s in samples] == sorted(e.index for e in self.encoded), "an example was lost or doubled"
+        seconds = max(sample.pop("seconds") for sample in samples)
+        tokens = sum(sample.pop("tokens") for sample in samples)
+        metrics = self._aggregate([sample["scores"] for sample in samples])
+        speed = {
+            "eval_loss": eval_loss,
+            "generate_seconds": seconds,
+            "generate_tokens_per_second": tokens / seconds,
+            "seconds_per_answer": seconds / len(samples),
+        }
+        if torch.cuda.is_available():
+            speed["generate_peak_device_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return Evaluation({**metrics, **speed}, samples)
+
+    def _batches(self) -> list[tuple[list[Encoded], bool]]:
+        """This rank's (examples, wanted) longest first; ranks run equally many, a spare one is not wanted (ZeRO-3)."""
+        ordered = sorted(self.encoded, key=lambda example: (-example.prompt_length, example.index))
+        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+        count = math.ceil(math.ceil(len(ordered) / ranks) / self.batch_size)
+        mine = ordered[rank::ranks]
+        batches = [mine[at : at + self.batch_size] for at in range(0, len(mine), self.batch_size)]
+        return [(batch, True) for batch in batches] + [(ordered[-1:], False)] * (count - len(batches))
+
+    def _loss(self, model: torch.nn.Module) -> float:
+        total = torch.zeros(2, dtype=torch.float64)
+        for batch, wanted in self._batches():
+            nll = nll_sum(model, collate(batch, self.tokenizer.pad_token_id, self.accelerator.device))
+            if wanted:
+                total += torch.tensor([nll.item(), sum(example.supervised_tokens for example in batch)]).double()
+        nll, tokens = self.accelerator.reduce(total.to(self.accelerator.device), reduction="sum").tolist()
+        return nll / tokens
+
+    def _generate(self, model: torch.nn.Module) -> list[dict[str, Any]]:
+        unwrapped = self.accelerator.unwrap_model(model)
+        settings = greedy(self.tokenizer, unwrapped, self.max_new_tokens)
+        samples = []
+        for batch, wanted in self._batches():
+            answers = generate(unwrapped, self.tokenizer, settings, batch, self.accelerator.device)
+            samples += [self._sample(example, ids) for example, ids in zip(batch, answers, strict=True) if wanted]
+        return samples
+
+    def _sample(self, encoded: Encoded, answer: list[int]) -> dict[str, Any]:
+        example = self.examples[encoded.index]
+        text = self.tokenizer.decode(answer, skip_special_tokens=True)
+        try:
+            scores = self.task.score(example, text)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"validation example {encoded.index}: the task's score() failed on {text[:80]!r}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(scores, dict):
+            raise UserError(f"validation example {encoded.index}: score() gave {scores!r}, expected a dict of numbers")
+        prompt = "\n".join(turn["content"] for turn in self.task.messages(example) if turn["role"] == "user")
+        return {
+            "index": encoded.index,
+            "prompt": prompt,
+            "expected": self.task.target(example),
+            "generated": text,
+            "scores": scores,
+            "tokens": len(answer),
+        }
+
+    def _aggregate(self, scores: list[dict[str, Any]]) -> dict[str, float]:
+        metrics = self.task.aggregate(scores)
+        main = self.task.main_metric
+        if main not in metrics or not isinstance(metrics[main], (int, float)):
+            raise UserError(f"the task's aggregate() gave {sorted(metrics)}, without a number for main_metric {main!r}")
+        return {key: float(value) for key, value in metrics.items()}
+
+
+def greedy(tokenizer: Any, model: Any, max_new_tokens: int) -> Any:
+    """Generation settings for greedy answers; what the model's own file says of sampling or penalties is overruled."""
+    from transformers import GenerationConfig
+
+    return GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(end_of_turn_ids(tokenizer, model.generation_config)),
+        pad_token_id=tokenizer.pad_token_id,
+        use_cache=True,
+    )
+
+
+def generate(
+    model: Any, tokenizer: Any, settings: Any, batch: Sequence[Encoded], device: torch.device
+) -> list[list[int]]:
+    """Answers' token ids (end-of-turn included), one per example, from left-padded prompts in one batch."""
+    longest = max(example.prompt_length for example in batch)
+    rows = [example.input_ids[: example.prompt_length] for example in batch]
+    input_ids = torch.tensor([[tokenizer.pad_token_id] * (longest - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)  # (B, T)
+    output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=settings)
+    ends = set(settings.eos_token_id)
+    answers = []
+    for ids in output[:, longest:].tolist():
+        stop = next((at for at, token in enumerate(ids) if token in ends), len(ids) - 1)
+        answers.append(ids[: stop + 1])
+    return answers

@@ -1,0 +1,300 @@
+"""The Accelerator for this machine and this yaml, read back after it is built, and the libraries kept quiet."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.metadata
+import math
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from accel_sft.audit import Launch, device_count, read_launch
+from accel_sft.config import TrainConfig
+from accel_sft.options import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+
+_QUIET = {
+    "TOKENIZERS_PARALLELISM": "false",  # a fork after its threads have started may hang
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+_terminal: TextIO | None = None
+
+
+def prepare_environment(debug: bool = False) -> None:
+    """Set what libraries read at import: threads, log levels, and a PATH on which pip's ninja is found.
+
+    Call it before torch, transformers or deepspeed are imported. A variable the user has set is left alone.
+    """
+    os.environ["OMP_NUM_THREADS"] = str(threads_per_process())  # DeepSpeed's CPU Adam has an OpenMP of its own
+    scripts = sysconfig.get_path("scripts")
+    if not shutil.which("ninja") and Path(scripts, "ninja").is_file():
+        os.environ["PATH"] = os.pathsep.join((scripts, os.environ.get("PATH", "")))
+    for name, value in {} if debug else _QUIET.items() if isinstance(_QUIET, dict) else ():
+        os.environ.setdefault(name, value)
+
+
+def threads_per_process() -> int:
+    """Compute threads of one rank: this machine's usable cores shared among its ranks, at least one.
+
+    `accelerate launch` gives each of several ranks a single thread; `--num_cpu_threads_per_process` still wins.
+    """
+    launch = read_launch()
+    named = launch.arguments.get("num_cpu_threads_per_process")
+    return int(named) if named else max(1, usable_cores() // launch.local_world_size)
+
+
+def usable_cores() -> int:
+    """Physical cores that this process may use: its affinity mask and a container's quota are counted."""
+    import psutil
+
+    limits = [psutil.cpu_count(logical=False) or os.cpu_count() or 1]
+    if hasattr(os, "sched_getaffinity"):
+        limits.append(len(os.sched_getaffinity(0)))
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.is_file():
+        allowed, period = quota.read_text().split()
+        limits += [] if allowed == "max" else [math.ceil(int(allowed) / int(period))]
+    return max(1, min(limits))
+
+
+@contextlib.contextmanager
+def quiet(log_file: Path | None, debug: bool = False) -> Iterator[TextIO]:
+    """Everything that is printed inside goes to a file; the stream that is yielded still reaches the terminal.
+
+    File descriptors are redirected, so that compilers and C libraries are caught with the rest. May be nested: the
+    inner file takes over. With `debug` nothing is redirected.
+
+    Args:
+        log_file: appended to, its folder made; None: a temporary file, shown on the terminal if the block raises.
+    """
+    global _terminal
+    if debug:
+        yield terminal()
+        return
+    if log_file is not None:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+    outer = _terminal
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(open(log_file, "ab") if log_file else tempfile.TemporaryFile())
+        saved = [os.dup(1), os.dup(2)]
+        if outer is None:
+            _terminal = stack.enter_context(open(os.dup(1), "w", encoding="utf-8", buffering=1))
+        _flush()
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        failed = True
+        try:
+            yield terminal()
+            failed = False
+        finally:
+            _flush()
+            for number, copy in zip((1, 2), saved, strict=True):
+                os.dup2(copy, number)
+                os.close(copy)
+            _terminal = outer
+            if failed and log_file is None:
+                log.seek(0)
+                sys.stderr.write(log.read().decode(errors="replace"))
+
+
+def terminal() -> TextIO:
+    """The stream that reaches the person at the terminal, inside `quiet` and outside."""
+    return _terminal or sys.stdout
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+def create_accelerator(config: TrainConfig) -> Accelerator:
+    """The Accelerator of this launch, synchronised over all its ranks.
+
+    Accumulation boundaries and the schedule are the trainer's: DeepSpeed is told one micro-batch a step, and never
+    the real batch. Clipping and offload details are written into its configuration, since the yaml cannot hold them.
+
+    Raises:
+        UserError: the ranks do not form one group.
+    """
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+
+    launch = read_launch()
+    devices = device_count()
+    torch.set_num_threads(threads_per_process())
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # the yaml's value beats any argument
+    options: dict[str, Any] = {"gradient_accumulation_steps": 1}
+    if launch.backend == "deepspeed":
+        if not devices:
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            options["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
+        plugin = DeepSpeedPlugin(gradient_accumulation_steps=1)
+        _write_deepspeed_config(plugin.deepspeed_config, launch, config, devices)
+        options["deepspeed_plugin"] = plugin
+    elif launch.backend == "ddp" and not devices:
+        options["cpu"] = True
+    accelerator = Accelerator(**options)
+    if accelerator.num_processes != launch.world_size:
+        raise UserError(
+            f"{launch.config_file or 'the launch'}: {launch.world_size} processes were started, and each would train "
+            "alone: use accelerate_configs/ddp.yaml or one of z0.yaml to z3.yaml as a model"
+        )
+    return accelerator
+
+
+def _write_deepspeed_config(resolved: dict[str, Any], launch: Launch, config: TrainConfig, devices: int) -> None:
+    resolved.update(
+        train_micro_batch_size_per_gpu=1,
+        train_batch_size="auto",
+        gradient_accumulation_steps=1,
+        gradient_clipping=float(config.max_grad_norm),
+        zero_allow_untested_optimizer=True,
+        wall_clock_breakdown=False,
+        steps_per_print=sys.maxsize,
+    )
+    zero = resolved["zero_optimization"]
+    if launch.json_file is None and launch.stage:
+        zero.update(overlap_comm=bool(devices), contiguous_gradients=True, reduce_scatter=True)
+        if launch.stage < 3:
+            zero.update(reduce_bucket_size=int(2e8), allgather_bucket_size=int(2e8))
+    for what in ("optimizer", "param"):
+        place = launch.offload(what)
+        if place == "none":
+            zero.pop(f"offload_{what}", None)
+        elif launch.json_file is None:
+            zero[f"offload_{what}"]["pin_memory"] = bool(devices)
+        if place == "nvme":
+            zero[f"offload_{what}"]["nvme_path"] = str(_swap_folder(launch.nvme_path(what)))
+
+
+def _swap_folder(root: Path) -> Path:
+    """A folder of this process alone under `root`, gone when it ends: two runs must not share swap files."""
+    root.mkdir(parents=True, exist_ok=True)
+    (root / ".gitignore").write_text("*\n")
+    host = socket.gethostname()
+    for left in root.glob(f"{host}-*"):
+        number = left.name.rpartition("-")[2]
+        if number.isdecimal() and not Path("/proc", number).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    folder = (root / f"{host}-{os.getpid()}").resolve()
+    folder.mkdir(exist_ok=True)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def verify_engine(accelerator: Accelerator, model: torch.nn.Module, config: TrainConfig) -> None:
+    """Read the prepared DeepSpeed engine back; nothing to do for other backends.
+
+    Raises:
+        UserError: stage, clipping, accumulation or precision is not what was resolved.
+    """
+    launch = read_launch()
+    if launch.backend != "deepspeed":
+        return
+    precision = "bf16" if model.bfloat16_enabled() else "fp16" if model.fp16_enabled() else "no"
+    pairs = {
+        "ZeRO stage": (launch.stage, model.zero_optimization_stage()),
+        "clipping": (float(config.max_grad_norm), float(model.gradient_clipping())),
+        "gradient accumulation": (1, model.gradient_accumulation_steps()),
+        "precision": (launch.precision[0], precision),
+        "ranks": (accelerator.num_processes, model.dp_world_size),
+    }
+    wrong = [f"DeepSpeed runs {name} {real}, asked for {asked}" for name, (asked, real) in pairs.items() if asked != real]
+    if wrong:
+        raise UserError(*wrong)
+
+
+def describe(accelerator: Accelerator, config: TrainConfig) -> list[tuple[str, str]]:
+    """The resolved launch as (name, value) rows, for the table printed once."""
+    import torch
+
+    launch = read_launch()
+    value, source = launch.precision
+    offload = [f"{what} to {launch.offload(what)}" for what in ("optimizer", "param") if launch.offload(what) != "none"]
+    backend = {"plain": "one process", "ddp": "data parallel (ddp)", "fsdp": "FSDP"}.get(
+        launch.backend, f"DeepSpeed ZeRO-{launch.stage}" + (f", {', '.join(offload)}" if offload else "")
+    )
+    clip = f"{config.max_grad_norm:g}" if config.max_grad_norm else "off"
+    return [
+        ("yaml", str(launch.config_file or "none")),
+        *([("DeepSpeed JSON", str(launch.json_file))] if launch.json_file else []),
+        ("backend", backend),
+        ("processes", f"{accelerator.num_processes} on {launch.machines} machine(s)"),
+        ("device", _device_name(accelerator)),
+        ("precision", f"{'fp32' if value == 'no' else value} (from {source})"),
+        ("threads per process", str(torch.get_num_threads())),
+        ("clipping", clip),
+        ("communication", str(accelerator.state.backend or "none")),
+        ("versions", ", ".join(f"{name} {version}" for name, version in _versions().items())),
+    ]
+
+
+def launch_record(accelerator: Accelerator) -> dict[str, Any]:
+    """The resolved launch for `run.json`: configuration, yaml text, versions, devices. Holds no secrets."""
+    import torch
+
+    launch = read_launch()
+    plugin = accelerator.state.deepspeed_plugin if launch.backend == "deepspeed" else None
+    return {
+        "yaml_path": str(launch.config_file) if launch.config_file else None,
+        "yaml": re.sub(rf"(?im)^(\s*\S*({_SECRET})\S*\s*:).*$", r"\1 ***", launch.text) or None,
+        "backend": launch.backend,
+        "zero_stage": launch.stage if plugin else None,
+        "offload": {what: launch.offload(what) for what in ("optimizer", "param")},
+        "processes": accelerator.num_processes,
+        "machines": launch.machines,
+        "precision": launch.precision[0],
+        "threads_per_process": torch.get_num_threads(),
+        "communication": accelerator.state.backend,
+        "device": _device_name(accelerator),
+        "host": {"platform": platform.platform(), "cores": usable_cores()},
+        "deepspeed_config": _plain(plugin.deepspeed_config) if plugin else None,
+        "versions": _versions(),
+    }
+
+
+_SECRET = "key|token|secret|password"
+
+
+def _plain(value: Any, name: str = "") -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item, str(key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, str) and re.search(_SECRET, name, re.IGNORECASE):
+        return "***"
+    return value if value is None or isinstance(value, (bool, int, str)) or math.isfinite(value) else str(value)
+
+
+def _device_name(accelerator: Accelerator) -> str:
+    import torch
+
+    if accelerator.device.type == "cuda":
+        return torch.cuda.get_device_name(accelerator.device)
+    return f"{accelerator.device.type} ({usable_cores()} cores)" if accelerator.device.type == "cpu" else "mps"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "accelerate", "deepspeed", "peft"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

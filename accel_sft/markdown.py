@@ -1,0 +1,39 @@
+"""Foreign text and numbers as readers see them: one safe line, four digits, a table in which no markup takes effect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+CELL_CHARACTERS = 300
+"""Of a markdown cell; the rest is counted."""
+LINE_CHARACTERS = 60
+_MARKUP = {ord(mark): f"&#{ord(mark)};" for mark in "&<>|*_`[]\\~#$"}
+
+
+def one_line(text: str, length: int = LINE_CHARACTERS) -> str:
+    """At most `length` characters, control characters spelt out: generated text must not steer a terminal."""
+    shortened = text if len(text) <= length else text[:length] + "..."
+    return "".join(mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in shortened)
+
+
+def shown(value: Any) -> str:
+    """A number with four digits, None as nothing, anything else as text."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return "" if value is None else str(value)
+
+
+def markdown_cell(value: Any) -> str:
+    """Any value as one cell of a markdown table, its line breaks kept and everything else shown as it is."""
+    text = str(value)
+    if len(text) > CELL_CHARACTERS:
+        text = f"{text[:CELL_CHARACTERS]}... ({len(text) - CELL_CHARACTERS:,} more characters)"
+    return "<br>".join(one_line(line, len(line)).translate(_MARKUP) for line in text.splitlines())
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A markdown table of escaped cells."""
+    lines = [" | ".join(map(markdown_cell, line)) for line in [header, *rows]]
+    lines.insert(1, " | ".join(["---"] * len(header)))
+    return "\n".join(f"| {line} |" for line in lines)

@@ -1,0 +1,162 @@
+"""Where the weights come from: a folder, a hub, an earlier run, or the built-in tiny model; and adapters on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_sft.config import TrainConfig
+from accel_sft.options import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What to load: full weights with their tokenizer, and the adapter that stands on them, if any."""
+
+    weights: str
+    tokenizer: str
+    adapter: str | None = None
+
+
+def find_source(config: TrainConfig, model: str | None = None) -> Source:
+    """The source that `--model` (or `model`) or `--init-from` names.
+
+    A folder may hold full weights, an adapter (its base is read from `adapter_config.json`), or a run.
+
+    Raises:
+        UserError: a folder that is not there or holds neither.
+    """
+    name = model or config.init_from or config.model
+    folder = Path(name).expanduser()
+    run_final = folder / "final"
+    if (folder / "run.json").is_file():
+        if not run_final.is_dir():
+            raise UserError(f"{name}: this run has no final/ yet; resume it first, or name one of its folders")
+        folder = run_final
+    if (folder / "adapter_config.json").is_file():
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+        return Source(base, str(folder), str(folder))
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{name}: no config.json or adapter_config.json in this folder; it is not a saved model")
+        return Source(str(folder), str(folder))
+    if config.init_from and not model:
+        raise UserError(f"--init-from {name}: no such run; give the folder of a finished run or of saved weights")
+    if name.startswith((".", "/", "~")):
+        raise UserError(f"--model {name}: no such folder")
+    return Source(name, name)
+
+
+def load_tokenizer(source: Source, config: TrainConfig) -> Any:
+    """The tokenizer, with a pad token (its end-of-turn token if it has none of its own).
+
+    Raises:
+        UserError: it cannot be loaded, or has no chat template or end-of-turn token.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = _loading(
+        source.tokenizer,
+        lambda: AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=config.trust_remote_code),
+    )
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"--model {source.tokenizer}: its tokenizer has no chat template; use an instruction-tuned model, "
+            "or save the tokenizer with a chat_template of yours"
+        )
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"--model {source.tokenizer}: its tokenizer names no eos_token to end an answer with")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(source: Source, config: TrainConfig, *, precision: str, deepspeed: bool, total_steps: int = 0) -> Any:
+    """The model, ready to be prepared: weights in the right type, adapter in place.
+
+    Args:
+        precision: the launch's mixed precision, "no", "bf16" or "fp16".
+        deepspeed: whether DeepSpeed keeps the float32 copy (then weights are loaded in `precision`).
+        total_steps: optimizer steps to come; 0 to evaluate only: an adapter stays frozen, and none is started.
+    Raises:
+        UserError: it cannot be loaded, or the adapter's settings do not fit it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = _loading(
+        source.weights,
+        lambda: AutoModelForCausalLM.from_pretrained(
+            source.weights,
+            dtype=_dtype(config, precision, deepspeed, total_steps > 0),
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+        ),
+    )
+    if source.adapter:
+        model = _with_adapter(model, source.adapter, config, total_steps > 0)
+    elif config.adapter != "none" and total_steps:
+        model = _new_adapter(model, config, total_steps)
+    if total_steps and config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.adapter != "none":
+            model.enable_input_require_grads()
+    return model
+
+
+def _dtype(config: TrainConfig, precision: str, deepspeed: bool, train: bool) -> torch.dtype:
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    reduced = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    return reduced if deepspeed or config.adapter != "none" or not train else torch.float32
+
+
+def _loading(name: str, load: Any) -> Any:
+    try:
+        return load()
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "trust_remote_code" in str(error):
+            cause = "it needs its own code to run; read that code, then pass --trust-remote-code"
+        raise UserError(f"--model {name}: cannot be loaded: {cause}") from error
+
+
+def _with_adapter(model: Any, adapter: str, config: TrainConfig, train: bool) -> Any:
+    from peft import PeftModel
+
+    if train and config.adapter == "none":  # full training goes on from base + adapter
+        return _loading(adapter, lambda: PeftModel.from_pretrained(model, adapter)).merge_and_unload()
+    return _loading(adapter, lambda: PeftModel.from_pretrained(model, adapter, is_trainable=train))
+
+
+def _new_adapter(model: Any, config: TrainConfig, total_steps: int) -> Any:
+    from peft import AdaLoraConfig, LoraConfig, TaskType, get_peft_model
+
+    names = [name.strip() for name in config.lora_target_modules.split(",") if name.strip()]
+    common = {
+        "task_type": TaskType.CAUSAL_LM,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": config.lora_dropout,
+        "target_modules": "all-linear" if names == ["all-linear"] else names,
+    }
+    if config.adapter == "lora":
+        settings = LoraConfig(r=config.lora_r, **common)
+    else:  # ranks shrink from 1.5 r to r between a tenth and two thirds of the run
+        shrink = {"tinit": total_steps // 10, "tfinal": total_steps // 3, "deltaT": 10, "total_step": total_steps}
+        settings = AdaLoraConfig(init_r=config.lora_r * 3 // 2 + 1, target_r=config.lora_r, **shrink, **common)
+    try:
+        return get_peft_model(model, settings)
+    except ValueError as error:
+        linear = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if hasattr(part, "in_features")}
+        raise UserError(
+            f"--lora-target-modules {config.lora_target_modules}: {str(error).splitlines()[0][:200]}; "
+            f"this model has {', '.join(sorted(linear))}"
+        ) from None
+
+
+def trainable_parameters(model: torch.nn.Module) -> int:
+    """Number of weights that learn (whole tensors, also where ZeRO-3 holds only a shard)."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)

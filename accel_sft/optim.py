@@ -1,0 +1,93 @@
+"""AdamW, the learning-rate schedule, and one optimizer step over micro-batches, alike on every backend (law 1)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from accel_sft.config import TrainConfig
+
+
+def adamw(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter, 2019) with weight decay on matrices only; no empty group, DeepSpeed rejects one."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    dimensions = [len(getattr(p, "ds_shape", p.shape)) for p in trained]
+    matrices = [p for p, n in zip(trained, dimensions, strict=True) if n >= 2]
+    vectors = [p for p, n in zip(trained, dimensions, strict=True) if n < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=1e-8,
+        fused=True,
+    )
+
+
+def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
+    """The rate of step `step` (from 0): linear warm-up, then `--lr-scheduler` down to 0 behind the last step."""
+    warmup_steps = math.ceil(config.warmup_ratio * total_steps)
+    if step < warmup_steps:
+        return config.learning_rate * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(total_steps - warmup_steps, 1)
+    factor = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress, "constant": 1.0}
+    return config.learning_rate * factor[config.lr_scheduler]
+
+
+class Stepper:
+    """Backward and update on every backend, with boundaries of our own between optimizer steps.
+
+    Gradients are averaged over ranks, so a micro-batch's loss is sum(nll) * ranks / N, N being the supervised tokens
+    of the whole step. Clipping is ours on plain backends; under DeepSpeed the engine clips, as launch.py set it up.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: Any, optimizer: Any, max_grad_norm: float) -> None:
+        self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
+        self.max_grad_norm = max_grad_norm
+        self.engine = model if accelerator.distributed_type == DistributedType.DEEPSPEED else None
+        self.reallocate = getattr(
+            getattr(accelerator.unwrap_model(model), "base_model", None), "update_and_allocate", None
+        )
+
+    def set_learning_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def boundary(self, last: bool) -> contextlib.AbstractContextManager:
+        """Wraps one micro-batch's forward and backward; ranks exchange gradients on the last one."""
+        if self.engine is not None:
+            self.engine.set_gradient_accumulation_boundary(last)
+            return contextlib.nullcontext()
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.model)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self.engine is not None:
+            self.engine.backward(loss, scale_wrt_gas=False)
+        else:
+            self.accelerator.backward(loss)
+
+    def update(self, step: int) -> float:
+        """Clip, step and clear the gradients; the gradient's norm before clipping."""
+        if self.engine is not None:
+            norm = self._unmanaged_norm()
+            self.engine.step()
+            managed = self.engine.get_global_grad_norm()
+            return float(managed if managed is not None else norm)
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or math.inf)
+        self.optimizer.step()
+        if self.reallocate is not None:  # AdaLoRA ranks its directions by the gradients, which are cleared next
+            self.reallocate(step)
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def _unmanaged_norm(self) -> float:
+        """The norm where no DeepSpeed optimizer keeps it (stage 0 in float32): gradients are whole and averaged."""
+        if self.engine.zero_optimization_stage() > 0:
+            return math.nan
+        grads = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+        return torch.nn.utils.get_total_norm(grads).item() if grads else math.nan

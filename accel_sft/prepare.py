@@ -1,0 +1,249 @@
+"""From settings to what a run works on: its folder, its examples as tokens, its plan of steps, its record."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+
+from accel_sft import config as configuration
+from accel_sft.audit import audit, refuse
+from accel_sft.chat import Encoding, encode, end_of_turn_ids
+from accel_sft.checkpoint import checkpoints, decided_by_main
+from accel_sft.config import TrainConfig
+from accel_sft.data import StepPlan, micro_batch_examples
+from accel_sft.launch import create_accelerator, describe, launch_record, quiet
+from accel_sft.model import Source, find_source, load_tokenizer
+from accel_sft.options import UserError
+from accel_sft.report import write_atomically
+from accel_sft.task import Task
+from accel_sft.tiny import build_tiny
+
+PACKAGES = ("accel-sft", "torch", "accelerate", "transformers", "deepspeed", "peft", "tokenizers")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What a run works on, the same on every rank."""
+
+    source: Source
+    tokenizer: Any
+    validation_examples: Sequence[Any]
+    train: Encoding
+    validation: Encoding
+    plan: StepPlan
+    micro_batch_size: int
+
+    @property
+    def lines(self) -> list[str]:
+        """What was left out or cut, then the size of the job."""
+        train, validation, plan = self.train, self.validation, self.plan
+        tokens, supervised = int(plan.lengths.sum()), int(plan.supervised.sum())
+        return [
+            *train.lines(),
+            *validation.lines(),
+            f"{len(train.kept):,} training examples ({tokens:,} tokens, {supervised:,} supervised), "
+            f"{len(validation.kept):,} validation; {plan.total_steps:,} steps of {plan.global_batch_size}",
+        ]
+
+    def counts(self) -> dict[str, int]:
+        """The data in numbers, for the run's record and the model card."""
+        found = {}
+        for encoding in (self.train, self.validation):
+            found[f"{encoding.split} examples"] = len(encoding.kept)
+            for reason, indices in encoding.left_out.items():
+                found[f"{encoding.split} examples {reason}"] = len(indices)
+            if encoding.cut:
+                found[f"{encoding.split} examples cut"] = len(encoding.cut)
+        return {
+            **found,
+            "training tokens": int(self.plan.lengths.sum()),
+            "training supervised tokens": int(self.plan.supervised.sum()),
+        }
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the training tokens, in order: a resumed run must read the same."""
+        digest = hashlib.sha256()
+        for example in self.train.kept:
+            digest.update(np.asarray([example.prompt_length, *example.input_ids], dtype=np.int32).tobytes())
+        return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that decide what a run computes."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def start(config: TrainConfig) -> Accelerator:
+    """Audit the launch, build its Accelerator, and print once what both resolved to.
+
+    Raises:
+        UserError: every error of the audit.
+    """
+    findings = audit(config)
+    refuse(findings)
+    with quiet(None, config.debug) as terminal:
+        accelerator = create_accelerator(config)
+        if accelerator.is_main_process:
+            rows = describe(accelerator, config)
+            width = max(len(name) for name, _ in rows)
+            for name, value in rows:
+                print(f"{name:<{width}}  {value}", file=terminal)
+            for finding in findings:
+                print(f"{finding.level}: {finding}", file=terminal)
+            print("settings  " + _settings_line(config), file=terminal)
+    return accelerator
+
+
+def _settings_line(config: TrainConfig) -> str:
+    """The settings that are not what the bare trainer has, or that were resolved."""
+    usual = TrainConfig()
+    differing = {k: v for k, v in config.as_dict().items() if v != getattr(usual, k) or k in ("model", "seed")}
+    return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in differing.items())
+
+
+def claim_run_dir(accelerator: Accelerator, task_name: str, config: TrainConfig) -> tuple[Path, bool]:
+    """The run's folder, made if need be, the same on every rank; and whether the run in it is finished already.
+
+    Raises:
+        UserError: the folder is not empty and `--resume` is off, or it cannot be written.
+    """
+
+    def claim() -> tuple[Path, bool]:
+        name = config.output_dir or f"runs/{task_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        path = Path(name).expanduser().absolute()
+        try:
+            occupied = path.exists() and any(path.iterdir())
+            if occupied and config.resume == "off":
+                raise UserError(
+                    f"--output-dir {name}: not empty; name another folder, or continue the run in it with --resume auto"
+                )
+            if occupied and not (path / "run.json").exists() and not (path / "result.json").exists():
+                raise UserError(f"--output-dir {name}: not empty, and not a run of accel_sft; name another folder")
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "logs").mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--output-dir {name}: cannot be used ({error.strerror})") from None
+        return path, _finished(path, config)
+
+    return decided_by_main(accelerator, claim)
+
+
+def _finished(run_dir: Path, config: TrainConfig) -> bool:
+    result = run_dir / "result.json"
+    if config.resume == "off" or not result.exists():
+        return False
+    return json.loads(result.read_text(encoding="utf-8")).get("status") == "complete"
+
+
+def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: TrainConfig) -> Prepared:
+    """Read the task's splits, find the model's source (building `tiny`), tokenize, and plan the steps.
+
+    Raises:
+        UserError: data, template or model that cannot be used.
+    """
+    train_examples, validation_examples = _split(task, "train"), _split(task, "validation")
+    if config.model == "tiny" and not config.init_from:
+        base = run_dir / "base"
+        if accelerator.is_main_process and not base.exists():
+            build_tiny(base, _texts(task, train_examples), config.seed)
+        accelerator.wait_for_everyone()
+        source = find_source(config, str(base))
+    else:
+        source = find_source(config)
+    tokenizer = load_tokenizer(source, config)
+    rules = {
+        "eos_ids": end_of_turn_ids(tokenizer, _generation_config(source, config)),
+        "max_length": config.max_length,
+        "truncation": config.truncation,
+    }
+    train = encode(tokenizer, task, train_examples, "train", **rules)
+    validation = encode(tokenizer, task, validation_examples, "validation", **rules)
+    plan = StepPlan(
+        [len(example.input_ids) for example in train.kept],
+        [example.supervised_tokens for example in train.kept],
+        seed=config.seed,
+        global_batch_size=config.global_batch_size,
+        epochs=config.epochs,
+        max_steps=config.max_steps,
+    )
+    rows = micro_batch_examples(
+        config.micro_batch_size, int(plan.lengths.max()), config.global_batch_size, accelerator.num_processes
+    )
+    return Prepared(source, tokenizer, validation_examples, train, validation, plan, rows)
+
+
+def _split(task: Task, split: str) -> Sequence[Any]:
+    examples = task.dataset(split)
+    if not len(examples):
+        raise UserError(f"the task's dataset({split!r}) is empty; there is nothing to {split[:5]} on")
+    return examples
+
+
+def _texts(task: Task, examples: Sequence[Any]) -> list[str]:
+    texts = []
+    for example in examples:
+        texts += [*(turn["content"] for turn in task.messages(example)), task.target(example)]
+    return texts
+
+
+def _generation_config(source: Source, config: TrainConfig) -> Any:
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(source.weights, trust_remote_code=config.trust_remote_code)
+    except OSError:  # a model need not have one; the tokenizer's eos then stands alone
+        return None
+
+
+def write_run_record(
+    accelerator: Accelerator, run_dir: Path, task_name: str, task: Task, config: TrainConfig, prepared: Prepared
+) -> None:
+    """Write `run.json`: what decides the run's mathematics, and how it was launched; on a resume, hold it to that.
+
+    Raises:
+        UserError: a resumed run's settings or data differ from what the folder records, one line each.
+    """
+    record = {
+        "task": task_name,
+        "config": config.as_dict(),
+        "task_options": dataclasses.asdict(task),
+        "total_steps": prepared.plan.total_steps,
+        "micro_batch_size": prepared.micro_batch_size,
+        "data": prepared.counts(),
+        "data_sha256": prepared.fingerprint(),
+        "versions": versions(),
+        "launch": launch_record(accelerator),
+    }
+
+    def write() -> None:
+        path = run_dir / "run.json"
+        if path.exists() and checkpoints(run_dir):
+            _hold_to(json.loads(path.read_text(encoding="utf-8")), record, run_dir)
+        write_atomically(path, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
+
+    decided_by_main(accelerator, write)
+
+
+def _hold_to(before: dict[str, Any], now: dict[str, Any], run_dir: Path) -> None:
+    different = configuration.changed(
+        {**before["config"], **before["task_options"]}, {**now["config"], **now["task_options"]}
+    )
+    if before["task"] != now["task"]:
+        different.append(f"task: the run was started with {before['task']}, not {now['task']}")
+    if not different and before["data_sha256"] != now["data_sha256"]:
+        different.append("the training data is not what the run was started with")
+    if different:
+        raise UserError(
+            *different,
+            f"{run_dir}: a resumed run computes what it would have without the stop, schedule included; "
+            f"give the settings it was started with, or start a new run from its weights: --init-from {run_dir}",
+        )

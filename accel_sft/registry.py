@@ -1,0 +1,269 @@
+"""Tasks by the entry point group `accel_sft.tasks`; a broken plugin breaks only itself. Standard library only.
+
+Names come from the metadata of installed distributions, without importing any plugin; `load` imports one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.metadata
+import inspect
+import re
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import accel_sft
+from accel_sft.config import TrainConfig
+from accel_sft.options import UserError, settings
+from accel_sft.task import Task
+
+GROUP = "accel_sft.tasks"
+SHIPPED = {"math": "accel-sft-math", "ner": "accel-sft-ner"}
+"""Task names that belong to the distributions this project ships."""
+RESERVED = frozenset(("tasks", "check", "plan", "compare", "evaluate", "generate", "merge", "new-task", "doctor"))
+"""Names of tools, present and to come, which no task may take."""
+NAME = re.compile(r"[a-z0-9-]+")
+_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_OWN_REQUIREMENT = re.compile(r"accel[-_.]+sft(?![-_.]*[a-z0-9])", re.IGNORECASE)
+_CONTRACT = {
+    "dataset": ("split",),
+    "messages": ("example",),
+    "target": ("example",),
+    "score": ("example", "text"),
+    "aggregate": ("scores",),
+    "problems": (),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plugin:
+    """One entry point as its distribution's metadata tells it; `fault` says why it cannot be used, if so."""
+
+    name: str
+    target: str
+    distribution: str
+    version: str
+    summary: str
+    requires: tuple[str, ...] = ()
+    fault: str = ""
+
+    @property
+    def origin(self) -> str:
+        return f"task {self.name!r} ({self.target}, {self.distribution} {self.version})"
+
+    def broken(self, cause: str) -> UserError:
+        """The one line that names task, entry point, distribution and version, and the cause."""
+        return UserError(f"{self.origin}: {' '.join(cause.split())}")
+
+
+def plugins() -> list[Plugin]:
+    """Every entry point of the group, sorted by name, with the faults that metadata alone shows. Imports none."""
+    found = sorted(_entry_points(), key=lambda plugin: (plugin.name, plugin.distribution, plugin.target))
+    return [dataclasses.replace(p, fault=p.fault or _naming_fault(p, found)) for p in found]
+
+
+def names() -> dict[str, str]:
+    """Name and one-line summary of each task whose metadata is in order, sorted. Imports no plugin."""
+    return {plugin.name: plugin.summary for plugin in plugins() if not plugin.fault}
+
+
+def load(name: str) -> type[Task]:
+    """Import the task called `name` and check it against the contract.
+
+    Raises:
+        UserError: no such task (with the nearest names), or a plugin that cannot be used, and why.
+    """
+    candidates = [plugin for plugin in plugins() if plugin.name == name]
+    for plugin in candidates:
+        if not plugin.fault:
+            return load_plugin(plugin)
+    if candidates:
+        raise UserError(*(line for p in candidates for line in p.broken(p.fault).problems))
+    raise UserError(f"no task {name!r}{suggestion(name, names())}; `accel-sft tasks` lists the installed ones")
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """`; did you mean math?`, or nothing where no known name is near."""
+    near = difflib.get_close_matches(name, sorted(known), n=3)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def load_plugin(plugin: Plugin) -> type[Task]:
+    """Import and check one plugin.
+
+    Raises:
+        UserError: one line with task, entry point, distribution, version and cause.
+    """
+    cause = plugin.fault or _outdated(plugin)
+    if cause:
+        raise plugin.broken(cause)
+    entry_point = importlib.metadata.EntryPoint(plugin.name, plugin.target, GROUP)
+    try:
+        cls = entry_point.load()
+    except (Exception, SystemExit) as error:  # whatever a stranger's module does when imported
+        raise plugin.broken(f"cannot be imported: {_what_and_where(error)}") from error
+    causes = contract_faults(cls)
+    if causes:
+        raise plugin.broken("; ".join(causes))
+    return cls
+
+
+def build(name: str, cls: type[Task], values: dict[str, Any]) -> Task:
+    """An instance of a loaded task with these option values, checked.
+
+    Raises:
+        UserError: every problem the task has with its options, one line each.
+    """
+    try:
+        task = cls(**values)
+        found = list(task.problems())
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"task {name!r} fails on its options: {_what_and_where(error)}") from error
+    if found:
+        raise UserError(*found)
+    return task
+
+
+def _entry_points() -> list[Plugin]:
+    found, seen = [], set()
+    for distribution in importlib.metadata.distributions():
+        text = distribution.read_text("entry_points.txt") or ""
+        if GROUP not in text:  # reading on would cost a metadata parse for each package installed
+            continue
+        metadata = distribution.metadata
+        name = metadata["Name"] or "(unnamed)"
+        normalized = re.sub(r"[-_.]+", "-", name).lower()
+        if normalized in seen:  # as imports do: the first on the path hides the later
+            continue
+        seen.add(normalized)
+        about = (normalized, metadata["Version"] or "(no version)", metadata["Summary"] or "")
+        requires = tuple(metadata.get_all("Requires-Dist") or ())
+        for line in _section(text):
+            task, equals, target = (part.strip() for part in line.partition("="))
+            fault = "" if equals else f"entry_points.txt has {line!r}, expected `name = module:Class`"
+            found.append(Plugin(task, target or "?", *about, requires, fault))
+    return found
+
+
+def _section(text: str) -> list[str]:
+    """Lines of the group's section; one stranger's damaged file must not raise here."""
+    lines, inside = [], False
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("["):
+            inside = line.strip("[] \t") == GROUP
+        elif inside and line and not line.startswith(("#", ";")):
+            lines.append(line)
+    return lines
+
+
+def _naming_fault(plugin: Plugin, found: list[Plugin]) -> str:
+    if not NAME.fullmatch(plugin.name):
+        return "invalid task name; use lower-case letters, digits and hyphens"
+    if plugin.name in RESERVED:
+        return f"the name belongs to the tool `accel-sft {plugin.name}`; the plugin must choose another"
+    if not _TARGET.fullmatch(plugin.target):
+        return f"entry point {plugin.target!r} is not `module:Class`"
+    owner = SHIPPED.get(plugin.name)
+    same = [other for other in found if other.name == plugin.name and other is not plugin]
+    if owner:
+        if plugin.distribution != owner:
+            return f"the name belongs to {owner}; the plugin must choose another"
+        same = [other for other in same if other.distribution == owner]
+    if same:
+        others = ", ".join(f"{other.target} of {other.distribution} {other.version}" for other in same)
+        return f"the same name is also {others}; neither is loaded, uninstall one"
+    return ""
+
+
+def _outdated(plugin: Plugin) -> str:
+    own = [text for text in plugin.requires if _OWN_REQUIREMENT.match(text)]
+    if not own:
+        return ""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    for text in own:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            return f"its requirement {text!r} cannot be understood"
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if applies and not requirement.specifier.contains(accel_sft.__version__, prereleases=True):
+            return (
+                f"outdated: it needs accel-sft{requirement.specifier}, installed is {accel_sft.__version__}; "
+                f"`pip install --upgrade {plugin.distribution} accel-sft`"
+            )
+    return ""
+
+
+def _what_and_where(error: BaseException) -> str:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).suffix == ".py"]
+    frames = [f for f in frames if "importlib" not in Path(f.filename).parts and f.filename != __file__]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def contract_faults(cls: Any) -> list[str]:
+    """In what a class falls short of the task contract, one phrase each; empty when it can be used."""
+    if not isinstance(cls, type) or not issubclass(cls, Task) or cls is Task:
+        return [f"{getattr(cls, '__qualname__', repr(cls))} is not a subclass of accel_sft.Task"]
+    causes = []
+    if "__dataclass_fields__" not in vars(cls) or not all(f.kw_only for f in dataclasses.fields(cls) if f.init):
+        causes.append(f"{cls.__name__} is not a keyword-only dataclass; write @dataclass(kw_only=True) above it")
+    missing = sorted(cls.__abstractmethods__)
+    if missing:
+        causes.append(f"{cls.__name__} lacks {', '.join(missing)}")
+    causes += [fault for name in _CONTRACT if name not in missing and (fault := _signature_fault(cls, name))]
+    fields = {field.name for field in dataclasses.fields(cls)}
+    for name, kind in (("main_metric", str), ("higher_is_better", bool)):
+        if name in fields:
+            causes.append(f"{name} is an option; without a type annotation it is the class's own")
+        elif not isinstance(getattr(cls, name, None), kind) or getattr(cls, name) == "":
+            causes.append(f"{name} is missing or not a {kind.__name__}")
+    return causes + _option_faults(cls)
+
+
+def _signature_fault(cls: type[Task], name: str) -> str:
+    parameters = _CONTRACT[name]
+    method = inspect.getattr_static(cls, name)
+    bound = getattr(cls, name)
+    expected = f"{name}({', '.join(('self', *parameters))})"
+    if not callable(bound) or isinstance(method, property):
+        return f"{name} is not a method; expected {expected}"
+    arguments = parameters if isinstance(method, (staticmethod, classmethod)) else ("self", *parameters)
+    try:
+        signature = inspect.signature(bound)
+    except ValueError:  # a callable written in C tells nothing
+        return ""
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        return f"{name}{signature} does not accept the trainer's call {expected}: {error}"
+    return ""
+
+
+def _flags(setting: Any) -> set[str]:
+    return {setting.flag, "--no-" + setting.flag[2:]} if setting.type is bool else {setting.flag}
+
+
+def _option_faults(cls: type[Task]) -> list[str]:
+    try:
+        own = settings(cls)
+    except (TypeError, NameError) as error:
+        return [str(error)]
+    taken = {"--help", "--config", "--version", "--base"}.union(*map(_flags, settings(TrainConfig)))
+    causes = []
+    for setting in own:
+        if not re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]|[a-z]", setting.name):
+            causes.append(f"{setting.name!r} cannot be an option; use lower-case letters, digits and _")
+        clash = sorted(_flags(setting) & taken)
+        if clash:
+            causes.append(f"option {' and '.join(clash)} is the trainer's or another option's; rename {setting.name!r}")
+        elif not setting.required and setting.problem(setting.default):
+            causes.append(f"default of {setting.problem(setting.default)}")
+        taken |= _flags(setting)
+    return causes

@@ -1,0 +1,230 @@
+"""A run's result, and the report people wrote by hand: base beside tuned, and the answers one by one. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_sft.config import LAYOUT
+from accel_sft.markdown import markdown_cell, markdown_table, one_line, shown
+
+SHOWN_SAMPLES = 20
+"""Answers listed in a report; all of them are in the run's samples folder."""
+
+COSTS = {
+    "generate_seconds": "time for all answers (s)",
+    "seconds": "time for all answers (s)",
+    "seconds_per_answer": "time per question (s)",
+    "generate_tokens_per_second": "generated tokens/s",
+    "generated_tokens_per_second": "generated tokens/s",
+    "load_peak_device_memory_gib": "peak device memory to load (GiB)",
+    "generate_peak_device_memory_gib": "peak device memory to generate (GiB)",
+    "load_peak_host_memory_gib": "peak host memory to load (GiB)",
+    "generate_peak_host_memory_gib": "peak host memory to generate (GiB)",
+    "peak_memory_gib": "peak memory (GiB)",
+}
+"""What an evaluation's numbers say of its cost and not of the answers, as a reader calls them."""
+
+_TRAINING = {
+    "status": "status",
+    "steps": "steps",
+    "train_seconds": "training time (s)",
+    "tokens_per_second": "training tokens/s",
+    "peak_device_memory_gib": "peak device memory (GiB)",
+    "peak_host_memory_gib": "peak host memory (GiB)",
+}
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by `text`: whoever reads it, and whenever the process is killed, finds the old or the new."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def json_safe(value: Any) -> Any:
+    """`value` with nan and infinity, which are not JSON, as None, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: json_safe(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_result(run_dir: Path, result: Mapping[str, Any]) -> Path:
+    """Write the run's summary to `run_dir/result.json`, what scripts and the comparison read; nan becomes null."""
+    path = Path(run_dir) / "result.json"
+    write_atomically(path, json.dumps(json_safe(result), indent=2, ensure_ascii=False) + "\n")
+    return path
+
+
+def comparison_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """(what, base, tuned, change) for every number of two flat evaluations: the task's metrics, loss, then costs.
+
+    The change is a difference, for costs a factor; a number that one side lacks is an empty cell there.
+    """
+    keys = [key for key in dict.fromkeys([*after, *before]) if _number(after.get(key, before.get(key)))]
+    keys.sort(key=lambda key: ([*COSTS].index(key) + 2) if key in COSTS else key == "eval_loss")
+    rows = []
+    for key in keys:
+        old, new = before.get(key), after.get(key)
+        change = ""
+        if _number(old) and _number(new):
+            change = f"{new - old:+.3g}" if key not in COSTS else f"x {new / old:.3g}" if old else ""
+        label = "validation loss" if key == "eval_loss" else COSTS.get(key, key)
+        rows.append((label, shown(old), shown(new), change))
+    return rows
+
+
+def render_report(
+    result: Mapping[str, Any], before_samples: Sequence[Mapping[str, Any]], after_samples: Sequence[Mapping[str, Any]]
+) -> str:
+    """The report as markdown: training, base beside tuned, memory at start-up, and the first answers side by side.
+
+    Args:
+        result: what `write_result` takes; `before`, `after`, `phases` and `task` may be missing.
+        before_samples, after_samples: {"index", "prompt", "expected", "generated", "scores"} of each evaluation.
+    """
+    title = " ".join(str(result[key]) for key in ("task", "model") if result.get(key))
+    parts = [f"# {markdown_cell(title)}" if title else "# Report"]
+    training = [(label, shown(result[key])) for key, label in _TRAINING.items() if result.get(key) is not None]
+    parts += ["## Training", markdown_table(["", ""], training)]
+    parts += ["## Base and tuned", _comparison(result)]
+    phases = result.get("phases") or []
+    if phases:
+        names = [key for key in phases[0] if any(row.get(key) is not None for row in phases)]
+        rows = [[shown(row.get(name)) for name in names] for row in phases]
+        parts += ["## Memory at each start-up phase", markdown_table(names, rows)]
+    rows = _side_by_side(before_samples, after_samples)
+    if rows:
+        count = max(len(before_samples), len(after_samples))
+        parts += [f"## Answers ({len(rows)} of {count}, all in `samples/`)"]
+        parts += [markdown_table(["index", "prompt", "expected", "base", "tuned", "base scores", "tuned scores"], rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_report(
+    run_dir: Path,
+    result: Mapping[str, Any],
+    before_samples: Sequence[Mapping[str, Any]],
+    after_samples: Sequence[Mapping[str, Any]],
+) -> Path:
+    """Write `render_report` to `run_dir/report.md`."""
+    path = Path(run_dir) / "report.md"
+    write_atomically(path, render_report(result, before_samples, after_samples))
+    return path
+
+
+def print_report(
+    result: Mapping[str, Any],
+    before_samples: Sequence[Mapping[str, Any]],
+    after_samples: Sequence[Mapping[str, Any]],
+    *,
+    console: Any = None,
+) -> None:
+    """The same at the terminal, as wide as it is (80 columns where there is none).
+
+    Args:
+        console: a rich Console; standard output by default.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = console or Console(highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, title="base and tuned", title_justify="left")
+    table.add_column("")
+    for name in ("base", "tuned", "change"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in comparison_rows(result.get("before") or {}, result.get("after") or {}):
+        table.add_row(*map(Text, row))
+    console.print(table)
+    rows = _side_by_side(before_samples, after_samples)
+    if not rows:
+        return
+    count = max(len(before_samples), len(after_samples))
+    answers = Table(box=box.SIMPLE_HEAD, title=f"answers ({len(rows)} of {count})", title_justify="left", expand=True)
+    for name, ratio in (("prompt", 2), ("expected", 3), ("base", 3), ("tuned", 3)):
+        answers.add_column(name, ratio=ratio, overflow="fold")
+    for row in rows:
+        answers.add_row(*(Text(one_line(text)) for text in row[1:5]))
+    console.print(answers)
+
+
+def model_card(
+    *,
+    base_model: str,
+    task: str,
+    adapter: str = "none",
+    data: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    result: Mapping[str, Any],
+    versions: Mapping[str, str],
+) -> str:
+    """README.md of an exported model: where it comes from, what it learnt, how well, and with what.
+
+    Args:
+        base_model: hub id, folder or `tiny`; only a hub id is named in the metadata, which takes nothing else.
+        data: counts by name, such as {"training examples": 1798}.
+        settings: the run's options; those that only say how the run was executed are left out.
+    """
+    import yaml
+
+    library = "transformers" if adapter == "none" else "peft"
+    meta: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["accel_sft", "sft"]}
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", base_model) and not Path(base_model).exists():
+        meta["base_model"] = base_model
+    name = Path(base_model).name
+    what = f"fine-tuned from `{name}`" if adapter == "none" else f"a {adapter} adapter of `{name}`"
+    learnt = [[key, value] for key, value in settings.items() if key not in LAYOUT and value is not None]
+    parts = [
+        "---\n" + yaml.safe_dump(meta, sort_keys=True) + "---",
+        f"# {markdown_cell(task)}\n\nA causal language model {what} for the task `{task}` with accel_sft.",
+        "## Before and after\n\n" + _comparison(result),
+        "## Data\n\n" + markdown_table(["", "count"], list(data.items())),
+        "## Settings\n\n" + markdown_table(["setting", "value"], learnt),
+        "## Versions\n\n" + markdown_table(["package", "version"], list(versions.items())),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def samples_table(samples: Sequence[Mapping[str, Any]]) -> str:
+    """The first answers of one evaluation: prompt, expected, generated and one column per score."""
+    first = samples[:SHOWN_SAMPLES]
+    names = list(dict.fromkeys(name for sample in first for name in sample["scores"]))
+    rows = [
+        [s["index"], s["prompt"], s["expected"], s["generated"], *(shown(s["scores"].get(name)) for name in names)]
+        for s in first
+    ]
+    return markdown_table(["index", "prompt", "expected", "generated", *names], rows)
+
+
+def _comparison(result: Mapping[str, Any]) -> str:
+    rows = comparison_rows(result.get("before") or {}, result.get("after") or {})
+    return markdown_table(["", "base", "tuned", "change"], rows)
+
+
+def _side_by_side(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """[index, prompt, expected, base, tuned, base scores, tuned scores] of the first answers, joined by index."""
+    base, tuned = ({sample["index"]: sample for sample in samples} for samples in (before, after))
+    rows = []
+    for index in sorted(base.keys() | tuned.keys())[:SHOWN_SAMPLES]:
+        either = tuned.get(index) or base[index]
+        answers = [str(side[index]["generated"]) if index in side else "" for side in (base, tuned)]
+        scores = [_scores(side[index]["scores"]) if index in side else "" for side in (base, tuned)]
+        rows.append([str(index), str(either["prompt"]), str(either["expected"]), *answers, *scores])
+    return rows
+
+
+def _scores(scores: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {shown(value)}" for key, value in scores.items())
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

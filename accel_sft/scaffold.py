@@ -1,0 +1,119 @@
+"""Starts a plugin: a distribution with a small task that learns, and its test, to be changed into one's own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import accel_sft
+from accel_sft import registry
+from accel_sft.options import UserError
+
+_PYPROJECT = """\
+[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "accel-sft-{name}"
+version = "0.1.0"
+description = "Say whether a number is even or odd."
+requires-python = ">=3.10"
+dependencies = ["accel-sft>={version}"]
+
+[project.entry-points."accel_sft.tasks"]
+{name} = "{module}:{cls}"
+
+[tool.setuptools]
+py-modules = ["{module}"]
+"""
+
+_MODULE = '''\
+"""The task `{name}`: a small example that learns. Change data, prompt, answer and score into your own."""
+
+import random
+from dataclasses import dataclass
+
+from accel_sft import Task, option
+
+
+@dataclass(kw_only=True)
+class {cls}(Task):
+    """Say whether a number is even or odd."""
+
+    main_metric = "accuracy"
+
+    max_number: int = option(9999, min=99, help="Largest number asked about.")
+
+    def dataset(self, split):
+        """Numbers; every tenth of the shuffled ones is held out for validation."""
+        numbers = random.Random(0).sample(range(self.max_number + 1), min(2000, self.max_number + 1))
+        return numbers[::10] if split == "validation" else [n for i, n in enumerate(numbers) if i % 10]
+
+    def messages(self, example):
+        """The prompt, as chat messages."""
+        return [{{"role": "user", "content": f"Is {{example}} even or odd?"}}]
+
+    def target(self, example):
+        """The only text that is learnt."""
+        return "odd" if example % 2 else "even"
+
+    def score(self, example, text):
+        """One generated answer, judged; the mean over all examples is reported."""
+        return {{"accuracy": float(text.strip() == self.target(example))}}
+'''
+
+_TEST = """\
+from accel_sft.registry import load
+from {module} import {cls}
+
+
+def test_the_task_is_found_by_its_name_and_keeps_the_contract():
+    assert load("{name}") is {cls}
+
+
+def test_nothing_of_validation_is_in_training():
+    task = {cls}(max_number=200)
+    assert not set(task.dataset("train")) & set(task.dataset("validation"))
+
+
+def test_the_right_answer_scores_and_a_wrong_one_does_not():
+    task = {cls}()
+    example = task.dataset("validation")[0]
+    assert task.score(example, task.target(example)) == {{"accuracy": 1.0}}
+    assert task.score(example, "neither") == {{"accuracy": 0.0}}
+"""
+
+
+def write_plugin(name: str, directory: str | None = None) -> Path:
+    """Write a plugin distribution for the task `name`.
+
+    Args:
+        directory: created if missing; `accel-sft-<name>` by default.
+    Returns:
+        The directory written.
+    Raises:
+        UserError: a name that no task may have or that is installed, or a directory that is not empty.
+    """
+    if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name):
+        raise UserError(f"NAME {name!r}: begin with a letter, go on with lower-case letters, digits and hyphens")
+    if name in registry.RESERVED or name in registry.SHIPPED:
+        raise UserError(f"NAME {name!r}: belongs to accel-sft itself; choose another")
+    for plugin in registry.plugins():
+        if plugin.name == name:
+            raise UserError(f"NAME {name!r}: {plugin.distribution} {plugin.version} already has it; choose another")
+    target = Path(directory or f"accel-sft-{name}")
+    module, cls = f"accel_sft_{re.sub('-+', '_', name)}", f"{name.title().replace('-', '')}Task"
+    values = {"name": name, "module": module, "cls": cls, "version": accel_sft.__version__}
+    try:
+        if target.exists() and any(target.iterdir()):
+            raise UserError(f"DIRECTORY {target}: not empty; name a new one")
+        (target / "tests").mkdir(parents=True, exist_ok=True)
+        (target / "pyproject.toml").write_text(_PYPROJECT.format(**values), encoding="utf-8")
+        (target / f"{module}.py").write_text(_MODULE.format(**values), encoding="utf-8")
+        (target / "tests" / f"test_{module.removeprefix('accel_sft_')}.py").write_text(
+            _TEST.format(**values), encoding="utf-8"
+        )
+    except OSError as error:
+        raise UserError(f"DIRECTORY {target}: cannot be written ({error.strerror}); name another") from None
+    return target

@@ -1,0 +1,123 @@
+"""What this process takes from its machine: CPU, host memory, GPU. A reading that cannot be had is nan or None."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+GIB = 2**30
+
+SYSTEM_FIELDS = (
+    "sample",  # number of the sample, so that a reader tells a new one from a repeated one
+    "cpu_percent",  # of one core, as in top: 200 is two busy cores
+    "process_memory_gib",  # resident memory of this rank's process
+    "host_memory_gib",  # in use on the whole machine
+    "gpu_percent",  # share of the time in which a kernel ran
+    "gpu_memory_gib",  # in use on the whole device, by every process
+)
+"""Meaning of each place in `SystemSampler.sample()`."""
+
+
+class SystemSampler:
+    """Readings of one rank's process and device, taken at most once a second, so that asking every step costs nothing.
+
+    Args:
+        device: the rank's torch device; without CUDA the GPU readings stay nan.
+    """
+
+    def __init__(self, device: torch.device, *, seconds_between: float = 1.0) -> None:
+        self._process = psutil.Process()
+        self._process.cpu_percent(None)  # the first call only starts the interval
+        self._seconds_between = seconds_between
+        self._next = 0.0
+        self._latest = [0.0] + [math.nan] * (len(SYSTEM_FIELDS) - 1)
+        self._nvml: Any = None
+        self.problem: str | None = None
+        """Why there are no GPU readings although there is a GPU."""
+        if device.type == "cuda":
+            self._open_nvml(device)
+
+    def _open_nvml(self, device: torch.device) -> None:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            # CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's: only the UUID names the same one.
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
+            for place, name in enumerate(names):
+                try:
+                    self._nvml = (pynvml, pynvml.nvmlDeviceGetHandleByUUID(name))
+                    return
+                except pynvml.NVMLError:
+                    if place == len(names) - 1:
+                        raise
+        except Exception as error:  # noqa: BLE001 - a driver without NVML must not stop a training run
+            self.problem = f"no GPU curves: NVML says {error}"
+
+    def sample(self) -> list[float]:
+        """The latest readings in the order of SYSTEM_FIELDS; the same list again within `seconds_between`."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + self._seconds_between
+            gpu_percent, gpu_memory_gib = self._gpu()
+            self._latest = [
+                self._latest[0] + 1,
+                self._process.cpu_percent(None),
+                self._process.memory_info().rss / GIB,
+                psutil.virtual_memory().used / GIB,
+                gpu_percent,
+                gpu_memory_gib,
+            ]
+        return self._latest
+
+    def _gpu(self) -> tuple[float, float]:
+        if self._nvml is None:
+            return math.nan, math.nan
+        pynvml, handle = self._nvml
+        try:
+            memory_gib = pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB
+        except pynvml.NVMLError as error:
+            self.problem, self._nvml = f"no GPU curves from here on: NVML says {error}", None
+            return math.nan, math.nan
+        try:
+            return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu), memory_gib
+        except pynvml.NVMLError:  # a MIG slice has memory but no utilisation: its curve is left out
+            return math.nan, memory_gib
+
+
+def seconds_since_start() -> float:
+    """Age of this process, interpreter start and imports included."""
+    return time.time() - psutil.Process().create_time()
+
+
+def device_memory_gib(device: torch.device) -> dict[str, float | None]:
+    """torch's allocator on `device`: `allocated`, `peak` (since start) and `reserved`; None without CUDA."""
+    if device.type != "cuda":
+        return {"allocated": None, "peak": None, "reserved": None}
+    return {
+        "allocated": torch.cuda.memory_allocated(device) / GIB,
+        "peak": torch.cuda.max_memory_allocated(device) / GIB,
+        "reserved": torch.cuda.memory_reserved(device) / GIB,
+    }
+
+
+def host_memory_gib() -> dict[str, float]:
+    """Resident memory of this process: `now` and its `peak` so far."""
+    now = psutil.Process().memory_info().rss / GIB
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Not getrusage, which starts from the peak of the process that forked this one, that is of the launcher.
+        peaks = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
+        if peaks:
+            return {"now": now, "peak": int(peaks[0]) * 1024 / GIB}
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"now": now, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}

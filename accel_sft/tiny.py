@@ -1,0 +1,179 @@
+"""The built-in model: a Qwen2 of about a million parameters and a tokenizer made from the task's own training text."""
+
+from __future__ import annotations
+
+import json
+import os.path
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_sft.options import UserError
+
+if TYPE_CHECKING:
+    from transformers import Qwen2Tokenizer
+
+TINY_DEFAULTS: dict[str, Any] = {
+    "learning_rate": 2e-3,
+    "weight_decay": 0.1,
+    "adam_beta2": 0.98,
+    "global_batch_size": 64,
+    "max_steps": 1200,
+    "max_length": 512,
+}
+"""Training settings that suit tiny's random start, used where the user sets none: a pretrained model's learning rate
+is a hundred times too small for it."""
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+}
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_CHARACTER_SCRIPTS = r"\p{Han}\p{Hiragana}\p{Katakana}"
+_PIECES = rf"\p{{N}}|[{_CHARACTER_SCRIPTS}]|[\p{{L}}&&[^{_CHARACTER_SCRIPTS}]]+| ?[^\s\p{{L}}\p{{N}}]+|\s"
+_MAX_CHARACTERS = 4096
+_MAX_MERGES = 768
+_MERGE_SHARE = 0.01
+_OPENING_SHARE = 0.1
+_OPENING_CHARACTERS = 6
+
+
+def build_tiny(directory: Path, texts: Sequence[str], seed: int) -> None:
+    """Write model and tokenizer to `directory`, as `from_pretrained` of plain transformers reads them.
+
+    The result is a function of `texts` and `seed` alone; torch's global random state is left as it was.
+
+    Args:
+        directory: created if missing.
+        texts: the training examples' own text: each message's content and each answer, one string each.
+        seed: of the initial weights.
+    Raises:
+        UserError: there is no text to make a tokenizer from.
+    """
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    if not any(texts):
+        raise UserError("--model tiny makes its tokenizer from the training text, and there is none: check the task")
+    tokenizer = train_tokenizer(texts)
+    config = Qwen2Config(
+        **SHAPE,
+        vocab_size=-len(tokenizer) // 64 * -64,
+        tie_word_embeddings=True,
+        use_sliding_window=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype=torch.float32,
+    )
+    # torch.manual_seed would also reseed every GPU, which fork_rng(devices=[]) does not put back.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        model = Qwen2ForCausalLM(config).to(torch.float32)
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def train_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
+    """A small byte-level BPE that makes copying easy: what varies is spelt out, what is constant is one token.
+
+    One token per digit and per Chinese or Japanese character, so that positions can be counted; words and runs of
+    punctuation merge only where many texts have them, so that a name never seen is spelt by the same well-trained
+    pieces as one in training. Openings shared by many texts (the system prompt, an answer's fixed prefix) are one
+    token. Characters that are not in `texts` are their UTF-8 bytes: any text in Unicode's NFC round-trips (as with
+    Qwen2's own tokenizer, whose class transformers insists on for a Qwen2 model, normaliser included).
+    """
+    from tokenizers import AddedToken, pre_tokenizers
+    from transformers import Qwen2Tokenizer
+
+    openings = common_openings(texts)
+    corpus = list(_without(sorted(set(texts)), openings))
+    characters, merges = _characters_and_merges(corpus)
+    pairs: dict[tuple[str, str], None] = {}  # ordered, each once
+    for char in characters:
+        spelt = _bytes_as_text(char)
+        pairs.update({(spelt[:end], spelt[end]): None for end in range(1, len(spelt))})
+    pairs.update({(_bytes_as_text(left), _bytes_as_text(right)): None for left, right in merges})
+    vocabulary = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    for left, right in pairs:
+        vocabulary.setdefault(left + right, len(vocabulary))
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=list(pairs),
+        unk_token=None,
+        pad_token=PAD,
+        eos_token=END,
+        extra_special_tokens=[START],
+        clean_up_tokenization_spaces=False,
+        model_max_length=SHAPE["max_position_embeddings"],
+    )
+    tokenizer.add_tokens([AddedToken(opening, normalized=False) for opening in openings])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _characters_and_merges(corpus: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """The characters worth a token of their own, and the merges of characters that are frequent enough."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    frequency = max(4, int(_MERGE_SHARE * len(corpus)))
+    corpus = [*corpus, *["system user assistant"] * frequency]
+    counts = Counter(char for text in corpus for char in text)
+    # The trainer breaks ties between equally frequent characters by hash order, which differs between processes.
+    characters = sorted(counts, key=lambda char: (-counts[char], char))[:_MAX_CHARACTERS]
+    draft = Tokenizer(models.BPE())
+    draft.pre_tokenizer = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(characters) + _MAX_MERGES,
+        min_frequency=frequency,
+        initial_alphabet=characters,
+        limit_alphabet=len(characters),
+        show_progress=False,
+    )
+    draft.train_from_iterator(corpus, trainer)
+    return characters, json.loads(draft.to_str())["model"]["merges"]
+
+
+def _bytes_as_text(text: str) -> str:
+    """UTF-8 bytes as the printable characters that byte-level BPE writes for them (a space is Ġ)."""
+    from tokenizers import pre_tokenizers
+
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return "".join(piece for piece, _ in spell.pre_tokenize_str(text))
+
+
+def common_openings(texts: Sequence[str]) -> list[str]:
+    """The openings that at least a tenth of `texts` share, longest first, without digits at their end."""
+    groups: dict[str, list[str]] = {}
+    for text in texts:
+        groups.setdefault(text[:_OPENING_CHARACTERS], []).append(text)
+    shared = (os.path.commonprefix(group) for group in groups.values() if len(group) >= _OPENING_SHARE * len(texts))
+    found = {re.sub(r"\d+$", "", opening) for opening in shared}
+    # An added token is decoded as if byte-level: Latin-1 letters alone would be taken for bytes.
+    usable = {opening for opening in found if len(opening) >= _OPENING_CHARACTERS and _decodes(opening)}
+    return sorted(usable, key=lambda opening: (-len(opening), opening))
+
+
+def _decodes(opening: str) -> bool:
+    from tokenizers import decoders
+
+    return decoders.ByteLevel().decode([opening]) == opening
+
+
+def _without(texts: Iterable[str], openings: Sequence[str]) -> Iterable[str]:
+    for text in texts:
+        opening = next((opening for opening in openings if text.startswith(opening)), "")
+        yield text[len(opening) :]

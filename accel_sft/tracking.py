@@ -1,0 +1,235 @@
+"""What a run shows and records: console, metrics.jsonl, sample answers, curves, memory at start-up, the profiler."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from accel_sft.config import TrainConfig
+from accel_sft.console import ProgressLine
+from accel_sft.dashboards import Dashboards, tracker_names
+from accel_sft.markdown import markdown_table, shown
+from accel_sft.metrics_file import MetricsFile
+from accel_sft.report import COSTS, json_safe, samples_table, write_atomically
+from accel_sft.system import SYSTEM_FIELDS, SystemSampler, device_memory_gib, host_memory_gib, seconds_since_start
+
+_PHASE_FIELDS = ("seconds", "host_memory_gib", "device_allocated_gib", "device_peak_gib", "device_reserved_gib")
+_CURVES = {
+    "tokens_per_second": "throughput/tokens_per_second",
+    "seconds": "throughput/step_seconds",
+    "tokens": "throughput/tokens",
+    "supervised_tokens": "throughput/supervised_tokens",
+}
+
+
+class Tracker:
+    """The run's eyes, on every rank; only rank 0 writes. `phases()` is the one method that may be a collective.
+
+    Args:
+        run_dir: the run's own folder.
+        total_steps: optimizer steps of the whole run.
+        start_step: steps done before this start.
+        main_metric: the metric shown in the bar; by default the first one evaluated.
+    Raises:
+        UserError: `config.tracker` names a tracker that Accelerate does not know or that is not installed.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        run_dir: Path,
+        config: TrainConfig,
+        *,
+        total_steps: int,
+        start_step: int = 0,
+        main_metric: str | None = None,
+    ) -> None:
+        names = tracker_names(config.tracker)
+        self.accelerator = accelerator
+        self.run_dir = Path(run_dir)
+        self.config = config
+        self.start_step = start_step
+        self.main_metric = main_metric
+        self._system = SystemSampler(accelerator.device)
+        self._samples_drawn: dict[int, float] = {}
+        self._recorded: list[tuple[str, list[float]]] = []
+        self._phases: list[dict[str, Any]] = []
+        self._peak_device_gib: float | None = None
+        self._metrics = MetricsFile(self.run_dir / "metrics.jsonl")
+        self._line = ProgressLine(total_steps, done=start_step, log_every=config.log_every)
+        self._writes = accelerator.is_main_process
+        if self._writes:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+        settings = config.as_dict()
+        self._dashboards = Dashboards(names if self._writes else (), self.run_dir, settings, self.say)
+        self._dashboards.text("settings", markdown_table(["setting", "value"], list(settings.items())), start_step)
+        if self._system.problem:
+            self.say(self._system.problem)
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run; may be set again once it is known better."""
+        return self._line.total_steps
+
+    @total_steps.setter
+    def total_steps(self, steps: int) -> None:
+        self._line.total_steps = steps
+
+    def say(self, text: str) -> None:
+        """A line above the bar, on rank 0."""
+        if self._writes:
+            self._line.say(text)
+
+    def phase(self, name: str) -> None:
+        """Note this rank's memory and age at the end of a start-up phase; every rank notes the same names."""
+        memory = [math.nan if value is None else value for value in device_memory_gib(self.accelerator.device).values()]
+        self._recorded.append((name, [seconds_since_start(), host_memory_gib()["now"], *memory]))
+
+    def phases(self) -> list[dict[str, Any]]:
+        """Every rank's phases in order: `phase`, `rank`, `seconds` since its process started, and GiB of host memory
+        and of the device's (None without CUDA) `allocated`, `peak` and `reserved`.
+
+        A collective when a phase is new; the trackers show it then. Call it on every rank once start-up is over.
+        """
+        if len(self._phases) == len(self._recorded) * self.accelerator.num_processes:
+            return self._phases
+        mine = torch.tensor([numbers for _, numbers in self._recorded], device=self.accelerator.device)
+        ranks = self.accelerator.gather(mine[None]).tolist()  # (ranks, phases, fields)
+        self._phases = [
+            {"phase": name, "rank": rank, **json_safe(dict(zip(_PHASE_FIELDS, numbers[place], strict=True)))}
+            for place, (name, _) in enumerate(self._recorded)
+            for rank, numbers in enumerate(ranks)
+        ]
+        fields = [field for field in _PHASE_FIELDS if self._phases[0][field] is not None]
+        curves = {f"startup/{row['phase']}/rank{row['rank']}/{f}": row[f] for row in self._phases for f in fields}
+        self._dashboards.curves(curves, self.start_step)
+        rows = [[row["phase"], row["rank"], *(shown(row[field]) for field in fields)] for row in self._phases]
+        self._dashboards.text("startup", markdown_table(["phase", "rank", *fields], rows), self.start_step)
+        return self._phases
+
+    def system(self) -> list[float]:
+        """This rank's readings in the order of `system.SYSTEM_FIELDS`, at most a second old; nan where not there."""
+        return self._system.sample()
+
+    def step(self, record: Mapping[str, Any], system: Sequence[Sequence[float]] = ()) -> None:
+        """Record one optimizer step.
+
+        Args:
+            record: `step`, `epoch`, `loss`, `grad_norm`, `learning_rate`, `supervised_tokens`, `tokens`, `seconds`
+                and any other number. `tokens_per_second` is added; nan and infinity become null in metrics.jsonl.
+            system: each rank's `system()`, drawn when its sample is new.
+        """
+        if not self._writes:
+            return
+        record = dict(record)
+        if record.get("seconds") and "tokens" in record:
+            record.setdefault("tokens_per_second", record["tokens"] / record["seconds"])
+        self._metrics.append(record)
+        curves = {_CURVES.get(key, f"train/{key}"): value for key, value in _numbers(record) if key != "step"}
+        for rank, numbers in enumerate(system):
+            if self._samples_drawn.get(rank) != numbers[0]:
+                self._samples_drawn[rank] = numbers[0]
+                for field, value in zip(SYSTEM_FIELDS[1:], numbers[1:], strict=True):
+                    if not math.isnan(value):
+                        curves[f"system/rank{rank}/{field}"] = value
+        self._dashboards.curves(curves, record["step"])
+        self._line.step(record)
+
+    def evaluation(self, step: int, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        """Record an evaluation made after `step` steps.
+
+        Args:
+            metrics: `eval_loss` and the task's, then what it cost (`report.COSTS`).
+            samples: every answer: {"index", "prompt", "expected", "generated", "scores"}.
+        """
+        if not self._writes:
+            return
+        self._metrics.append({"step": step, **metrics})
+        self._dashboards.curves({f"eval/{key.removeprefix('eval_')}": value for key, value in _numbers(metrics)}, step)
+        if samples:
+            self._dashboards.text("eval/samples", samples_table(samples), step)
+        self._dashboards.flush()
+        folder = self.run_dir / "samples"
+        folder.mkdir(exist_ok=True)
+        lines = [json.dumps(json_safe(sample), ensure_ascii=False) + "\n" for sample in samples]
+        write_atomically(folder / f"step-{step:06d}.jsonl", "".join(lines))
+        quality = {key: value for key, value in _numbers(metrics) if key not in COSTS}
+        main = self.main_metric or next((key for key in quality if key != "eval_loss"), None)
+        if main in quality:
+            self._line.metrics = {main: quality[main]}
+        self.say(f"step {step}: " + "  ".join(f"{key} {shown(value)}" for key, value in quality.items()))
+
+    def flush(self) -> None:
+        """Hand all curves to the operating system. Call it before a checkpoint: a resume from there finds them."""
+        self._dashboards.flush()
+
+    def rewind(self, step: int) -> None:
+        """Forget what was recorded after `step`, by a run that got further than the checkpoint now resumed."""
+        self.start_step = self._line.done = step
+        if not self._writes:
+            return
+        unreadable = self._metrics.rewind(step)
+        if unreadable:
+            self.say(f"{self._metrics.path}: {unreadable} unreadable lines dropped")
+        for samples in self.run_dir.glob("samples/step-*.jsonl"):
+            if int(samples.stem.removeprefix("step-")) > step:
+                samples.unlink()
+        self._dashboards.rewind(step)
+
+    @contextlib.contextmanager
+    def profiler(self) -> Iterator[Any]:
+        """Call the result's `step()` after each optimizer step; with --profile, steps 3-5 are traced on every rank."""
+        if not self.config.profile:
+            yield _NoProfiler()
+            return
+        folder = self.run_dir / "profile"
+        worker = f"rank{self.accelerator.process_index}"
+        with torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
+            on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder), worker_name=worker),
+            record_shapes=True,
+            profile_memory=True,
+        ) as profiler:
+            yield profiler
+        if list(folder.glob(f"{worker}.*")):
+            self.say(f"profile: {folder} (open its files in ui.perfetto.dev or chrome://tracing)")
+        else:
+            self.say("profile: nothing was traced, it begins with the third step")
+
+    def peak(self) -> dict[str, float | None]:
+        """This rank's largest memory so far in GiB; the device's is None without CUDA.
+
+        Call it before anything that resets torch's peak, such as an evaluation: the largest of all calls is kept.
+        """
+        peak = device_memory_gib(self.accelerator.device)["peak"]
+        if peak is not None:
+            self._peak_device_gib = max(peak, self._peak_device_gib or 0.0)
+        return {"peak_device_memory_gib": self._peak_device_gib, "peak_host_memory_gib": host_memory_gib()["peak"]}
+
+    def close(self) -> None:
+        """End the bar and every tracker; a second call does nothing."""
+        self._line.close()
+        self._metrics.close()
+        self._dashboards.close()
+
+
+class _NoProfiler:
+    def step(self) -> None:
+        """Nothing is traced."""
+
+
+def _numbers(values: Mapping[str, Any]) -> list[tuple[str, float]]:
+    return [(k, v) for k, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)]

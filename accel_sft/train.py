@@ -1,0 +1,292 @@
+"""One run from launch to result: prepare, then the loop, which reads top to bottom."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed
+from rich.console import Console
+
+from accel_sft import checkpoint, launch, report
+from accel_sft.chat import Encoded
+from accel_sft.config import TrainConfig
+from accel_sft.data import StepPlan, collate
+from accel_sft.evaluate import Evaluation, Evaluator
+from accel_sft.loss import nll_sum
+from accel_sft.model import load_model, trainable_parameters
+from accel_sft.optim import Stepper, adamw, learning_rate
+from accel_sft.prepare import Prepared, claim_run_dir, prepare_data, start, versions, write_run_record
+from accel_sft.task import Task
+from accel_sft.tiny import TINY_DEFAULTS
+from accel_sft.tracking import Tracker
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a run knows of itself besides its weights; a checkpoint holds it."""
+
+    step: int = 0
+    seconds: float = 0.0  # in steps, evaluations and checkpoints left out
+    tokens: int = 0
+    before: dict[str, float] | None = None
+    latest: dict[str, float] | None = None
+    evaluated_step: int = -1
+    best: float | None = None
+    best_step: int | None = None
+    without_better: int = 0
+
+    def better(self, value: float, higher_is_better: bool) -> bool:
+        if math.isnan(value):
+            return False
+        return self.best is None or (value > self.best if higher_is_better else value < self.best)
+
+
+def run(task_name: str, task: Task, config: TrainConfig) -> None:
+    """Train `task` as `config` says, in the processes that `accelerate launch` started.
+
+    Raises:
+        UserError: anything the person at the terminal can mend.
+    """
+    config = config.resolved(TINY_DEFAULTS)
+    accelerator = start(config)
+    if config.dry_run:
+        return
+    run_dir, finished = claim_run_dir(accelerator, task_name, config)
+    if finished:
+        accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir / 'report.md'}")
+        return
+    try:
+        _run(accelerator, run_dir, task_name, task, config)
+    except BaseException as error:
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        report.write_result(run_dir, {"status": status, "error": str(error) or type(error).__name__})
+        raise
+
+
+def _run(accelerator: Accelerator, run_dir: Path, task_name: str, task: Task, config: TrainConfig) -> None:
+    with launch.quiet(run_dir / "logs" / f"rank-{accelerator.process_index}.log", config.debug):
+        prepared = prepare_data(accelerator, run_dir, task, config)
+        plan = prepared.plan
+        main_metric = task.main_metric
+        with Tracker(accelerator, run_dir, config, total_steps=plan.total_steps, main_metric=main_metric) as tracker:
+            for line in prepared.lines:
+                tracker.say(line)
+            tracker.phase("data")
+            write_run_record(accelerator, run_dir, task_name, task, config, prepared)
+            fitting = Fitting(accelerator, run_dir, task_name, task, config, prepared, tracker)
+            fitting.resume()
+            fitting.fit()
+            fitting.finish()
+
+
+class Fitting:
+    """A prepared model and what it takes to fit, judge and save it; `fit` is the loop."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        run_dir: Path,
+        task_name: str,
+        task: Task,
+        config: TrainConfig,
+        prepared: Prepared,
+        tracker: Tracker,
+    ) -> None:
+        self.accelerator, self.run_dir, self.task_name, self.task = accelerator, run_dir, task_name, task
+        self.config, self.prepared, self.tracker = config, prepared, tracker
+        self.plan: StepPlan = prepared.plan
+        self.train: list[Encoded] = prepared.train.kept
+        self.progress = Progress()
+
+        set_seed(config.seed)  # the same new adapter on every rank
+        deepspeed = accelerator.state.deepspeed_plugin is not None
+        model = load_model(
+            prepared.source,
+            config,
+            precision=accelerator.mixed_precision,
+            deepspeed=deepspeed,
+            total_steps=self.plan.total_steps,
+        )
+        tracker.phase("model")
+        self.trained_parameters = trainable_parameters(model)
+        optimizer = adamw(model, config)
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        launch.verify_engine(accelerator, self.model, config)
+        tracker.phase("sharded")
+        self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm)
+        self.evaluator = Evaluator(
+            accelerator,
+            prepared.tokenizer,
+            task,
+            prepared.validation_examples,
+            prepared.validation.kept,
+            config,
+            max(example.supervised_tokens for example in (*self.train, *prepared.validation.kept)),
+        )
+        set_seed(config.seed, device_specific=True)  # dropout masks differ between ranks
+
+    def resume(self) -> None:
+        """Continue from the newest whole checkpoint where `--resume` asks for it; else judge the untrained model."""
+        path = None
+        if self.config.resume != "off":
+            path, skipped = checkpoint.decided_by_main(
+                self.accelerator, lambda: checkpoint.newest(self.run_dir, self.config.resume)
+            )
+            for line in skipped:
+                self.tracker.say(line)
+        if path is None:
+            self.tracker.rewind(0)
+        else:
+            self.progress = Progress(**checkpoint.load(self.accelerator, path)["progress"])
+            self.tracker.rewind(self.progress.step)
+            self.tracker.say(f"resumed {path} at step {self.progress.step} of {self.plan.total_steps}")
+        self.tracker.phase("ready")
+        self.tracker.phases()
+        if path is None and self.config.eval_every != "off":
+            self.evaluate()
+
+    def fit(self) -> None:
+        """The loop: learn from one global batch, look, evaluate, save."""
+        accelerator, model, plan, stepper = self.accelerator, self.model, self.plan, self.stepper
+        progress, config = self.progress, self.config
+        rank, world_size = accelerator.process_index, accelerator.num_processes
+        pad_token_id = self.prepared.tokenizer.pad_token_id
+        model.train()
+        with self.tracker.profiler() as profiler:
+            while progress.step < plan.total_steps and not self.out_of_patience():
+                started = time.perf_counter()
+                micro_batches, supervised_tokens = plan.micro_batches(
+                    progress.step, rank=rank, world_size=world_size, micro_batch_size=self.prepared.micro_batch_size
+                )
+                rate = learning_rate(progress.step, plan.total_steps, config)
+                stepper.set_learning_rate(rate)
+                share = torch.zeros((), device=accelerator.device)  # this rank's part of the step's loss
+                for number, rows in enumerate(micro_batches, 1):
+                    batch = collate([self.train[row] for row in rows], pad_token_id, accelerator.device)
+                    with stepper.boundary(last=number == len(micro_batches)):
+                        loss = nll_sum(model, batch) / supervised_tokens
+                        stepper.backward(loss * world_size)  # ranks' gradients are averaged, the loss is a sum
+                    share += loss.detach()
+                grad_norm = stepper.update(progress.step)
+                progress.step += 1
+
+                loss, system = self.gather(share)
+                self.record(loss, grad_norm, rate, supervised_tokens, time.perf_counter() - started, system)
+                profiler.step()
+                if self.due(config.eval_every) or progress.step == plan.total_steps:
+                    self.evaluate()
+                if self.due(config.save_every):
+                    self.save()
+
+    def gather(self, share: torch.Tensor) -> tuple[float, list[list[float]]]:
+        """The step's loss summed over ranks, and every rank's system readings, in one collective."""
+        mine = torch.tensor([[share.item(), *self.tracker.system()]], device=self.accelerator.device)
+        gathered = self.accelerator.gather(mine)
+        return gathered[:, 0].sum().item(), gathered[:, 1:].tolist()
+
+    def record(
+        self, loss: float, grad_norm: float, rate: float, supervised: int, seconds: float, system: list[list[float]]
+    ) -> None:
+        progress = self.progress
+        tokens = int(self.plan.lengths[self.plan.examples(progress.step - 1)].sum())
+        progress.seconds += seconds
+        progress.tokens += tokens
+        record = {
+            "step": progress.step,
+            "epoch": self.plan.epoch(progress.step),
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": rate,
+            "supervised_tokens": supervised,
+            "tokens": tokens,
+            "seconds": seconds,
+        }
+        self.tracker.step(record, system)
+
+    def due(self, setting: str) -> bool:
+        """Whether `--eval-every` or `--save-every` asks for it now."""
+        step = self.progress.step
+        if setting == "epoch":
+            return self.plan.ends_epoch(step)
+        every = math.ceil(self.plan.total_steps / 4) if setting == "auto" else int(setting) if setting != "off" else 0
+        return every > 0 and step % every == 0
+
+    def out_of_patience(self) -> bool:
+        return self.config.patience is not None and self.progress.without_better >= self.config.patience
+
+    def evaluate(self) -> None:
+        """Judge the weights as they are; keep them as best/ if the task's main metric says so."""
+        progress, task = self.progress, self.task
+        evaluation = self.evaluator(self.model)
+        self.tracker.evaluation(progress.step, evaluation.metrics, evaluation.samples)
+        progress.latest, progress.evaluated_step = evaluation.metrics, progress.step
+        if progress.step == 0:
+            progress.before = evaluation.metrics
+            return
+        value = evaluation.metrics[task.main_metric]
+        progress.without_better += 1
+        if progress.better(value, task.higher_is_better):
+            progress.best, progress.best_step, progress.without_better = value, progress.step, 0
+            self.export("best", evaluation)
+
+    def export(self, name: str, evaluation: Evaluation | None = None) -> None:
+        config, after = self.config, evaluation.metrics if evaluation else self.progress.latest
+        card = report.model_card(
+            base_model=config.init_from or config.model,
+            task=self.task_name,
+            adapter=config.adapter,
+            data=self.prepared.counts(),
+            settings={**config.as_dict(), **dataclasses.asdict(self.task)},
+            result={"before": self.progress.before or {}, "after": after or {}},
+            versions=versions(),
+        )
+        checkpoint.export(self.accelerator, self.model, self.prepared.tokenizer, self.run_dir / name, card)
+
+    def save(self) -> None:
+        state = {"step": self.progress.step, "progress": dataclasses.asdict(self.progress)}
+        checkpoint.save(self.accelerator, self.run_dir, state, self.config.keep_checkpoints)
+        self.tracker.flush()
+
+    def samples(self, step: int) -> list[dict[str, Any]]:
+        """The answers of an evaluation of this run, as the tracker wrote them; none if there was none."""
+        path = self.run_dir / "samples" / f"step-{step:06d}.jsonl"
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+    def peaks(self) -> dict[str, float | None]:
+        """The largest memory of any rank, in GiB."""
+        every = gather_object([self.tracker.peak()])
+        return {key: max((p[key] for p in every if p[key] is not None), default=None) for key in every[0]}
+
+    def finish(self) -> None:
+        """Export final/, write result.json and report.md, and show before beside after."""
+        progress, accelerator = self.progress, self.accelerator
+        self.export("final")
+        result = {
+            "status": "complete",
+            "task": self.task_name,
+            "model": self.config.init_from or self.config.model,
+            "steps": progress.step,
+            "stopped_early": progress.step < self.plan.total_steps,
+            "train_seconds": progress.seconds,
+            "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else None,
+            **self.peaks(),
+            "trained_parameters": self.trained_parameters,
+            "best": {"step": progress.best_step, self.task.main_metric: progress.best},
+            "before": progress.before,
+            "after": progress.latest,
+            "phases": self.tracker.phases(),
+        }
+        if accelerator.is_main_process:
+            before, after = (self.samples(step) for step in (0, progress.evaluated_step))
+            report.write_report(self.run_dir, result, before, after)
+            report.write_result(self.run_dir, result)
+            self.tracker.close()
+            report.print_report(result, before, after, console=Console(file=launch.terminal(), highlight=False))
+            self.tracker.say(f"{self.run_dir}: final/ and best/ hold the weights, report.md every number")
+        accelerator.wait_for_everyone()

@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# Puts torch for this machine, accel_sft and its tasks into .venv. Safe to run again: the second time takes a moment.
+# PYTHON=python3.12 chooses another interpreter. The user's own environment, active or not, is left alone.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
+
+TORCH_VERSION=2.13.0
+TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+PYTHON=${PYTHON:-python3}
+VENV=$PWD/.venv
+# a user's pip settings that send packages elsewhere than into the environment
+unset PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
+export DS_BUILD_OPS=0 # DeepSpeed compiles what a run needs when it needs it, and needs no CUDA toolkit to install
+
+say() { printf '%s\n' "setup: $*"; }
+fail() { printf '%s\n' "setup: $*" >&2; exit 1; }
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check install --quiet --progress-bar off "$@"; }
+has_gpu() { [[ -e /proc/driver/nvidia/version ]] || { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }; }
+
+command -v "$PYTHON" >/dev/null || fail "$PYTHON not found; install Python 3.10 or newer (Debian: apt install python3 python3-venv python3-dev)"
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    fail "$("$PYTHON" -V 2>&1) is too old; install 3.10 or newer, or name one: PYTHON=python3.12 bash setup.sh"
+version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+"$PYTHON" -c 'import os, sysconfig; open(os.path.join(sysconfig.get_path("include"), "Python.h"))' 2>/dev/null ||
+    say "warning: the headers of Python $version are missing, without which no ZeRO stage runs (Debian: apt install python$version-dev)"
+command -v g++ >/dev/null ||
+    say "warning: no C++ compiler (g++), without which no ZeRO stage runs (Debian: apt install g++)"
+if [[ -n ${VIRTUAL_ENV:-} && $VIRTUAL_ENV != "$VENV" ]]; then
+    say "the active environment $VIRTUAL_ENV is left as it is; accel_sft goes to $VENV"
+fi
+
+device=cpu
+if has_gpu; then device=gpu; fi
+# what the environment was made from: when it is unchanged, there is nothing to do
+state=$(cksum setup.sh pyproject.toml tasks/*/pyproject.toml && "$PYTHON" -VV && printf '%s %s\n' "$VENV" "$device")
+installed() {
+    [[ -x $VENV/bin/python && -f $VENV/setup-state && $(<"$VENV/setup-state") == "$state" ]] &&
+        "$VENV/bin/python" -c '
+from importlib.metadata import version
+for name in ("torch", "deepspeed", "pytest", "accel-sft", "accel-sft-math", "accel-sft-ner"):
+    version(name)' 2>/dev/null
+}
+if installed; then
+    say "everything is installed in $VENV"
+    exit 0
+fi
+
+# scripts in an environment hold its path and its Python: one that was moved, or broken off half-way, is made anew
+if ! { [[ -f $VENV/made-for && $(<"$VENV/made-for") == "$VENV $version" ]] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; }; then
+    "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
+        fail "Python $version cannot make environments (Debian: apt install python$version-venv)"
+    say "making $VENV with Python $version"
+    "$PYTHON" -m venv --clear "$VENV"
+    printf '%s %s' "$VENV" "$version" >"$VENV/made-for"
+fi
+
+if ! "$VENV/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; then
+    if [[ $device == cpu && $(uname -sm) == "Linux x86_64" ]]; then
+        say "installing torch $TORCH_VERSION, CPU build (no NVIDIA GPU here)"
+        # the usual index holds no CPU build; a mirror or a wheel folder of one's own may
+        pip "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
+            pip "torch==$TORCH_VERSION+cpu" --extra-index-url "$TORCH_CPU_INDEX" ||
+            fail "torch could not be installed; see pip's message above"
+    else
+        say "installing torch $TORCH_VERSION"
+        pip "torch==$TORCH_VERSION" || fail "torch could not be installed; see pip's message above"
+    fi
+fi
+
+say "installing accel_sft, its tasks and what they need"
+pip -e ".[test]" -e tasks/math -e tasks/ner || fail "the installation failed; see pip's message above"
+printf '%s' "$state" >"$VENV/setup-state"
+say "done; the programs are in $VENV/bin"

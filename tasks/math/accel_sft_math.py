@@ -1,0 +1,206 @@
+"""Given a number and "=", answer with any two integers that sum to it, behind a fixed prefix."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from accel_sft import RowProblem, Task, UserError, option, read_rows
+
+SYSTEM_PROMPT = "You are a helpful assistant that solves the maths below."
+_NAMED_NUMBERS = 10
+
+# int() refuses numbers of more digits than a limit that may be set as low as 640; no honest answer comes near it.
+_INTEGER = r"[+-]?[0-9]{1,600}"
+_QUESTION = re.compile(rf"\s*({_INTEGER})\s*=\s*")
+_SUM = re.compile(rf"\s*({_INTEGER})\s*\+\s*({_INTEGER})\s*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """`question` is the user's message, `number` what it asks about, `answer` one right answer with its prefix."""
+
+    question: str
+    number: int
+    answer: str
+
+
+@dataclasses.dataclass(kw_only=True)
+class Math(Task):
+    """Split a number into two addends: "5=" is answered with the prefix and "1 + 4"."""
+
+    main_metric: ClassVar[str] = "accuracy"
+
+    train_file: str | None = option(None, help="Training rows: instruction, input, output; JSON array or JSON Lines.")
+    validation_file: str | None = option(None, help="Validation rows, none of whose numbers may be in training.")
+    answer_prefix: str = option("王大丫丫的回答是--->", help="Fixed text before every answer.")
+    max_number: int = option(2000, min=3, max=1_000_000, help="Largest number asked about.")
+    train_examples: int = option(12_000, min=1, max=10_000_000, help="Built-in training rows; numbers repeat.")
+    validation_examples: int = option(200, min=1, help="Numbers held out, one validation row each.")
+    held_out: str = option("random", choices=("random", "largest"), help="Which numbers are held out.")
+    addends: str = option(
+        "no-carry", choices=("no-carry", "uniform"), help="Sums in which no digit carries, or any first addend."
+    )
+    data_seed: int = option(0, min=0, help="Of the held-out numbers and the addends.")
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if found:
+            return found
+        if re.search(r"[0-9+-]\s*$", self.answer_prefix):
+            found.append(f"--answer-prefix {self.answer_prefix!r}: ends like a number; end it with another character")
+        if self.train_file:
+            if not self.validation_file:
+                found.append(
+                    f"--train-file {self.train_file}: give --validation-file too, with rows about other numbers, "
+                    "or the score would not show what was learnt"
+                )
+            for field in dataclasses.fields(self):
+                if field.name in _BUILT_IN_ONLY and getattr(self, field.name) != field.default:
+                    flag = "--" + field.name.replace("_", "-")
+                    found.append(f"{flag}: shapes the built-in rows, which --train-file replaces; leave it out")
+        elif not self.validation_file and self.validation_examples >= self.max_number:
+            found.append(
+                f"--validation-examples {self.validation_examples}: holds out every number up to --max-number "
+                f"{self.max_number}; leave some to train on"
+            )
+        return found
+
+    def dataset(self, split: str) -> Sequence[Example]:
+        """Rows of the files, or built-in ones. A number is never in both splits.
+
+        Raises:
+            UserError: options or rows that cannot be used, or a number that is in both files.
+        """
+        if split not in ("train", "validation"):
+            raise ValueError(f"split {split!r}: train or validation")
+        found = self.problems()
+        if found:
+            raise UserError(*found)
+        return self._train if split == "train" else self._validation
+
+    def messages(self, example: Example) -> list[dict[str, str]]:
+        return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": example.question}]
+
+    def target(self, example: Example) -> str:
+        return example.answer
+
+    def score(self, example: Example, text: str) -> dict[str, Any]:
+        """`format_rate`: the prefix, then two integers joined by +; `accuracy`: and they sum to the number.
+
+        `first_addend` and `nonzero_addends` (both addends differ from 0) are there for right answers, else None.
+        """
+        addends = self._addends_of(text)
+        right = addends is not None and sum(addends) == example.number
+        return {
+            "accuracy": float(right),
+            "format_rate": float(addends is not None),
+            "first_addend": str(addends[0]) if right else None,
+            "nonzero_addends": float(all(addends)) if right else None,
+        }
+
+    def aggregate(self, scores: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """Means of accuracy and format rate; of the right answers, the share with two nonzero addends, and the
+        number of different first addends per right answer (near 0 if all begin alike). No right answer: 0."""
+        if not scores:
+            return {}
+        right = [score for score in scores if score["accuracy"]]
+        count = max(len(right), 1)
+        return {
+            "accuracy": len(right) / len(scores),
+            "format_rate": sum(score["format_rate"] for score in scores) / len(scores),
+            "nonzero_addends": sum(score["nonzero_addends"] for score in right) / count,
+            "distinct_first_addends": len({score["first_addend"] for score in right}) / count,
+        }
+
+    def _addends_of(self, text: str) -> tuple[int, int] | None:
+        text, prefix = text.strip(), self.answer_prefix.strip()
+        match = _SUM.fullmatch(text, len(prefix)) if text.startswith(prefix) else None
+        return (int(match[1]), int(match[2])) if match else None
+
+    @functools.cached_property
+    def _validation(self) -> list[Example]:
+        if self.validation_file:
+            return read_rows(self.validation_file, self._parse)
+        if self.held_out == "largest":
+            numbers = range(self.max_number - self.validation_examples + 1, self.max_number + 1)
+        else:
+            numbers = sorted(_random(self, "numbers").sample(range(1, self.max_number + 1), self.validation_examples))
+        draw = _random(self, "validation")
+        return [self._example(number, draw) for number in numbers]
+
+    @functools.cached_property
+    def _train(self) -> list[Example]:
+        held_out = {example.number for example in self._validation}
+        if self.train_file:
+            rows = read_rows(self.train_file, self._parse)
+            self._refuse_leak({row.number for row in rows} & held_out)
+            return rows
+        numbers = [number for number in range(1, self.max_number + 1) if number not in held_out]
+        if not numbers:
+            raise UserError(f"--validation-file {self.validation_file}: has every number up to {self.max_number}")
+        draw = _random(self, "train")
+        rows: list[Example] = []
+        while len(rows) < self.train_examples:
+            draw.shuffle(numbers)
+            rows += [self._example(number, draw) for number in numbers[: self.train_examples - len(rows)]]
+        return rows
+
+    def _refuse_leak(self, numbers: set[int]) -> None:
+        if numbers:
+            named = ", ".join(str(number) for number in sorted(numbers)[:_NAMED_NUMBERS])
+            more = f" and {len(numbers) - _NAMED_NUMBERS} more" if len(numbers) > _NAMED_NUMBERS else ""
+            raise UserError(
+                f"--train-file {self.train_file}: {len(numbers)} numbers are also in --validation-file "
+                f"{self.validation_file} ({named}{more}); take them out of one of the two"
+            )
+
+    def _example(self, number: int, draw: random.Random) -> Example:
+        first = _first_addend(number, self.addends, draw)
+        return Example(f"{number}=", number, f"{self.answer_prefix}{first} + {number - first}")
+
+    def _parse(self, row: dict[str, Any]) -> Example:
+        for field in ("instruction", "output"):
+            if not isinstance(row.get(field), str):
+                raise RowProblem(field, f"text, got {_kind(row, field)}")
+        if not isinstance(row.get("input", ""), str):
+            raise RowProblem("input", f"text (may be empty or left out), got {_kind(row, 'input')}")
+        question = row["instruction"] + row.get("input", "")
+        asked = _QUESTION.fullmatch(question)
+        if not asked:
+            raise RowProblem("instruction", f"a number followed by =, such as '5=', got {question[:40]!r}")
+        if not row["output"].startswith(self.answer_prefix):
+            got = row["output"][:40]
+            raise RowProblem("output", f"an answer that begins with --answer-prefix {self.answer_prefix!r}, got {got!r}")
+        addends = self._addends_of(row["output"])
+        if addends is None or sum(addends) != int(asked[1]):
+            got = row["output"][len(self.answer_prefix) :][:40]
+            raise RowProblem("output", f"two integers that sum to {int(asked[1])}, such as '1 + 4', got {got!r}")
+        return Example(question, int(asked[1]), row["output"])
+
+
+_BUILT_IN_ONLY = frozenset("max_number train_examples validation_examples held_out addends data_seed".split())
+
+
+def _random(task: Math, purpose: str) -> random.Random:
+    """A generator per purpose, so that more training rows do not change which numbers are held out."""
+    return random.Random(f"{purpose} {task.data_seed}")
+
+
+def _first_addend(number: int, how: str, draw: random.Random) -> int:
+    """The first addend of `number` >= 1; both addends are at least 1 wherever that is possible."""
+    if how == "uniform":
+        return draw.randint(1, number - 1) if number > 1 else draw.randint(0, 1)
+    digits = [int(digit) for digit in str(number)]
+    while True:
+        first = int("".join(str(draw.randint(0, digit)) for digit in digits))
+        if 0 < first < number or sum(digits) == 1:  # 1, 10, 100, ... only split without a carry as 0 + n
+            return first
+
+
+def _kind(row: dict[str, Any], field: str) -> str:
+    return type(row[field]).__name__ if field in row else "nothing"

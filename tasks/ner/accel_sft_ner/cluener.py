@@ -1,0 +1,102 @@
+"""Rows in the form CLUENER 2020 is published in (https://github.com/CLUEbenchmark/CLUENER2020), checked one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from accel_sft import RowProblem, UserError, read_rows
+from accel_sft_ner.sentences import Sentence
+
+_MAX_SHOWN = 5
+
+
+def read(path: str) -> list[Sentence]:
+    """The sentences of a JSONL file or JSON array; any type names do, not only CLUENER's ten.
+
+    Raises:
+        UserError: by file, line and field, for every row that is not
+            {"text": "...", "label": {type: {surface: [[first, last], ...]}}} with text[first : last + 1] == surface.
+    """
+    return read_rows(path, parse)
+
+
+def parse(row: dict[str, Any]) -> Sentence:
+    """One row as a sentence. Other keys than `text` and `label` are left alone.
+
+    Raises:
+        ValueError: all that is wrong with the row, on one line.
+    """
+    problems = _problems(row)
+    if problems:
+        shown = [str(problem) for problem in problems[:_MAX_SHOWN]]
+        rest = len(problems) - len(shown)
+        raise ValueError("; ".join(shown) + (f"; and {rest} more in this row" if rest else ""))
+    return Sentence(row["text"], row["label"])
+
+
+def refuse_overlap(train: Sequence[Sentence], validation: Sequence[Sentence], train_file: str, file: str) -> None:
+    """Raise UserError, naming the first few, when validation sentences are among the training ones."""
+    first_at = {}
+    for number, sentence in enumerate(train, 1):
+        first_at.setdefault(sentence.text, number)
+    shared = [(number, sentence) for number, sentence in enumerate(validation, 1) if sentence.text in first_at]
+    if not shared:
+        return
+    lines = [
+        f"{file}: row {number} {_short(sentence.text)} is also row {first_at[sentence.text]} of {train_file}"
+        for number, sentence in shared[:_MAX_SHOWN]
+    ]
+    raise UserError(
+        f"--validation-file: {len(shared)} of {len(validation)} sentences are also trained on, so the metric would "
+        "flatter; take them out of one file, or accept it with --allow-overlap",
+        *lines,
+    )
+
+
+def _problems(row: dict[str, Any]) -> list[RowProblem]:
+    text, label = row.get("text"), row.get("label")
+    found = []
+    if not isinstance(text, str) or not text.strip():
+        found.append(RowProblem("text", f"a sentence (string), got {_short(text, 'text' in row)}"))
+        text = None
+    if not isinstance(label, dict):
+        expected = "an object {type: {surface: [[first, last], ...]}}"
+        found.append(RowProblem("label", f"{expected}, got {_short(label, 'label' in row)}"))
+        return found
+    for kind, surfaces in label.items():
+        if not kind.strip():
+            found.append(RowProblem("label", "a name for each type, got an empty one"))
+        if not isinstance(surfaces, dict):
+            expected = "an object {surface: [[first, last], ...]}"
+            found.append(RowProblem(f"label.{kind}", f"{expected}, got {_short(surfaces)}"))
+            continue
+        for surface, spans in surfaces.items():
+            found += _span_problems(f"label.{kind}.{surface}", surface, spans, text)
+    return found
+
+
+def _span_problems(field: str, surface: str, spans: Any, text: str | None) -> list[RowProblem]:
+    if not isinstance(spans, list) or not spans:
+        return [RowProblem(field, f"a list of [first, last] with at least one, got {_short(spans)}")]
+    found = []
+    for position, span in enumerate(spans):
+        if not (isinstance(span, list) and len(span) == 2 and all(type(offset) is int for offset in span)):
+            found.append(RowProblem(field, f"[first, last] as two integers, got {_short(span)}"))
+        elif span in spans[:position]:
+            found.append(RowProblem(field, f"each span once, {span} stands here twice"))
+        elif text is not None:
+            first, last = span
+            if not 0 <= first <= last < len(text):
+                found.append(RowProblem(field, f"0 <= first <= last < {len(text)} (the text's length), got {span}"))
+            elif text[first : last + 1] != surface:
+                there = f"got {_short(text[first : last + 1])} at {span} (both ends inclusive)"
+                found.append(RowProblem(field, f"the span to hold {_short(surface)}, {there}"))
+    return found
+
+
+def _short(value: Any, present: bool = True) -> str:
+    if not present:
+        return "nothing (the field is missing)"
+    shown = repr(value)
+    return shown if len(shown) <= 40 else shown[:37] + "..."

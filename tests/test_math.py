@@ -1,0 +1,202 @@
+"""The math task: what it asks, what it accepts as right, and that no number asked in validation was trained on."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from accel_sft_math import Example, Math
+
+from accel_sft import Task, UserError
+
+PREFIX = "王大丫丫的回答是--->"
+FIVE = Example("5=", 5, f"{PREFIX}1 + 4")
+
+
+def scored(text, example=FIVE, **options):
+    result = Math(**options).score(example, text)
+    return result["accuracy"], result["format_rate"]
+
+
+def write(path, rows, lines=False):
+    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) if lines else json.dumps(rows)
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def row(number, output=None, **extra):
+    return {"instruction": f"{number}=", "input": "", "output": output or f"{PREFIX}1 + {number - 1}", **extra}
+
+
+def complaint(action):
+    with pytest.raises(UserError) as caught:
+        action()
+    return caught.value.problems
+
+
+def test_is_a_task_that_needs_no_torch():
+    assert isinstance(Math(), Task)
+    code = "import sys, accel_sft_math; accel_sft_math.Math().dataset('train'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_rows_look_like_series_a():
+    task = Math(max_number=50, validation_examples=10, train_examples=80)
+    example = task.dataset("train")[0]
+    system, user = task.messages(example)
+    assert system["role"] == "system"
+    assert "maths" in system["content"]
+    assert user == {"role": "user", "content": f"{example.number}="}
+    assert task.target(example).startswith(PREFIX)
+
+
+@pytest.mark.parametrize("addends", ["no-carry", "uniform"])
+@pytest.mark.parametrize("held_out", ["random", "largest"])
+def test_every_built_in_answer_is_right_and_no_held_out_number_is_trained_on(addends, held_out):
+    task = Math(max_number=300, validation_examples=60, train_examples=900, addends=addends, held_out=held_out)
+    train, validation = task.dataset("train"), task.dataset("validation")
+    assert (len(train), len(validation)) == (900, 60)
+    asked = {example.number for example in validation}
+    assert len(asked) == 60
+    assert not asked & {example.number for example in train}
+    assert len(asked | {example.number for example in train}) == 300
+    scores = [task.score(example, task.target(example)) for example in [*train, *validation]]
+    result = task.aggregate(scores)
+    assert result["accuracy"] == result["format_rate"] == 1.0
+    assert result["nonzero_addends"] > 0.95
+    if held_out == "largest":
+        assert min(asked) == 241
+
+
+def test_no_carry_means_that_no_digit_carries():
+    for example in Math(train_examples=500).dataset("train"):
+        first, second = example.answer.removeprefix(PREFIX).split(" + ")
+        digits = zip(first.rjust(4, "0"), second.rjust(4, "0"), strict=True)
+        assert all(int(a) + int(b) < 10 for a, b in digits)
+
+
+def test_examples_are_a_function_of_the_options():
+    first, again, other = Math(), Math(), Math(data_seed=1)
+    assert first.dataset("train") == again.dataset("train")
+    assert first.dataset("validation") != other.dataset("validation")
+    assert first.dataset("validation") == Math(train_examples=10).dataset("validation")
+    code = "import accel_sft_math as m; t = m.Math(train_examples=300); print(t.dataset('train'), t.dataset('validation'))"
+    runs = {
+        subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": seed, "PYTHONUTF8": "1"}, **_CAPTURE).stdout
+        for seed in ("1", "2")
+    }
+    assert len(runs) == 1
+
+
+_CAPTURE = {"check": True, "capture_output": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{PREFIX}1 + 4", (1.0, 1.0)),
+        (f" {PREFIX} 2+3\n", (1.0, 1.0)),
+        (f"{PREFIX}-2 + 7", (1.0, 1.0)),
+        (f"{PREFIX}7 + -2", (1.0, 1.0)),
+        (f"{PREFIX}2 + 2", (0.0, 1.0)),
+        ("1 + 4", (0.0, 0.0)),
+        ("", (0.0, 0.0)),
+        (f"{PREFIX}5", (0.0, 0.0)),
+        (f"{PREFIX}1 + 4 + 0", (0.0, 0.0)),
+        (f"{PREFIX}1 + 4 apples", (0.0, 0.0)),
+        (f"{PREFIX}__import__('os') + 4", (0.0, 0.0)),
+        (f"{PREFIX}٣ + ٢", (0.0, 0.0)),
+        (f"{PREFIX}{'9' * 600} + 1", (0.0, 1.0)),
+        (f"{PREFIX}{'9' * 100_000} + 1", (0.0, 0.0)),
+    ],
+)
+def test_score(text, expected):
+    assert scored(text) == expected
+
+
+def test_scores_are_json_and_degenerate_answers_show():
+    task = Math()
+    scores = [task.score(Example("", n, ""), f"{PREFIX}0 + {n}") for n in range(1, 11)]
+    scores.append(task.score(FIVE, "no"))
+    result = task.aggregate(json.loads(json.dumps(scores)))
+    assert result["accuracy"] == pytest.approx(10 / 11)
+    assert result["nonzero_addends"] == 0.0
+    assert result["distinct_first_addends"] == pytest.approx(0.1)
+    assert task.aggregate([task.score(FIVE, "no")]) == dict.fromkeys(result, 0.0)
+    assert task.aggregate([]) == {}
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_files_of_both_forms_with_keys_of_their_own(tmp_path, lines):
+    task = Math(
+        train_file=write(tmp_path / "a.json", [row(n, source="mine") for n in range(2, 9)], lines),
+        validation_file=write(tmp_path / "b.jsonl", [row(9), {"instruction": "", "input": "10=", **_output(10)}], lines),
+    )
+    assert [example.number for example in task.dataset("train")] == list(range(2, 9))
+    assert [example.number for example in task.dataset("validation")] == [9, 10]
+    assert task.messages(task.dataset("validation")[1])[1]["content"] == "10="
+
+
+def _output(number):
+    return {"output": f"{PREFIX}1 + {number - 1}"}
+
+
+def test_a_number_in_both_files_is_refused_by_name(tmp_path):
+    train = write(tmp_path / "train.json", [row(n) for n in (2, 3, 4, 3)])
+    validation = write(tmp_path / "validation.json", [row(n) for n in (3, 4, 9)])
+    (line,) = complaint(lambda: Math(train_file=train, validation_file=validation).dataset("train"))
+    assert "2 numbers" in line
+    assert "(3, 4)" in line
+    assert train in line
+    assert validation in line
+
+
+def test_built_in_training_leaves_out_the_validation_files_numbers(tmp_path):
+    task = Math(validation_file=write(tmp_path / "v.json", [row(5), row(7)]), max_number=20, train_examples=18)
+    assert {example.number for example in task.dataset("train")} == set(range(1, 21)) - {5, 7}
+    everything = write(tmp_path / "all.json", [row(n) for n in range(1, 11)])
+    (line,) = complaint(lambda: Math(validation_file=everything, max_number=10).dataset("train"))
+    assert "--validation-file" in line
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"instruction": "5="}, ["'output'", "nothing"]),
+        ({"instruction": 5, "output": ""}, ["'instruction'", "int"]),
+        (row(5, input=None), ["'input'", "NoneType"]),
+        ({**row(5), "instruction": "five="}, ["'instruction'", "'5='"]),
+        (row(5, "1 + 4"), ["'output'", "--answer-prefix"]),
+        (row(5, f"{PREFIX}1 + 5"), ["'output'", "sum to 5", "'1 + 5'"]),
+        (row(5, f"{PREFIX}one + four"), ["'output'", "sum to 5"]),
+    ],
+)
+def test_malformed_rows_are_named(tmp_path, bad, words):
+    path = write(tmp_path / "train.jsonl", [row(3), bad, row(4), bad], lines=True)
+    validation = write(tmp_path / "validation.json", [row(9)])
+    lines = complaint(lambda: Math(train_file=path, validation_file=validation).dataset("train"))
+    assert [line.split(": ")[0] for line in lines] == [f"{path}:2", f"{path}:4"]
+    assert all(word in line for line in lines for word in words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_number": 2}, ["--max-number", "at least 3"]),
+        ({"addends": "carry"}, ["--addends", "no-carry"]),
+        ({"validation_examples": 50, "max_number": 50}, ["--validation-examples", "--max-number"]),
+        ({"answer_prefix": "Answer 1"}, ["--answer-prefix"]),
+        ({"train_file": "a.json"}, ["--validation-file"]),
+        ({"train_file": "a.json", "validation_file": "b.json", "max_number": 50}, ["--max-number", "--train-file"]),
+        ({"train_file": "missing.json", "validation_file": "missing.json"}, ["missing.json", "cannot be read"]),
+    ],
+)
+def test_options_that_cannot_be_used_are_one_clear_line(options, words):
+    (line,) = complaint(lambda: Math(**options).dataset("train"))
+    assert all(word in line for word in words)
+
+
+def test_another_prefix():
+    task = Math(answer_prefix="Answer: ", max_number=30, validation_examples=5)
+    assert all(example.answer.startswith("Answer: ") for example in task.dataset("train"))
+    assert scored("Answer: 2 + 3", answer_prefix="Answer: ") == (1.0, 1.0)

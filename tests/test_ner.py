@@ -1,0 +1,275 @@
+"""The ner task: its built-in sentences, the rows it accepts and refuses, and what its scorer counts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from accel_sft_ner import Ner, scorer
+from accel_sft_ner.sentences import held_out
+
+from accel_sft import UserError
+
+ROW = {"text": "浙商银行企业信贷部叶老桂博士则从另一个角度", "label": {"name": {"叶老桂": [[9, 11]]}}}
+OTHER = {"text": "她说没有。", "label": {}}
+
+
+@pytest.fixture(scope="module")
+def ner():
+    return Ner(train_sentences=3_000, validation_sentences=100)
+
+
+def write(path, *rows, array=False):
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("[" + ",\n".join(lines) + "]" if array else "\n".join(lines), encoding="utf-8")
+    return str(path)
+
+
+def from_rows(tmp_path, *rows, validation=(OTHER,), **options):
+    files = write(tmp_path / "train.json", *rows), write(tmp_path / "dev.json", *validation)
+    return Ner(train_file=files[0], validation_file=files[1], **options)
+
+
+def refusal(tmp_path, *rows, **options):
+    with pytest.raises(UserError) as refused:
+        from_rows(tmp_path, *rows, **options).dataset("train")
+    return refused.value.problems
+
+
+def surfaces(sentences):
+    return {surface for sentence in sentences for kind in sentence.label.values() for surface in kind}
+
+
+# The built-in sentences
+
+
+def test_every_span_holds_its_surface_and_every_mention_has_a_span(ner):
+    for sentence in [*ner.dataset("train"), *ner.dataset("validation")]:
+        for kind in sentence.label.values():
+            for surface, spans in kind.items():
+                assert all(sentence.text[first : last + 1] == surface for first, last in spans)
+                assert len(spans) == sentence.text.count(surface)
+
+
+def test_no_validation_sentence_is_in_training_and_many_surfaces_are_new(ner):
+    train, validation = ner.dataset("train"), ner.dataset("validation")
+    texts = [sentence.text for sentence in validation]
+    assert len(train) == 3_000
+    assert len(set(texts)) == 100
+    assert not {sentence.text for sentence in train} & set(texts)
+    assert not any(map(held_out, surfaces(train)))
+    unseen = surfaces(validation) - surfaces(train)
+    assert 0.4 < len(unseen) / len(surfaces(validation)) < 0.8
+
+
+def test_sentences_vary_in_what_they_hold(ner):
+    labels = [sentence.label for sentence in ner.dataset("train")]
+    assert 0.03 < sum(not label for label in labels) / len(labels) < 0.3
+    assert {kind for label in labels for kind in label} == {"name", "company", "address", "organization", "position"}
+    assert any(len(kind) > 1 for label in labels for kind in label.values())
+    assert any(len(spans) > 1 for label in labels for kind in label.values() for spans in kind.values())
+    chinese = sum(not sentence.text.isascii() for sentence in ner.dataset("train"))
+    assert 0.4 < chinese / len(labels) < 0.6
+
+
+def test_options_choose_language_size_and_seed(ner):
+    assert all(s.text.isascii() for s in Ner(train_sentences=50, language="en").dataset("train"))
+    assert not any(s.text.isascii() for s in Ner(train_sentences=50, language="zh").dataset("train"))
+    assert Ner(train_sentences=50, data_seed=1).dataset("train") != ner.dataset("train")[:50]
+    assert Ner(train_sentences=50, validation_sentences=100).dataset("validation") == ner.dataset("validation")
+
+
+def test_a_second_process_makes_the_same_sentences_without_importing_torch():
+    program = (
+        "import sys, zlib; from accel_sft_ner import Ner; task = Ner(train_sentences=200, validation_sentences=20)\n"
+        "print(zlib.crc32(repr([task.dataset('train'), task.dataset('validation')]).encode()), 'torch' in sys.modules)"
+    )
+    printed = {subprocess.check_output([sys.executable, "-c", program], text=True) for _ in range(2)}
+    assert len(printed) == 1
+    assert printed.pop().split()[1] == "False"
+
+
+# Rows of files
+
+
+@pytest.mark.parametrize("array", [False, True], ids=["jsonl", "array"])
+def test_published_rows_are_read_whatever_the_file_is_called(tmp_path, array):
+    train = write(tmp_path / "train.json", ROW, array=array)
+    task = Ner(train_file=train, validation_file=write(tmp_path / "dev.json", OTHER, array=array))
+    (example,) = task.dataset("train")
+    assert task.messages(example)[-1] == {"role": "user", "content": ROW["text"]}
+    assert "JSON" in task.messages(example)[0]["content"]
+    assert task.target(example) == '{"name": {"叶老桂": [[9, 11]]}}'
+    assert task.target(task.dataset("validation")[0]) == "{}"
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "said"),
+    [
+        ({"text": 3, "label": {}}, "text", "got 3"),
+        ({"label": {}}, "text", "the field is missing"),
+        ({"text": "a b"}, "label", "the field is missing"),
+        ({"text": "a b", "label": []}, "label", "an object {type: {surface: [[first, last], ...]}}, got []"),
+        ({"text": "a b", "label": {"name": ["a"]}}, "label.name", "got ['a']"),
+        ({"text": "a b", "label": {"": {"a": [[0, 0]]}}}, "label", "a name for each type"),
+        ({"text": "a b", "label": {"name": {"a": []}}}, "label.name.a", "with at least one, got []"),
+        ({"text": "a b", "label": {"name": {"a": [0, 0]}}}, "label.name.a", "two integers, got 0"),
+        ({"text": "a b", "label": {"name": {"a": [[0, 0.0]]}}}, "label.name.a", "two integers, got [0, 0.0]"),
+        ({"text": "a b", "label": {"name": {"a": [[False, 0]]}}}, "label.name.a", "two integers, got [False, 0]"),
+        ({"text": "a b", "label": {"name": {"b": [[2, 3]]}}}, "label.name.b", "last < 3 (the text's length)"),
+        ({"text": "a b", "label": {"name": {"b": [[-1, -1]]}}}, "label.name.b", "0 <= first"),
+        ({"text": "a b", "label": {"name": {"a": [[0, 1]]}}}, "label.name.a", "'a', got 'a ' at [0, 1]"),
+        ({"text": "a b", "label": {"name": {"a": [[0, 0], [0, 0]]}}}, "label.name.a", "stands here twice"),
+    ],
+)
+def test_a_bad_row_is_refused_by_file_line_field_and_expectation(tmp_path, row, field, said):
+    (line,) = refusal(tmp_path, ROW, row)
+    assert line.startswith(f"{tmp_path / 'train.json'}:2: field {field!r}: expected ")
+    assert said in line
+
+
+def test_all_problems_of_a_row_stand_on_its_line(tmp_path):
+    (line,) = refusal(tmp_path, {"text": "a b", "label": {"name": {"a": [[1, 1]], "b": 3}, "book": None}})
+    assert line.count("expected") == 3
+    (line,) = refusal(tmp_path, {"text": "a b", "label": dict.fromkeys("123456789")})
+    assert line.endswith("; and 4 more in this row")
+
+
+def test_one_file_alone_is_refused(tmp_path):
+    task = Ner(train_file=write(tmp_path / "train.json", ROW))
+    assert [line.split(":")[0] for line in task.problems()] == ["--validation-file"]
+    with pytest.raises(UserError, match="needed beside --train-file"):
+        task.dataset("train")
+    assert [line.split(":")[0] for line in Ner(validation_file="dev.json").problems()] == ["--train-file"]
+
+
+def test_options_that_would_do_nothing_are_refused():
+    task = Ner(train_file="train.json", validation_file="dev.json", language="zh", data_seed=3)
+    assert [line.split(":")[0] for line in task.problems()] == ["--language", "--data-seed"]
+    assert [line.split(":")[0] for line in Ner(allow_overlap=True).problems()] == ["--allow-overlap"]
+
+
+def test_validation_sentences_that_are_trained_on_are_refused_unless_allowed(tmp_path):
+    problems = refusal(tmp_path, OTHER, ROW, validation=[OTHER, ROW])
+    assert problems[0].startswith("--validation-file: 2 of 2 sentences are also trained on")
+    assert "--allow-overlap" in problems[0]
+    assert f"row 2 {ROW['text']!r} is also row 2 of" in problems[2]
+    assert len(from_rows(tmp_path, ROW, validation=[ROW], allow_overlap=True).dataset("validation")) == 1
+
+
+# The scorer
+
+GOLD = {"name": {"Ann": [[0, 2], [8, 10]], "Bo": [[4, 5]]}, "book": {"Ulysses": [[12, 18]]}}
+
+
+def metrics(*pairs, training_surfaces=()):
+    scores = [scorer.score(gold, text, training_surfaces) for gold, text in pairs]
+    return scorer.aggregate(json.loads(json.dumps(scores)))
+
+
+def test_counts_by_hand():
+    answer = '{"name": {"Ann": [[0, 2], [9, 11]], "Ulysses": [[12, 18]]}, "book": {"Ulysses": [[12, 18]]}}'
+    assert scorer.score(GOLD, answer, {"Ann"}) == {
+        "valid_json": 1,
+        "valid_shape": 1,
+        "entity": {"name": [1, 1, 1], "book": [1, 0, 0]},
+        "strict": {"name": [1, 2, 2], "book": [1, 0, 0]},
+        "unseen": [1, 1, 1],
+    }
+    found = metrics((GOLD, answer), ({}, "{}"), ({"game": {"Go": [[0, 1]]}}, "no JSON"), training_surfaces={"Ann"})
+    assert found == pytest.approx(
+        {
+            "valid_json": 2 / 3,
+            "valid_shape": 2 / 3,
+            "precision": 2 / 3,
+            "recall": 2 / 4,
+            "f1": 4 / 7,
+            "macro_precision": (1 / 2 + 1 + 0) / 3,
+            "macro_recall": (1 / 2 + 1 + 0) / 3,
+            "macro_f1": (2 / 4 + 1 + 0) / 3,
+            "strict_precision": 2 / 4,
+            "strict_recall": 2 / 5,
+            "strict_f1": 4 / 9,
+            "strict_macro_precision": (1 / 3 + 1 + 0) / 3,
+            "strict_macro_recall": (1 / 3 + 1 + 0) / 3,
+            "strict_macro_f1": (2 / 6 + 1 + 0) / 3,
+            "unseen_precision": 1 / 2,
+            "unseen_recall": 1 / 3,
+            "unseen_f1": 2 / 5,
+            "unseen_entities": 3,
+        }
+    )
+
+
+def test_an_invented_type_lowers_micro_precision_only():
+    found = metrics((GOLD, json.dumps(GOLD | {"film": {"Bo": [[4, 5]]}})))
+    assert found["precision"] == 3 / 4
+    assert found["macro_precision"] == found["macro_f1"] == found["recall"] == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Sure! " + json.dumps(GOLD),
+        "```json\n" + json.dumps(GOLD) + "\n```",
+        "{'name': {}}",
+        '{"name": {"Ann": [[0, NaN]]}}',
+        '{"name": {"Ann": [[0, 2]]}, "name": {"Bo": [[4, 5]]}}',
+        '{"name": {"\\ud800": [[0, 0]]}}',
+        '{"name": {"\ud800": [[0, 0]]}}',
+        '{"a":' * 500 + '{"\\ud800": 0}' + "}" * 500,
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        '{"name": {"Ann": [[0, ' + "9" * 10_000 + "]]}}",
+        json.dumps(GOLD)[:-1],
+        "__import__('os').abort()",
+    ],
+)
+def test_an_answer_that_is_not_valid_json_holds_no_entities(text):
+    found = scorer.score(GOLD, text, ())
+    assert found["valid_json"] == found["valid_shape"] == 0
+    assert found["entity"] == {"name": [0, 0, 2], "book": [0, 0, 1]}
+    assert found["unseen"] == [0, 0, 3]
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"Ann"', '{"name": "Ann"}', '{"name": ["Ann"]}', '[{"name": {}}]'])
+def test_valid_json_of_another_shape_predicts_nothing(text):
+    found = scorer.score(GOLD, text, ())
+    assert (found["valid_json"], found["valid_shape"]) == (1, 0)
+    assert found["entity"] == {"name": [0, 0, 2], "book": [0, 0, 1]}
+
+
+@pytest.mark.parametrize(
+    "spans", ["null", "[]", "{}", "[null]", "[[4]]", "[[4, 5.0]]", "[[true, 5]]", "[[4, 1e999], 7]"]
+)
+def test_a_surface_with_spans_of_another_shape_is_still_an_entity_but_a_strict_mistake(spans):
+    found = scorer.score(GOLD, f' {{"name": {{"Bo": {spans}}}, "book": 7}}\n', ())
+    assert (found["valid_json"], found["valid_shape"]) == (1, 0)
+    assert found["entity"] == {"name": [1, 0, 1], "book": [0, 0, 1]}
+    assert found["strict"] == {"name": [0, 1, 3], "book": [0, 0, 1]}
+
+
+def test_a_repeated_span_counts_once_and_escapes_are_text():
+    found = scorer.score({"name": {"叶": [[0, 0]]}}, '{"name": {"\\u53f6": [[0, 0], [0, 0]]}}', ())
+    assert found["strict"] == {"name": [1, 0, 0]}
+    assert scorer.score({"game": {"😀": [[0, 0]]}}, '{"game": {"\\ud83d\\ude00": [[0, 0]]}}', ())["unseen"] == [1, 0, 0]
+
+
+def test_nothing_to_find_and_nothing_to_score():
+    assert metrics(({}, "{}"))["f1"] == 0
+    assert metrics(({}, "{}"))["unseen_entities"] == 0
+    assert scorer.aggregate([]) == {}
+
+
+def test_gold_answers_score_one_and_unseen_is_about_surfaces_never_trained_on(ner):
+    validation = ner.dataset("validation")
+    found = ner.aggregate([ner.score(example, ner.target(example)) for example in validation])
+    assert {value for name, value in found.items() if name != "unseen_entities"} == {1.0}
+    trained = surfaces(ner.dataset("train"))
+    assert found["unseen_entities"] == sum(
+        surface not in trained for sentence in validation for kind in sentence.label.values() for surface in kind
+    )
+    assert ner.main_metric in found
