@@ -14,7 +14,7 @@ export DS_BUILD_OPS=0 # DeepSpeed compiles what a run needs when it needs it, an
 
 say() { printf '%s\n' "setup: $*"; }
 fail() { printf '%s\n' "setup: $*" >&2; exit 1; }
-pip() { "$VENV/bin/python" -m pip --disable-pip-version-check install --quiet --progress-bar off "$@"; }
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check install -qq --progress-bar off "$@"; }
 has_gpu() { [[ -e /proc/driver/nvidia/version ]] || { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }; }
 
 command -v "$PYTHON" >/dev/null || fail "$PYTHON not found; install Python 3.10 or newer (Debian: apt install python3 python3-venv python3-dev)"
@@ -32,7 +32,7 @@ fi
 device=cpu
 if has_gpu; then device=gpu; fi
 # what the environment was made from: when it is unchanged, there is nothing to do
-state=$(cksum setup.sh pyproject.toml tasks/*/pyproject.toml && "$PYTHON" -VV && printf '%s %s\n' "$VENV" "$device")
+state=$(cksum setup.sh pyproject.toml tasks/*/pyproject.toml && printf "%s %s %s\n" "$VENV" "$version" "$device")
 installed() {
     [[ -x $VENV/bin/python && -f $VENV/setup-state && $(<"$VENV/setup-state") == "$state" ]] &&
         "$VENV/bin/python" -c '

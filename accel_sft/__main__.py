@@ -1,18 +1,27 @@
 """`python -m accel_sft` and the console script `accel-sft`: the same command group."""
 
+import os
 import sys
 
 from accel_sft.cli import cli
 from accel_sft.failure import Ending, use_utf8
 
+NAME, COMPLETE = "accel-sft", "_ACCEL_SFT_COMPLETE"
+
 
 def main() -> None:
     """Run the command line; ends the process with the status of the command."""
     use_utf8()
+    # not click's own main: it ends broken pipes and EOFErrors in silence, also those of a plugin or a collective
     with Ending() as ending:
-        status = cli.main(prog_name="accel-sft", standalone_mode=False, obj=ending)
+        if COMPLETE in os.environ:
+            from click.shell_completion import shell_complete
+
+            sys.exit(shell_complete(cli, {}, NAME, COMPLETE, os.environ[COMPLETE]))
+        with cli.make_context(NAME, sys.argv[1:], obj=ending) as context:
+            cli.invoke(context)
         sys.stdout.flush()
-    sys.exit(status or 0)
+    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -133,9 +133,9 @@ _USUAL: dict[str, Any] = {
 }
 
 LAYOUT = frozenset(
-    ("micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every")
-    + ("tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every")
-    + ("eval_limit", "patience", "max_new_tokens", "init_from")
+    {"micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every"}
+    | {"tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every"}
+    | {"eval_limit", "patience", "max_new_tokens"}
 )
 """Settings that decide how a run is executed or watched, not what a step learns: a resume may change them."""
 

@@ -9,18 +9,18 @@ from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column
+from rich.live import Live
+from rich.text import Text
 
 SHORTEST_BAR = 10
 """Cells left to the bar before details are dropped from the line."""
-SECONDS_BETWEEN_DRAWS = 0.25
+SECONDS_BETWEEN_DRAWS = 0.5
 
 
 class ProgressLine:
     """Steps done, loss, the task's metric and time to go.
 
-    On a terminal it is one line at the bottom, redrawn at most four times a second; elsewhere (a file, a pipe, a
+    On a terminal it is one line at the bottom, redrawn at most twice a second; elsewhere (a file, a pipe, a
     cluster's log) a plain line every `log_every` steps, without control characters.
 
     Args:
@@ -34,12 +34,13 @@ class ProgressLine:
         self.total_steps = total_steps
         self.done = done
         self.log_every = log_every
-        self.metrics: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._file = file or sys.stdout
         self._console = Console(file=self._file, highlight=False)
         # FORCE_COLOR makes rich believe in a terminal where there is a pipe: ask the file itself too.
         self.live = self._console.is_terminal and self._file.isatty() and not self._console.is_dumb_terminal
-        self._progress: Progress | None = None
+        self._bar: Live | None = None
+        self._record: Mapping[str, Any] = {}
         self._drawn = 0.0
         self._first: tuple[int, float] | None = None
 
@@ -53,7 +54,7 @@ class ProgressLine:
     def step(self, record: Mapping[str, Any]) -> None:
         """Show a training record (`step`, `loss`, and what else `details` knows)."""
         now = time.monotonic()
-        self.done = int(record["step"])
+        self.done, self._record = int(record["step"]), record
         if self._first is None:  # the first step compiles and warms up: the rate is measured after it
             self._first = (self.done, now)
         last = self.done >= self.total_steps
@@ -61,8 +62,13 @@ class ProgressLine:
             if self.done % self.log_every == 0 or last:
                 self.say(self._plain(record, now))
         elif last or now - self._drawn >= SECONDS_BETWEEN_DRAWS:
-            self._drawn = now
-            self._draw(record, now)
+            self._draw(now)
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Show these metrics from now on."""
+        self._metrics = dict(metrics)
+        if self._bar is not None:
+            self._draw(time.monotonic())
 
     def seconds_left(self, now: float) -> float | None:
         """From the mean time of a step since this start, evaluations and checkpoints included; None at first."""
@@ -73,10 +79,10 @@ class ProgressLine:
 
     def close(self) -> None:
         """Leave the bar as it stands and give the terminal back."""
-        if self._progress is not None:
-            self._progress.refresh()
-            self._progress.stop()
-            self._progress = None
+        if self._bar is not None:
+            self._draw(time.monotonic())
+            self._bar.stop()
+            self._bar = None
 
     def _plain(self, record: Mapping[str, Any], now: float) -> str:
         parts = [f"step {self.done}/{self.total_steps}"]
@@ -88,39 +94,32 @@ class ProgressLine:
         left = self.seconds_left(now)
         return "  ".join([*parts, f"ETA {clock(left)}"])
 
-    def _details(self, record: Mapping[str, Any], now: float) -> str:
-        """What stands right of the bar, the least needed left out until it fits the line."""
-        left = self.seconds_left(now)
-        metrics = [f"{name} {_short(value)}" for name, value in self.metrics.items()]
-        rate = [f"{_thousands(record['tokens_per_second'])} tok/s"] if _is(record, "tokens_per_second") else []
-        eta = [f"ETA {clock(left)}"] if self.done < self.total_steps else []
-        loss = [f"loss {_short(record['loss'])}"] if _is(record, "loss") else []
-        room = self._console.width - len(self._count()) - SHORTEST_BAR - 2
-        for parts in (loss + metrics + rate + eta, loss + metrics + eta, loss + eta, eta):
-            if cell_len("  ".join(parts)) <= room:
-                return "  ".join(parts)
-        return ""
+    def _draw(self, now: float) -> None:
+        if self._bar is None:  # not refreshed by a thread, which would take time from the loop
+            self._bar = Live(console=self._console, auto_refresh=False)
+            self._bar.start()
+            pass  # a killed run must not leave the terminal without a cursor
+        self._drawn = now
+        self._bar.update(self._text(now), refresh=True)
 
-    def _count(self) -> str:
-        return f"{self.done}/{self.total_steps}"
-
-    def _draw(self, record: Mapping[str, Any], now: float) -> None:
-        if self._progress is None:
-            whole = Column(no_wrap=True)
-            self._progress = Progress(
-                TextColumn("{task.fields[count]}", markup=False, table_column=whole),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[details]}", markup=False, table_column=whole),
-                console=self._console,
-                auto_refresh=False,  # a thread that redraws would take time from the loop
-                expand=True,
-            )
-            self._progress.start()
-            self._console.show_cursor(True)  # a killed run must not leave the terminal without a cursor
-            self._progress.add_task("", total=self.total_steps, count="", details="")
-        task = self._progress.task_ids[0]
-        details = self._details(record, now)
-        self._progress.update(task, completed=self.done, count=self._count(), details=details, refresh=True)
+    def _text(self, now: float) -> Text:
+        """The count, a bar, and right of it the details, of which the least needed are left out until the line fits."""
+        count = f"{self.done}/{self.total_steps}"
+        loss = [f"loss {_short(self._record['loss'])}"] if _is(self._record, "loss") else []
+        metrics = [f"{name} {_short(value)}" for name, value in self._metrics.items()]
+        rate = [_rate(self._record["tokens_per_second"])] if _is(self._record, "tokens_per_second") else []
+        left = [f"ETA {clock(self.seconds_left(now))}"] if self.done < self.total_steps else []
+        details, cells = "", 0
+        for parts in (loss + metrics + rate + left, loss + metrics + left, loss + left, left, []):
+            details = "  ".join(parts)
+            cells = self._console.width - cell_len(count) - cell_len(details) - 3  # the last column stays empty
+            if cells >= SHORTEST_BAR:
+                break
+        cells = max(cells, 0)
+        full = min(cells * self.done // max(self.total_steps, 1), cells)
+        done, to_do = "#-" if self._console.options.ascii_only else "━━"
+        line = Text(f"{count} ", no_wrap=True, overflow="crop")
+        return line.append(done * full, "cyan").append(to_do * (cells - full), "bright_black").append(f" {details}")
 
 
 def clock(seconds: float | None) -> str:
@@ -139,5 +138,5 @@ def _short(value: float) -> str:
     return f"{value:.3f}" if 0.001 <= abs(value) < 1000 or value == 0 else f"{value:.2e}"
 
 
-def _thousands(value: float) -> str:
-    return f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:,.0f}"
+def _rate(value: float) -> str:
+    return f"{value / 1000:.1f}k tok/s" if value >= 10_000 else f"{value:,.0f} tok/s"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+from accelerate.utils import LoggerType
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -23,13 +24,13 @@ def tracker_names(setting: str) -> list[str]:
         UserError: unknown to Accelerate, or its package is not installed.
     """
     names = list(dict.fromkeys(name.strip() for name in setting.split(",") if name.strip() not in ("", "none")))
-    installed = {str(name) for name in get_available_trackers()}
+    missing = {str(kind) for kind in LoggerType} - {str(kind) for kind in get_available_trackers()}
     problems = []
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
             problems.append(f"--tracker {name}: unknown; give one or several of {known}, or none")
-        elif name not in installed:
+        elif name in missing:
             problems.append(f"--tracker {name}: not installed; `pip install {name.replace('_', '-')}`, or leave it out")
     if problems:
         raise UserError(*problems)
@@ -37,13 +38,15 @@ def tracker_names(setting: str) -> list[str]:
 
 
 class Dashboards:
-    """Rank 0's trackers. A service that fails is named and left out from then on; TensorBoard's errors are raised.
+    """Rank 0's trackers. A service that fails on the way is named and left out; TensorBoard's errors are raised.
 
     Args:
         names: checked by `tracker_names`.
         run_dir: TensorBoard's events lie directly in it, so that `--logdir runs` shows its name.
         settings: the run's options, recorded as text.
         say: where a failing service is reported.
+    Raises:
+        UserError: a service does not start (no login, no network).
     """
 
     def __init__(
@@ -65,9 +68,12 @@ class Dashboards:
                 continue
             place = [str(run_dir)] if kind.requires_logging_directory else []
             tracker = kind("accel_sft", *place, **arguments.get(name, {}))
+            try:
+                tracker.start()
+                tracker.store_init_configuration(dict(settings))
+            except Exception as error:
+                raise UserError(f"--tracker {name}: does not start: {type(error).__name__}: {error}") from error
             self._others.append(tracker)
-            self._guarded(tracker, tracker.start)
-            self._guarded(tracker, lambda tracker=tracker: tracker.store_init_configuration(dict(settings)))
 
     def curves(self, values: Mapping[str, float], step: int) -> None:
         """Draw one point on each named curve. Costs the loop one queue entry: TensorBoard's thread writes it."""
@@ -106,8 +112,7 @@ class Dashboards:
 
     def _guarded(self, tracker: GeneralTracker, call: Callable[[], None]) -> None:
         try:
-            if tracker in self._others:
-                call()
+            call()
         except Exception as error:  # noqa: BLE001 - another service's failure must not end the training
             self._others.remove(tracker)
             self._say(f"--tracker {tracker.name}: {type(error).__name__}: {error}; nothing more is sent there")

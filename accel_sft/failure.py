@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import select
 import sys
 import time
 import traceback
@@ -34,10 +35,14 @@ class Ending(contextlib.AbstractContextManager["Ending"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or isinstance(error, (SystemExit, GeneratorExit)):
-            if isinstance(error, SystemExit) and error.code not in (None, 0):
-                _leave(error.code if isinstance(error.code, int) else 1, said=error.code)
+        if isinstance(error, click.exceptions.Exit):  # --help and --version
+            _leave(error.exit_code)
+        if error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
             return
+        if isinstance(error, SystemExit):
+            if isinstance(error.code, str):
+                _print_once(error.code)
+            _leave(error.code if isinstance(error.code, int) else 1)
         if isinstance(error, BrokenPipeError) and _stdout_is_closed():
             _leave(BROKEN_PIPE)
         if isinstance(error, (KeyboardInterrupt, click.Abort)):
@@ -59,12 +64,15 @@ class Ending(contextlib.AbstractContextManager["Ending"]):
 
     def _unexpected(self, error: BaseException) -> NoReturn:
         summary = f"{type(error).__name__}: {error}".rstrip(": \n")
-        earlier = _earlier_failure()
-        if earlier and not self.debug:  # a peer's death breaks this rank's collectives: the peer's message is the cause
-            _report(f"Error: {_rank()} ended after another rank had failed ({summary.splitlines()[0]})", summary)
+        message = f"{summary} ({_place(error)})"
+        others = {text for _, text in _earlier_failures()}
+        if (
+            others - {message} and not self.debug
+        ):  # a peer's death breaks the collectives of this rank: no cause to show
+            _report(f"Error: {_rank()} ended after another rank had failed ({summary.splitlines()[0]})", message)
         else:
             trace = "".join(traceback.format_exception(error))
-            _report(f"{trace}Error: unexpected in {_place(error)}: {summary}", f"{summary} ({_place(error)})")
+            _report(f"{trace}Error: unexpected in {_place(error)}: {summary}", message)
         _leave(1)
 
 
@@ -86,23 +94,24 @@ def _attempt_directory() -> Path | None:
     return Path(file).parent.parent if file else None
 
 
-def _earlier_failure() -> int:
-    """Time in seconds at which another rank of this machine recorded its failure; 0 when none has."""
-    directory, own = _attempt_directory(), os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    others = [file for file in directory.glob("*/error.json") if file != Path(own)] if directory else []
-    return int(min((file.stat().st_mtime for file in others), default=0))
+def _earlier_failures() -> list[tuple[int, str]]:
+    """Time in seconds and message of each failure that other ranks of this machine have recorded."""
+    directory, own = _attempt_directory(), Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    files = [file for file in directory.glob("*/error.json") if file != own] if directory else []
+    records = [json.loads(file.read_text(encoding="utf-8"))["message"] for file in files]
+    return [(int(record["extraInfo"]["timestamp"]), record["message"]) for record in records]
 
 
 def _report(text: str, message: str) -> None:
-    """Tell torchrun, then the terminal."""
+    """Tell torchrun, in the form of its own ErrorHandler (without a call stack it shows the message), then the user."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    earlier = _earlier_failure()
     if file:
-        # torchrun's clock has whole seconds and it shows the earliest failure as the cause
-        stamp = max(int(time.time()), earlier + 1 if earlier else 0)
+        # torchrun's clock has whole seconds and it takes the earliest failure for the cause
+        stamp = max([int(time.time()), *(1 + earlier for earlier, _ in _earlier_failures())])
         record = {"message": {"message": message, "extraInfo": {"timestamp": str(stamp)}}}
         try:
-            Path(file).write_text(json.dumps(record), encoding="utf-8")
+            Path(f"{file}.new").write_text(json.dumps(record), encoding="utf-8")
+            os.replace(f"{file}.new", file)  # another rank may be reading
         except OSError as error:
             text += f"\n(torchrun could not be told: {error})"
     _print_once(text)
@@ -131,24 +140,21 @@ def _place(error: BaseException) -> str:
 
 
 def _stdout_is_closed() -> bool:
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return True
-    return False
+    """Whether the reader of our output has left, as `head` does. Asked of the system: a failed flush may tell once."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & (select.POLLERR | select.POLLHUP | select.POLLNVAL) for _, event in poll.poll(0))
 
 
-def _leave(status: int, said: object = None) -> NoReturn:
+def _leave(status: int) -> NoReturn:
     """Exit at once on several ranks: destructors there wait for collectives that no other rank will join."""
-    if isinstance(said, str):
-        _print_once(said)
-    closed = _stdout_is_closed()
-    if closed:  # or the interpreter flushes it again on its way out, and complains
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if _stdout_is_closed():  # what is still to be written would be complained about on the way out
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     distributed = sys.modules.get("torch.distributed")
     running = distributed is not None and distributed.is_available() and distributed.is_initialized()
     if running or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        with contextlib.suppress(BrokenPipeError):
-            sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(BrokenPipeError):
+                stream.flush()
         os._exit(status)
     raise SystemExit(status) from None

@@ -6,6 +6,7 @@ The command line, a YAML file and a test read the same fields, so a setting has 
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Iterable
@@ -82,8 +83,8 @@ class Setting:
             return f"{self.flag} {value!r}: expected {_EXPECTED[self.type]}"
         if self.choices and value not in self.choices:
             return f"{self.flag} {value}: not one of {', '.join(self.choices)}"
-        if isinstance(value, float) and value != value:
-            return f"{self.flag} {value}: not a number"
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"{self.flag} {value}: not a finite number"
         if self.min is not None and value < self.min:
             return f"{self.flag} {value}: must be at least {self.min:g}"
         if self.max is not None and value > self.max:

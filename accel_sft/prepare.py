@@ -150,7 +150,7 @@ def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: Tr
     Raises:
         UserError: data, template or model that cannot be used.
     """
-    train_examples, validation_examples = _split(task, "train"), _split(task, "validation")
+    train_examples, validation_examples = read_split(task, "train"), read_split(task, "validation")
     if config.model == "tiny" and not config.init_from:
         base = run_dir / "base"
         if accelerator.is_main_process and not base.exists():
@@ -160,11 +160,7 @@ def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: Tr
     else:
         source = find_source(config)
     tokenizer = load_tokenizer(source, config)
-    rules = {
-        "eos_ids": end_of_turn_ids(tokenizer, _generation_config(source, config)),
-        "max_length": config.max_length,
-        "truncation": config.truncation,
-    }
+    rules = encoding_rules(tokenizer, source, config)
     train = encode(tokenizer, task, train_examples, "train", **rules)
     validation = encode(tokenizer, task, validation_examples, "validation", **rules)
     plan = StepPlan(
@@ -181,10 +177,11 @@ def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: Tr
     return Prepared(source, tokenizer, validation_examples, train, validation, plan, rows)
 
 
-def _split(task: Task, split: str) -> Sequence[Any]:
+def read_split(task: Task, split: str) -> Sequence[Any]:
+    """The task's examples of a split; none at all is a UserError."""
     examples = task.dataset(split)
     if not len(examples):
-        raise UserError(f"the task's dataset({split!r}) is empty; there is nothing to {split[:5]} on")
+        raise UserError(f"the task's dataset({split!r}) is empty; one example is the least")
     return examples
 
 
@@ -193,6 +190,15 @@ def _texts(task: Task, examples: Sequence[Any]) -> list[str]:
     for example in examples:
         texts += [*(turn["content"] for turn in task.messages(example)), task.target(example)]
     return texts
+
+
+def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> dict[str, Any]:
+    """What `encode` needs besides the examples: ids that end a turn, and what becomes of long examples."""
+    return {
+        "eos_ids": end_of_turn_ids(tokenizer, _generation_config(source, config)),
+        "max_length": config.max_length,
+        "truncation": config.truncation,
+    }
 
 
 def _generation_config(source: Source, config: TrainConfig) -> Any:

@@ -72,17 +72,24 @@ def _read_text(path: Path) -> str:
         raise UserError(f"{path}:{line}: not UTF-8 (byte {error.start}); save the file as UTF-8") from None
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+class _Bad:
+    """Stands in a decoded value for what must not be there, so that decoding goes on to the rows behind it."""
+
+    def __init__(self, problem: ValueError) -> None:
+        self.problem = problem
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Bad:
     row: dict[str, Any] = {}
     for key, value in pairs:
         if key in row:
-            raise RowProblem(key, "each key once, it stands here twice")
+            return _Bad(RowProblem(key, "each key once, it stands here twice"))
         row[key] = value
     return row
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON; use null or a number")
+def _no_constant(name: str) -> _Bad:
+    return _Bad(ValueError(f"{name} is not JSON; use null or a number"))
 
 
 def _objects(text: str) -> Iterator[tuple[int, Any]]:
@@ -108,17 +115,23 @@ def _decode(decoder: json.JSONDecoder, line: str) -> Any:
 
 
 def _checked(value: Any) -> Any:
-    if _has_surrogate(value):
-        raise ValueError("a lone surrogate (\\ud800-\\udfff) is not text; remove it")
+    for problem in _problems_in(value):
+        raise problem
     return value
 
 
-def _has_surrogate(value: Any) -> bool:
-    if isinstance(value, str):
-        return re.search("[\ud800-\udfff]", value) is not None
-    if isinstance(value, dict):
-        return any(_has_surrogate(part) for pair in value.items() for part in pair)
-    return isinstance(value, list) and any(map(_has_surrogate, value))
+def _problems_in(value: Any) -> Iterator[ValueError]:
+    if isinstance(value, _Bad):
+        yield value.problem
+    elif isinstance(value, str):
+        if re.search("[\ud800-\udfff]", value):
+            yield ValueError("a lone surrogate (\\ud800-\\udfff) is not text; remove it")
+    elif isinstance(value, dict):
+        for pair in value.items():
+            yield from _problems_in(list(pair))
+    elif isinstance(value, list):
+        for part in value:
+            yield from _problems_in(part)
 
 
 def _array(text: str, decoder: json.JSONDecoder) -> Iterator[tuple[int, Any]]:
@@ -126,12 +139,14 @@ def _array(text: str, decoder: json.JSONDecoder) -> Iterator[tuple[int, Any]]:
     position = text.index("[") + 1
     line, counted = 1, 0
     blank = re.compile(r"[ \t\r\n]*")
-    expect_comma = False
+    expect_comma = after_comma = False
     while True:
         position = blank.match(text, position).end()
         line, counted = line + text.count("\n", counted, position), position
         mark = text[position : position + 1]
         if mark == "]":
+            if after_comma:
+                yield line, ValueError("a comma before ']' announces a row that is not there")
             rest = text[position + 1 :].strip()
             if rest:
                 yield line, ValueError(f"text after the end of the array: {rest[:20]!r}")
@@ -140,7 +155,7 @@ def _array(text: str, decoder: json.JSONDecoder) -> Iterator[tuple[int, Any]]:
             if mark != ",":
                 yield line, ValueError("expected ',' or ']' here; is the file cut off?")
                 return
-            position, expect_comma = position + 1, False
+            position, expect_comma, after_comma = position + 1, False, True
             continue
         try:
             value, position = decoder.raw_decode(text, position)
@@ -151,7 +166,8 @@ def _array(text: str, decoder: json.JSONDecoder) -> Iterator[tuple[int, Any]]:
             yield line, ValueError(f"{error or 'nested too deeply'}; the rest is unread")
             return
         try:
-            yield line, _checked(value)
-        except ValueError as error:
-            yield line, error
+            checked = _checked(value)
+        except (ValueError, RecursionError) as error:
+            checked = error if isinstance(error, ValueError) else ValueError("nested too deeply")
+        yield line, checked
         expect_comma = True

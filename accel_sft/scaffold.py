@@ -64,8 +64,9 @@ class {cls}(Task):
 '''
 
 _TEST = """\
-from accel_sft.registry import load
 from {module} import {cls}
+
+from accel_sft.registry import load
 
 
 def test_the_task_is_found_by_its_name_and_keeps_the_contract():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os.path
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -33,6 +32,7 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 4096,
+    "initializer_range": 0.06,  # near 1 / sqrt(hidden_size); the usual 0.02 is for wide models and learns later here
 }
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -160,11 +160,16 @@ def common_openings(texts: Sequence[str]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for text in texts:
         groups.setdefault(text[:_OPENING_CHARACTERS], []).append(text)
-    shared = (os.path.commonprefix(group) for group in groups.values() if len(group) >= _OPENING_SHARE * len(texts))
+    shared = (_common_prefix(group) for group in groups.values() if len(group) >= _OPENING_SHARE * len(texts))
     found = {re.sub(r"\d+$", "", opening) for opening in shared}
     # An added token is decoded as if byte-level: Latin-1 letters alone would be taken for bytes.
     usable = {opening for opening in found if len(opening) >= _OPENING_CHARACTERS and _decodes(opening)}
     return sorted(usable, key=lambda opening: (-len(opening), opening))
+
+
+def _common_prefix(texts: Sequence[str]) -> str:
+    first, last = min(texts), max(texts)
+    return first[: next((at for at, char in enumerate(first) if char != last[at]), len(first))]
 
 
 def _decodes(opening: str) -> bool:

@@ -20,7 +20,7 @@ from accel_sft.metrics_file import MetricsFile
 from accel_sft.report import COSTS, json_safe, samples_table, write_atomically
 from accel_sft.system import SYSTEM_FIELDS, SystemSampler, device_memory_gib, host_memory_gib, seconds_since_start
 
-_PHASE_FIELDS = ("seconds", "host_memory_gib", "device_allocated_gib", "device_peak_gib", "device_reserved_gib")
+_PHASE_FIELDS = ("seconds", "process_memory_gib", "device_allocated_gib", "device_peak_gib", "device_reserved_gib")
 _CURVES = {
     "tokens_per_second": "throughput/tokens_per_second",
     "seconds": "throughput/step_seconds",
@@ -99,7 +99,7 @@ class Tracker:
         self._recorded.append((name, [seconds_since_start(), host_memory_gib()["now"], *memory]))
 
     def phases(self) -> list[dict[str, Any]]:
-        """Every rank's phases in order: `phase`, `rank`, `seconds` since its process started, and GiB of host memory
+        """Every rank's phases in order: `phase`, `rank`, `seconds` since its process started, and GiB of process memory
         and of the device's (None without CUDA) `allocated`, `peak` and `reserved`.
 
         A collective when a phase is new; the trackers show it then. Call it on every rank once start-up is over.
@@ -114,7 +114,11 @@ class Tracker:
             for rank, numbers in enumerate(ranks)
         ]
         fields = [field for field in _PHASE_FIELDS if self._phases[0][field] is not None]
-        curves = {f"startup/{row['phase']}/rank{row['rank']}/{f}": row[f] for row in self._phases for f in fields}
+        curves: dict[str, float] = {}  # the largest of the ranks: a card per rank would bury the other curves
+        for row in self._phases:
+            for field in fields:
+                tag = f"startup/{row['phase']}/{field}"
+                curves[tag] = max(row[field], curves.get(tag, 0.0))
         self._dashboards.curves(curves, self.start_step)
         rows = [[row["phase"], row["rank"], *(shown(row[field]) for field in fields)] for row in self._phases]
         self._dashboards.text("startup", markdown_table(["phase", "rank", *fields], rows), self.start_step)
@@ -169,7 +173,7 @@ class Tracker:
         quality = {key: value for key, value in _numbers(metrics) if key not in COSTS}
         main = self.main_metric or next((key for key in quality if key != "eval_loss"), None)
         if main in quality:
-            self._line.metrics = {main: quality[main]}
+            self._line.evaluated({main: quality[main]})
         self.say(f"step {step}: " + "  ".join(f"{key} {shown(value)}" for key, value in quality.items()))
 
     def flush(self) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -179,7 +180,7 @@ class Fitting:
                 loss, system = self.gather(share)
                 self.record(loss, grad_norm, rate, supervised_tokens, time.perf_counter() - started, system)
                 profiler.step()
-                if self.due(config.eval_every) or progress.step == plan.total_steps:
+                if self.due(config.eval_every) or (progress.step == plan.total_steps and config.eval_every != "off"):
                     self.evaluate()
                 if self.due(config.save_every):
                     self.save()

@@ -80,7 +80,9 @@ def test_examples_are_a_function_of_the_options():
     assert first.dataset("train") == again.dataset("train")
     assert first.dataset("validation") != other.dataset("validation")
     assert first.dataset("validation") == Math(train_examples=10).dataset("validation")
-    code = "import accel_sft_math as m; t = m.Math(train_examples=300); print(t.dataset('train'), t.dataset('validation'))"
+    code = (
+        "import accel_sft_math as m; t = m.Math(train_examples=300); print(t.dataset('train'), t.dataset('validation'))"
+    )
     runs = {
         subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": seed, "PYTHONUTF8": "1"}, **_CAPTURE).stdout
         for seed in ("1", "2")
@@ -130,7 +132,9 @@ def test_scores_are_json_and_degenerate_answers_show():
 def test_files_of_both_forms_with_keys_of_their_own(tmp_path, lines):
     task = Math(
         train_file=write(tmp_path / "a.json", [row(n, source="mine") for n in range(2, 9)], lines),
-        validation_file=write(tmp_path / "b.jsonl", [row(9), {"instruction": "", "input": "10=", **_output(10)}], lines),
+        validation_file=write(
+            tmp_path / "b.jsonl", [row(9), {"instruction": "", "input": "10=", **_output(10)}], lines
+        ),
     )
     assert [example.number for example in task.dataset("train")] == list(range(2, 9))
     assert [example.number for example in task.dataset("validation")] == [9, 10]

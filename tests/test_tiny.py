@@ -16,7 +16,7 @@ from accel_sft.tiny import TINY_DEFAULTS, build_tiny, common_openings
 
 SYSTEM = "You are a helpful assistant. 请回答问题。"
 PREFIX = "王大丫丫的回答是--->"
-TEXTS = [text for n in range(2, 80) for text in (SYSTEM, f"{n}=", f"{PREFIX}1 + {n - 1}")]
+TEXTS = [text for n in range(2, 80) for text in (SYSTEM, f"{n}=", f"{PREFIX}{n % 7} + {n - n % 7}")]
 ENTITIES = [
     text
     for n, name in enumerate(["Anna", "Boris", "叶老桂", "Zoë", "李明"] * 12)
@@ -58,9 +58,7 @@ def test_chat_markers_are_one_token_each(tokenizer):
         assert pieces(tokenizer, marker) == [marker]
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "12="}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == (
-        f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n12=<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert text == (f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n12=<|im_end|>\n<|im_start|>assistant\n")
     answered = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": "7"}], tokenize=False)
     assert answered == f"{text}7<|im_end|>\n"
 
@@ -123,7 +121,9 @@ def test_the_same_in_every_process_and_another_with_another_seed(folder, tmp_pat
         "t.build_tiny(Path(sys.argv[2]), [*t.TEXTS, *t.ENTITIES], 1)"
     )
     env = {**os.environ, "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", code, os.path.dirname(__file__), str(tmp_path / "again")], check=True, env=env)
+    subprocess.run(
+        [sys.executable, "-c", code, os.path.dirname(__file__), str(tmp_path / "again")], check=True, env=env
+    )
     assert digest(tmp_path / "again") == digest(folder)
     build_tiny(tmp_path / "other", [*TEXTS, *ENTITIES], seed=2)
     other = digest(tmp_path / "other")

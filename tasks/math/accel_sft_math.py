@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import random
 import re
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from accel_sft import RowProblem, Task, UserError, option, read_rows
 
 SYSTEM_PROMPT = "You are a helpful assistant that solves the maths below."
 _NAMED_NUMBERS = 10
+_LENGTH_SHARE = 0.08
 
 # int() refuses numbers of more digits than a limit that may be set as low as 640; no honest answer comes near it.
 _INTEGER = r"[+-]?[0-9]{1,600}"
@@ -143,6 +145,7 @@ class Math(Task):
         numbers = [number for number in range(1, self.max_number + 1) if number not in held_out]
         if not numbers:
             raise UserError(f"--validation-file {self.validation_file}: has every number up to {self.max_number}")
+        numbers = _with_short_ones_often(numbers)
         draw = _random(self, "train")
         rows: list[Example] = []
         while len(rows) < self.train_examples:
@@ -175,7 +178,9 @@ class Math(Task):
             raise RowProblem("instruction", f"a number followed by =, such as '5=', got {question[:40]!r}")
         if not row["output"].startswith(self.answer_prefix):
             got = row["output"][:40]
-            raise RowProblem("output", f"an answer that begins with --answer-prefix {self.answer_prefix!r}, got {got!r}")
+            raise RowProblem(
+                "output", f"an answer that begins with --answer-prefix {self.answer_prefix!r}, got {got!r}"
+            )
         addends = self._addends_of(row["output"])
         if addends is None or sum(addends) != int(asked[1]):
             got = row["output"][len(self.answer_prefix) :][:40]
@@ -183,7 +188,7 @@ class Math(Task):
         return Example(question, int(asked[1]), row["output"])
 
 
-_BUILT_IN_ONLY = frozenset("max_number train_examples validation_examples held_out addends data_seed".split())
+_BUILT_IN_ONLY = frozenset({"max_number", "train_examples", "validation_examples", "held_out", "addends", "data_seed"})
 
 
 def _random(task: Math, purpose: str) -> random.Random:
@@ -192,14 +197,29 @@ def _random(task: Math, purpose: str) -> random.Random:
 
 
 def _first_addend(number: int, how: str, draw: random.Random) -> int:
-    """The first addend of `number` >= 1; both addends are at least 1 wherever that is possible."""
+    """The first addend of `number` >= 1; both addends are at least 1 wherever that is possible.
+
+    Without carries, both addends share every digit of 2 or more, and the first is as long as the number: digits that
+    stand at the same place are then easy to bring together, and hardly any addend is small or 0.
+    """
     if how == "uniform":
         return draw.randint(1, number - 1) if number > 1 else draw.randint(0, 1)
-    digits = [int(digit) for digit in str(number)]
+    leading, *others = (int(digit) for digit in str(number))
     while True:
-        first = int("".join(str(draw.randint(0, digit)) for digit in digits))
-        if 0 < first < number or sum(digits) == 1:  # 1, 10, 100, ... only split without a carry as 0 + n
+        shares = [draw.randint(1, leading - 1) if leading > 1 else 1]
+        shares += [draw.randint(1, digit - 1) if digit > 1 else draw.randint(0, digit) for digit in others]
+        first = int("".join(map(str, shares)))
+        if first < number or leading + sum(others) == 1:  # 1, 10, 100, ... only split without a carry as n + 0
             return first
+
+
+def _with_short_ones_often(numbers: list[int]) -> list[int]:
+    """`numbers` with the few short ones repeated until each length has its share, or they are learnt last."""
+    by_length: dict[int, list[int]] = {}
+    for number in numbers:
+        by_length.setdefault(len(str(number)), []).append(number)
+    least = _LENGTH_SHARE * len(numbers)
+    return [number for group in by_length.values() for number in group * math.ceil(max(1, least / len(group)))]
 
 
 def _kind(row: dict[str, Any], field: str) -> str:

@@ -1,0 +1,80 @@
+"""`evaluate` on its own: one model on a task's validation examples, its base beside it if named; nothing is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from rich.console import Console
+
+from accel_sft import launch, report
+from accel_sft.chat import encode
+from accel_sft.config import TrainConfig
+from accel_sft.evaluate import Evaluation, Evaluator
+from accel_sft.model import find_source, load_model, load_tokenizer
+from accel_sft.options import UserError
+from accel_sft.prepare import encoding_rules, read_split, start
+from accel_sft.system import peak_memory_gib, reset_peak_memory
+from accel_sft.task import Task
+
+
+def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None) -> None:
+    """Score `--model`, and `base` before it, on any launch; print both side by side, and write them to `--output-dir`.
+
+    Raises:
+        UserError: anything the person at the terminal can mend.
+    """
+    if config.model == "tiny":
+        raise UserError("--model: name what to evaluate: a run's folder, saved weights, an adapter or a hub id")
+    config = config.resolved({})
+    accelerator = start(config)
+    if config.dry_run:
+        return
+    with launch.quiet(None, config.debug):
+        before = evaluate(accelerator, task, config, base) if base else None
+        after = evaluate(accelerator, task, config, config.model)
+    if accelerator.is_main_process:
+        result = {
+            "status": "complete",
+            "task": task_name,
+            "model": config.model,
+            "before": before.metrics if before else {},
+            "after": after.metrics,
+        }
+        samples = before.samples if before else []
+        report.print_report(result, samples, after.samples, console=Console(highlight=False))
+        if config.output_dir:
+            _write(Path(config.output_dir), result, samples, after.samples)
+    accelerator.wait_for_everyone()
+
+
+def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: str) -> Evaluation:
+    """Load `model`, evaluate it, and let go of it. ZeRO-3 and FSDP shard it; else every rank holds all of it."""
+    reset_peak_memory(accelerator.device)
+    source = find_source(config, model)
+    tokenizer = load_tokenizer(source, config)
+    examples = read_split(task, "validation")
+    encoding = encode(tokenizer, task, examples, "validation", **encoding_rules(tokenizer, source, config))
+    if accelerator.is_main_process:
+        for line in encoding.lines():
+            print(line, file=launch.terminal())
+    plugin = accelerator.state.deepspeed_plugin
+    loaded = load_model(source, config, precision=accelerator.mixed_precision, deepspeed=plugin is not None)
+    sharded = accelerator.distributed_type == DistributedType.FSDP or (plugin is not None and plugin.zero_stage == 3)
+    prepared = accelerator.prepare(loaded) if sharded else loaded.to(accelerator.device)
+    load_peaks = {f"load_{key}": value for key, value in peak_memory_gib(accelerator.device).items()}
+    evaluation = Evaluator(accelerator, tokenizer, task, examples, encoding.kept, config)(prepared)
+    accelerator.free_memory(loaded, prepared)
+    return Evaluation({**evaluation.metrics, **load_peaks}, evaluation.samples)
+
+
+def _write(folder: Path, result: dict[str, Any], before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    report.write_result(folder, result)
+    report.write_report(folder, result, before, after)
+    for name, samples in (("base", before), ("tuned", after)):
+        lines = [json.dumps(report.json_safe(sample), ensure_ascii=False) + "\n" for sample in samples]
+        report.write_atomically(folder / f"samples-{name}.jsonl", "".join(lines))

@@ -1,0 +1,76 @@
+"""Real launches, each run once per session and read by many tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+CONFIGS = Path(__file__).parent.parent / "accelerate_configs"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A finished launch: its folder, exit status and everything it printed."""
+
+    run_dir: Path
+    status: int
+    output: str
+
+    def lines(self, kind: str = "loss") -> list[dict]:
+        """The lines of metrics.jsonl that have `kind`: "loss" for training, "eval_loss" for evaluation."""
+        text = (self.run_dir / "metrics.jsonl").read_text()
+        return [line for line in map(json.loads, text.splitlines()) if kind in line]
+
+    def result(self) -> dict:
+        return json.loads((self.run_dir / "result.json").read_text())
+
+
+def accel_sft(
+    *arguments: str,
+    yaml: str | None = None,
+    launcher: tuple[str, ...] = (),
+    run_dir: Path | None = None,
+    environment: dict[str, str] | None = None,
+    timeout_seconds: int = 300,
+) -> Launched:
+    """Run the command line as a user would: under `accelerate launch` with one of the shipped yamls, or alone."""
+    scripts = Path(sysconfig.get_path("scripts"))
+    command = [sys.executable, "-m", "accel_sft"]
+    if yaml:
+        port = str(20000 + os.getpid() % 20000)
+        command = [str(scripts / "accelerate"), "launch", "--config_file", str(CONFIGS / f"{yaml}.yaml")]
+        command += ["--main_process_port", port, *launcher, "-m", "accel_sft"]
+    command += arguments
+    if run_dir:
+        command += ["--output-dir", str(run_dir)]
+    # A port of its own, and the environment a user has: no launcher's variables, a PATH without this venv's scripts.
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        env={**os.environ, "COLUMNS": "100", **(environment or {})},
+    )
+    return Launched(run_dir or Path(), done.returncode, done.stdout + done.stderr)
+
+
+@pytest.fixture(scope="session")
+def launched(tmp_path_factory):
+    """`launched(name, ...)`: the launch of that name, made on first use with the arguments given then."""
+    made: dict[str, Launched] = {}
+
+    def launch(name: str, *arguments: str, expect: int = 0, **options) -> Launched:
+        if name not in made:
+            options.setdefault("run_dir", tmp_path_factory.mktemp("runs") / name)
+            made[name] = accel_sft(*arguments, **options)
+            assert made[name].status == expect, f"{name} ended with {made[name].status}:\n{made[name].output[-6000:]}"
+        return made[name]
+
+    return launch

@@ -1,0 +1,90 @@
+"""Plugins as pip leaves them: a module and a .dist-info folder in one directory, made in milliseconds."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GOOD = '''
+from dataclasses import dataclass
+from accel_sft import Task, UserError, option
+
+@dataclass(kw_only=True)
+class Good(Task):
+    """Repeat the number."""
+    main_metric = "accuracy"
+    size: int = option(10, min=2, max=100, help="How many numbers.")
+    style: str = option("plain", choices=("plain", "fancy"), help="Look.", section="Looks")
+    shout: bool = option(False, help="Loudly.")
+    limit: float | None = option(None, help="A limit.")
+
+    def dataset(self, split):
+        return list(range(self.size))
+
+    def messages(self, example):
+        return [{"role": "user", "content": str(example)}]
+
+    def target(self, example):
+        return str(example)
+
+    def score(self, example, text):
+        return {"accuracy": float(text == str(example))}
+
+    def problems(self):
+        quiet = self.style == "fancy" and not self.shout
+        return super().problems() + (["--style fancy needs --shout"] if quiet else [])
+'''
+
+
+def install(
+    site: Path,
+    distribution: str,
+    entry_points: str,
+    source: str = GOOD,
+    *,
+    module: str | None = None,
+    version: str = "1.2",
+    requires: tuple[str, ...] = (),
+) -> None:
+    """Put a distribution into `site`. `entry_points` are the lines of the section; the module is named after it."""
+    module = module or distribution.replace("-", "_")
+    (site / f"{module}.py").write_text(source, encoding="utf-8")
+    info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {distribution}",
+        f"Version: {version}",
+        f"Summary: {distribution} sums up",
+    ]
+    lines += [f"Requires-Dist: {requirement}" for requirement in requires]
+    (info / "METADATA").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(f"[accel_sft.tasks]\n{entry_points}\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def only_plugins_of(site: Path, monkeypatch: pytest.MonkeyPatch):
+    """In this process, the plugins installed in `site` and no others; their modules are forgotten afterwards."""
+    find = importlib.metadata.distributions
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: find(path=[str(site)]))
+    monkeypatch.syspath_prepend(site)
+    yield site
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(site)):
+            del sys.modules[name]
+
+
+def accel_sft(*arguments: str, site: Path | None = None, env: dict[str, str] | None = None, cwd: Path | None = None):
+    """Run the command line in a process of its own, with the plugins in `site` installed."""
+    path = os.pathsep.join(filter(None, (str(site or ""), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, **(env or {})}
+    command = [sys.executable, "-m", "accel_sft", *arguments]
+    return subprocess.run(
+        command, env=environment, cwd=cwd, capture_output=True, text=True, encoding="utf-8", timeout=120, check=False
+    )

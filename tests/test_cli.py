@@ -1,0 +1,413 @@
+"""The command line: names from metadata, options from fields, all problems at once, and how a failure ends."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import types
+
+import click
+import pytest
+from fake_plugins import GOOD, accel_sft, install, only_plugins_of
+
+from accel_sft import cli_options, registry
+from accel_sft.__main__ import main
+from accel_sft.cli import cli
+from accel_sft.config import TrainConfig
+from accel_sft.options import settings
+
+# A run that never reaches training: what the command hands over is printed, or fails as the option --size says.
+RECORD = """
+import json, sys
+import accel_sft.launch
+class Recorder:
+    def find_spec(self, name, path=None, target=None):
+        import importlib.machinery
+        if name in ("accel_sft.train", "accel_sft.evaluate"):
+            return importlib.machinery.ModuleSpec(name, self)
+    def create_module(self, spec): return None
+    def exec_module(self, module):
+        def run(name, task, config, base=None):
+            print(json.dumps({"task": name, "options": vars(task), "config": config.as_dict(), "base": base}))
+            task.dataset("train")
+        module.run = run
+sys.meta_path.insert(0, Recorder())
+accel_sft.launch.prepare_environment = lambda debug=False: None
+"""
+
+
+@pytest.fixture
+def site(tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    return site
+
+
+@dataclasses.dataclass
+class Result:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run(site, monkeypatch, capsys):
+    """Call the command line in this process, with one good task; training prints what it was given."""
+
+    def trainer(name, task, config, base=None):
+        print(json.dumps({"task": name, "options": vars(task), "config": config.as_dict(), "base": base}))
+
+    for module in ("accel_sft.train", "accel_sft.evaluate"):
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(run=trainer))
+    launch = types.SimpleNamespace(prepare_environment=lambda debug: None)
+    monkeypatch.setitem(sys.modules, "accel_sft.launch", launch)
+    install(site, "accel-sft-good", "good = accel_sft_good:Good")
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["accel-sft", *arguments])
+        with pytest.raises(SystemExit) as exit:
+            main()
+        return Result(exit.value.code, *capsys.readouterr())
+
+    with only_plugins_of(site, monkeypatch):
+        yield call
+
+
+def handed_over(result):
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_help_has_tasks_and_tools_and_imports_no_plugin(site):
+    install(site, "accel-sft-loud", "loud = accel_sft_loud:Good", "raise SystemExit('was imported')")
+    result = accel_sft("--help", site=site)
+    assert result.returncode == 0
+    tasks, tools = result.stdout.split("Tasks:")[1].split("Tools:")
+    assert "loud" in tasks
+    assert "accel-sft-loud sums up" in tasks
+    assert all(name in tools for name in ("tasks", "evaluate", "new-task"))
+
+
+def test_completion_offers_names_and_options_without_importing_a_plugin(site):
+    install(site, "accel-sft-loud", "loud = accel_sft_loud:Good", "raise SystemExit('was imported')")
+
+    def complete(words, index):
+        env = {"_ACCEL_SFT_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(index)}
+        result = accel_sft(site=site, env=env)
+        assert not result.stderr
+        return [line.split(",")[1] for line in result.stdout.split()]
+
+    assert complete("accel-sft lo", 1) == ["loud"]
+    assert {"loud", "tasks", "evaluate"} <= set(complete("accel-sft ", 1))
+    assert complete("accel-sft loud --learn", 2) == ["--learning-rate"]
+    assert complete("accel-sft loud --own-option 3 --adapter l", 5) == ["lora"]
+    assert complete("accel-sft evaluate lo", 2) == ["loud"]
+
+
+def test_tasks_lists_good_and_broken_ones_and_succeeds(run, site):
+    install(site, "p-bad", "bad = p_bad:Good", "import nowhere\n", version="0.7")
+    result = run("tasks")
+    assert result.returncode == 0
+    lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
+    assert lines["good"].split(maxsplit=4)[1:] == ["accel-sft-good", "1.2", "ok", "Repeat the number."]
+    assert lines["bad"].split()[1:4] == ["p-bad", "0.7", "broken"]
+    assert "task 'bad' (p_bad:Good, p-bad 0.7): cannot be imported: ModuleNotFoundError" in result.stdout
+
+
+def test_a_broken_task_fails_alone_and_says_why(run, site):
+    install(site, "p-bad", "bad = p_bad:Good", "import nowhere\n")
+    result = run("bad")
+    assert result.returncode == 1
+    assert result.stderr.startswith("Error: task 'bad' (p_bad:Good, p-bad 1.2): cannot be imported")
+    assert "Traceback" not in result.stderr
+    handed_over(run("good"))
+
+
+def test_a_run_loads_one_plugin(run, site):
+    install(site, "p-other", "other = p_other:Good", "print('was imported')\n")
+    assert "was imported" not in run("good").stdout
+
+
+def test_unknown_commands_and_options_suggest_the_near_ones(run, site):
+    result = run("god")
+    assert result.returncode == 2
+    assert "no task or tool 'god'; did you mean good?" in result.stderr
+    result = run("good", "--learning-rat", "1")
+    assert result.returncode == 2
+    assert "--learning-rate" in result.stderr
+
+
+def test_task_help_groups_the_options_by_section(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    text = run("good", "--help").stdout
+    for heading, flag in (
+        ("Task good", "--size INTEGER"),
+        ("Looks", "--style plain|fancy"),
+        ("Optimisation", "--learning-rate NUMBER"),
+        ("Run", "--config FILE"),
+    ):
+        assert flag in text.split(f"\n{heading}:\n")[1].split("\n\n")[0]
+    assert "--shout / --no-shout" in text
+    assert "[default: 10; 2 to 100]" in text
+    assert "None" not in text
+
+
+def test_every_setting_of_the_trainer_is_an_option(run, site):
+    text = run("good", "--help").stdout
+    assert [s.flag for s in settings(TrainConfig) if f"  {s.flag} " not in text] == []
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(run, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("size: 20\nlearning-rate: 1e-3\nseed: 7\nshout: true\nlimit: null\n", encoding="utf-8")
+    got = handed_over(run("good", "--config", str(file), "--seed", "42", "--no-shout"))
+    assert got["task"] == "good"
+    assert got["options"] == {"size": 20, "style": "plain", "shout": False, "limit": None}
+    assert (got["config"]["learning_rate"], got["config"]["seed"], got["config"]["adapter"]) == (1e-3, 42, "none")
+
+
+def test_values_get_their_types(run, site):
+    args = ("--limit", "2", "--shout", "--micro-batch-size", "8", "--max-steps", "3", "--learning-rate", "1e-4")
+    got = handed_over(run("good", *args))
+    assert got["options"]["limit"] == 2.0
+    assert got["options"]["shout"] is True
+    assert (got["config"]["micro_batch_size"], got["config"]["max_steps"]) == ("8", 3)
+    assert got["config"]["learning_rate"] == 1e-4
+
+
+def test_all_problems_are_told_at_once_each_naming_its_flag(run, site):
+    args = ("--seed", "-1", "--lora-r", "x", "--adapter", "lara", "--resume", "auto", "--size", "1", "--style", "fancy")
+    result = run("good", *args)
+    assert result.returncode == 1
+    assert set(result.stderr.splitlines()) == {
+        "Error: --seed -1: must be at least 0",
+        "Error: --lora-r 'x': expected a whole number",
+        "Error: --adapter lara: not one of none, lora, adalora",
+        "Error: --resume auto: name the run's folder with --output-dir",
+        "Error: --size 1: must be at least 2",
+        "Error: --style fancy needs --shout",
+    }
+
+
+def test_problems_of_the_file_come_together_with_those_of_the_command_line(run, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("sise: 20\nepochs: many\n", encoding="utf-8")
+    result = run("good", "--config", str(file), "--seed", "-1")
+    assert result.returncode == 1
+    assert "unknown option 'sise'; did you mean size?" in result.stderr
+    assert "--epochs 'many': expected a number" in result.stderr
+    assert "--seed -1: must be at least 0" in result.stderr
+
+
+def test_an_option_without_default_must_be_given(site, run):
+    source = GOOD.replace("option(10, min=2", "option(min=2")
+    install(site, "p-required", "needy = p_required:Good", source)
+    result = run("needy")
+    assert (result.returncode, result.stderr) == (1, "Error: --size: a value is needed\n")
+    assert "required" in run("needy", "--help").stdout
+    assert handed_over(run("needy", "--size", "4"))["options"]["size"] == 4
+
+
+def test_evaluate_takes_the_options_that_matter_without_training(run, site):
+    got = handed_over(run("evaluate", "good", "--model", "m", "--base", "b", "--size", "4"))
+    assert (got["config"]["model"], got["base"], got["options"]["size"]) == ("m", "b", 4)
+    assert run("evaluate", "good", "--learning-rate", "1").returncode == 2
+    assert "good" in run("evaluate", "--help").stdout
+
+
+def test_the_evaluation_options_exist_and_tools_are_reserved_names():
+    names = {setting.name for setting in settings(TrainConfig)}
+    assert names >= cli_options.EVALUATION
+    assert set(cli.commands) <= registry.RESERVED
+
+
+def test_help_is_the_same_through_both_doors():
+    script = subprocess.run(
+        [os.path.join(os.path.dirname(sys.executable), "accel-sft"), "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert script.stdout == accel_sft("--help").stdout
+
+
+def test_the_version_is_told():
+    assert accel_sft("--version").stdout.startswith("accel-sft, version ")
+
+
+# How a failure ends
+
+
+def failing(site, statement):
+    source = GOOD.replace("return list(range(self.size))", statement)
+    install(site, "p-fail", "fail = p_fail:Good", RECORD + source)
+
+
+def ranks(site, tmp_path, *arguments, env=None):
+    """The environment torchrun gives two ranks, one after the other, and what each printed."""
+    results = []
+    for rank in (1, 0):
+        file = tmp_path / "attempt_0" / str(rank) / "error.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        own = {"RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(file), **(env or {})}
+        result = accel_sft(*arguments, site=site, env=own)
+        results.append((result, json.loads(file.read_text(encoding="utf-8"))["message"] if file.exists() else None))
+    return results
+
+
+def test_a_users_mistake_is_one_line_and_a_traceback_only_with_debug(site):
+    failing(site, "raise UserError('data.json:3: no answer', 'data.json:4: no answer')")
+    result = accel_sft("fail", site=site)
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == ["Error: data.json:3: no answer", "Error: data.json:4: no answer"]
+    result = accel_sft("fail", "--debug", site=site)
+    assert "Traceback" in result.stderr
+    assert result.stderr.splitlines()[-1] == "Error: data.json:4: no answer"
+
+
+def test_an_unexpected_failure_shows_its_traceback_and_ends_in_what_and_where(site):
+    failing(site, "return 1 / 0")
+    result = accel_sft("fail", site=site)
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(f"Error: unexpected in {site / 'p_fail.py'}:")
+    assert last.endswith("ZeroDivisionError: division by zero")
+
+
+def test_ranks_that_fail_alike_print_once_and_each_tells_torchrun(site, tmp_path):
+    failing(site, "raise UserError('no data')")
+    (first, told_first), (second, told_second) = ranks(site, tmp_path, "fail")
+    assert (first.stderr, second.stderr) == ("Error: no data\n", "")
+    assert (first.returncode, second.returncode) == (1, 1)
+    assert told_first["message"] == told_second["message"] == "no data"
+    assert int(told_first["extraInfo"]["timestamp"]) > 0
+
+
+def test_a_wrong_option_is_printed_once_by_the_ranks_too(site, tmp_path):
+    failing(site, "pass")
+    (first, told), (second, _) = ranks(site, tmp_path, "fail", "--sise", "3")
+    assert "No such option" in first.stderr
+    assert not second.stderr
+    assert (first.returncode, second.returncode) == (2, 2)
+    assert "--sise" in told["message"]
+
+
+def test_a_rank_that_fails_alone_prints_its_own_line(site, tmp_path):
+    failing(site, "import os; raise UserError('disk of rank ' + os.environ['RANK'] + ' is full')")
+    (first, _), (second, _) = ranks(site, tmp_path, "fail")
+    assert first.stderr == "Error: disk of rank 1 is full\n"
+    assert second.stderr == "Error: disk of rank 0 is full\n"
+
+
+def test_a_rank_that_breaks_because_another_failed_is_brief_and_not_the_root_cause(site, tmp_path):
+    failing(
+        site,
+        "import os\n        if os.environ['RANK'] == '1': raise UserError('x')\n        raise RuntimeError('peer')",
+    )
+    (_, told_first), (second, told_second) = ranks(site, tmp_path, "fail")
+    assert second.stderr == "Error: rank 0 ended after another rank had failed (RuntimeError: peer)\n"
+    assert int(told_first["extraInfo"]["timestamp"]) < int(told_second["extraInfo"]["timestamp"])
+
+
+def test_ranks_that_break_alike_show_one_traceback(site, tmp_path):
+    failing(site, "return 1 / 0")
+    (first, _), (second, _) = ranks(site, tmp_path, "fail")
+    assert "Traceback" in first.stderr
+    assert not second.stderr
+
+
+def test_without_torchrun_another_rank_prints_under_its_name(site):
+    failing(site, "raise UserError('no data')")
+    result = accel_sft("fail", site=site, env={"RANK": "3", "WORLD_SIZE": "4"})
+    assert result.stderr == "[rank 3] Error: no data\n"
+
+
+def test_several_ranks_do_not_wait_for_threads_or_destructors(site):
+    failing(
+        site, "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); raise UserError('x')"
+    )
+    assert accel_sft("fail", site=site, env={"RANK": "0", "WORLD_SIZE": "2"}).returncode == 1
+
+
+def test_an_interrupt_is_one_line_and_status_130(site):
+    failing(site, "raise KeyboardInterrupt")
+    result = accel_sft("fail", site=site)
+    assert result.returncode == 130
+    assert result.stderr.strip() == "interrupted"
+
+
+@pytest.mark.parametrize(("code", "status"), [("3", 3), ("'words'", 1)])
+def test_a_plugin_that_exits_keeps_its_status(site, code, status):
+    failing(site, f"import sys; sys.exit({code})")
+    assert accel_sft("fail", site=site, env={"RANK": "0", "WORLD_SIZE": "2"}).returncode == status
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly(site):
+    failing(site, "[print(i, flush=True) for i in range(100000)]")
+    code = f"{sys.executable} -m accel_sft fail | head -n 1; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(
+        ["bash", "-c", code], env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"LANG": "C", "LC_ALL": "C"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"PYTHONIOENCODING": "latin-1"},
+    ],
+    ids=["C", "C without UTF-8 mode", "latin-1"],
+)
+def test_any_language_prints_under_any_locale(site, env):
+    failing(site, "print('王大丫丫的回答是', flush=True); raise UserError('缺少答案')")
+    result = accel_sft("fail", site=site, env=env)
+    assert result.returncode == 1
+    if "PYTHONIOENCODING" in env:
+        assert "\\u7f3a" in result.stderr
+    else:
+        assert "王大丫丫的回答是" in result.stdout
+        assert result.stderr == "Error: 缺少答案\n"
+
+
+# Starting a task
+
+
+def test_a_new_task_is_a_plugin_that_keeps_the_contract_and_passes_its_test(tmp_path, site):
+    result = accel_sft("new-task", "even-odd", str(tmp_path / "new"))
+    assert result.returncode == 0, result.stderr
+    project = tmp_path / "new"
+    text = (project / "pyproject.toml").read_text(encoding="utf-8")
+    entry = next(line for line in text.splitlines() if line.startswith("even-odd = "))
+    module = entry.split('"')[1].split(":")[0]
+    source = (project / f"{module}.py").read_text(encoding="utf-8")
+    install(site, "accel-sft-even-odd", entry.replace('"', ""), source, module=module)
+    assert "ok" in accel_sft("tasks", site=site).stdout.split("even-odd")[2]
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    subprocess.run([sys.executable, "-m", "pytest", "-q", str(project)], env=env, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "120", str(project)], check=True
+    )
+
+
+@pytest.mark.parametrize("name", ["math", "ner", "tasks", "Upper", "-x", "a-", "../up", ""])
+def test_a_new_task_needs_a_name_of_its_own(tmp_path, run, name):
+    result = run("new-task", "--", name, str(tmp_path / "new"))
+    assert result.returncode == 1
+    assert "NAME" in result.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_new_task_overwrites_nothing(tmp_path, run):
+    (tmp_path / "mine.txt").write_text("", encoding="utf-8")
+    assert "not empty" in run("new-task", "fresh", str(tmp_path)).stderr
+    assert "already has it" in run("new-task", "good", str(tmp_path / "x")).stderr
+    assert "cannot be written" in run("new-task", "fresh", str(tmp_path / "mine.txt" / "x")).stderr
+
+
+def test_command_groups_and_options_render_without_a_terminal():
+    with click.Context(cli) as context:
+        assert "Tools" in cli.get_help(context)

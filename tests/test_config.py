@@ -1,0 +1,117 @@
+"""The trainer's settings: every problem at once, defaults that suit the model, and the same names in YAML."""
+
+import dataclasses
+
+import pytest
+
+from accel_sft.config import LAYOUT, TrainConfig, changed, load_yaml
+from accel_sft.options import UserError, option, settings
+
+
+@dataclasses.dataclass(kw_only=True)
+class Other:
+    """Stands for a task's own options."""
+
+    size: int = option(3, help="Size.")
+
+
+@pytest.fixture
+def yaml(tmp_path):
+    path = tmp_path / "run.yaml"
+
+    def write(text):
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def refused(path):
+    with pytest.raises(UserError) as caught:
+        load_yaml(path, TrainConfig, Other)
+    return [line.removeprefix(f"--config {path}: ") for line in caught.value.problems]
+
+
+def test_the_defaults_have_no_problems():
+    assert TrainConfig().problems() == []
+
+
+@pytest.mark.parametrize(
+    ("values", "flags"),
+    [
+        ({"eval_every": "often"}, "--eval-every often"),
+        ({"save_every": "0"}, "--save-every 0"),
+        ({"micro_batch_size": "-1"}, "--micro-batch-size -1"),
+        ({"patience": 2, "eval_every": "off"}, "--patience"),
+        ({"init_from": "runs/a", "model": "x"}, "--init-from"),
+        ({"init_from": "runs/a", "resume": "auto", "output_dir": "runs/b"}, "--init-from"),
+        ({"resume": "auto"}, "--resume auto"),
+        ({"learning_rate": -1.0}, "--learning-rate -1.0"),
+        ({"adapter": "lara"}, "--adapter lara"),
+    ],
+)
+def test_a_problem_names_its_flag(values, flags):
+    (line,) = TrainConfig(**values).problems()
+    assert line.startswith(flags)
+
+
+def test_problems_come_together():
+    assert len(TrainConfig(seed=-1, eval_every="x", resume="auto", lora_r=0).problems()) == 4
+
+
+@pytest.mark.parametrize("word", ["auto", "epoch", "off", "7"])
+def test_words_and_numbers_of_steps(word):
+    assert TrainConfig(eval_every=word, save_every=word).problems() == []
+
+
+def test_defaults_come_with_the_model_and_what_is_set_stays():
+    tiny = {"learning_rate": 2e-3, "max_steps": 100, "max_length": 64}
+    assert TrainConfig().resolved(tiny).learning_rate == 2e-3
+    assert TrainConfig(learning_rate=1e-5).resolved(tiny).learning_rate == 1e-5
+    assert TrainConfig(model="other").resolved(tiny).learning_rate == 2e-5
+    assert TrainConfig(model="other", adapter="lora").resolved(tiny).learning_rate == 1e-4
+    assert TrainConfig().resolved(tiny).max_steps == 100
+    assert TrainConfig(epochs=2.0).resolved(tiny).max_steps is None
+    assert TrainConfig(init_from="runs/a").resolved(tiny).learning_rate == 2e-5
+
+
+def test_a_resume_may_change_the_layout_and_not_the_mathematics():
+    before = TrainConfig().as_dict()
+    assert changed(before, TrainConfig(micro_batch_size="4", log_every=3).as_dict()) == []
+    (line,) = changed(before, TrainConfig(seed=7).as_dict())
+    assert line.startswith("--seed: the run was started with 42, not 7")
+    assert {setting.name for setting in settings(TrainConfig)} >= LAYOUT
+
+
+def test_yaml_takes_names_with_either_dash_and_gives_them_their_types(yaml):
+    text = "learning-rate: 1e-4\nmax_steps: 3\nepochs: 2\nmicro_batch_size: 8\neval_every: off\nsize: 5\npatience:\n"
+    assert load_yaml(yaml(text), TrainConfig, Other) == {
+        "learning_rate": 1e-4,
+        "max_steps": 3,
+        "epochs": 2.0,
+        "micro_batch_size": "8",
+        "eval_every": "off",
+        "size": 5,
+        "patience": None,
+    }
+
+
+def test_yaml_tells_all_its_problems(yaml):
+    told = refused(yaml("sise: 1\nadapter: lara\nseed: x\nadd: 2\ndebug: 1\n"))
+    assert told == [
+        "unknown option 'sise'; did you mean size?",
+        "--adapter lara: not one of none, lora, adalora",
+        "--seed 'x': expected a whole number",
+        "unknown option 'add'",
+        "--debug 1: expected true or false",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "word"])
+def test_yaml_without_names_is_refused(yaml, text):
+    assert refused(yaml(text)) == ["expected option names and values, one `name: value` a line"]
+
+
+def test_what_is_not_yaml_or_not_there_is_refused(yaml, tmp_path):
+    assert refused(yaml("seed: [1"))[0].startswith("not YAML: ")
+    assert refused(str(tmp_path / "none"))[0].startswith("cannot be read (No such file")

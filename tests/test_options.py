@@ -1,0 +1,88 @@
+"""A field is one definition of an option: type, default, limits, help. What is out of them is told by its flag."""
+
+import dataclasses
+import math
+
+import pytest
+
+from accel_sft import UserError, option
+from accel_sft.options import problems, settings
+
+
+@dataclasses.dataclass(kw_only=True)
+class Sample:
+    """One field of each kind."""
+
+    many: int = option(3, min=1, max=9, help="How many.", section="Numbers")
+    rate: float | None = option(None, min=0, help="A rate.")
+    style: str = option("plain", choices=("plain", "fancy"), help="Look.")
+    loud: bool = False
+    file_name: str = option(help="Has no default.")
+    derived: list = dataclasses.field(init=False, default=None)
+
+
+def found(**values):
+    return problems(Sample(**{"file_name": "f", **values}))
+
+
+def test_a_setting_reads_its_field():
+    many, rate, style, loud, file_name = settings(Sample)
+    assert (many.name, many.type, many.optional, many.default) == ("many", int, False, 3)
+    assert (many.min, many.max, many.help, many.section) == (1, 9, "How many.", "Numbers")
+    assert (rate.type, rate.optional, rate.default) == (float, True, None)
+    assert style.choices == ("plain", "fancy")
+    assert (loud.type, loud.help, loud.required) == (bool, "", False)
+    assert (file_name.flag, file_name.required) == ("--file-name", True)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"many": 0}, "--many 0: must be at least 1"),
+        ({"many": 10}, "--many 10: must be at most 9"),
+        ({"many": "3"}, "--many '3': expected a whole number"),
+        ({"many": 3.0}, "--many 3.0: expected a whole number"),
+        ({"many": True}, "--many True: expected a whole number"),
+        ({"many": None}, "--many: a value is needed"),
+        ({"rate": -0.5}, "--rate -0.5: must be at least 0"),
+        ({"rate": "x"}, "--rate 'x': expected a number"),
+        ({"rate": math.nan}, "--rate nan: not a finite number"),
+        ({"rate": math.inf}, "--rate inf: not a finite number"),
+        ({"style": "odd"}, "--style odd: not one of plain, fancy"),
+        ({"style": 3}, "--style 3: expected text"),
+        ({"loud": 1}, "--loud 1: expected true or false"),
+        ({"file_name": None}, "--file-name: a value is needed"),
+    ],
+)
+def test_a_value_out_of_its_definition_is_told_by_flag(values, expected):
+    assert found(**values) == [expected]
+
+
+def test_what_is_within_the_definition_is_no_problem():
+    assert found() == []
+    assert found(many=1, rate=2, style="fancy", loud=True) == []
+    assert found(many=9, rate=0.0) == []
+
+
+def test_all_problems_are_told_together():
+    assert len(found(many=0, rate=-1, style="odd", loud="yes")) == 4
+
+
+@pytest.mark.parametrize("hint", ["list", "list[int]", "int | str", "int | str | None", "None", "dict[str, int]"])
+def test_a_type_that_no_flag_has_is_refused_with_the_fields_name(hint):
+    cls = dataclasses.make_dataclass("Odd", [("field", hint, dataclasses.field(default=None))])
+    with pytest.raises(TypeError, match=r"Odd\.field: an option is a str, int, float or bool"):
+        settings(cls)
+
+
+def test_a_default_that_runs_would_share_is_refused():
+    with pytest.raises(TypeError, match="a default is shared between runs"):
+        option([], help="A list.")
+    cls = dataclasses.make_dataclass("Made", [("field", int, dataclasses.field(default_factory=int))])
+    with pytest.raises(TypeError, match=r"Made\.field: an option's default is a plain value, not a factory"):
+        settings(cls)
+
+
+def test_a_user_error_keeps_its_lines():
+    error = UserError("one", "two")
+    assert (error.problems, str(error)) == (("one", "two"), "one\ntwo")

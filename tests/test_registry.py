@@ -1,0 +1,226 @@
+"""A plugin that is broken, outdated or clashes breaks only itself, in one line that names it and the cause."""
+
+import sys
+
+import pytest
+from fake_plugins import GOOD, install, only_plugins_of
+
+import accel_sft
+from accel_sft import registry
+from accel_sft.options import UserError
+from accel_sft.task import Task
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    with only_plugins_of(tmp_path, monkeypatch) as site:
+        yield site
+
+
+def fault_of(name):
+    with pytest.raises(UserError) as caught:
+        registry.load(name)
+    assert all(len(line.splitlines()) == 1 for line in caught.value.problems)
+    return str(caught.value)
+
+
+def changed(old, new, source=GOOD):
+    assert old in source
+    return source.replace(old, new)
+
+
+def test_a_good_plugin_is_named_without_importing_it_and_loaded_by_name(site):
+    install(site, "accel-sft-good", "good = accel_sft_good:Good")
+    assert registry.names() == {"good": "accel-sft-good sums up"}
+    assert "accel_sft_good" not in sys.modules
+    cls = registry.load("good")
+    assert issubclass(cls, Task)
+    assert cls(size=3).dataset("train") == [0, 1, 2]
+
+
+def test_a_fault_names_task_entry_point_distribution_version_and_cause(site):
+    install(site, "accel-sft-bad", "bad = accel_sft_bad:Good", "import no_such_module\n", version="0.7")
+    install(site, "accel-sft-good", "good = accel_sft_good:Good")
+    line = fault_of("bad")
+    assert line.startswith("task 'bad' (accel_sft_bad:Good, accel-sft-bad 0.7): cannot be imported: ")
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in line
+    assert f"{site / 'accel_sft_bad.py'}:1" in line
+    assert registry.load("good")
+
+
+IMPORT_FAULTS = {
+    "raises at import": ("raise RuntimeError('boom')", "RuntimeError: boom"),
+    "exits at import": ("import sys; sys.exit(3)", "SystemExit: 3"),
+    "does not parse": ("def (", "SyntaxError"),
+    "has no such class": ("", "AttributeError"),
+    "is a function": ("def Good(): pass", "Good is not a subclass of accel_sft.Task"),
+    "is another class": ("class Good: pass", "Good is not a subclass of accel_sft.Task"),
+    "is the contract itself": ("from accel_sft import Task as Good", "Task is not a subclass of accel_sft.Task"),
+}
+
+
+@pytest.mark.parametrize(("source", "cause"), IMPORT_FAULTS.values(), ids=IMPORT_FAULTS)
+def test_what_cannot_be_imported_or_is_no_task(site, source, cause):
+    install(site, "p-import", "bad = p_import:Good", source + "\n")
+    assert cause in fault_of("bad")
+
+
+CONTRACT_FAULTS = {
+    "no dataclass": ("@dataclass(kw_only=True)\n", "", "not a keyword-only dataclass"),
+    "positional dataclass": ("@dataclass(kw_only=True)", "@dataclass", "not a keyword-only dataclass"),
+    "method missing": ("def target(", "def tarjet(", "Good lacks target"),
+    "parameter missing": (
+        "def score(self, example, text)",
+        "def score(self, example)",
+        "score(self, example) does not accept the trainer's call score(self, example, text)",
+    ),
+    "parameter too many": (
+        "def dataset(self, split)",
+        "def dataset(self, split, extra)",
+        "dataset(self, split, extra)",
+    ),
+    "keyword-only parameter": ("def target(self, example)", "def target(self, *, example)", "target(self, *, example)"),
+    "a method that is a value": ("    def target(self", "    target = 3\n    def other(self", "target is not a method"),
+    "no main metric": ('    main_metric = "accuracy"\n', "", "main_metric is missing or not a str"),
+    "empty main metric": ('main_metric = "accuracy"', 'main_metric = ""', "main_metric is missing or not a str"),
+    "main metric of a wrong type": (
+        'main_metric = "accuracy"',
+        "main_metric = 3",
+        "main_metric is missing or not a str",
+    ),
+    "main metric as a field": ('main_metric = "accuracy"', 'main_metric: str = "accuracy"', "main_metric is an option"),
+    "direction of a wrong type": (
+        'main_metric = "accuracy"',
+        'main_metric = "accuracy"\n    higher_is_better = "no"',
+        "higher_is_better is missing or not a bool",
+    ),
+    "option of a type no flag has": (
+        "limit: float | None",
+        "limit: list[int]",
+        "an option is a str, int, float or bool",
+    ),
+    "option of an unknown type": ("limit: float | None", "limit: 'Nowhere'", "name 'Nowhere' is not defined"),
+    "the trainer's option": ("    shout: bool", "    seed: bool", "option --seed is the trainer's"),
+    "the trainer's option, negated": ("    size: int", "    no_debug: int", "option --no-debug is the trainer's"),
+    "--help": ("    size: int", "    help: int", "option --help is the trainer's"),
+    "--config": ("    size: int", "    config: int", "option --config is the trainer's"),
+    "--version": ("    size: int", "    version: int", "option --version is the trainer's"),
+    "its own option, negated": ("    size: int", "    no_shout: int", "option --no-shout is the trainer's or another"),
+    "no option name": ("    size: int", "    _size: int", "'_size' cannot be an option"),
+    "default beyond its limits": ("option(10, min=2", "option(1, min=2", "default of --size 1: must be at least 2"),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "cause"), CONTRACT_FAULTS.values(), ids=CONTRACT_FAULTS)
+def test_what_breaks_the_contract(site, old, new, cause):
+    install(site, "p-contract", "bad = p_contract:Good", changed(old, new))
+    assert cause in fault_of("bad")
+
+
+def test_all_faults_of_a_class_are_told_together(site):
+    install(site, "p-many", "bad = p_many:Good", changed("def target(", "def t(", changed("def score(", "def s(")))
+    assert "Good lacks score, target" in fault_of("bad")
+
+
+def test_static_methods_and_wider_signatures_keep_the_contract(site):
+    source = changed("def target(self, example)", "@staticmethod\n    def target(example, *rest, more=1)")
+    install(site, "p-static", "fine = p_static:Good", source)
+    assert registry.load("fine")
+
+
+def test_an_outdated_plugin_says_what_it_needs(site):
+    broken = "raise RuntimeError('not to be imported')\n"
+    install(site, "p-old", "old = p_old:Good", broken, requires=("torch", "accel_sft[test] (>=99)"))
+    line = fault_of("old")
+    assert f"outdated: it needs accel-sft>=99, installed is {accel_sft.__version__}" in line
+
+
+def test_a_requirement_that_is_met_or_not_ours_or_does_not_apply_is_no_fault(site):
+    requires = ("accel-sft>=0.1", "accel-sft-math>=99", "accel-sft>=99; extra == 'x'", "accel_sft_extra>=99")
+    install(site, "p-new", "new = p_new:Good", requires=requires)
+    assert registry.load("new")
+
+
+def test_a_requirement_nobody_understands(site):
+    install(site, "p-odd", "odd = p_odd:Good", requires=("accel-sft ?? 3",))
+    assert "its requirement 'accel-sft ?? 3' cannot be understood" in fault_of("odd")
+
+
+def test_shipped_tasks_keep_their_names(site):
+    install(site, "accel-sft-math", "math = accel_sft_math_real:Good", module="accel_sft_math_real")
+    install(site, "aaa-stranger", "math = aaa_stranger:Good\nother = aaa_stranger:Good")
+    assert registry.load("math").__module__ == "accel_sft_math_real"
+    assert list(registry.names()) == ["math", "other"]
+    (refused,) = [plugin for plugin in registry.plugins() if plugin.fault]
+    assert refused.distribution == "aaa-stranger"
+    assert "the name belongs to accel-sft-math" in refused.fault
+
+
+def test_a_shipped_name_is_refused_also_where_the_shipped_task_is_not_installed(site):
+    install(site, "stranger", "ner = stranger:Good")
+    assert "the name belongs to accel-sft-ner" in fault_of("ner")
+    assert registry.names() == {}
+
+
+def test_of_two_strangers_with_one_name_neither_loads_and_both_are_named(site):
+    install(site, "p-one", "same = p_one:Good", version="1.0")
+    install(site, "p-two", "same = p_two:Good\nalone = p_two:Good", version="2.0")
+    lines = fault_of("same").splitlines()
+    assert len(lines) == 2
+    assert all("p-one 1.0" in line and "p-two 2.0" in line for line in lines)
+    assert list(registry.names()) == ["alone"]
+
+
+@pytest.mark.parametrize("name", sorted(registry.RESERVED))
+def test_a_tool_keeps_its_name(site, name):
+    install(site, "p-tool", f"{name} = p_tool:Good")
+    assert f"the name belongs to the tool `accel-sft {name}`" in fault_of(name)
+
+
+@pytest.mark.parametrize("name", ["Upper", "under_score", "with space", "ä", "dot.ted"])
+def test_an_invalid_name_breaks_only_itself(site, name):
+    install(site, "p-name", f"{name} = p_name:Good\ngood = p_name:Good")
+    assert "invalid task name" in fault_of(name)
+    assert list(registry.names()) == ["good"]
+
+
+@pytest.mark.parametrize("line", ["bad = p_entry", "bad = p_entry:", "bad = p_entry:Good [x]", "bad ="])
+def test_an_entry_point_that_names_no_class(site, line):
+    install(site, "p-entry", f"{line}\ngood = p_entry:Good")
+    assert "is not `module:Class`" in fault_of("bad")
+    assert registry.load("good")
+
+
+def test_a_damaged_entry_points_file_breaks_only_its_line(site):
+    install(site, "p-damaged", "bad\ngood = p_damaged:Good")
+    assert "entry_points.txt has 'bad'" in fault_of("bad")
+    assert registry.load("good")
+
+
+def test_an_unknown_name_suggests_the_near_one(site):
+    install(site, "accel-sft-math", "math = accel_sft_math:Good")
+    assert "no task 'mth'; did you mean math?" in fault_of("mth")
+    assert "did you mean" not in fault_of("zzzzzz")
+
+
+def test_the_first_of_two_copies_of_a_distribution_counts(site, tmp_path_factory, monkeypatch):
+    install(site, "p-copy", "copy = p_copy:Good")
+    find = registry.importlib.metadata.distributions
+    monkeypatch.setattr(registry.importlib.metadata, "distributions", lambda: [*find(), *find()])
+    assert registry.load("copy")
+
+
+def test_a_task_is_checked_when_it_is_built(site):
+    install(site, "p-build", "good = p_build:Good")
+    cls = registry.load("good")
+    assert registry.build("good", cls, {"size": 3}).size == 3
+    with pytest.raises(UserError) as caught:
+        registry.build("good", cls, {"size": 1, "style": "fancy"})
+    assert caught.value.problems == ("--size 1: must be at least 2", "--style fancy needs --shout")
+
+
+def test_a_task_that_raises_on_its_options_is_named(site):
+    source = changed("    def dataset", "    def __post_init__(self):\n        1 / 0\n\n    def dataset")
+    install(site, "p-raise", "good = p_raise:Good", source)
+    with pytest.raises(UserError, match=r"task 'good' fails on its options: ZeroDivisionError: .*p_raise\.py:\d+"):
+        registry.build("good", registry.load("good"), {})

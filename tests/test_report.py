@@ -1,0 +1,159 @@
+"""The report people wrote by hand: base beside tuned, the answers listed, nothing in them taking effect."""
+
+import io
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import yaml
+from rich.cells import cell_len
+from rich.console import Console
+
+from accel_sft.report import (
+    comparison_rows,
+    model_card,
+    print_report,
+    render_report,
+    write_atomically,
+    write_report,
+    write_result,
+)
+
+BEFORE = {"accuracy": 0.0, "eval_loss": 4.5, "generate_seconds": 19.7, "generate_tokens_per_second": 20.3}
+AFTER = {"accuracy": 1.0, "eval_loss": 0.01, "generate_seconds": 29.55, "generate_tokens_per_second": 12.1}
+RESULT = {
+    "task": "math",
+    "model": "tiny",
+    "status": "finished",
+    "steps": 100,
+    "train_seconds": 61.5,
+    "tokens_per_second": 12345.6,
+    "peak_device_memory_gib": None,
+    "peak_host_memory_gib": 1.25,
+    "before": BEFORE,
+    "after": AFTER,
+    "phases": [{"phase": "ready", "rank": 0, "seconds": 3.5, "process_memory_gib": 0.5, "device_peak_gib": None}],
+}
+
+
+def sample(index, generated, **scores):
+    return {"index": index, "prompt": f"{index}=", "expected": "1 + 2", "generated": generated, "scores": scores}
+
+
+def test_the_result_is_json_whatever_the_numbers(tmp_path):
+    path = write_result(tmp_path, {"status": "finished", "before": {"eval_loss": math.nan}, "list": [math.inf, 1.5]})
+    assert "NaN" not in path.read_text()
+    assert json.loads(path.read_text()) == {"status": "finished", "before": {"eval_loss": None}, "list": [None, 1.5]}
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "result.json"
+    write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "new \ud800")
+    assert path.read_text() == "old"
+
+
+def test_metrics_come_first_then_loss_then_costs():
+    assert comparison_rows(BEFORE, AFTER) == [
+        ("accuracy", "0", "1", "+1"),
+        ("validation loss", "4.5", "0.01", "-4.49"),
+        ("time for all answers (s)", "19.7", "29.55", "x 1.5"),
+        ("generated tokens/s", "20.3", "12.1", "x 0.596"),
+    ]
+
+
+def test_what_one_side_lacks_is_an_empty_cell():
+    rows = comparison_rows({"seconds": 0.0, "note": "text"}, {"accuracy": 0.5, "seconds": 2.0, "loss": None})
+    assert rows == [("accuracy", "", "0.5", ""), ("time for all answers (s)", "0", "2", "")]
+
+
+def test_the_page_tells_training_comparison_memory_and_answers(tmp_path):
+    before = [sample(index, "?", accuracy=0.0) for index in range(30)]
+    after = [sample(index, "1 + 2", accuracy=1.0) for index in range(30)]
+    page = write_report(tmp_path, RESULT, before, after).read_text()
+    assert page == render_report(RESULT, before, after)
+    assert page.startswith("# math tiny\n")
+    assert "| training time &#40;s&#41; | 61.5 |" in page or "| training time (s) | 61.5 |" in page
+    assert "peak device memory" not in page  # there was no device
+    assert "| accuracy | 0 | 1 | +1 |" in page
+    assert "| ready | 0 | 3.5 | 0.5 |" in page
+    assert "## Answers (20 of 30, all in `samples/`)" in page
+    assert "| 19 | 19= | 1 + 2 | ? | 1 + 2 | accuracy 0 | accuracy 1 |" in page
+
+
+def test_answers_are_joined_by_index_not_by_place():
+    page = render_report({}, [sample(1, "b1"), sample(0, "b0")], [sample(2, "t2"), sample(0, "t0")])
+    assert "| 0 | 0&#61; |" in page or "| 0 | 0= | 1 + 2 | b0 | t0 |" in page
+    assert "| 1 | 1= | 1 + 2 | b1 |  |" in page
+    assert "| 2 | 2= | 1 + 2 |  | t2 |" in page
+
+
+def test_nothing_in_an_answer_takes_effect_in_the_page():
+    page = render_report({}, [], [sample(0, "<script>|**b**\n`c`\x1b[2J" + "x" * 400)])
+    row = page.splitlines()[-1]
+    assert "<script>" not in row
+    assert row.count("|") == 8
+    assert "&#96;c&#96;&#92;x1b" in row
+    assert "more characters)" in row
+    assert "\x1b" not in row
+
+
+def test_the_terminal_report_fits_eighty_columns():
+    before = [sample(index, "王大丫丫的回答是--->" * 20, accuracy=0.0) for index in range(30)]
+    after = [sample(index, "a" * 500 + "\x1b[2J\nb", accuracy=1.0) for index in range(30)]
+    shown = io.StringIO()
+    many = {"surface_micro_f1_on_entities_never_seen_in_training_at_all_of_any_type": 0.123456}
+    result = {"before": {**BEFORE, **many}, "after": {**AFTER, **many}}
+    print_report(result, before, after, console=Console(file=shown, width=80, force_terminal=False))
+    lines = shown.getvalue().splitlines()
+    assert max(map(cell_len, lines)) <= 80
+    assert "\x1b" not in shown.getvalue()
+    assert "answers (20 of 30)" in shown.getvalue()
+    accuracy = next(line for line in lines if line.strip().startswith("accuracy"))
+    assert accuracy.split() == ["accuracy", "0", "1", "+1"]
+
+
+def test_markup_in_an_answer_is_shown_and_not_obeyed():
+    shown = io.StringIO()
+    print_report({}, [], [sample(0, "[/red] [bold]x[/bold]")], console=Console(file=shown, width=120))
+    assert "[/red] [bold]x[/bold]" in shown.getvalue()
+
+
+def card(**changed):
+    usual = {
+        "base_model": "org/model-0.5B",
+        "task": "math",
+        "data": {"training examples": 1798},
+        "settings": {"learning_rate": 1e-4, "output_dir": "/somewhere/run", "max_steps": None},
+        "result": RESULT,
+        "versions": {"torch": "2.13"},
+    }
+    return model_card(**{**usual, **changed})
+
+
+def test_the_card_says_what_was_learnt_from_what_and_how_well():
+    text = card()
+    meta = yaml.safe_load(text.split("---\n")[1])
+    assert meta["base_model"] == "org/model-0.5B"
+    assert meta["library_name"] == "transformers"
+    for part in ("| accuracy | 0 | 1 | +1 |", "| training examples | 1798 |", "| torch | 2.13 |", "0.0001"):
+        assert part in text
+    assert "/somewhere" not in text
+    assert "max" not in text
+
+
+def test_an_adapters_card_names_peft_and_a_folder_is_no_hub_id(tmp_path):
+    text = card(adapter="lora", base_model=str(tmp_path / "base"))
+    meta = yaml.safe_load(text.split("---\n")[1])
+    assert meta["library_name"] == "peft"
+    assert "base_model" not in meta
+    assert str(tmp_path) not in text
+    assert "a lora adapter of `base`" in text
+
+
+def test_reports_are_written_without_torch():
+    check = "import accel_sft.report, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0

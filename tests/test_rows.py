@@ -1,0 +1,140 @@
+"""Law 2 for files: what cannot be a row is named by file, line and field, with what was expected; nothing is guessed."""
+
+import json
+
+import pytest
+
+from accel_sft import RowProblem, UserError, read_rows
+
+
+def answer(row):
+    if not isinstance(row.get("answer"), str):
+        raise RowProblem("answer", f"text, got {type(row.get('answer')).__name__}")
+    return row["answer"]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "rows.json"
+
+    def write(content):
+        path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+        return path
+
+    return write
+
+
+def problems(path):
+    with pytest.raises(UserError) as caught:
+        read_rows(path, answer)
+    lines = caught.value.problems
+    assert all(line.startswith(str(path)) and "\n" not in line for line in lines)
+    return [line.removeprefix(str(path)) for line in lines]
+
+
+ROWS = [{"answer": "1 + 4"}, {"answer": "王大丫丫\u2028", "more": [1.5, None, {"x": "😀"}]}]
+WELL_FORMED = {
+    "array": json.dumps(ROWS),
+    "array, indented": json.dumps(ROWS, indent=4, ensure_ascii=False),
+    "array, leading blank lines": "\n\r\n " + json.dumps(ROWS),
+    "lines": "\n".join(map(json.dumps, ROWS)),
+    "lines, not escaped": "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n",
+    "lines with CRLF and blank ones": "\r\n\r\n".join(map(json.dumps, ROWS)) + "\r\n",
+    "byte-order mark": "\ufeff" + json.dumps(ROWS),
+}
+
+
+@pytest.mark.parametrize("content", WELL_FORMED.values(), ids=WELL_FORMED)
+def test_arrays_and_lines_are_told_apart_by_content(file, content):
+    assert read_rows(file(content), answer) == [row["answer"] for row in ROWS]
+
+
+MALFORMED_LINES = {
+    "field missing": ("{}", ":2: field 'answer': expected text, got NoneType"),
+    "field of a wrong type": ('{"answer": 3}', ":2: field 'answer': expected text, got int"),
+    "not an object": ("[1]", ":2: field '(row)': expected a JSON object, got list"),
+    "a bare word": ("answer", ":2: not JSON at column 1: Expecting value"),
+    "cut off": ('{"answer": "1', ":2: not JSON at column 12: Unterminated string starting at"),
+    "single quotes": (
+        "{'answer': '1'}",
+        ":2: not JSON at column 2: Expecting property name enclosed in double quotes",
+    ),
+    "two objects": ('{"answer": "1"} {"answer": "2"}', ":2: not JSON at column 17: Extra data"),
+    "key twice": ('{"answer": "1", "answer": "2"}', ":2: field 'answer': expected each key once, it stands here twice"),
+    "key twice, inside": ('{"answer": "1", "x": {"y": 1, "y": 2}}', ":2: field 'y': expected each key once"),
+    "NaN": ('{"answer": "1", "x": NaN}', ":2: NaN is not JSON; use null or a number"),
+    "-Infinity": ('{"answer": "1", "x": [-Infinity]}', ":2: -Infinity is not JSON; use null or a number"),
+    "half a surrogate pair": (r'{"answer": "\ud83d"}', ":2: a lone surrogate (\\ud800-\\udfff) is not text; remove it"),
+    "half a surrogate pair in a key": (r'{"answer": "1", "\ude00": 1}', ":2: a lone surrogate"),
+    "nested too deeply": ('{"answer": "1", "x": ' + "[" * 700 + "]" * 700 + "}", ":2: nested too deeply"),
+    "nested beyond reading": ('{"answer": "1", "x": ' + "[" * 200_000 + "]" * 200_000 + "}", ":2: nested too deeply"),
+    "control character": ('{"answer": "a\tb"}', ":2: not JSON at column 14: Invalid control character at"),
+    "a number too long to read": ('{"answer": "1", "x": ' + "9" * 5000 + "}", ":2: Exceeds the limit"),
+}
+
+
+@pytest.mark.parametrize(("line", "expected"), MALFORMED_LINES.values(), ids=MALFORMED_LINES)
+def test_a_malformed_line_is_named_and_the_others_are_read_on(file, line, expected):
+    content = '{"answer": "first"}\n' + line + "\n\n{}\n"
+    first, last = problems(file(content))
+    assert first.startswith(expected)
+    assert last == ":4: field 'answer': expected text, got NoneType"
+
+
+MALFORMED_ELEMENTS = {
+    name: case
+    for name, case in MALFORMED_LINES.items()
+    if name.startswith(("field", "not an object", "key", "NaN", "-Inf", "half", "nested too"))
+}
+
+
+@pytest.mark.parametrize(("element", "expected"), MALFORMED_ELEMENTS.values(), ids=MALFORMED_ELEMENTS)
+def test_a_malformed_element_is_named_by_its_own_line_and_the_others_are_read_on(file, element, expected):
+    content = '[{"answer": "first"},\n' + element + ",\n\n{}\n]"
+    first, last = problems(file(content))
+    assert first.startswith(expected)
+    assert last == ":4: field 'answer': expected text, got NoneType"
+
+
+BROKEN_ARRAYS = {
+    "comma missing": ('[{"answer": "1"}\n{"answer": "2"}]', ":2: expected ',' or ']' here; is the file cut off?"),
+    "cut off after an element": ('[{"answer": "1"}\n', ":2: expected ',' or ']' here; is the file cut off?"),
+    "cut off inside": (
+        '[{"answer": "1"},\n{"answer":\n "2',
+        ":3: not JSON: Unterminated string starting at; the rest is unread",
+    ),
+    "cut off after a comma": ('[{"answer": "1"},\n', ":2: not JSON: Expecting value; the rest is unread"),
+    "comma at the end": ('[{"answer": "1"},\n]', ":2: a comma before ']' announces a row that is not there"),
+    "comma twice": ('[{"answer": "1"},\n,{"answer": "1"}]', ":2: not JSON: Expecting value; the rest is unread"),
+    "text behind": ('[{"answer": "1"}]\n[]', ":1: text after the end of the array: '[]'"),
+    "never closed": ("[", ":1: not JSON: Expecting value; the rest is unread"),
+    "nested beyond reading": ("\n" + "[" * 200_000, ":2: nested too deeply; the rest is unread"),
+}
+
+
+@pytest.mark.parametrize(("content", "expected"), BROKEN_ARRAYS.values(), ids=BROKEN_ARRAYS)
+def test_a_broken_array_says_where_reading_ended(file, content, expected):
+    (problem,) = problems(file(content))
+    assert problem.startswith(expected)
+
+
+def test_the_first_twenty_are_told_and_the_rest_counted(file):
+    told = problems(file("{}\n" * 23))
+    assert told[:20] == [f":{line}: field 'answer': expected text, got NoneType" for line in range(1, 21)]
+    assert told[20:] == [": and 3 more bad rows; nothing was trained"]
+
+
+@pytest.mark.parametrize("content", ["", "  \n\n", "[]", " [ ] "])
+def test_a_file_without_rows_is_refused(file, content):
+    (problem,) = problems(file(content))
+    assert problem == ": no rows; expected a JSON array of objects or one JSON object per line"
+
+
+def test_bytes_that_are_not_utf8_are_named_by_line(file):
+    (problem,) = problems(file('{"answer": "1"}\n{"answer": "缺"}\n'.encode("gbk")))
+    assert problem.startswith(":2: not UTF-8")
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    assert problems(tmp_path / "none.json")[0].startswith(": cannot be read (No such file or directory)")
+    assert problems(tmp_path)[0].startswith(": cannot be read (Is a directory)")
