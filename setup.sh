@@ -21,6 +21,7 @@ command -v "$PYTHON" >/dev/null || fail "$PYTHON not found; install Python 3.10 
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     fail "$("$PYTHON" -V 2>&1) is too old; install 3.10 or newer, or name one: PYTHON=python3.12 bash setup.sh"
 version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+PYTHON=$("$PYTHON" -c 'import sys; print(getattr(sys, "_base_executable", None) or sys.executable)') # of an active one
 "$PYTHON" -c 'import os, sysconfig; open(os.path.join(sysconfig.get_path("include"), "Python.h"))' 2>/dev/null ||
     say "warning: the headers of Python $version are missing, without which no ZeRO stage runs (Debian: apt install python$version-dev)"
 command -v g++ >/dev/null ||
@@ -45,13 +46,20 @@ if installed; then
     exit 0
 fi
 
-# scripts in an environment hold its path and its Python: one that was moved, or broken off half-way, is made anew
-if ! { [[ -f $VENV/made-for && $(<"$VENV/made-for") == "$VENV $version" ]] && "$VENV/bin/python" -m pip --version >/dev/null 2>&1; }; then
+# scripts in an environment hold its path and its Python: one of ours that was moved, or broken off, is made anew
+usable() { "$VENV/bin/python" -m pip --version >/dev/null 2>&1; }
+if [[ -f $VENV/made-for ]] && ! { [[ $(<"$VENV/made-for") == "$VENV $version" ]] && usable; }; then
+    rm -rf "$VENV"
+elif [[ -e $VENV ]] && ! usable; then
+    fail "$VENV is not one that setup.sh made, and has no working pip; move it away"
+fi
+if [[ ! -e $VENV ]]; then
     "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null ||
         fail "Python $version cannot make environments (Debian: apt install python$version-venv)"
     say "making $VENV with Python $version"
-    "$PYTHON" -m venv --clear "$VENV"
-    printf '%s %s' "$VENV" "$version" >"$VENV/made-for"
+    mkdir "$VENV"
+    printf '%s' "$VENV $version" >"$VENV/made-for"
+    "$PYTHON" -m venv "$VENV"
 fi
 
 if ! "$VENV/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; then

@@ -325,7 +325,9 @@ def _world(launch: Launch, devices: int) -> list[Finding]:
         found.append(Finding("warning", what, 'set CUDA_VISIBLE_DEVICES="" to train on the CPU'))
     if not launch.environment.get("ACCELERATE_MIXED_PRECISION"):
         what = "started without accelerate launch: one process, full precision"
-        found.append(Finding("note", what, "accelerate launch --config_file accelerate_configs/z2.yaml -m accel_sft ..."))
+        found.append(
+            Finding("note", what, "accelerate launch --config_file accelerate_configs/z2.yaml -m accel_sft ...")
+        )
     return found
 
 
@@ -401,8 +403,6 @@ def _zero(launch: Launch, devices: int) -> list[Finding]:
             needed = 3 if device == "nvme" else least
             line = f"{where}: offload_{what} to {device} needs stage {needed}, this is stage {launch.stage}"
             found.append(Finding("error", line, f"zero_stage: {needed}, or no offload"))
-    if launch.precision[0] == "no" and "nvme" in (launch.offload("param"), launch.offload("optimizer")) and devices:
-        pass
     return found
 
 

@@ -74,7 +74,7 @@ class _EvaluateGroup(LazyTasks):
     def task_command(self, name: str, task_class: type[Task] | None) -> click.Command:
         def evaluate(task: Task, config: TrainConfig, base: str | None) -> None:
             _prepare(config)
-            from accel_sft.evaluate import run
+            from accel_sft.judge import run
 
             run(name, task, config, base)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -196,8 +195,3 @@ def summary_of(cls: type, fallback: str) -> str:
     """First line of a class's docstring; a dataclass without one has its signature there, which says nothing."""
     doc = (vars(cls).get("__doc__") or "").strip()
     return fallback if not doc or re.match(rf"{cls.__name__}\(", doc) else doc.splitlines()[0]
-
-
-def trainer_problems() -> list[str]:
-    """Names in EVALUATION that TrainConfig does not have: a renamed field must not silently lose its option."""
-    return sorted(EVALUATION - {field.name for field in dataclasses.fields(TrainConfig)})

@@ -96,9 +96,10 @@ class ProgressLine:
 
     def _draw(self, now: float) -> None:
         if self._bar is None:  # not refreshed by a thread, which would take time from the loop
-            self._bar = Live(console=self._console, auto_refresh=False)
+            shared = self._file is sys.stdout  # then what others print goes above the bar
+            self._bar = Live(console=self._console, auto_refresh=False, redirect_stdout=shared, redirect_stderr=shared)
             self._bar.start()
-            pass  # a killed run must not leave the terminal without a cursor
+            self._console.show_cursor(True)  # a killed run must not leave the terminal without a cursor
         self._drawn = now
         self._bar.update(self._text(now), refresh=True)
 

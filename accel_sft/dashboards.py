@@ -52,7 +52,7 @@ class Dashboards:
     def __init__(
         self, names: Sequence[str], run_dir: Path, settings: Mapping[str, Any], say: Callable[[str], None]
     ) -> None:
-        self._say = say
+        self._run_dir, self._say = run_dir, say
         self._writer: Any = None  # torch.utils.tensorboard.SummaryWriter
         self._others: list[GeneralTracker] = []
         arguments = {
@@ -62,9 +62,7 @@ class Dashboards:
         for name in names:
             kind = LOGGER_TYPE_TO_CLASS[name]
             if name == "tensorboard":
-                tensorboard = kind("", run_dir, max_queue=1000, flush_secs=FLUSH_SECONDS)
-                tensorboard.start()
-                self._writer = tensorboard.tracker
+                self._writer = _tensorboard(run_dir)
                 continue
             place = [str(run_dir)] if kind.requires_logging_directory else []
             tracker = kind("accel_sft", *place, **arguments.get(name, {}))
@@ -89,8 +87,15 @@ class Dashboards:
             self._writer.add_text(tag, markdown, step)
 
     def rewind(self, step: int) -> None:
-        """Forget TensorBoard's points after `step`. Other services keep theirs: a resumed run is a new one there."""
-        if self._writer:
+        """Forget TensorBoard's points after `step`, below 0 everything. Other services keep theirs: a resumed run is a
+        new one there.
+        """
+        if self._writer and step < 0:
+            self._writer.close()
+            for path in self._run_dir.glob("events.out.tfevents.*"):
+                path.unlink()
+            self._writer = _tensorboard(self._run_dir)
+        elif self._writer:
             # A session that starts at a step makes TensorBoard drop what was written before from that step on; it is
             # SummaryWriter's purge_step, for a writer that is already open.
             self._writer.file_writer.add_event(Event(step=step + 1, file_version="brain.Event:2"))
@@ -116,3 +121,9 @@ class Dashboards:
         except Exception as error:  # noqa: BLE001 - another service's failure must not end the training
             self._others.remove(tracker)
             self._say(f"--tracker {tracker.name}: {type(error).__name__}: {error}; nothing more is sent there")
+
+
+def _tensorboard(run_dir: Path) -> Any:
+    tracker = LOGGER_TYPE_TO_CLASS["tensorboard"]("", run_dir, max_queue=1000, flush_secs=FLUSH_SECONDS)
+    tracker.start()
+    return tracker.tracker

@@ -46,7 +46,7 @@ def prepare_environment(debug: bool = False) -> None:
     scripts = sysconfig.get_path("scripts")
     if not shutil.which("ninja") and Path(scripts, "ninja").is_file():
         os.environ["PATH"] = os.pathsep.join((scripts, os.environ.get("PATH", "")))
-    for name, value in {} if debug else _QUIET.items() if isinstance(_QUIET, dict) else ():
+    for name, value in ({} if debug else _QUIET).items():
         os.environ.setdefault(name, value)
 
 
@@ -92,7 +92,7 @@ def quiet(log_file: Path | None, debug: bool = False) -> Iterator[TextIO]:
         log_file.parent.mkdir(parents=True, exist_ok=True)
     outer = _terminal
     with contextlib.ExitStack() as stack:
-        log = stack.enter_context(open(log_file, "ab") if log_file else tempfile.TemporaryFile())
+        log = stack.enter_context(log_file.open("ab") if log_file else tempfile.TemporaryFile())
         saved = [os.dup(1), os.dup(2)]
         if outer is None:
             _terminal = stack.enter_context(open(os.dup(1), "w", encoding="utf-8", buffering=1))
@@ -200,6 +200,45 @@ def _swap_folder(root: Path) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def whole_weights(accelerator: Accelerator) -> Iterator[None]:
+    """Inside, a model is built with all its weights on every rank, whatever the stage.
+
+    Under ZeRO-3 transformers shares parameters out while it builds a model, which draws other random weights than
+    every other stage does. A model that starts from random weights is built in here; loaded ones need not be.
+    """
+    if accelerator.distributed_type.value != "DEEPSPEED":
+        yield
+        return
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        accelerator.state.deepspeed_plugin.set_deepspeed_weakref()
+
+
+def prepare(
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """`accelerator.prepare`, after which the optimizer has made no step yet and the engine was read back.
+
+    DeepSpeed's stage 0 in half precision makes an optimizer step of zeros while it is built, which decays the weights
+    and counts in Adam's bias correction: the first losses differ from all other stages.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    if type(optimizer.optimizer).__name__ in ("FP16_UnfusedOptimizer", "FP16_Optimizer"):
+        optimizer.optimizer.optimizer.state.clear()
+    verify_engine(accelerator, model, config)
+    return model, optimizer
+
+
 def verify_engine(accelerator: Accelerator, model: torch.nn.Module, config: TrainConfig) -> None:
     """Read the prepared DeepSpeed engine back; nothing to do for other backends.
 
@@ -210,14 +249,16 @@ def verify_engine(accelerator: Accelerator, model: torch.nn.Module, config: Trai
     if launch.backend != "deepspeed":
         return
     precision = "bf16" if model.bfloat16_enabled() else "fp16" if model.fp16_enabled() else "no"
-    pairs = {
+    resolved = {
         "ZeRO stage": (launch.stage, model.zero_optimization_stage()),
         "clipping": (float(config.max_grad_norm), float(model.gradient_clipping())),
         "gradient accumulation": (1, model.gradient_accumulation_steps()),
         "precision": (launch.precision[0], precision),
         "ranks": (accelerator.num_processes, model.dp_world_size),
     }
-    wrong = [f"DeepSpeed runs {name} {real}, asked for {asked}" for name, (asked, real) in pairs.items() if asked != real]
+    wrong = [
+        f"DeepSpeed runs {name} {real}, asked for {asked}" for name, (asked, real) in pairs.items() if asked != real
+    ]
     if wrong:
         raise UserError(*wrong)
 

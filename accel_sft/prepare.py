@@ -17,13 +17,13 @@ from accelerate import Accelerator
 from accel_sft import config as configuration
 from accel_sft.audit import audit, refuse
 from accel_sft.chat import Encoding, encode, end_of_turn_ids
-from accel_sft.checkpoint import checkpoints, decided_by_main
+from accel_sft.checkpoint import checkpoints, decided_by_main, replacing
 from accel_sft.config import TrainConfig
 from accel_sft.data import StepPlan, micro_batch_examples
 from accel_sft.launch import create_accelerator, describe, launch_record, quiet
 from accel_sft.model import Source, find_source, load_tokenizer
 from accel_sft.options import UserError
-from accel_sft.report import write_atomically
+from accel_sft.report import read_status, write_atomically
 from accel_sft.task import Task
 from accel_sft.tiny import build_tiny
 
@@ -110,7 +110,7 @@ def _settings_line(config: TrainConfig) -> str:
     return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in differing.items())
 
 
-def claim_run_dir(accelerator: Accelerator, task_name: str, config: TrainConfig) -> tuple[Path, bool]:
+def claim_run_dir(accelerator: Accelerator, task_name: str, task: Task, config: TrainConfig) -> tuple[Path, bool]:
     """The run's folder, made if need be, the same on every rank; and whether the run in it is finished already.
 
     Raises:
@@ -132,16 +132,17 @@ def claim_run_dir(accelerator: Accelerator, task_name: str, config: TrainConfig)
             (path / "logs").mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(f"--output-dir {name}: cannot be used ({error.strerror})") from None
-        return path, _finished(path, config)
+        return path, _finished(path, task, config)
 
     return decided_by_main(accelerator, claim)
 
 
-def _finished(run_dir: Path, config: TrainConfig) -> bool:
-    result = run_dir / "result.json"
-    if config.resume == "off" or not result.exists():
+def _finished(run_dir: Path, task: Task, config: TrainConfig) -> bool:
+    """Whether the folder's run is complete and is the one asked for now; a changed one is refused later, by name."""
+    if config.resume == "off" or read_status(run_dir) != "complete":
         return False
-    return json.loads(result.read_text(encoding="utf-8")).get("status") == "complete"
+    before = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+    return not _changes(before, config.as_dict(), dataclasses.asdict(task))
 
 
 def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: TrainConfig) -> Prepared:
@@ -153,9 +154,10 @@ def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: Tr
     train_examples, validation_examples = read_split(task, "train"), read_split(task, "validation")
     if config.model == "tiny" and not config.init_from:
         base = run_dir / "base"
-        if accelerator.is_main_process and not base.exists():
-            build_tiny(base, _texts(task, train_examples), config.seed)
-        accelerator.wait_for_everyone()
+        if not base.exists():
+            with replacing(accelerator, base) as partial:
+                if accelerator.is_main_process:
+                    build_tiny(partial, _texts(task, train_examples), config.seed)
         source = find_source(config, str(base))
     else:
         source = find_source(config)
@@ -240,9 +242,7 @@ def write_run_record(
 
 
 def _hold_to(before: dict[str, Any], now: dict[str, Any], run_dir: Path) -> None:
-    different = configuration.changed(
-        {**before["config"], **before["task_options"]}, {**now["config"], **now["task_options"]}
-    )
+    different = _changes(before, now["config"], now["task_options"])
     if before["task"] != now["task"]:
         different.append(f"task: the run was started with {before['task']}, not {now['task']}")
     if not different and before["data_sha256"] != now["data_sha256"]:
@@ -253,3 +253,7 @@ def _hold_to(before: dict[str, Any], now: dict[str, Any], run_dir: Path) -> None
             f"{run_dir}: a resumed run computes what it would have without the stop, schedule included; "
             f"give the settings it was started with, or start a new run from its weights: --init-from {run_dir}",
         )
+
+
+def _changes(before: dict[str, Any], config: dict[str, Any], task_options: dict[str, Any]) -> list[str]:
+    return configuration.changed({**before["config"], **before["task_options"]}, {**config, **task_options})

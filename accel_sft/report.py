@@ -63,6 +63,12 @@ def write_result(run_dir: Path, result: Mapping[str, Any]) -> Path:
     return path
 
 
+def read_status(run_dir: Path) -> str | None:
+    """The `status` in a run's result.json; None where there is none yet."""
+    path = Path(run_dir) / "result.json"
+    return json.loads(path.read_text(encoding="utf-8")).get("status") if path.exists() else None
+
+
 def comparison_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """(what, base, tuned, change) for every number of two flat evaluations: the task's metrics, loss, then costs.
 

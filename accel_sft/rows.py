@@ -6,12 +6,14 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 from accel_sft.options import UserError
 
 MAX_PROBLEMS = 20
+_MAX_DEPTH = 100  # Python's own limit moves with its version and the caller's stack
 Row = TypeVar("Row")
 
 
@@ -120,18 +122,17 @@ def _checked(value: Any) -> Any:
     return value
 
 
-def _problems_in(value: Any) -> Iterator[ValueError]:
+def _problems_in(value: Any, depth: int = 0) -> Iterator[ValueError]:
     if isinstance(value, _Bad):
         yield value.problem
+    elif depth > _MAX_DEPTH:
+        yield ValueError("nested too deeply")
     elif isinstance(value, str):
         if re.search("[\ud800-\udfff]", value):
             yield ValueError("a lone surrogate (\\ud800-\\udfff) is not text; remove it")
-    elif isinstance(value, dict):
-        for pair in value.items():
-            yield from _problems_in(list(pair))
-    elif isinstance(value, list):
-        for part in value:
-            yield from _problems_in(part)
+    elif isinstance(value, (dict, list)):
+        for part in value if isinstance(value, list) else chain.from_iterable(value.items()):
+            yield from _problems_in(part, depth + 1)
 
 
 def _array(text: str, decoder: json.JSONDecoder) -> Iterator[tuple[int, Any]]:
@@ -163,11 +164,12 @@ def _array(text: str, decoder: json.JSONDecoder) -> Iterator[tuple[int, Any]]:
             yield line + text.count("\n", counted, error.pos), ValueError(f"not JSON: {error.msg}; the rest is unread")
             return
         except (ValueError, RecursionError) as error:
-            yield line, ValueError(f"{error or 'nested too deeply'}; the rest is unread")
+            cause = "nested too deeply" if isinstance(error, RecursionError) else error
+            yield line, ValueError(f"{cause}; the rest is unread")
             return
         try:
             checked = _checked(value)
-        except (ValueError, RecursionError) as error:
-            checked = error if isinstance(error, ValueError) else ValueError("nested too deeply")
+        except ValueError as error:
+            checked = error
         yield line, checked
-        expect_comma = True
+        expect_comma, after_comma = True, False

@@ -19,7 +19,7 @@ TINY_DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.1,
     "adam_beta2": 0.98,
     "global_batch_size": 64,
-    "max_steps": 1200,
+    "max_steps": 1000,
     "max_length": 512,
 }
 """Training settings that suit tiny's random start, used where the user sets none: a pretrained model's learning rate
@@ -46,6 +46,7 @@ _PIECES = rf"\p{{N}}|[{_CHARACTER_SCRIPTS}]|[\p{{L}}&&[^{_CHARACTER_SCRIPTS}]]+|
 _MAX_CHARACTERS = 4096
 _MAX_MERGES = 768
 _MERGE_SHARE = 0.01
+_MIN_COUNT = 4
 _OPENING_SHARE = 0.1
 _OPENING_CHARACTERS = 6
 
@@ -129,7 +130,7 @@ def _characters_and_merges(corpus: Sequence[str]) -> tuple[list[str], list[list[
     """The characters worth a token of their own, and the merges of characters that are frequent enough."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-    frequency = max(4, int(_MERGE_SHARE * len(corpus)))
+    frequency = max(_MIN_COUNT, int(_MERGE_SHARE * len(corpus)))
     corpus = [*corpus, *["system user assistant"] * frequency]
     counts = Counter(char for text in corpus for char in text)
     # The trainer breaks ties between equally frequent characters by hash order, which differs between processes.
@@ -156,11 +157,12 @@ def _bytes_as_text(text: str) -> str:
 
 
 def common_openings(texts: Sequence[str]) -> list[str]:
-    """The openings that at least a tenth of `texts` share, longest first, without digits at their end."""
+    """The openings that at least a tenth of `texts` (and 4) share, longest first, without digits at their end."""
     groups: dict[str, list[str]] = {}
     for text in texts:
         groups.setdefault(text[:_OPENING_CHARACTERS], []).append(text)
-    shared = (_common_prefix(group) for group in groups.values() if len(group) >= _OPENING_SHARE * len(texts))
+    enough = max(_MIN_COUNT, _OPENING_SHARE * len(texts))
+    shared = (_common_prefix(group) for group in groups.values() if len(group) >= enough)
     found = {re.sub(r"\d+$", "", opening) for opening in shared}
     # An added token is decoded as if byte-level: Latin-1 letters alone would be taken for bytes.
     usable = {opening for opening in found if len(opening) >= _OPENING_CHARACTERS and _decodes(opening)}

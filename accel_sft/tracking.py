@@ -37,6 +37,7 @@ class Tracker:
         total_steps: optimizer steps of the whole run.
         start_step: steps done before this start.
         main_metric: the metric shown in the bar; by default the first one evaluated.
+        terminal: the stream of the bar and of `say`; standard output by default.
     Raises:
         UserError: `config.tracker` names a tracker that Accelerate does not know or that is not installed.
     """
@@ -50,6 +51,7 @@ class Tracker:
         total_steps: int,
         start_step: int = 0,
         main_metric: str | None = None,
+        terminal: Any = None,
     ) -> None:
         names = tracker_names(config.tracker)
         self.accelerator = accelerator
@@ -63,13 +65,12 @@ class Tracker:
         self._phases: list[dict[str, Any]] = []
         self._peak_device_gib: float | None = None
         self._metrics = MetricsFile(self.run_dir / "metrics.jsonl")
-        self._line = ProgressLine(total_steps, done=start_step, log_every=config.log_every)
+        self._line = ProgressLine(total_steps, done=start_step, log_every=config.log_every, file=terminal)
         self._writes = accelerator.is_main_process
         if self._writes:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-        settings = config.as_dict()
-        self._dashboards = Dashboards(names if self._writes else (), self.run_dir, settings, self.say)
-        self._dashboards.text("settings", markdown_table(["setting", "value"], list(settings.items())), start_step)
+        self._dashboards = Dashboards(names if self._writes else (), self.run_dir, config.as_dict(), self.say)
+        self._show_settings()
         if self._system.problem:
             self.say(self._system.problem)
 
@@ -126,6 +127,7 @@ class Tracker:
 
     def system(self) -> list[float]:
         """This rank's readings in the order of `system.SYSTEM_FIELDS`, at most a second old; nan where not there."""
+        self._note_device_peak()
         return self._system.sample()
 
     def step(self, record: Mapping[str, Any], system: Sequence[Sequence[float]] = ()) -> None:
@@ -181,17 +183,23 @@ class Tracker:
         self._dashboards.flush()
 
     def rewind(self, step: int) -> None:
-        """Forget what was recorded after `step`, by a run that got further than the checkpoint now resumed."""
+        """Forget what was recorded after `step`, by a run that got further than the checkpoint now resumed.
+
+        Step 0 starts over: its evaluation is forgotten too.
+        """
         self.start_step = self._line.done = step
         if not self._writes:
             return
-        unreadable = self._metrics.rewind(step)
+        kept = step if step > 0 else -1
+        unreadable = self._metrics.rewind(kept)
         if unreadable:
             self.say(f"{self._metrics.path}: {unreadable} unreadable lines dropped")
         for samples in self.run_dir.glob("samples/step-*.jsonl"):
-            if int(samples.stem.removeprefix("step-")) > step:
+            if int(samples.stem.removeprefix("step-")) > kept:
                 samples.unlink()
-        self._dashboards.rewind(step)
+        self._dashboards.rewind(kept)
+        if kept < 0:
+            self._show_settings()
 
     @contextlib.contextmanager
     def profiler(self) -> Iterator[Any]:
@@ -216,11 +224,9 @@ class Tracker:
     def peak(self) -> dict[str, float | None]:
         """This rank's largest memory so far in GiB; the device's is None without CUDA.
 
-        Call it before anything that resets torch's peak, such as an evaluation: the largest of all calls is kept.
+        `system` notes it every step, since an evaluation resets torch's peak to measure its own.
         """
-        peak = device_memory_gib(self.accelerator.device)["peak"]
-        if peak is not None:
-            self._peak_device_gib = max(peak, self._peak_device_gib or 0.0)
+        self._note_device_peak()
         return {"peak_device_memory_gib": self._peak_device_gib, "peak_host_memory_gib": host_memory_gib()["peak"]}
 
     def close(self) -> None:
@@ -228,6 +234,15 @@ class Tracker:
         self._line.close()
         self._metrics.close()
         self._dashboards.close()
+
+    def _note_device_peak(self) -> None:
+        peak = device_memory_gib(self.accelerator.device)["peak"]
+        if peak is not None:
+            self._peak_device_gib = max(peak, self._peak_device_gib or 0.0)
+
+    def _show_settings(self) -> None:
+        rows = list(self.config.as_dict().items())
+        self._dashboards.text("settings", markdown_table(["setting", "value"], rows), self.start_step)
 
 
 class _NoProfiler:

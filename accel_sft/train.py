@@ -58,15 +58,16 @@ def run(task_name: str, task: Task, config: TrainConfig) -> None:
     accelerator = start(config)
     if config.dry_run:
         return
-    run_dir, finished = claim_run_dir(accelerator, task_name, config)
+    run_dir, finished = claim_run_dir(accelerator, task_name, task, config)
     if finished:
         accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir / 'report.md'}")
         return
     try:
         _run(accelerator, run_dir, task_name, task, config)
     except BaseException as error:
-        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        report.write_result(run_dir, {"status": status, "error": str(error) or type(error).__name__})
+        if report.read_status(run_dir) != "complete":  # a finished run that a changed setting may not resume stays so
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            report.write_result(run_dir, {"status": status, "error": str(error) or type(error).__name__})
         raise
 
 
@@ -74,8 +75,14 @@ def _run(accelerator: Accelerator, run_dir: Path, task_name: str, task: Task, co
     with launch.quiet(run_dir / "logs" / f"rank-{accelerator.process_index}.log", config.debug):
         prepared = prepare_data(accelerator, run_dir, task, config)
         plan = prepared.plan
-        main_metric = task.main_metric
-        with Tracker(accelerator, run_dir, config, total_steps=plan.total_steps, main_metric=main_metric) as tracker:
+        with Tracker(
+            accelerator,
+            run_dir,
+            config,
+            total_steps=plan.total_steps,
+            main_metric=task.main_metric,
+            terminal=launch.terminal(),
+        ) as tracker:
             for line in prepared.lines:
                 tracker.say(line)
             tracker.phase("data")

@@ -17,11 +17,13 @@ CONFIGS = Path(__file__).parent.parent / "accelerate_configs"
 
 @dataclass(frozen=True)
 class Launched:
-    """A finished launch: its folder, exit status and everything it printed."""
+    """A finished launch: its folder, exit status, everything it printed, and how to launch it again."""
 
     run_dir: Path
     status: int
     output: str
+    arguments: tuple[str, ...]
+    options: dict
 
     def lines(self, kind: str = "loss") -> list[dict]:
         """The lines of metrics.jsonl that have `kind`: "loss" for training, "eval_loss" for evaluation."""
@@ -50,7 +52,6 @@ def accel_sft(
     command += arguments
     if run_dir:
         command += ["--output-dir", str(run_dir)]
-    # A port of its own, and the environment a user has: no launcher's variables, a PATH without this venv's scripts.
     done = subprocess.run(
         command,
         capture_output=True,
@@ -58,7 +59,8 @@ def accel_sft(
         timeout=timeout_seconds,
         env={**os.environ, "COLUMNS": "100", **(environment or {})},
     )
-    return Launched(run_dir or Path(), done.returncode, done.stdout + done.stderr)
+    again = {"yaml": yaml, "launcher": launcher}
+    return Launched(run_dir or Path(), done.returncode, done.stdout + done.stderr, arguments, again)
 
 
 @pytest.fixture(scope="session")

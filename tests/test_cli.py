@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import click
 import pytest
@@ -24,7 +25,7 @@ import accel_sft.launch
 class Recorder:
     def find_spec(self, name, path=None, target=None):
         import importlib.machinery
-        if name in ("accel_sft.train", "accel_sft.evaluate"):
+        if name in ("accel_sft.train", "accel_sft.judge"):
             return importlib.machinery.ModuleSpec(name, self)
     def create_module(self, spec): return None
     def exec_module(self, module):
@@ -58,7 +59,7 @@ def run(site, monkeypatch, capsys):
     def trainer(name, task, config, base=None):
         print(json.dumps({"task": name, "options": vars(task), "config": config.as_dict(), "base": base}))
 
-    for module in ("accel_sft.train", "accel_sft.evaluate"):
+    for module in ("accel_sft.train", "accel_sft.judge"):
         monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(run=trainer))
     launch = types.SimpleNamespace(prepare_environment=lambda debug: None)
     monkeypatch.setitem(sys.modules, "accel_sft.launch", launch)
@@ -322,6 +323,27 @@ def test_without_torchrun_another_rank_prints_under_its_name(site):
     failing(site, "raise UserError('no data')")
     result = accel_sft("fail", site=site, env={"RANK": "3", "WORLD_SIZE": "4"})
     assert result.stderr == "[rank 3] Error: no data\n"
+
+
+def test_under_the_launcher_a_rank_that_fails_alone_ends_the_run_and_is_the_root_cause(site, tmp_path):
+    body = """
+        import torch.distributed
+        torch.distributed.init_process_group("gloo")
+        if torch.distributed.get_rank() == 1:
+            raise UserError("the disk of rank one is full")
+        torch.distributed.barrier()
+        """.strip()
+    failing(site, body)
+    launcher = os.path.join(os.path.dirname(sys.executable), "accelerate")
+    yaml = Path(__file__).parent.parent / "accelerate_configs" / "ddp.yaml"
+    command = [launcher, "launch", "--config_file", str(yaml), "--main_process_port", "0", "-m", "accel_sft", "fail"]
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode != 0
+    assert result.stderr.count("Error: the disk of rank one is full\n") == 1
+    root_cause = result.stderr.split("Root Cause")[1]
+    assert "rank      : 1" in root_cause
+    assert "traceback : the disk of rank one is full" in root_cause
 
 
 def test_several_ranks_do_not_wait_for_threads_or_destructors(site):

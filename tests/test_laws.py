@@ -1,13 +1,8 @@
-"""The laws on real processes: one curve for every layout, resume equals no stop, each example counted once."""
+"""Law 1 on real processes: one curve for every layout."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from pathlib import Path
-
 import pytest
-from safetensors.torch import load_file
 
 STEPS = 6
 JOB = ("math", "--max-steps", str(STEPS), "--global-batch-size", "10", "--validation-examples", "7")

@@ -1,4 +1,4 @@
-"""Law 2 for files: what cannot be a row is named by file, line and field, with what was expected; nothing is guessed."""
+"""What cannot be a row is named by file, line and field, with what was expected; nothing is guessed or dropped."""
 
 import json
 
@@ -66,7 +66,7 @@ MALFORMED_LINES = {
     "-Infinity": ('{"answer": "1", "x": [-Infinity]}', ":2: -Infinity is not JSON; use null or a number"),
     "half a surrogate pair": (r'{"answer": "\ud83d"}', ":2: a lone surrogate (\\ud800-\\udfff) is not text; remove it"),
     "half a surrogate pair in a key": (r'{"answer": "1", "\ude00": 1}', ":2: a lone surrogate"),
-    "nested too deeply": ('{"answer": "1", "x": ' + "[" * 700 + "]" * 700 + "}", ":2: nested too deeply"),
+    "nested too deeply": ('{"answer": "1", "x": ' + "[" * 120 + "]" * 120 + "}", ":2: nested too deeply"),
     "nested beyond reading": ('{"answer": "1", "x": ' + "[" * 200_000 + "]" * 200_000 + "}", ":2: nested too deeply"),
     "control character": ('{"answer": "a\tb"}', ":2: not JSON at column 14: Invalid control character at"),
     "a number too long to read": ('{"answer": "1", "x": ' + "9" * 5000 + "}", ":2: Exceeds the limit"),
@@ -131,7 +131,7 @@ def test_a_file_without_rows_is_refused(file, content):
 
 
 def test_bytes_that_are_not_utf8_are_named_by_line(file):
-    (problem,) = problems(file('{"answer": "1"}\n{"answer": "缺"}\n'.encode("gbk")))
+    (problem,) = problems(file('{"answer": "1"}\n{"answer": "é"}\n'.encode("latin-1")))
     assert problem.startswith(":2: not UTF-8")
 
 

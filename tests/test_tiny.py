@@ -107,6 +107,7 @@ def test_latin_1_openings_round_trip(tmp_path):
 def test_openings_are_shared_by_many_and_leave_digits_alone():
     assert common_openings([f"Answer is 1{n}" for n in range(10)]) == ["Answer is "]
     assert common_openings(["short"] * 20) == []
+    assert common_openings(["the only three texts", "of a task with", "hardly any rows"]) == []
     assert common_openings([f"text of {n} its own" * n for n in range(1, 100)][::9]) == ["text of "]
     assert common_openings([*(f"{n} other text" for n in range(40)), "Once only, this"]) == []
 

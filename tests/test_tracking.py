@@ -53,6 +53,8 @@ def tracked(accelerator, tmp_path):
     opened = []
 
     def build(total_steps=10, **settings):
+        if opened:
+            time.sleep(1.1)  # TensorBoard orders a folder's files by the second of their names
         opened.append(Tracker(accelerator, tmp_path / "runs" / "one", TrainConfig(**settings), total_steps=total_steps))
         return opened[-1]
 
@@ -191,6 +193,21 @@ def test_rewinding_drops_the_answers_of_steps_undone(tracked):
         tracker.evaluation(step, {"eval_loss": 1.0}, SAMPLES)
     tracker.rewind(6)
     assert [path.name for path in tracker.run_dir.glob("samples/*")] == ["step-000004.jsonl"]
+
+
+def test_starting_over_forgets_everything(tracked):
+    tracker = tracked()
+    tracker.evaluation(0, {"eval_loss": 1.0}, SAMPLES)
+    tracker.step(record(1))
+    tracker.close()
+    again = tracked()
+    again.rewind(0)
+    again.evaluation(0, {"eval_loss": 2.0}, SAMPLES[:1])
+    again.close()
+    assert lines(again) == [{"step": 0, "eval_loss": 2.0}]
+    assert points(again, "eval/loss") == [(0, 2.0)]
+    assert "train/loss" not in events(again).Tags()["scalars"]
+    assert len(events(again).Tensors("settings/text_summary")) == 1
 
 
 def test_an_unknown_and_a_missing_tracker_are_named_with_the_way_out(tracked):
@@ -386,6 +403,7 @@ def test_the_bar_fits_eighty_columns(terminal, total, metrics):
     drawn = rows(terminal)
     assert max(map(cell_len, drawn)) <= 80
     assert drawn[-1].startswith(f"{total // 2}/{total}"[:79])
+    assert ("ETA" in drawn[-1]) == (total < 10**40)  # the last detail to go
 
 
 def test_the_bar_shows_loss_metric_and_time_to_go(terminal):
@@ -399,6 +417,15 @@ def test_the_bar_shows_loss_metric_and_time_to_go(terminal):
     drawn = rows(terminal)
     assert re.match(r"200/200 ━+ loss 200\.333  accuracy 0\.950  2,000 tok/s$", drawn[-1])
     assert "a line above" in drawn
+
+
+def test_what_others_print_stays_out_of_a_terminal_of_its_own(terminal, capsys):
+    line = ProgressLine(200, file=terminal)
+    line.step(record(1))
+    print("chatter")
+    line.close()
+    assert "chatter" in capsys.readouterr().out
+    assert "chatter" not in terminal.getvalue()
 
 
 def test_the_cursor_is_never_left_hidden(terminal):

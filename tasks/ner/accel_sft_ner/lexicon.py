@@ -44,7 +44,7 @@ SURFACES: dict[str, dict[str, list[tuple[tuple[str, ...], ...]]]] = {
             (_ZH_CITY, _ZH_BRAND, _ZH_BRAND, ("公司",)),
             (_ZH_BRAND, _ZH_BRAND, ("集团",)),
         ],
-        "address": [(_ZH_ROAD, _ZH_ROAD, tuple("路街巷")), (_ZH_CITY, _ZH_ROAD, _ZH_ROAD, tuple("路街巷"))],
+        "address": [(_ZH_ROAD, _ZH_ROAD, ("路",)), (_ZH_CITY, _ZH_ROAD, _ZH_ROAD, ("街",))],
         "organization": [
             (_ZH_CITY, tuple("一二三四五六七八"), tuple("中院")),
             (_ZH_CITY, _words("师范 农业 医学 外语 理工"), _words("大学 学院 协会")),

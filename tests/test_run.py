@@ -1,0 +1,217 @@
+"""A run from its first step to its last, stopped and resumed, with everything it leaves behind; real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from conftest import accel_sft
+from safetensors.torch import load_file
+from test_laws import JOB, layout
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+RESUMABLE = ("plain", "z2", "z3")
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", RESUMABLE)
+def test_a_resumed_run_ends_with_the_same_bits(launched, tmp_path, name):
+    whole = layout(launched, name)
+    broken_off = tmp_path / "run"
+    shutil.copytree(whole.run_dir, broken_off)
+    shutil.rmtree(broken_off / "checkpoints" / "step-000006")
+    shutil.rmtree(broken_off / "final")
+    (broken_off / "result.json").write_text('{"status": "running"}')
+    resumed = accel_sft(*whole.arguments, "--resume", "auto", run_dir=broken_off, **whole.options)
+    assert resumed.status == 0, resumed.output
+    assert "resumed" in resumed.output
+    expected, got = weights(whole.run_dir / "final"), weights(broken_off / "final")
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[key], got[key]) for key in expected)
+    assert [line["step"] for line in resumed.lines()] == [1, 2, 3, 4, 5, 6]
+    assert [line["loss"] for line in resumed.lines()] == [line["loss"] for line in whole.lines()]
+    assert resumed.result()["before"] == whole.result()["before"]
+
+
+def test_a_finished_run_is_left_alone(launched):
+    whole = layout(launched, "plain")
+    before = (whole.run_dir / "metrics.jsonl").read_bytes()
+    again = accel_sft(*whole.arguments, "--resume", "auto", run_dir=whole.run_dir)
+    assert again.status == 0
+    assert "finished" in again.output
+    assert (whole.run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_larger_max_steps_is_refused_with_the_way_out(launched, tmp_path):
+    whole = layout(launched, "plain")
+    copy = tmp_path / "run"
+    shutil.copytree(whole.run_dir, copy)
+    longer = [*whole.arguments]
+    longer[longer.index("--max-steps") + 1] = "9"
+    refused = accel_sft(*longer, "--resume", "auto", run_dir=copy)
+    assert refused.status == 1
+    assert "--max-steps: the run was started with 6, not 9" in refused.output
+    assert f"--init-from {copy}" in refused.output
+    assert weights(copy / "final").keys() == weights(whole.run_dir / "final").keys()
+
+
+def test_a_folder_in_use_is_refused(launched):
+    whole = layout(launched, "plain")
+    refused = accel_sft(*whole.arguments, run_dir=whole.run_dir)
+    assert refused.status == 1
+    assert "not empty" in refused.output
+    assert "--resume auto" in refused.output
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_name(launched, tmp_path):
+    whole = layout(launched, "plain")
+    copy = tmp_path / "run"
+    shutil.copytree(whole.run_dir, copy)
+    (copy / "result.json").unlink()
+    damaged = copy / "checkpoints" / "step-000006" / "optimizer.bin"
+    os.truncate(damaged, damaged.stat().st_size - 1)
+    resumed = accel_sft(*whole.arguments, "--resume", "auto", run_dir=copy)
+    assert resumed.status == 0, resumed.output
+    assert "step-000006: passed over: optimizer.bin has" in resumed.output
+    assert "step-000003 at step 3" in resumed.output
+
+
+def test_another_layout_is_refused(launched, tmp_path):
+    whole = layout(launched, "z2")
+    copy = tmp_path / "run"
+    shutil.copytree(whole.run_dir, copy)
+    (copy / "result.json").unlink()
+    refused = accel_sft(*whole.arguments, "--resume", "auto", run_dir=copy)
+    assert refused.status == 1
+    assert "written under another layout (ranks 2, now 1" in refused.output
+
+
+@pytest.mark.parametrize("name", RESUMABLE)
+def test_final_and_best_load_in_plain_transformers(launched, name):
+    run = layout(launched, name)
+    for folder in ("final", "best"):
+        model = AutoModelForCausalLM.from_pretrained(run.run_dir / folder)
+        tokenizer = AutoTokenizer.from_pretrained(run.run_dir / folder)
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "5="}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] > ids["input_ids"].shape[1]
+        assert (run.run_dir / folder / "README.md").exists()
+
+
+@pytest.mark.parametrize("name", RESUMABLE)
+def test_each_validation_example_is_counted_once_on_any_layout(launched, name):
+    run, reference = layout(launched, name), layout(launched, "plain")
+    for step in (0, 6):
+        path = f"samples/step-{step:06d}.jsonl"
+        ours, theirs = ([json.loads(x) for x in (r.run_dir / path).read_text().splitlines()] for r in (run, reference))
+        assert [sample["index"] for sample in ours] == list(range(7))
+        assert ours == theirs
+    for mine, other in zip(run.lines("eval_loss"), reference.lines("eval_loss"), strict=True):
+        assert mine["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-4)
+        assert mine["accuracy"] == other["accuracy"]
+
+
+def test_what_a_run_leaves_behind(launched):
+    run = layout(launched, "z2")
+    result = run.result()
+    assert result["status"] == "complete"
+    assert result["steps"] == 6
+    for key in ("train_seconds", "tokens_per_second", "peak_host_memory_gib"):
+        assert result[key] > 0
+    assert "peak_device_memory_gib" in result
+    assert {"accuracy", "eval_loss", "generate_tokens_per_second"} <= result["before"].keys() & result["after"].keys()
+    assert {phase["phase"] for phase in result["phases"]} >= {"data", "model", "sharded", "ready"}
+    assert {phase["rank"] for phase in result["phases"]} == {0, 1}
+    record = json.loads((run.run_dir / "run.json").read_text())
+    assert record["config"]["global_batch_size"] == 10
+    assert record["launch"]["zero_stage"] == 2
+    assert record["launch"]["deepspeed_config"]["zero_optimization"]["stage"] == 2
+    line = run.lines()[0]
+    wanted = ("step", "epoch", "loss", "grad_norm", "learning_rate", "supervised_tokens", "tokens_per_second")
+    assert all(key in line for key in wanted)
+    assert (run.run_dir / "report.md").read_text().count("王大丫丫") >= 7
+
+
+def test_the_terminal_is_quiet_and_in_order(launched):
+    output = layout(launched, "z2").output
+    for chatter in ("[INFO]", "ninja", "FutureWarning", "UserWarning: None of the inputs"):
+        assert chatter not in output
+    assert output.index("ZeRO-2") < output.index("training examples") < output.index("base and tuned")
+    assert output.count("base and tuned") == 1
+
+
+@pytest.mark.parametrize("yaml", [None, "z3"])
+def test_an_adapter_is_saved_alone_and_loads_in_plain_peft(launched, yaml):
+    from peft import PeftModel
+
+    arguments = (*JOB, "--adapter", "lora", "--lora-dropout", "0.1", "--save-every", "3")
+    run = launched(f"lora {yaml}", *arguments, yaml=yaml)
+    assert not (run.run_dir / "final" / "model.safetensors").exists()
+    tensors = load_file(run.run_dir / "final" / "adapter_model.safetensors")
+    assert all("lora_" in name for name in tensors)
+    assert all(tensor.numel() for tensor in tensors.values())
+    assert any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
+    base = AutoModelForCausalLM.from_pretrained(run.run_dir / "base")
+    PeftModel.from_pretrained(base, run.run_dir / "final")
+    assert len(run.lines()) == 6
+
+
+def test_an_adapter_run_with_dropout_resumes_to_the_same_bits(launched, tmp_path):
+    whole = launched("lora z3", *JOB, yaml="z3")
+    copy = tmp_path / "run"
+    shutil.copytree(whole.run_dir, copy)
+    shutil.rmtree(copy / "checkpoints" / "step-000006")
+    (copy / "result.json").unlink()
+    resumed = accel_sft(*whole.arguments, "--resume", "auto", run_dir=copy, **whole.options)
+    assert resumed.status == 0, resumed.output
+    expected, got = (load_file(r / "final" / "adapter_model.safetensors") for r in (whole.run_dir, copy))
+    assert all(torch.equal(expected[key], got[key]) for key in expected)
+
+
+def test_a_new_run_starts_from_an_earlier_ones_weights(launched):
+    first = layout(launched, "plain")
+    second = launched("from plain", *JOB, "--init-from", str(first.run_dir))
+    assert second.result()["before"]["eval_loss"] == pytest.approx(first.result()["after"]["eval_loss"], rel=1e-5)
+    assert len(second.lines()) == 6
+
+
+def test_full_training_goes_on_from_an_adapter_run(launched):
+    first = launched("lora None", *JOB)
+    second = launched("from lora", *JOB, "--init-from", str(first.run_dir), "--save-every", "off")
+    assert second.result()["before"]["eval_loss"] == pytest.approx(first.result()["after"]["eval_loss"], rel=1e-4)
+    assert (second.run_dir / "final" / "model.safetensors").exists()
+
+
+def test_patience_stops_early(launched):
+    arguments = (*JOB, "--patience", "1", "--eval-every", "1", "--learning-rate", "0")
+    run = launched("patience", *arguments)
+    assert run.result()["stopped_early"]
+    assert run.result()["steps"] == 2  # the first evaluation is the best so far, the second no better
+
+
+def test_evaluate_alone_gives_the_runs_numbers(launched, tmp_path):
+    run = layout(launched, "z3")
+    arguments = ("evaluate", "math", "--validation-examples", "7", "--max-new-tokens", "6")
+    alone = accel_sft(
+        *arguments, "--model", str(run.run_dir), "--base", str(run.run_dir / "base"), yaml="z3", run_dir=tmp_path / "out",
+        launcher=("--mixed_precision", "no"),
+    )  # fmt: skip
+    assert alone.status == 0, alone.output
+    for side in ("before", "after"):
+        assert alone.result()[side]["eval_loss"] == pytest.approx(run.result()[side]["eval_loss"], rel=1e-4)
+        assert alone.result()[side]["accuracy"] == run.result()[side]["accuracy"]
+    assert "load_peak_host_memory_gib" in alone.result()["after"]
+
+
+def test_dry_run_stops_before_anything_is_made(tmp_path):
+    run = accel_sft(*JOB, "--dry-run", yaml="z3", run_dir=tmp_path / "run")
+    assert run.status == 0, run.output
+    assert "ZeRO-3" in run.output
+    assert not (tmp_path / "run").exists()
