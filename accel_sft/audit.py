@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,29 +32,29 @@ OPERATORS = {
 }
 """DeepSpeed operators that our configurations need, compiled on first use and kept per user."""
 
-_YAML_DEEPSPEED = (
-    "deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter "
-    "deepspeed_moe_layer_cls_names deepspeed_multinode_launcher gradient_accumulation_steps gradient_clipping "
-    "offload_optimizer_device offload_optimizer_nvme_path offload_param_device offload_param_nvme_path "
-    "zero3_init_flag zero3_save_16bit_model zero_stage"
-).split()
-_YAML_FSDP = (
-    "activation_checkpointing activation_checkpointing_offload auto_wrap_policy backward_prefetch "
-    "cpu_ram_efficient_loading forward_prefetch ignored_modules min_num_params offload_params reshard_after_forward "
-    "sharding_strategy state_dict_type sync_module_states transformer_layer_cls_to_wrap use_orig_params version"
-).split()
-_JSON_DEEPSPEED = (
-    "activation_checkpointing aio amp autotuning bf16 checkpoint comet comms_logger communication_data_type "
-    "compile compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last "
-    "disable_allgather disable_python_gc dump_state elasticity eigenvalue expert_parallel flops_profiler fp16 "
-    "gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor graph_harvesting "
-    "hybrid_engine load_universal_checkpoint log_level managed_gradient_accumulation memory_breakdown nebula optimizer "
-    "pipeline pld prescale_gradients progressive_layer_drop scheduler seq_parallel_communication_data_type "
-    "sparse_attention sparse_gradients steps_per_print tensor_parallel tensorboard timers torch_autocast "
-    "train_batch_size train_micro_batch_size_per_gpu use_data_before_expert_parallelism use_node_local_storage wandb "
-    "wall_clock_breakdown weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
-    "zero_optimization"
-).split()
+_YAML_DEEPSPEED = """
+    deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter
+    deepspeed_moe_layer_cls_names deepspeed_multinode_launcher gradient_accumulation_steps gradient_clipping
+    offload_optimizer_device offload_optimizer_nvme_path offload_param_device offload_param_nvme_path
+    zero3_init_flag zero3_save_16bit_model zero_stage
+"""
+_YAML_FSDP = """
+    activation_checkpointing activation_checkpointing_offload auto_wrap_policy backward_prefetch
+    cpu_ram_efficient_loading forward_prefetch ignored_modules min_num_params offload_params reshard_after_forward
+    sharding_strategy state_dict_type sync_module_states transformer_layer_cls_to_wrap use_orig_params version
+"""
+_JSON_DEEPSPEED = """
+    activation_checkpointing aio amp autotuning bf16 checkpoint comet comms_logger communication_data_type compile
+    compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last
+    disable_allgather disable_python_gc dump_state elasticity eigenvalue expert_parallel flops_profiler fp16
+    gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor graph_harvesting
+    hybrid_engine load_universal_checkpoint log_level managed_gradient_accumulation memory_breakdown nebula
+    optimizer pipeline pld prescale_gradients progressive_layer_drop scheduler
+    seq_parallel_communication_data_type sparse_attention sparse_gradients steps_per_print tensor_parallel
+    tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
+    use_data_before_expert_parallelism use_node_local_storage wandb wall_clock_breakdown weight_quantization
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +199,11 @@ def read_launch(
     return Launch(arguments, path, text, content, json_file, loaded, dict(environment))
 
 
+def launcher_arguments() -> dict[str, str]:
+    """The flags of the `accelerate launch` that started this process, without dashes; empty without one."""
+    return _arguments(_launcher()[0])
+
+
 def _launcher() -> tuple[list[str], Path | None]:
     """Command line and folder of the `accelerate launch` that started this process, ([], None) without one."""
     if "LOCAL_RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" not in os.environ:
@@ -220,7 +226,7 @@ def _arguments(command: list[str]) -> dict[str, str]:
     """The launcher's own `--name value` flags. Those of the script are spelled with dashes we do not share."""
     found: dict[str, str] = {}
     for index, word in enumerate(command):
-        if word == "-m" and index > 2 or word == "--module":
+        if (word == "-m" and index > 2) or word == "--module":
             break
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
@@ -278,11 +284,14 @@ def refuse(findings: Iterable[Finding]) -> None:
 def _keys(launch: Launch) -> list[Finding]:
     """Keys that nobody reads: dropped in silence, so that the run is not the one that was described."""
     found = []
-    for section, known in (("deepspeed_config", _YAML_DEEPSPEED), ("fsdp_config", _YAML_FSDP)):
+    if launch.config_file is None and launch.environment.get("ACCELERATE_MIXED_PRECISION"):
+        what = "the launcher's yaml could not be found, so its keys were not checked"
+        found.append(Finding("note", what, "start with accelerate launch --config_file FILE"))
+    for section, known in (("deepspeed_config", _YAML_DEEPSPEED.split()), ("fsdp_config", _YAML_FSDP.split())):
         for key in launch.yaml.get(section) or {}:
             if key.removeprefix("fsdp_") not in known and key not in known:
                 found.append(_unknown(f"{launch.config_file}: {section}.{key}", key.removeprefix("fsdp_"), known))
-    found += [_unknown(f"{launch.json_file}: {key}", key, _JSON_DEEPSPEED) for key in launch.json]
+    found += [_unknown(f"{launch.json_file}: {key}", key, _JSON_DEEPSPEED.split()) for key in launch.json]
     return [finding for finding in found if finding]
 
 
@@ -443,8 +452,9 @@ def _operators(launch: Launch, devices: int) -> list[Finding]:
         found.append(Finding("error", what, "install the CUDA toolkit of torch's version and set CUDA_HOME"))
     for name in needed:
         folder = extensions_folder() / name
-        if (folder / "lock").exists():
-            what = f"{folder / 'lock'}: another process compiles {name}, or was killed while it did; this run will wait"
+        lock = folder / "lock"
+        if lock.exists() and time.time() - lock.stat().st_mtime > 60:  # younger: another rank of this launch
+            what = f"{lock}: another process compiles {name}, or was killed while it did; this run will wait for it"
             found.append(Finding("warning", what, "delete the file if no other launch is running"))
         elif not (folder / f"{name}.so").is_file():
             what = f"DeepSpeed compiles {name} now ({OPERATORS[name]}), once per machine"

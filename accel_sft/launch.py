@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from accel_sft.audit import Launch, device_count, read_launch
+from accel_sft.audit import Launch, device_count, launcher_arguments, read_launch
 from accel_sft.config import TrainConfig
 from accel_sft.options import UserError
 
@@ -53,11 +53,14 @@ def prepare_environment(debug: bool = False) -> None:
 def threads_per_process() -> int:
     """Compute threads of one rank: this machine's usable cores shared among its ranks, at least one.
 
-    `accelerate launch` gives each of several ranks a single thread; `--num_cpu_threads_per_process` still wins.
+    The launcher gives each of several ranks a single thread, which leaves cores idle. A number that was asked for,
+    by `--num_cpu_threads_per_process` or OMP_NUM_THREADS above 1, is kept.
     """
-    launch = read_launch()
-    named = launch.arguments.get("num_cpu_threads_per_process")
-    return int(named) if named else max(1, usable_cores() // launch.local_world_size)
+    named = launcher_arguments().get("num_cpu_threads_per_process") or os.environ.get("OMP_NUM_THREADS", "1")
+    if named.isdecimal() and (int(named) > 1 or "num_cpu_threads_per_process" in launcher_arguments()):
+        return int(named)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    return max(1, usable_cores() // ranks)
 
 
 def usable_cores() -> int:
@@ -92,7 +95,8 @@ def quiet(log_file: Path | None, debug: bool = False) -> Iterator[TextIO]:
         log_file.parent.mkdir(parents=True, exist_ok=True)
     outer = _terminal
     with contextlib.ExitStack() as stack:
-        log = stack.enter_context(log_file.open("ab") if log_file else tempfile.TemporaryFile())
+        opened = log_file.open("ab") if log_file else tempfile.TemporaryFile()  # noqa: SIM115 (closed by the stack)
+        log = stack.enter_context(opened)
         saved = [os.dup(1), os.dup(2)]
         if outer is None:
             _terminal = stack.enter_context(open(os.dup(1), "w", encoding="utf-8", buffering=1))
@@ -256,9 +260,8 @@ def verify_engine(accelerator: Accelerator, model: torch.nn.Module, config: Trai
         "precision": (launch.precision[0], precision),
         "ranks": (accelerator.num_processes, model.dp_world_size),
     }
-    wrong = [
-        f"DeepSpeed runs {name} {real}, asked for {asked}" for name, (asked, real) in pairs.items() if asked != real
-    ]
+    pairs = resolved.items()
+    wrong = [f"{name}: DeepSpeed runs {real}, asked for {asked}" for name, (asked, real) in pairs if asked != real]
     if wrong:
         raise UserError(*wrong)
 

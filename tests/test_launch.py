@@ -1,0 +1,438 @@
+"""The launch: what each yaml resolves to, what the audit refuses, and real ranks that are one world."""
+
+import importlib.metadata
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from accelerate.commands import launch as launcher
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+from accel_sft import audit as auditing
+from accel_sft.audit import audit, read_launch, refuse
+from accel_sft.config import TrainConfig
+from accel_sft.launch import threads_per_process, usable_cores, verify_engine
+from accel_sft.options import UserError
+
+ROOT = Path(__file__).parent.parent
+SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+Z2 = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "DEEPSPEED",
+    "deepspeed_config": {"zero_stage": 2},
+    "num_machines": 1,
+    "num_processes": 2,
+    "mixed_precision": "bf16",
+}
+DDP = {key: value for key, value in Z2.items() if key != "deepspeed_config"} | {"distributed_type": "MULTI_GPU"}
+JSON = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
+
+
+def seen_by_a_rank(config_file, *flags, world_size=2, machines=1):
+    """The launch as Accelerate's own launcher would hand it to a rank, without starting any."""
+    args = launcher.launch_command_parser().parse_args(["--config_file", str(config_file), *flags, "train.py"])
+    args, defaults, precision_from_file = launcher._validate_launch_command(args)
+    if args.use_deepspeed:
+        fields = [*defaults.deepspeed_config, *(["mixed_precision"] if precision_from_file else [])]
+        args.deepspeed_fields_from_accelerate_config = ",".join(fields)
+        environment = prepare_deepspeed_cmd_env(args)[1]
+    else:
+        environment = prepare_multi_gpu_env(args)
+    environment |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size // machines), "LOCAL_RANK": "0"}
+    command = ["python", "accelerate", "launch", "--config_file", str(config_file), *flags, "train.py"]
+    return read_launch(environment, command, Path.cwd())
+
+
+def written(folder, content, name="launch.yaml"):
+    path = folder / name
+    path.write_text(json.dumps(content) if name.endswith(".json") else yaml.safe_dump(content))
+    return path
+
+
+def lines(found, level):
+    return [str(finding) for finding in found if finding.level == level]
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """A machine on which every operator can be compiled: what this one lacks is not the subject of the test."""
+    monkeypatch.setattr(auditing, "_operators", lambda launch, devices: [])
+
+
+def test_the_yaml_keys_we_know_are_those_of_the_launcher():
+    groups = {group.title: {action.dest for action in group._group_actions} for group in _parser_groups()}
+    deepspeed = {key for key in groups["DeepSpeed Arguments"] if key != "use_deepspeed"}
+    assert deepspeed - set(auditing._YAML_DEEPSPEED.split()) == set()
+    fsdp = {key.removeprefix("fsdp_") for key in groups["FSDP Arguments"]}
+    assert fsdp - set(auditing._YAML_FSDP.split()) == set()
+
+
+def _parser_groups():
+    return launcher.launch_command_parser()._action_groups
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_yaml_loads_and_is_clean(path, built):
+    assert load_config_from_file(str(path)).num_processes == 2
+    machines = 2 if path.stem.startswith("multinode") else 1
+    flags = ["--machine_rank", "1", "--main_process_ip", "127.0.0.1"] if machines == 2 else []
+    launch = seen_by_a_rank(path, *flags, machines=machines)
+    found = audit(TrainConfig(), launch, devices=2 if launch.backend == "fsdp" else 0)
+    assert found == []
+    assert launch.precision == ("bf16", str(path))
+    assert launch.machines == machines
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "stage", "optimizer", "param"),
+    [
+        ("ddp", "ddp", 0, "none", "none"),
+        ("fsdp2", "fsdp", 0, "none", "none"),
+        ("z0", "deepspeed", 0, "none", "none"),
+        ("z1", "deepspeed", 1, "none", "none"),
+        ("z2", "deepspeed", 2, "none", "none"),
+        ("z2_offload", "deepspeed", 2, "cpu", "none"),
+        ("z3", "deepspeed", 3, "none", "none"),
+        ("z3_offload", "deepspeed", 3, "cpu", "cpu"),
+        ("z3_nvme", "deepspeed", 3, "nvme", "nvme"),
+        ("multinode_z3", "deepspeed", 3, "none", "none"),
+    ],
+)
+def test_shipped_yaml_is_what_its_name_says(name, backend, stage, optimizer, param):
+    flags = ["--main_process_ip", "127.0.0.1"] if name.startswith("multinode") else []
+    launch = seen_by_a_rank(ROOT / "accelerate_configs" / f"{name}.yaml", *flags)
+    assert (launch.backend, launch.stage) == (backend, stage)
+    assert (launch.offload("optimizer"), launch.offload("param")) == (optimizer, param)
+
+
+def test_command_line_wins(tmp_path, built):
+    path = written(tmp_path, Z2)
+    launch = seen_by_a_rank(path, "--mixed_precision", "no", "--num_processes", "1", world_size=1)
+    assert launch.precision == ("no", "--mixed_precision")
+    assert audit(TrainConfig(), launch, devices=0) == []
+
+
+def test_nvme_path_is_read_where_the_launcher_forgets_it(tmp_path):
+    section = {"zero_stage": 3, "offload_param_device": "nvme", "offload_param_nvme_path": "/fast"}
+    path = written(tmp_path, Z2 | {"deepspeed_config": section})
+    assert seen_by_a_rank(path).nvme_path("param") == Path("/fast")
+    assert seen_by_a_rank(path, "--offload_param_nvme_path", "/faster").nvme_path("param") == Path("/faster")
+    assert seen_by_a_rank(path).nvme_path("optimizer") == Path("nvme_offload")
+
+
+FIRES = {
+    "typo in the yaml": (
+        Z2 | {"deepspeed_config": {"zero_stage": 2, "zero_sage": 3}},
+        {},
+        0,
+        "did you mean zero_stage",
+    ),
+    "foreign key": (Z2 | {"deepspeed_config": {"zero_stage": 2, "colour": 1}}, {}, 0, "ignored in silence"),
+    "typo for fsdp": (DDP | {"fsdp_config": {"fsdp_reshard_after_foward": True}}, {}, 0, "reshard_after_forward"),
+    "no gather": (Z2 | {"deepspeed_config": {"zero_stage": 3}}, {}, 0, "add zero3_save_16bit_model: true"),
+    "offload too low": (
+        Z2 | {"deepspeed_config": {"zero_stage": 2, "offload_param_device": "cpu"}},
+        {},
+        0,
+        "offload_param to cpu needs stage 3",
+    ),
+    "fp16 on a CPU": (Z2 | {"mixed_precision": "fp16"}, {}, 0, "needs a GPU"),
+    "more ranks than GPUs": (Z2, {}, 1, "--num_processes 1"),
+    "fsdp on a CPU": (DDP | {"distributed_type": "FSDP"}, {}, 0, "z2.yaml or z3.yaml run on a CPU"),
+    "JSON typo": (Z2, JSON | {"gradient_cliping": 1.0}, 0, "did you mean gradient_clipping?"),
+    "JSON fp16 and bf16": (Z2, JSON | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, 0, "both enabled"),
+    "JSON optimizer": (Z2, JSON | {"optimizer": {"type": "AdamW"}}, 0, "--learning-rate"),
+    "JSON no gather": (Z2, {"zero_optimization": {"stage": 3}}, 0, "stage3_gather_16bit_weights_on_model_save: true"),
+}
+
+
+@pytest.mark.parametrize("case", FIRES)
+def test_error_fires(case, tmp_path, built):
+    content, deepspeed_json, devices, expected = FIRES[case]
+    if deepspeed_json:
+        file = written(tmp_path, deepspeed_json, "ds.json")
+        content = content | {"deepspeed_config": {"deepspeed_config_file": str(file)}}
+    found = audit(TrainConfig(), seen_by_a_rank(written(tmp_path, content)), devices)
+    assert any(expected in line for line in lines(found, "error")), found
+    with pytest.raises(UserError, match=re.escape(expected)):
+        refuse(found)
+
+
+def test_all_errors_are_raised_together(tmp_path, built):
+    content = Z2 | {"deepspeed_config": {"zero_stage": 3, "zero_sage": 3}, "mixed_precision": "fp16"}
+    with pytest.raises(UserError) as raised:
+        refuse(audit(TrainConfig(), seen_by_a_rank(written(tmp_path, content)), devices=0))
+    assert len(raised.value.problems) == 3
+
+
+WARNS = {
+    "accumulation": ({"zero_stage": 2, "gradient_accumulation_steps": 4}, {}, "gradient_accumulation_steps 4 is not"),
+    "clipping": ({"zero_stage": 2, "gradient_clipping": 0.5}, {}, "--max-grad-norm 1 is"),
+    "JSON accumulation": ({}, JSON | {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps 4 is not"),
+    "JSON batch": ({}, JSON | {"train_batch_size": 64}, "train_batch_size is not used"),
+    "JSON precision": ({}, JSON | {"bf16": {"enabled": False}}, "fixes the precision to no"),
+    "JSON unlike any": ({}, JSON | {"qqqq": 1}, "ignored in silence"),
+}
+
+
+@pytest.mark.parametrize("case", WARNS)
+def test_warning_fires(case, tmp_path, built):
+    section, deepspeed_json, expected = WARNS[case]
+    if deepspeed_json:
+        section = {"deepspeed_config_file": str(written(tmp_path, deepspeed_json, "ds.json"))}
+    found = audit(TrainConfig(), seen_by_a_rank(written(tmp_path, Z2 | {"deepspeed_config": section})), devices=0)
+    assert any(expected in line for line in lines(found, "warning")), found
+    assert lines(found, "error") == []
+
+
+def test_equal_clipping_is_no_warning(tmp_path, built):
+    path = written(tmp_path, Z2 | {"deepspeed_config": {"zero_stage": 2, "gradient_clipping": 1.0}})
+    assert audit(TrainConfig(max_grad_norm=1.0), seen_by_a_rank(path), devices=0) == []
+
+
+def test_json_beats_the_command_line_only_with_an_error(tmp_path, built):
+    file = written(tmp_path, JSON | {"bf16": {"enabled": True}}, "ds.json")
+    path = written(tmp_path, Z2 | {"deepspeed_config": {"deepspeed_config_file": str(file)}})
+    found = audit(TrainConfig(), seen_by_a_rank(path, "--mixed_precision", "no"), devices=0)
+    assert any('"auto"' in line for line in lines(found, "error")), found
+
+
+def test_a_world_smaller_than_asked_for_is_an_error(tmp_path, built):
+    launch = seen_by_a_rank(written(tmp_path, DDP | {"distributed_type": "NO"}), world_size=1)
+    assert "2 processes asked for, 1 started" in lines(audit(TrainConfig(), launch, devices=0), "error")[0]
+
+
+def test_use_cpu_would_drop_deepspeed(tmp_path, built, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    found = audit(TrainConfig(), seen_by_a_rank(written(tmp_path, Z2)), devices=0)
+    assert "drop DeepSpeed" in lines(found, "error")[0]
+
+
+def test_use_cpu_beside_gpus_is_a_warning(tmp_path, built):
+    found = audit(TrainConfig(), seen_by_a_rank(written(tmp_path, DDP | {"use_cpu": True})), devices=2)
+    assert "CUDA_VISIBLE_DEVICES" in lines(found, "warning")[0]
+
+
+def test_old_deepspeed_is_refused(tmp_path, built, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.18.1")
+    found = audit(TrainConfig(), seen_by_a_rank(written(tmp_path, Z2)), devices=0)
+    assert "wrong ZeRO-2 gradients" in lines(found, "error")[0]
+
+
+def test_missing_tools_are_named(tmp_path, monkeypatch):
+    section = {"zero_stage": 3, "zero3_save_16bit_model": True, "offload_optimizer_device": "nvme"}
+    launch = seen_by_a_rank(written(tmp_path, Z2 | {"deepspeed_config": section}))
+    monkeypatch.setattr(auditing.shutil, "which", lambda name: None)
+    monkeypatch.setattr(auditing.sysconfig, "get_paths", lambda: {"include": str(tmp_path), "data": str(tmp_path)})
+    monkeypatch.setattr(auditing.ctypes.util, "find_library", lambda name: None)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    monkeypatch.delenv("LDFLAGS", raising=False)
+    found = audit(TrainConfig(), launch, devices=0)
+    errors = "\n".join(lines(found, "error"))
+    for mend in ("install g++", "python3-dev", "pip install ninja", "libaio-dev"):
+        assert mend in errors
+    assert len([line for line in lines(found, "note") if "compiles" in line]) == 3
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert "nvcc is missing" in "\n".join(lines(audit(TrainConfig(), launch, devices=2), "error"))
+
+
+def test_old_gcc_is_refused(tmp_path, monkeypatch):
+    old = tmp_path / "old-gcc"
+    old.write_text('#!/bin/sh\necho "g++ 8.5.0"\necho "Copyright (C) 2018 Free Software Foundation, Inc."\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    found = audit(TrainConfig(), seen_by_a_rank(written(tmp_path, Z2)), devices=0)
+    assert any("GCC 8" in line for line in lines(found, "error"))
+
+
+def test_a_lock_left_behind_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "deepspeed_shm_comm").mkdir()
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.touch()
+    launch = seen_by_a_rank(written(tmp_path, Z2))
+    assert lines(audit(TrainConfig(), launch, devices=0), "warning") == []  # this launch's other rank
+    os.utime(lock, (0, 0))
+    found = audit(TrainConfig(), launch, devices=0)
+    assert any("delete the file" in line for line in lines(found, "warning"))
+
+
+def test_a_launch_without_its_yaml_is_noted(built):
+    environment = {"ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    found = audit(TrainConfig(), read_launch(environment, []), devices=0)
+    assert "keys were not checked" in lines(found, "note")[0]
+
+
+def test_threads_share_the_cores(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert threads_per_process() == max(1, usable_cores() // 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads_per_process() == 3
+
+
+def test_verify_engine_reports_each_difference(tmp_path, monkeypatch):
+    for name, value in seen_by_a_rank(written(tmp_path, Z2)).environment.items():
+        monkeypatch.setenv(name, value)
+    engine = SimpleNamespace(
+        bfloat16_enabled=lambda: False,
+        fp16_enabled=lambda: False,
+        zero_optimization_stage=lambda: 1,
+        gradient_clipping=lambda: 1.0,
+        gradient_accumulation_steps=lambda: 4,
+        dp_world_size=1,
+    )
+    with pytest.raises(UserError) as raised:
+        verify_engine(SimpleNamespace(num_processes=2), engine, TrainConfig(max_grad_norm=0.5))
+    assert [line.split(":")[0] for line in raised.value.problems] == [
+        "ZeRO stage",
+        "clipping",
+        "gradient accumulation",
+        "precision",
+        "ranks",
+    ]
+
+
+def python(script, *arguments, **environment):
+    """A fresh interpreter running `script`, not yet waited for."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env={**kept, **environment}, cwd=ROOT, **pipes)
+
+
+def test_quiet_keeps_chatter_in_the_file_and_ours_on_the_terminal(tmp_path):
+    process = python(
+        """
+        import os, pathlib, subprocess, sys
+        from accel_sft.launch import quiet, terminal
+        folder = pathlib.Path(sys.argv[1])
+        print("before")
+        with quiet(folder / "logs" / "rank-0.log") as ours:
+            print("from Python")
+            subprocess.run(["echo", "from a compiler"])
+            os.write(2, b"from C\\n")
+            print("ours", file=ours)
+            with quiet(folder / "inner.log"):
+                print("deeper")
+                print("ours too", file=terminal())
+            print("outer again")
+        print("after")
+        try:
+            with quiet(None):
+                print("would be lost")
+                raise RuntimeError
+        except RuntimeError:
+            pass
+        with quiet(folder / "never.log", debug=True):
+            print("debugging")
+        assert "torch" not in sys.modules
+        """,
+        tmp_path,
+    )
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert stdout.splitlines() == ["before", "ours", "ours too", "after", "debugging"]
+    assert stderr == "would be lost\n"
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert [line for line in log.splitlines() if line] == ["from Python", "from a compiler", "from C", "outer again"]
+    assert (tmp_path / "inner.log").read_text() == "deeper\n"
+    assert not (tmp_path / "never.log").exists()
+
+
+def test_ranks_that_would_train_alone_are_refused():
+    """FSDP on a CPU, were it not for the audit: Accelerate believes that each of two ranks is the only one."""
+    script = """
+        from accel_sft.config import TrainConfig
+        from accel_sft.launch import create_accelerator
+        create_accelerator(TrainConfig())
+        """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    fsdp = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    ranks = [python(script, LOCAL_RANK=rank, RANK=rank, **world, **fsdp) for rank in ("0", "1")]
+    for process in ranks:
+        stderr = process.communicate(timeout=120)[1]
+        assert process.returncode != 0
+        assert "each would train alone" in stderr
+
+
+RANK = """
+import json, os, sys
+from pathlib import Path
+from accel_sft.launch import (
+    create_accelerator, describe, launch_record, prepare, prepare_environment, quiet, whole_weights
+)
+
+prepare_environment()
+from accel_sft.audit import audit, refuse
+from accel_sft.config import TrainConfig
+
+folder = Path(sys.argv[1])
+with quiet(folder / f"rank-{os.environ['RANK']}.log"):
+    config = TrainConfig(max_grad_norm=0.25)
+    refuse(audit(config))
+    accelerator = create_accelerator(config)
+    import torch
+
+    torch.manual_seed(0)
+    with whole_weights(accelerator):
+        model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = prepare(accelerator, model, optimizer, config)
+    inputs = torch.full((2, 4), 1.0 + accelerator.process_index, dtype=next(model.parameters()).dtype)
+    loss = model(inputs).float().square().mean()
+    if hasattr(model, "set_gradient_accumulation_boundary"):
+        model.set_gradient_accumulation_boundary(True)
+        model.backward(loss, scale_wrt_gas=False)
+        model.step()
+    else:
+        accelerator.backward(loss)
+        optimizer.step()
+    weights = torch.cat([weight.detach().float().flatten() for weight in model.parameters()])
+    everyone = accelerator.gather(weights[None]).tolist()
+    if accelerator.is_main_process:
+        answer = {"record": launch_record(accelerator), "rows": describe(accelerator, config), "weights": everyone}
+        (folder / "answer.json").write_text(json.dumps(answer, allow_nan=False))
+    accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "precision"), [("ddp", [], "bf16"), ("z2", ["--mixed_precision", "no"], "no")]
+)
+def test_two_real_ranks_are_one_world(name, flags, precision, tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    config_file = str(ROOT / "accelerate_configs" / f"{name}.yaml")
+    done = subprocess.run(
+        ["accelerate", "launch", "--config_file", config_file, "--main_process_port", "0", *flags, script, tmp_path],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    record = answer["record"]
+    assert record["processes"] == len(answer["weights"]) == 2
+    assert answer["weights"][0] == answer["weights"][1]
+    assert (record["precision"], record["yaml_path"], record["communication"]) == (precision, config_file, "gloo")
+    assert record["yaml"] == Path(config_file).read_text()
+    assert record["threads_per_process"] == max(1, usable_cores() // 2)
+    assert ("clipping", "0.25") in [tuple(row) for row in answer["rows"]]
+    if name == "z2":
+        assert record["deepspeed_config"]["gradient_clipping"] == 0.25
+        assert record["zero_stage"] == 2
