@@ -52,8 +52,8 @@ _JSON_DEEPSPEED = """
     optimizer pipeline pld prescale_gradients progressive_layer_drop scheduler
     seq_parallel_communication_data_type sparse_attention sparse_gradients steps_per_print tensor_parallel
     tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
-    use_data_before_expert_parallelism use_node_local_storage wandb wall_clock_breakdown weight_quantization
-    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
+    use_data_before_expert_parallelism use_node_local_storage vocabulary_size wandb wall_clock_breakdown
+    weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
 """
 
 
