@@ -107,9 +107,13 @@ class TrainConfig:
             found.append(f"--resume {self.resume}: name the run's folder with --output-dir")
         return found
 
-    def resolved(self, tiny_defaults: dict[str, Any]) -> TrainConfig:
-        """A copy with every None that has a usual value filled in; `tiny`'s own values win where tiny is trained."""
-        values = {**_USUAL, **(tiny_defaults if self.model == "tiny" and not self.init_from else {})}
+    def resolved(self, defaults: dict[str, Any]) -> TrainConfig:
+        """A copy with every None that has a usual value filled in.
+
+        Args:
+            defaults: what suits the model better than the usual values do.
+        """
+        values = {**_USUAL, **defaults}
         if self.adapter != "none":
             values = {**values, "learning_rate": max(values["learning_rate"], _ADAPTER_LEARNING_RATE)}
         if self.epochs is not None:  # an explicit length wins over a default one

@@ -17,6 +17,7 @@ from accel_sft.config import TrainConfig
 from accel_sft.data import collate
 from accel_sft.loss import nll_sum
 from accel_sft.options import UserError
+from accel_sft.system import peak_memory_gib, reset_peak_memory
 from accel_sft.task import Task
 
 
@@ -63,8 +64,7 @@ class Evaluator:
         """
         was_training = model.training
         model.eval()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
+        reset_peak_memory(self.accelerator.device)
         with torch.no_grad():
             eval_loss = self._loss(model)
             self.accelerator.wait_for_everyone()
@@ -72,6 +72,7 @@ class Evaluator:
             generated = self._generate(model)
             seconds = time.perf_counter() - started
         model.train(was_training)
+        peaks = largest(peak_memory_gib(self.accelerator.device), "generate_")
         gathered = gather_object([{**sample, "seconds": seconds} for sample in generated])
         samples = sorted(gathered, key=lambda sample: sample["index"])
         assert [s["index"] for s in samples] == sorted(e.index for e in self.encoded), "an example was lost or doubled"
@@ -84,9 +85,7 @@ class Evaluator:
             "generate_tokens_per_second": tokens / seconds,
             "seconds_per_answer": seconds / len(samples),
         }
-        if torch.cuda.is_available():
-            speed["generate_peak_device_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        return Evaluation({**metrics, **speed}, samples)
+        return Evaluation({**metrics, **speed, **peaks}, samples)
 
     def _batches(self) -> list[tuple[list[Encoded], bool]]:
         """This rank's (examples, wanted) longest first; ranks run equally many, a spare one is not wanted (ZeRO-3)."""
@@ -145,6 +144,12 @@ class Evaluator:
         if main not in metrics or not isinstance(metrics[main], (int, float)):
             raise UserError(f"the task's aggregate() gave {sorted(metrics)}, without a number for main_metric {main!r}")
         return {key: float(value) for key, value in metrics.items()}
+
+
+def largest(readings: dict[str, float | None], prefix: str = "") -> dict[str, float | None]:
+    """The largest of all ranks' readings, by name, with `prefix` before each; None where no rank has one."""
+    every = gather_object([readings])
+    return {prefix + key: max((e[key] for e in every if e[key] is not None), default=None) for key in readings}
 
 
 def greedy(tokenizer: Any, model: Any, max_new_tokens: int) -> Any:

@@ -13,7 +13,7 @@ from rich.console import Console
 from accel_sft import launch, report
 from accel_sft.chat import encode
 from accel_sft.config import TrainConfig
-from accel_sft.evaluate import Evaluation, Evaluator
+from accel_sft.evaluate import Evaluation, Evaluator, largest
 from accel_sft.model import find_source, load_model, load_tokenizer
 from accel_sft.options import UserError
 from accel_sft.prepare import encoding_rules, read_split, start
@@ -65,7 +65,7 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: s
     loaded = load_model(source, config, precision=accelerator.mixed_precision, deepspeed=plugin is not None)
     sharded = accelerator.distributed_type == DistributedType.FSDP or (plugin is not None and plugin.zero_stage == 3)
     prepared = accelerator.prepare(loaded) if sharded else loaded.to(accelerator.device)
-    load_peaks = {f"load_{key}": value for key, value in peak_memory_gib(accelerator.device).items()}
+    load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
     evaluation = Evaluator(accelerator, tokenizer, task, examples, encoding.kept, config)(prepared)
     accelerator.free_memory(loaded, prepared)
     return Evaluation({**evaluation.metrics, **load_peaks}, evaluation.samples)

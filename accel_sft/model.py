@@ -51,6 +51,17 @@ def find_source(config: TrainConfig, model: str | None = None) -> Source:
     return Source(name, name)
 
 
+def is_tiny(config: TrainConfig) -> bool:
+    """Whether what is trained is the built-in model, fresh or from an earlier run of it."""
+    if not config.init_from:
+        return config.model == "tiny"
+    record = Path(config.init_from).expanduser() / "run.json"
+    if not record.is_file():
+        return False
+    earlier = json.loads(record.read_text(encoding="utf-8"))["config"]
+    return is_tiny(dataclasses.replace(config, model=earlier["model"], init_from=earlier["init_from"]))
+
+
 def load_tokenizer(source: Source, config: TrainConfig) -> Any:
     """The tokenizer, with a pad token (its end-of-turn token if it has none of its own).
 
@@ -99,6 +110,7 @@ def load_model(source: Source, config: TrainConfig, *, precision: str, deepspeed
     if source.adapter:
         model = _with_adapter(model, source.adapter, config, total_steps > 0)
     elif config.adapter != "none" and total_steps:
+        torch.manual_seed(config.seed)  # the same new adapter on every rank and at every stage
         model = _new_adapter(model, config, total_steps)
     if total_steps and config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -128,7 +140,13 @@ def _with_adapter(model: Any, adapter: str, config: TrainConfig, train: bool) ->
     from peft import PeftModel
 
     if train and config.adapter == "none":  # full training goes on from base + adapter
-        return _loading(adapter, lambda: PeftModel.from_pretrained(model, adapter)).merge_and_unload()
+        if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            raise UserError(
+                f"--init-from: the adapter {adapter} cannot be merged into weights that ZeRO-3 has sharded; "
+                "train it on with --adapter lora, or launch with stage 2 or less"
+            )
+        merged = _loading(adapter, lambda: PeftModel.from_pretrained(model, adapter)).merge_and_unload()
+        return merged.requires_grad_(True)
     return _loading(adapter, lambda: PeftModel.from_pretrained(model, adapter, is_trainable=train))
 
 

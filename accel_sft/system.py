@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -121,3 +122,18 @@ def host_memory_gib() -> dict[str, float]:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return {"now": now, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
+
+
+def peak_memory_gib(device: torch.device) -> dict[str, float]:
+    """This process's largest memory since its start or the last reset, on the host and on `device` (if CUDA's)."""
+    device_peak = device_memory_gib(device)["peak"]
+    on_device = {} if device_peak is None else {"peak_device_memory_gib": device_peak}
+    return {**on_device, "peak_host_memory_gib": host_memory_gib()["peak"]}
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let peaks start from now, so that loading and generating each have their own; Linux only for the host's."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with contextlib.suppress(OSError):  # elsewhere, or forbidden in a container: then the peak is the process's
+        Path("/proc/self/clear_refs").write_text("5")  # 5: VmHWM, see proc(5)

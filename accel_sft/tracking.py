@@ -18,7 +18,14 @@ from accel_sft.dashboards import Dashboards, tracker_names
 from accel_sft.markdown import markdown_table, shown
 from accel_sft.metrics_file import MetricsFile
 from accel_sft.report import COSTS, json_safe, samples_table, write_atomically
-from accel_sft.system import SYSTEM_FIELDS, SystemSampler, device_memory_gib, host_memory_gib, seconds_since_start
+from accel_sft.system import (
+    SYSTEM_FIELDS,
+    SystemSampler,
+    device_memory_gib,
+    host_memory_gib,
+    peak_memory_gib,
+    seconds_since_start,
+)
 
 _PHASE_FIELDS = ("seconds", "process_memory_gib", "device_allocated_gib", "device_peak_gib", "device_reserved_gib")
 _CURVES = {
@@ -63,7 +70,7 @@ class Tracker:
         self._samples_drawn: dict[int, float] = {}
         self._recorded: list[tuple[str, list[float]]] = []
         self._phases: list[dict[str, Any]] = []
-        self._peak_device_gib: float | None = None
+        self._peaks: dict[str, float | None] = {"peak_device_memory_gib": None, "peak_host_memory_gib": None}
         self._metrics = MetricsFile(self.run_dir / "metrics.jsonl")
         self._line = ProgressLine(total_steps, done=start_step, log_every=config.log_every, file=terminal)
         self._writes = accelerator.is_main_process
@@ -127,7 +134,6 @@ class Tracker:
 
     def system(self) -> list[float]:
         """This rank's readings in the order of `system.SYSTEM_FIELDS`, at most a second old; nan where not there."""
-        self._note_device_peak()
         return self._system.sample()
 
     def step(self, record: Mapping[str, Any], system: Sequence[Sequence[float]] = ()) -> None:
@@ -224,21 +230,17 @@ class Tracker:
     def peak(self) -> dict[str, float | None]:
         """This rank's largest memory so far in GiB; the device's is None without CUDA.
 
-        `system` notes it every step, since an evaluation resets torch's peak to measure its own.
+        Call it before an evaluation too, which resets the peaks to measure its own.
         """
-        self._note_device_peak()
-        return {"peak_device_memory_gib": self._peak_device_gib, "peak_host_memory_gib": host_memory_gib()["peak"]}
+        for key, value in peak_memory_gib(self.accelerator.device).items():
+            self._peaks[key] = max(value, self._peaks[key] or 0.0)
+        return dict(self._peaks)
 
     def close(self) -> None:
         """End the bar and every tracker; a second call does nothing."""
         self._line.close()
         self._metrics.close()
         self._dashboards.close()
-
-    def _note_device_peak(self) -> None:
-        peak = device_memory_gib(self.accelerator.device)["peak"]
-        if peak is not None:
-            self._peak_device_gib = max(peak, self._peak_device_gib or 0.0)
 
     def _show_settings(self) -> None:
         rows = list(self.config.as_dict().items())

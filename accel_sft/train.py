@@ -11,18 +11,19 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from rich.console import Console
 
 from accel_sft import checkpoint, launch, report
 from accel_sft.chat import Encoded
 from accel_sft.config import TrainConfig
 from accel_sft.data import StepPlan, collate
-from accel_sft.evaluate import Evaluation, Evaluator
+from accel_sft.evaluate import Evaluation, Evaluator, largest
 from accel_sft.loss import nll_sum
-from accel_sft.model import load_model, trainable_parameters
+from accel_sft.model import is_tiny, load_model, trainable_parameters
 from accel_sft.optim import Stepper, adamw, learning_rate
 from accel_sft.prepare import Prepared, claim_run_dir, prepare_data, start, versions, write_run_record
+from accel_sft.system import peak_memory_gib
 from accel_sft.task import Task
 from accel_sft.tiny import TINY_DEFAULTS
 from accel_sft.tracking import Tracker
@@ -54,7 +55,7 @@ def run(task_name: str, task: Task, config: TrainConfig) -> None:
     Raises:
         UserError: anything the person at the terminal can mend.
     """
-    config = config.resolved(TINY_DEFAULTS)
+    config = config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
     accelerator = start(config)
     if config.dry_run:
         return
@@ -112,7 +113,6 @@ class Fitting:
         self.train: list[Encoded] = prepared.train.kept
         self.progress = Progress()
 
-        set_seed(config.seed)  # the same new adapter on every rank
         deepspeed = accelerator.state.deepspeed_plugin is not None
         model = load_model(
             prepared.source,
@@ -122,10 +122,10 @@ class Fitting:
             total_steps=self.plan.total_steps,
         )
         tracker.phase("model")
+        self.load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
         self.trained_parameters = trainable_parameters(model)
         optimizer = adamw(model, config)
-        self.model, self.optimizer = accelerator.prepare(model, optimizer)
-        launch.verify_engine(accelerator, self.model, config)
+        self.model, self.optimizer = launch.prepare(accelerator, model, optimizer, config)
         tracker.phase("sharded")
         self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm)
         self.evaluator = Evaluator(
@@ -231,6 +231,7 @@ class Fitting:
     def evaluate(self) -> None:
         """Judge the weights as they are; keep them as best/ if the task's main metric says so."""
         progress, task = self.progress, self.task
+        self.tracker.peak()
         evaluation = self.evaluator(self.model)
         self.tracker.evaluation(progress.step, evaluation.metrics, evaluation.samples)
         progress.latest, progress.evaluated_step = evaluation.metrics, progress.step
@@ -266,11 +267,6 @@ class Fitting:
         path = self.run_dir / "samples" / f"step-{step:06d}.jsonl"
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
-    def peaks(self) -> dict[str, float | None]:
-        """The largest memory of any rank, in GiB."""
-        every = gather_object([self.tracker.peak()])
-        return {key: max((p[key] for p in every if p[key] is not None), default=None) for key in every[0]}
-
     def finish(self) -> None:
         """Export final/, write result.json and report.md, and show before beside after."""
         progress, accelerator = self.progress, self.accelerator
@@ -283,11 +279,11 @@ class Fitting:
             "stopped_early": progress.step < self.plan.total_steps,
             "train_seconds": progress.seconds,
             "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else None,
-            **self.peaks(),
+            **largest(self.tracker.peak()),
             "trained_parameters": self.trained_parameters,
             "best": {"step": progress.best_step, self.task.main_metric: progress.best},
-            "before": progress.before,
-            "after": progress.latest,
+            "before": progress.before and {**progress.before, **self.load_peaks},
+            "after": progress.latest and {**progress.latest, **self.load_peaks},
             "phases": self.tracker.phases(),
         }
         if accelerator.is_main_process:

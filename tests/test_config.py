@@ -1,10 +1,12 @@
 """The trainer's settings: every problem at once, defaults that suit the model, and the same names in YAML."""
 
 import dataclasses
+import json
 
 import pytest
 
 from accel_sft.config import LAYOUT, TrainConfig, changed, load_yaml
+from accel_sft.model import is_tiny
 from accel_sft.options import UserError, option, settings
 
 
@@ -68,11 +70,22 @@ def test_defaults_come_with_the_model_and_what_is_set_stays():
     tiny = {"learning_rate": 2e-3, "max_steps": 100, "max_length": 64}
     assert TrainConfig().resolved(tiny).learning_rate == 2e-3
     assert TrainConfig(learning_rate=1e-5).resolved(tiny).learning_rate == 1e-5
-    assert TrainConfig(model="other").resolved(tiny).learning_rate == 2e-5
-    assert TrainConfig(model="other", adapter="lora").resolved(tiny).learning_rate == 1e-4
+    assert TrainConfig(model="other").resolved({}).learning_rate == 2e-5
+    assert TrainConfig(model="other", adapter="lora").resolved({}).learning_rate == 1e-4
     assert TrainConfig().resolved(tiny).max_steps == 100
     assert TrainConfig(epochs=2.0).resolved(tiny).max_steps is None
-    assert TrainConfig(init_from="runs/a").resolved(tiny).learning_rate == 2e-5
+
+
+def test_a_run_that_starts_from_a_tiny_one_is_tiny_too(tmp_path):
+    for name, model, init_from in (("a", "tiny", None), ("b", "tiny", "a"), ("c", "org/model", None)):
+        (tmp_path / name).mkdir()
+        earlier = {"config": {"model": model, "init_from": init_from and str(tmp_path / init_from)}}
+        (tmp_path / name / "run.json").write_text(json.dumps(earlier))
+    (tmp_path / "weights").mkdir()
+    found = {name: is_tiny(TrainConfig(init_from=str(tmp_path / name))) for name in ("a", "b", "c", "weights")}
+    assert found == {"a": True, "b": True, "c": False, "weights": False}
+    assert is_tiny(TrainConfig())
+    assert not is_tiny(TrainConfig(model="org/model"))
 
 
 def test_a_resume_may_change_the_layout_and_not_the_mathematics():

@@ -14,7 +14,8 @@ from accel_sft import RowProblem, Task, UserError, option, read_rows
 
 SYSTEM_PROMPT = "You are a helpful assistant that solves the maths below."
 _NAMED_NUMBERS = 10
-_LENGTH_SHARE = 0.08
+_KIND_SHARE = 0.12
+_MOST_REPEATS = 12
 
 # int() refuses numbers of more digits than a limit that may be set as low as 640; no honest answer comes near it.
 _INTEGER = r"[+-]?[0-9]{1,600}"
@@ -145,12 +146,12 @@ class Math(Task):
         numbers = [number for number in range(1, self.max_number + 1) if number not in held_out]
         if not numbers:
             raise UserError(f"--validation-file {self.validation_file}: has every number up to {self.max_number}")
-        numbers = _with_short_ones_often(numbers)
         draw = _random(self, "train")
         rows: list[Example] = []
         while len(rows) < self.train_examples:
             draw.shuffle(numbers)
             rows += [self._example(number, draw) for number in numbers[: self.train_examples - len(rows)]]
+            numbers = _with_rare_ones_often(numbers) if len(rows) == len(numbers) else numbers  # once each, at first
         return rows
 
     def _refuse_leak(self, numbers: set[int]) -> None:
@@ -213,13 +214,20 @@ def _first_addend(number: int, how: str, draw: random.Random) -> int:
             return first
 
 
-def _with_short_ones_often(numbers: list[int]) -> list[int]:
-    """`numbers` with the few short ones repeated until each length has its share, or they are learnt last."""
-    by_length: dict[int, list[int]] = {}
+def _with_rare_ones_often(numbers: list[int]) -> list[int]:
+    """`numbers` with the rarer kinds repeated, or they are learnt last: short ones, and those that begin with 1, whose
+    second addend is shorter than the number."""
+    kinds: dict[tuple[int, bool], list[int]] = {}
     for number in numbers:
-        by_length.setdefault(len(str(number)), []).append(number)
-    least = _LENGTH_SHARE * len(numbers)
-    return [number for group in by_length.values() for number in group * math.ceil(max(1, least / len(group)))]
+        digits = str(number)
+        if digits.strip("0") != "1":  # 10, 100, ... split without a carry as n + 0 only: not a habit to repeat
+            kinds.setdefault((len(digits), digits[0] == "1"), []).append(number)
+    least = _KIND_SHARE * len(numbers)
+    return [
+        number
+        for group in kinds.values()
+        for number in group * min(math.ceil(max(1, least / len(group))), _MOST_REPEATS)
+    ]
 
 
 def _kind(row: dict[str, Any], field: str) -> str:
