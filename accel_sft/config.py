@@ -116,10 +116,11 @@ class TrainConfig:
         values = {**_USUAL, **defaults}
         if self.adapter != "none":
             values = {**values, "learning_rate": max(values["learning_rate"], _ADAPTER_LEARNING_RATE)}
-        if self.epochs is not None:  # an explicit length wins over a default one
+        if self.epochs is not None and self.max_steps is None:  # an explicit length wins over a default one
             values["max_steps"] = None
         unset = {key: value for key, value in values.items() if getattr(self, key) is None}
-        return dataclasses.replace(self, **unset)
+        resolved = dataclasses.replace(self, **unset)
+        return resolved if resolved.max_steps is None else dataclasses.replace(resolved, epochs=None)
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -92,6 +92,11 @@ def start(config: TrainConfig) -> Accelerator:
     refuse(findings)
     with quiet(None, config.debug) as terminal:
         accelerator = create_accelerator(config)
+        if config.adapter == "adalora" and accelerator.state.deepspeed_plugin:
+            raise UserError(
+                "--adapter adalora: it ranks its directions by each step's gradients, which DeepSpeed frees; "
+                "launch with accelerate_configs/ddp.yaml, or choose --adapter lora"
+            )
         if accelerator.is_main_process:
             rows = describe(accelerator, config)
             width = max(len(name) for name, _ in rows)

@@ -35,6 +35,9 @@ _CURVES = {
     "supervised_tokens": "throughput/supervised_tokens",
 }
 
+_LINE = 79
+"""Cells of an evaluation's line on the console."""
+
 
 class Tracker:
     """The run's eyes, on every rank; only rank 0 writes. `phases()` is the one method that may be a collective.
@@ -182,7 +185,12 @@ class Tracker:
         main = self.main_metric or next((key for key in quality if key != "eval_loss"), None)
         if main in quality:
             self._line.evaluated({main: quality[main]})
-        self.say(f"step {step}: " + "  ".join(f"{key} {shown(value)}" for key, value in quality.items()))
+        line = f"step {step}:"
+        for key in sorted(quality, key=lambda key: (key != main, key != "eval_loss")):
+            if len(told := f"{line}  {key} {shown(quality[key])}") > _LINE:
+                break  # the rest is in metrics.jsonl, the curves and the report
+            line = told
+        self.say(line)
 
     def flush(self) -> None:
         """Hand all curves to the operating system. Call it before a checkpoint: a resume from there finds them."""

@@ -40,7 +40,7 @@ def accel_sft(
     launcher: tuple[str, ...] = (),
     run_dir: Path | None = None,
     environment: dict[str, str] | None = None,
-    timeout_seconds: int = 300,
+    timeout_seconds: int = 600,  # a first launch compiles DeepSpeed's operators
 ) -> Launched:
     """Run the command line as a user would: under `accelerate launch` with one of the shipped yamls, or alone."""
     scripts = Path(sysconfig.get_path("scripts"))

@@ -122,5 +122,5 @@ def test_no_chat_template_and_a_template_that_rejects(tokenizer):
     with pytest.raises(UserError, match="no chat template"):
         encoded(bare)
     bare.chat_template = "{{ raise_exception('no system role here') }}"
-    with pytest.raises(UserError, match="rejects these messages .*no system role here"):
+    with pytest.raises(UserError, match=r"rejects these messages .*no system role here"):
         encoded(bare)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+from conftest import accel_sft
 
 STEPS = 6
 JOB = ("math", "--max-steps", str(STEPS), "--global-batch-size", "10", "--validation-examples", "7")
@@ -12,6 +15,7 @@ ONCE = ("--eval-every", "off", "--save-every", "off")
 
 LAYOUTS = {
     "plain": {},
+    "plain with recomputed activations": {},
     "ddp": {"yaml": "ddp", "launcher": FP32},
     "z0": {"yaml": "z0", "launcher": FP32},
     "z1": {"yaml": "z1", "launcher": FP32},
@@ -24,18 +28,58 @@ LAYOUTS = {
 MICRO = {"plain": "3", "ddp": "2", "z2": "2", "z3": "auto", "z1": "1"}
 
 
+FLAGS = {"plain with recomputed activations": ("--gradient-checkpointing",)}
+
+
 def layout(launched, name):
     """The reference job under a layout: the plain one in micro-batches of 3, others otherwise."""
     arguments = (*JOB, "--save-every", "3") if name in ("plain", "z2", "z3") else (*JOB, *ONCE)
-    return launched(name, *arguments, "--micro-batch-size", MICRO.get(name, "auto"), **LAYOUTS[name])
+    arguments += ("--micro-batch-size", MICRO.get(name, "auto"), *FLAGS.get(name, ()))
+    return launched(name, *arguments, **LAYOUTS[name])
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "plain"])
-def test_every_layout_draws_the_same_curve(launched, name):
-    reference, other = layout(launched, "plain").lines(), layout(launched, name).lines()
+def same_curve(reference, other):
     assert [line["step"] for line in other] == list(range(1, STEPS + 1))
     for expected, line in zip(reference, other, strict=True):
         assert line["loss"] == pytest.approx(expected["loss"], rel=2e-5)
         assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-4)
         assert line["supervised_tokens"] == expected["supervised_tokens"]
         assert line["learning_rate"] == expected["learning_rate"]
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "plain"])
+def test_every_layout_draws_the_same_curve(launched, name):
+    same_curve(layout(launched, "plain").lines(), layout(launched, name).lines())
+
+
+def test_two_machines_draw_the_same_curve(launched, tmp_path):
+    arguments = (*JOB, *ONCE)
+    machine = ("--machine_rank", "{rank}", "--num_processes", "2", "--main_process_ip", "127.0.0.1", *FP32)
+    with ThreadPoolExecutor() as pool:
+        launches = [
+            pool.submit(
+                accel_sft,
+                *arguments,
+                yaml="multinode_z3",
+                launcher=tuple(word.format(rank=rank) for word in machine),
+                run_dir=tmp_path / "run",
+            )
+            for rank in (0, 1)
+        ]
+        first, second = (launch.result() for launch in launches)
+    assert (first.status, second.status) == (0, 0), first.output + second.output
+    assert "on 2 machine(s)" in first.output
+    same_curve(layout(launched, "plain").lines(), first.lines())
+
+
+@pytest.mark.nvme
+def test_parameters_and_states_on_disk_draw_the_same_curve(launched, tmp_path):
+    disk = (
+        "--offload_param_nvme_path",
+        str(tmp_path / "disk"),
+        "--offload_optimizer_nvme_path",
+        str(tmp_path / "disk"),
+    )
+    run = launched("z3_nvme", *JOB, *ONCE, yaml="z3_nvme", launcher=(*FP32, *disk), timeout_seconds=1500)
+    same_curve(layout(launched, "plain").lines(), run.lines())
+    assert not list((tmp_path / "disk").glob("*-*")), "swap files were left behind"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 
 import pytest
 import torch
 from conftest import accel_sft
+from fake_plugins import install
 from safetensors.torch import load_file
 from test_laws import JOB, layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -199,10 +201,9 @@ def test_patience_stops_early(launched):
 def test_evaluate_alone_gives_the_runs_numbers(launched, tmp_path):
     run = layout(launched, "z3")
     arguments = ("evaluate", "math", "--validation-examples", "7", "--max-new-tokens", "6")
-    alone = accel_sft(
-        *arguments, "--model", str(run.run_dir), "--base", str(run.run_dir / "base"), yaml="z3", run_dir=tmp_path / "out",
-        launcher=("--mixed_precision", "no"),
-    )  # fmt: skip
+    models = ("--model", str(run.run_dir), "--base", str(run.run_dir / "base"))
+    fp32 = ("--mixed_precision", "no")
+    alone = accel_sft(*arguments, *models, yaml="z3", launcher=fp32, run_dir=tmp_path / "out")
     assert alone.status == 0, alone.output
     for side in ("before", "after"):
         assert alone.result()[side]["eval_loss"] == pytest.approx(run.result()[side]["eval_loss"], rel=1e-4)
@@ -215,3 +216,43 @@ def test_dry_run_stops_before_anything_is_made(tmp_path):
     assert run.status == 0, run.output
     assert "ZeRO-3" in run.output
     assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_that_finds_its_ranks_itself_trains_without_deepspeed_only(launched, tmp_path):
+    run = launched("adalora", *JOB, "--adapter", "adalora", "--save-every", "off")
+    assert (run.run_dir / "final" / "adapter_model.safetensors").exists()
+    refused = accel_sft(*JOB, "--adapter", "adalora", yaml="z2", run_dir=tmp_path / "run")
+    assert refused.status == 1
+    assert "--adapter adalora: " in refused.output
+    assert "ddp.yaml" in refused.output
+
+
+FAILING = """
+from dataclasses import dataclass
+from accel_sft_math import Math as Shipped
+
+@dataclass(kw_only=True)
+class Failing(Shipped):
+    \"\"\"Math with a judge that fails on one rank.\"\"\"
+
+    def score(self, example, text):
+        import os
+        if os.environ.get("RANK") == "1":
+            raise RuntimeError("the judge is ill")
+        return super().score(example, text)
+"""
+
+
+def test_a_rank_that_fails_alone_ends_the_run_at_once_with_its_message(tmp_path):
+    (tmp_path / "site").mkdir()
+    install(tmp_path / "site", "accel-sft-failing", "failing = accel_sft_failing:Failing", FAILING)
+    started = time.monotonic()
+    run = accel_sft(
+        "failing", *JOB[1:], yaml="z2", run_dir=tmp_path / "run", environment={"PYTHONPATH": str(tmp_path / "site")}
+    )
+    assert run.status != 0
+    assert time.monotonic() - started < 120, "the other rank waited for the one that failed"
+    summary = run.output[run.output.index("ChildFailedError") :]
+    assert "score() failed" in summary
+    assert "the judge is ill" in summary
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"

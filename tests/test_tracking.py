@@ -149,7 +149,7 @@ def test_an_evaluation_is_recorded_with_every_answer(tracked, capsys):
     assert points(tracker, "eval/loss") == [(7, 0.25)]
     written = (tracker.run_dir / "samples" / "step-000007.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in written] == SAMPLES
-    assert capsys.readouterr().out == "step 7: eval_loss 0.25  accuracy 0.5\n"
+    assert capsys.readouterr().out == "step 7:  accuracy 0.5  eval_loss 0.25\n"
 
 
 def test_answers_stand_in_tensorboard_as_they_are(tracked):
