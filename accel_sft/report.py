@@ -69,6 +69,12 @@ def read_status(run_dir: Path) -> str | None:
     return json.loads(path.read_text(encoding="utf-8")).get("status") if path.exists() else None
 
 
+def read_samples(run_dir: Path, step: int) -> list[dict[str, Any]]:
+    """The answers of a run's evaluation at `step`, as the tracker wrote them; none if there was none."""
+    path = Path(run_dir) / "samples" / f"step-{step:06d}.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
 def comparison_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """(what, base, tuned, change) for every number of two flat evaluations: the task's metrics, loss, then costs.
 

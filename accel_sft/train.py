@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -22,31 +20,13 @@ from accel_sft.evaluate import Evaluation, Evaluator, largest
 from accel_sft.loss import nll_sum
 from accel_sft.model import is_tiny, load_model, trainable_parameters
 from accel_sft.optim import Stepper, adamw, learning_rate
+from accel_sft.options import UserError
 from accel_sft.prepare import Prepared, claim_run_dir, prepare_data, start, versions, write_run_record
+from accel_sft.progress import Progress
 from accel_sft.system import peak_memory_gib
 from accel_sft.task import Task
 from accel_sft.tiny import TINY_DEFAULTS
 from accel_sft.tracking import Tracker
-
-
-@dataclasses.dataclass
-class Progress:
-    """What a run knows of itself besides its weights; a checkpoint holds it."""
-
-    step: int = 0
-    seconds: float = 0.0  # in steps, evaluations and checkpoints left out
-    tokens: int = 0
-    before: dict[str, float] | None = None
-    latest: dict[str, float] | None = None
-    evaluated_step: int = -1
-    best: float | None = None
-    best_step: int | None = None
-    without_better: int = 0
-
-    def better(self, value: float, higher_is_better: bool) -> bool:
-        if math.isnan(value):
-            return False
-        return self.best is None or (value > self.best if higher_is_better else value < self.best)
 
 
 def run(task_name: str, task: Task, config: TrainConfig) -> None:
@@ -64,7 +44,13 @@ def run(task_name: str, task: Task, config: TrainConfig) -> None:
         accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir / 'report.md'}")
         return
     try:
-        _run(accelerator, run_dir, task_name, task, config)
+        try:
+            _run(accelerator, run_dir, task_name, task, config)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"out of device memory ({str(error).splitlines()[0]}); the loss does not depend on it: lower "
+                "--micro-batch-size or --eval-batch-size, add --gradient-checkpointing, or choose a higher ZeRO stage"
+            ) from error
     except BaseException as error:
         if report.read_status(run_dir) != "complete":  # a finished run that a changed setting may not resume stays so
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -230,7 +216,7 @@ class Fitting:
 
     def evaluate(self) -> None:
         """Judge the weights as they are; keep them as best/ if the task's main metric says so."""
-        progress, task = self.progress, self.task
+        progress = self.progress
         self.tracker.peak()
         evaluation = self.evaluator(self.model)
         self.tracker.evaluation(progress.step, evaluation.metrics, evaluation.samples)
@@ -238,10 +224,7 @@ class Fitting:
         if progress.step == 0:
             progress.before = evaluation.metrics
             return
-        value = evaluation.metrics[task.main_metric]
-        progress.without_better += 1
-        if progress.better(value, task.higher_is_better):
-            progress.best, progress.best_step, progress.without_better = value, progress.step, 0
+        if progress.judged(evaluation.metrics[self.task.main_metric], self.task.higher_is_better):
             self.export("best", evaluation)
 
     def export(self, name: str, evaluation: Evaluation | None = None) -> None:
@@ -259,13 +242,8 @@ class Fitting:
 
     def save(self) -> None:
         state = {"step": self.progress.step, "progress": dataclasses.asdict(self.progress)}
-        checkpoint.save(self.accelerator, self.run_dir, state, self.config.keep_checkpoints)
         self.tracker.flush()
-
-    def samples(self, step: int) -> list[dict[str, Any]]:
-        """The answers of an evaluation of this run, as the tracker wrote them; none if there was none."""
-        path = self.run_dir / "samples" / f"step-{step:06d}.jsonl"
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        checkpoint.save(self.accelerator, self.run_dir, state, self.config.keep_checkpoints)
 
     def finish(self) -> None:
         """Export final/, write result.json and report.md, and show before beside after."""
@@ -287,7 +265,7 @@ class Fitting:
             "phases": self.tracker.phases(),
         }
         if accelerator.is_main_process:
-            before, after = (self.samples(step) for step in (0, progress.evaluated_step))
+            before, after = (report.read_samples(self.run_dir, step) for step in (0, progress.evaluated_step))
             report.write_report(self.run_dir, result, before, after)
             report.write_result(self.run_dir, result)
             self.tracker.close()

@@ -11,7 +11,7 @@ from fake_plugins import accel_sft, install
 PACKAGE = Path(__file__).parent.parent / "accel_sft"
 GROUPS = [
     {"options"},
-    {"rows", "markdown"},
+    {"rows", "markdown", "progress"},
     {"task", "config"},
     {"registry", "chat", "tiny", "memory", "report", "console"},
     {"audit", "system", "metrics_file", "dashboards"},
@@ -23,7 +23,7 @@ GROUPS = [
     {"cli"},
     {"__main__"},
 ]
-STANDARD_LIBRARY_ONLY = ("options", "rows", "task", "registry")
+STANDARD_LIBRARY_ONLY = ("options", "progress", "rows", "task", "registry")
 NO_TORCH = ("config", "report", "memory", "tiny", "cli", "cli_options", "scaffold", "failure", "audit")
 PLACE = {name: place for place, names in enumerate(GROUPS) for name in names}
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
