@@ -1,36 +1,16 @@
-"""What this launch really resolves to, and what is wrong with it, before anything is loaded.
-
-`accelerate launch` hands its yaml over through environment variables and drops what it does not know without a word.
-So the yaml itself is read again, its path taken from the launcher's own command line (our parent process).
-"""
+"""What is wrong with a launch, or will not be what was meant, before anything is loaded."""
 
 from __future__ import annotations
 
-import ctypes.util
-import dataclasses
 import difflib
-import functools
 import importlib.metadata
-import json
-import os
 import re
-import shutil
-import subprocess
-import sysconfig
-import time
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
 
 from accel_sft.config import TrainConfig
+from accel_sft.launched import Finding, Launch, device_count, read_launch
+from accel_sft.operators import audit_operators
 from accel_sft.options import UserError
-
-OPERATORS = {
-    "deepspeed_shm_comm": "ranks on a CPU exchange tensors through it, about 40 s",
-    "cpu_adam": "the optimizer on the host, 1-4 minutes",
-    "async_io": "NVMe offload, 1-3 minutes",
-}
-"""DeepSpeed operators that our configurations need, compiled on first use and kept per user."""
 
 _YAML_DEEPSPEED = """
     deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter
@@ -57,202 +37,6 @@ _JSON_DEEPSPEED = """
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One thing to know about the launch. An `error` stops the run, a `warning` or a `note` is printed."""
-
-    level: str
-    what: str
-    mend: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.mend}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """The launch as this rank sees it: what was asked for (command line, yaml, JSON) and what arrived (environment).
-
-    Attributes:
-        arguments: the launcher's own flags by name without dashes, `num_processes`; empty when there is no launcher.
-        config_file, text, yaml: the `--config_file`, its text and its content.
-        json_file, json: the DeepSpeed JSON the yaml names, and its content; None and {} without one.
-        environment: the variables that `accelerate launch` sets for a rank.
-    """
-
-    arguments: Mapping[str, str]
-    config_file: Path | None
-    text: str
-    yaml: Mapping[str, Any]
-    json_file: Path | None
-    json: Mapping[str, Any]
-    environment: Mapping[str, str]
-
-    @property
-    def world_size(self) -> int:
-        return int(self.environment.get("WORLD_SIZE", 1))
-
-    @property
-    def local_world_size(self) -> int:
-        return int(self.environment.get("LOCAL_WORLD_SIZE", self.world_size))
-
-    @property
-    def machines(self) -> int:
-        return max(1, self.world_size // self.local_world_size)
-
-    @property
-    def backend(self) -> str:
-        """`deepspeed`, `fsdp`, `megatron`, `ddp` or `plain`: which library runs the ranks."""
-        for name in ("deepspeed", "fsdp", "megatron_lm"):
-            if self.environment.get(f"ACCELERATE_USE_{name.upper()}", "").lower() == "true":
-                return name.removesuffix("_lm")
-        return "ddp" if self.world_size > 1 else "plain"
-
-    @property
-    def zero(self) -> Mapping[str, Any]:
-        """The JSON's `zero_optimization`, {} in the yaml form."""
-        return self.json.get("zero_optimization") or {}
-
-    @property
-    def stage(self) -> int:
-        """The ZeRO stage, 0 without DeepSpeed."""
-        if self.backend != "deepspeed":
-            return 0
-        return int(self.zero.get("stage", 0) if self.json_file else self._deepspeed_variable("ZERO_STAGE", "2"))
-
-    def offload(self, what: str) -> str:
-        """Where `optimizer` or `param` is offloaded to: none, cpu or nvme."""
-        if self.backend != "deepspeed":
-            return "none"
-        if self.json_file:
-            return str((self.zero.get(f"offload_{what}") or {}).get("device", "none"))
-        return self._deepspeed_variable(f"OFFLOAD_{what.upper()}_DEVICE", "none")
-
-    def nvme_path(self, what: str) -> Path:
-        """The folder for `optimizer` or `param` under NVMe offload. The launcher reads this key and never passes it
-        on (accelerate 1.15), so it is taken from the command line or the yaml."""
-        key = f"offload_{what}_nvme_path"
-        inside = (self.zero.get(f"offload_{what}") or {}).get("nvme_path")
-        named = self.arguments.get(key) or (self.yaml.get("deepspeed_config") or {}).get(key) or inside
-        return Path(str(named or "nvme_offload"))
-
-    @property
-    def gathers_16bit_weights(self) -> bool:
-        if self.json_file:
-            return self.zero.get("stage3_gather_16bit_weights_on_model_save") is True
-        return self._deepspeed_variable("ZERO3_SAVE_16BIT_MODEL", "false").lower() == "true"
-
-    @property
-    def precision(self) -> tuple[str, str]:
-        """(`bf16`, `fp16`, `fp8` or `no`, what decided it). A JSON that says true or false beats the command line."""
-        for name in ("bf16", "fp16"):
-            if str((self.json.get(name) or {}).get("enabled")).lower() == "true":
-                return name, f"{self.json_file}"
-        value = self.environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-        fixed = (self.json.get(value) or {}).get("enabled") if value in ("bf16", "fp16") else None
-        if str(fixed).lower() == "false":
-            return "no", f"{self.json_file}"
-        if "mixed_precision" in self.arguments:
-            return value, "--mixed_precision"
-        if self.yaml.get("mixed_precision") is not None:
-            return value, f"{self.config_file}"
-        return value, "the default"
-
-    def _deepspeed_variable(self, name: str, default: str) -> str:
-        return self.environment.get(f"ACCELERATE_DEEPSPEED_{name}", default)
-
-
-def read_launch(
-    environment: Mapping[str, str] | None = None, command: list[str] | None = None, folder: Path | None = None
-) -> Launch:
-    """Read the launch this process is a rank of.
-
-    Args:
-        environment: instead of `os.environ`.
-        command: the launcher's command line, instead of that of the nearest `accelerate launch` above this process.
-        folder: where the launcher was started, for relative paths.
-    Raises:
-        UserError: the DeepSpeed JSON that the yaml names cannot be read.
-    """
-    import yaml
-
-    environment = os.environ if environment is None else environment
-    if command is None:
-        command, folder = _launcher()
-    folder = folder or Path.cwd()
-    arguments = _arguments(command)
-    config_file, text, content = arguments.get("config_file"), "", {}
-    if config_file is None and command:
-        config_file = _default_config_file(environment)
-    if config_file is not None:
-        text = (folder / config_file).read_text(encoding="utf-8")
-        content = yaml.safe_load(text) or {}
-    json_file, loaded = None, {}
-    named = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    if named and environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
-        json_file = Path(named)
-        try:
-            loaded = json.loads((folder / json_file).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"deepspeed_config_file {named}: cannot be read as JSON: {error}") from None
-    path = None if config_file is None else Path(config_file)
-    return Launch(arguments, path, text, content, json_file, loaded, dict(environment))
-
-
-def launcher_arguments() -> dict[str, str]:
-    """The flags of the `accelerate launch` that started this process, without dashes; empty without one."""
-    return _arguments(_launcher()[0])
-
-
-def _launcher() -> tuple[list[str], Path | None]:
-    """Command line and folder of the `accelerate launch` that started this process, ([], None) without one."""
-    if "LOCAL_RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" not in os.environ:
-        return [], None
-    import psutil
-
-    for process in psutil.Process().parents():
-        try:
-            command = process.cmdline()
-            if any(re.search(r"accelerate([-_.]|$)", Path(word).name) for word in command[:3]) or (
-                len(command) > 2 and command[1] == "-m" and command[2].startswith("accelerate")
-            ):
-                return command, Path(process.cwd())
-        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-    return [], None
-
-
-def _arguments(command: list[str]) -> dict[str, str]:
-    """The launcher's own `--name value` flags. Those of the script are spelled with dashes we do not share."""
-    found: dict[str, str] = {}
-    for index, word in enumerate(command):
-        if (word == "-m" and index > 2) or word == "--module":
-            break
-        if word.startswith("--"):
-            name, _, value = word[2:].partition("=")
-            if not value and index + 1 < len(command):
-                value = command[index + 1]
-            found.setdefault(name.replace("-", "_"), value)
-    return found
-
-
-def _default_config_file(environment: Mapping[str, str]) -> str | None:
-    """The file that `accelerate config` writes, used by a launch that names none."""
-    cache = environment.get("XDG_CACHE_HOME", "~/.cache")
-    home = Path(environment.get("HF_HOME", f"{cache}/huggingface")).expanduser()
-    path = home / "accelerate" / "default_config.yaml"
-    return str(path) if path.is_file() else None
-
-
-def device_count() -> int:
-    """Accelerators that ranks can be spread over (0 on a CPU-only machine, and for Apple's, which joins no group)."""
-    import torch
-
-    if not torch.accelerator.is_available() or torch.accelerator.current_accelerator().type == "mps":
-        return 0
-    return torch.accelerator.device_count()
-
-
 def audit(config: TrainConfig, launch: Launch | None = None, devices: int | None = None) -> list[Finding]:
     """Everything to know about this launch before paying for it, errors first.
 
@@ -266,7 +50,7 @@ def audit(config: TrainConfig, launch: Launch | None = None, devices: int | None
     devices = device_count() if devices is None else devices
     found = [*_keys(launch), *_world(launch, devices), *_precision(launch, devices)]
     if launch.backend == "deepspeed":
-        found += [*_ignored(launch, config), *_zero(launch, devices), *_operators(launch, devices)]
+        found += [*_ignored(launch, config), *_zero(launch, devices), *audit_operators(launch, devices)]
     return sorted(found, key=lambda finding: ("error", "warning", "note").index(finding.level))
 
 
@@ -413,93 +197,6 @@ def _zero(launch: Launch, devices: int) -> list[Finding]:
             line = f"{where}: offload_{what} to {device} needs stage {needed}, this is stage {launch.stage}"
             found.append(Finding("error", line, f"zero_stage: {needed}, or no offload"))
     return found
-
-
-def operators(launch: Launch, devices: int) -> list[str]:
-    """The DeepSpeed operators this launch needs, by name."""
-    if launch.backend != "deepspeed":
-        return []
-    places = {launch.offload("optimizer"), launch.offload("param")}
-    needed = [] if devices else ["deepspeed_shm_comm"]
-    needed += ["cpu_adam"] if launch.offload("optimizer") != "none" else []
-    return needed + (["async_io"] if "nvme" in places else [])
-
-
-def _operators(launch: Launch, devices: int) -> list[Finding]:
-    """Can the operators be compiled, and will they be now? A failure surfaces minutes later inside ninja otherwise."""
-    needed = operators(launch, devices)
-    if not needed:
-        return []
-    found = []
-    names = ", ".join(needed)
-    compiler = os.environ.get("CXX", "c++")
-    if not shutil.which(compiler):
-        what = f"DeepSpeed compiles {names} here, and there is no C++ compiler ({compiler})"
-        found.append(Finding("error", what, "install g++ (apt-get install g++), or use accelerate_configs/ddp.yaml"))
-    elif (major := _compiler_major(compiler)) is not None and major < 9:
-        what = f"DeepSpeed compiles {names} here, and {compiler} is GCC {major}"
-        found.append(Finding("error", what, "GCC 9 or newer is needed; name it in CXX"))
-    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
-        what = f"DeepSpeed compiles {names} here, and Python's headers are missing"
-        found.append(Finding("error", what, "install python3-dev for this Python (apt-get install python3-dev)"))
-    if not shutil.which("ninja"):
-        found.append(Finding("error", f"DeepSpeed compiles {names} here, and ninja is missing", "pip install ninja"))
-    if "async_io" in needed and not _has_libaio():
-        what = "NVMe offload needs libaio with its header, which is missing"
-        found.append(Finding("error", what, "apt-get install libaio-dev, or use accelerate_configs/z3_offload.yaml"))
-    if devices and "cpu_adam" in needed and not _has_nvcc():
-        what = "the offloaded optimizer is compiled against CUDA, and nvcc is missing"
-        found.append(Finding("error", what, "install the CUDA toolkit of torch's version and set CUDA_HOME"))
-    for name in needed:
-        folder = extensions_folder() / name
-        lock = folder / "lock"
-        if lock.exists() and time.time() - lock.stat().st_mtime > 60:  # younger: another rank of this launch
-            what = f"{lock}: another process compiles {name}, or was killed while it did; this run will wait for it"
-            found.append(Finding("warning", what, "delete the file if no other launch is running"))
-        elif not (folder / f"{name}.so").is_file():
-            what = f"DeepSpeed compiles {name} now ({OPERATORS[name]}), once per machine"
-            found.append(Finding("note", what, "nothing to do but wait"))
-    return found
-
-
-def extensions_folder() -> Path:
-    """Where torch keeps compiled operators, per Python and CUDA version."""
-    named = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if named:
-        return Path(named)
-    import sys
-
-    import torch
-
-    kind = "cpu"
-    if torch.version.hip or torch.version.cuda:
-        kind = f"rocm{torch.version.hip}" if torch.version.hip else f"cu{torch.version.cuda}"
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-    return cache / "torch_extensions" / f"{python}_{kind.replace('.', '')}"
-
-
-@functools.cache
-def _compiler_major(compiler: str) -> int | None:
-    """GCC's major version, None for another compiler (Clang answers --version differently)."""
-    answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    if "Free Software Foundation" not in answer:
-        return None
-    numbers = re.search(r"(\d+)\.\d+\.\d+", answer)
-    return int(numbers.group(1)) if numbers else None
-
-
-def _has_libaio() -> bool:
-    named = re.findall(r"-I\s*(\S+)", os.environ.get("CFLAGS", "")) + os.environ.get("CPATH", "").split(":")
-    folders = [*filter(None, named), "/usr/include", "/usr/local/include", sysconfig.get_paths()["data"] + "/include"]
-    return any(Path(folder, "libaio.h").is_file() for folder in folders) and bool(
-        ctypes.util.find_library("aio") or os.environ.get("LDFLAGS")
-    )
-
-
-def _has_nvcc() -> bool:
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    return bool(shutil.which("nvcc")) or Path(home, "bin", "nvcc").is_file()
 
 
 def _numbers(version: str) -> tuple[int, ...]:

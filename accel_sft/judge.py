@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from rich.console import Console
 
-from accel_sft import launch, report
+from accel_sft import report, terminal
 from accel_sft.chat import encode
 from accel_sft.config import TrainConfig
 from accel_sft.evaluate import Evaluation, Evaluator, largest
@@ -33,7 +33,7 @@ def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None
     accelerator = start(config)
     if config.dry_run:
         return
-    with launch.quiet(None, config.debug):
+    with terminal.quiet(None, config.debug):
         before = evaluate(accelerator, task, config, base) if base else None
         after = evaluate(accelerator, task, config, config.model)
     if accelerator.is_main_process:
@@ -60,7 +60,7 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: s
     encoding = encode(tokenizer, task, examples, "validation", **encoding_rules(tokenizer, source, config))
     if accelerator.is_main_process:
         for line in encoding.lines():
-            print(line, file=launch.terminal())
+            print(line, file=terminal.terminal())
     plugin = accelerator.state.deepspeed_plugin
     loaded = load_model(source, config, precision=accelerator.mixed_precision, deepspeed=plugin is not None)
     sharded = accelerator.distributed_type == DistributedType.FSDP or (plugin is not None and plugin.zero_stage == 3)

@@ -1,4 +1,4 @@
-"""The Accelerator for this machine and this yaml, read back after it is built, and the libraries kept quiet."""
+"""The Accelerator for this machine and this yaml, and what it really became, read back after it is built."""
 
 from __future__ import annotations
 
@@ -12,120 +12,18 @@ import re
 import shutil
 import socket
 import sys
-import sysconfig
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from accel_sft.audit import Launch, device_count, launcher_arguments, read_launch
 from accel_sft.config import TrainConfig
+from accel_sft.environment import threads_per_process, usable_cores
+from accel_sft.launched import Launch, device_count, read_launch
 from accel_sft.options import UserError
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
-
-_QUIET = {
-    "TOKENIZERS_PARALLELISM": "false",  # a fork after its threads have started may hang
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-}
-_terminal: TextIO | None = None
-
-
-def prepare_environment(debug: bool = False) -> None:
-    """Set what libraries read at import: threads, log levels, and a PATH on which pip's ninja is found.
-
-    Call it before torch, transformers or deepspeed are imported. A variable the user has set is left alone.
-    """
-    os.environ["OMP_NUM_THREADS"] = str(threads_per_process())  # DeepSpeed's CPU Adam has an OpenMP of its own
-    scripts = sysconfig.get_path("scripts")
-    if not shutil.which("ninja") and Path(scripts, "ninja").is_file():
-        os.environ["PATH"] = os.pathsep.join((scripts, os.environ.get("PATH", "")))
-    for name, value in ({} if debug else _QUIET).items():
-        os.environ.setdefault(name, value)
-
-
-def threads_per_process() -> int:
-    """Compute threads of one rank: this machine's usable cores shared among its ranks, at least one.
-
-    The launcher gives each of several ranks a single thread, which leaves cores idle. A number that was asked for,
-    by `--num_cpu_threads_per_process` or OMP_NUM_THREADS above 1, is kept.
-    """
-    named = launcher_arguments().get("num_cpu_threads_per_process") or os.environ.get("OMP_NUM_THREADS", "1")
-    if named.isdecimal() and (int(named) > 1 or "num_cpu_threads_per_process" in launcher_arguments()):
-        return int(named)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    return max(1, usable_cores() // ranks)
-
-
-def usable_cores() -> int:
-    """Physical cores that this process may use: its affinity mask and a container's quota are counted."""
-    import psutil
-
-    limits = [psutil.cpu_count(logical=False) or os.cpu_count() or 1]
-    if hasattr(os, "sched_getaffinity"):
-        limits.append(len(os.sched_getaffinity(0)))
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    if quota.is_file():
-        allowed, period = quota.read_text().split()
-        limits += [] if allowed == "max" else [math.ceil(int(allowed) / int(period))]
-    return max(1, min(limits))
-
-
-@contextlib.contextmanager
-def quiet(log_file: Path | None, debug: bool = False) -> Iterator[TextIO]:
-    """Everything that is printed inside goes to a file; the stream that is yielded still reaches the terminal.
-
-    File descriptors are redirected, so that compilers and C libraries are caught with the rest. May be nested: the
-    inner file takes over. With `debug` nothing is redirected.
-
-    Args:
-        log_file: appended to, its folder made; None: a temporary file, shown on the terminal if the block raises.
-    """
-    global _terminal
-    if debug:
-        yield terminal()
-        return
-    if log_file is not None:
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-    outer = _terminal
-    with contextlib.ExitStack() as stack:
-        opened = log_file.open("ab") if log_file else tempfile.TemporaryFile()  # noqa: SIM115 (closed by the stack)
-        log = stack.enter_context(opened)
-        saved = [os.dup(1), os.dup(2)]
-        if outer is None:
-            _terminal = stack.enter_context(open(os.dup(1), "w", encoding="utf-8", buffering=1))
-        _flush()
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        failed = True
-        try:
-            yield terminal()
-            failed = False
-        finally:
-            _flush()
-            for number, copy in zip((1, 2), saved, strict=True):
-                os.dup2(copy, number)
-                os.close(copy)
-            _terminal = outer
-            if failed and log_file is None:
-                log.seek(0)
-                sys.stderr.write(log.read().decode(errors="replace"))
-
-
-def terminal() -> TextIO:
-    """The stream that reaches the person at the terminal, inside `quiet` and outside."""
-    return _terminal or sys.stdout
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
 
 
 def create_accelerator(config: TrainConfig) -> Accelerator:

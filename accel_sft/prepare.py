@@ -20,11 +20,12 @@ from accel_sft.chat import Encoding, encode, end_of_turn_ids
 from accel_sft.checkpoint import checkpoints, decided_by_main, replacing
 from accel_sft.config import TrainConfig
 from accel_sft.data import StepPlan, micro_batch_examples
-from accel_sft.launch import create_accelerator, describe, launch_record, quiet
+from accel_sft.launch import create_accelerator, describe, launch_record
 from accel_sft.model import Source, find_source, load_tokenizer
 from accel_sft.options import UserError
 from accel_sft.report import read_status, write_atomically
 from accel_sft.task import Task
+from accel_sft.terminal import quiet
 from accel_sft.tiny import build_tiny
 
 PACKAGES = ("accel-sft", "torch", "accelerate", "transformers", "deepspeed", "peft", "tokenizers")

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 
-from accel_sft import checkpoint, launch, report
+from accel_sft import checkpoint, launch, report, terminal
 from accel_sft.chat import Encoded
 from accel_sft.config import TrainConfig
 from accel_sft.data import StepPlan, collate
@@ -59,7 +59,7 @@ def run(task_name: str, task: Task, config: TrainConfig) -> None:
 
 
 def _run(accelerator: Accelerator, run_dir: Path, task_name: str, task: Task, config: TrainConfig) -> None:
-    with launch.quiet(run_dir / "logs" / f"rank-{accelerator.process_index}.log", config.debug):
+    with terminal.quiet(run_dir / "logs" / f"rank-{accelerator.process_index}.log", config.debug):
         prepared = prepare_data(accelerator, run_dir, task, config)
         plan = prepared.plan
         with Tracker(
@@ -68,7 +68,7 @@ def _run(accelerator: Accelerator, run_dir: Path, task_name: str, task: Task, co
             config,
             total_steps=plan.total_steps,
             main_metric=task.main_metric,
-            terminal=launch.terminal(),
+            terminal=terminal.terminal(),
         ) as tracker:
             for line in prepared.lines:
                 tracker.say(line)
@@ -269,6 +269,6 @@ class Fitting:
             report.write_report(self.run_dir, result, before, after)
             report.write_result(self.run_dir, result)
             self.tracker.close()
-            report.print_report(result, before, after, console=Console(file=launch.terminal(), highlight=False))
+            report.print_report(result, before, after, console=Console(file=terminal.terminal(), highlight=False))
             self.tracker.say(f"{self.run_dir}: final/ and best/ hold the weights, report.md every number")
         accelerator.wait_for_everyone()

@@ -11,7 +11,8 @@ from fake_plugins import accel_sft, install
 PACKAGE = Path(__file__).parent.parent / "accel_sft"
 GROUPS = [
     {"options"},
-    {"rows", "markdown", "progress"},
+    {"rows", "markdown", "progress", "launched", "terminal"},
+    {"operators", "environment"},
     {"task", "config"},
     {"registry", "chat", "tiny", "memory", "report", "console"},
     {"audit", "system", "metrics_file", "dashboards"},
@@ -24,7 +25,20 @@ GROUPS = [
     {"__main__"},
 ]
 STANDARD_LIBRARY_ONLY = ("options", "progress", "rows", "task", "registry")
-NO_TORCH = ("config", "report", "memory", "tiny", "cli", "cli_options", "scaffold", "failure", "audit")
+NO_TORCH = (
+    "config",
+    "report",
+    "memory",
+    "tiny",
+    "cli",
+    "cli_options",
+    "scaffold",
+    "failure",
+    "audit",
+    "launched",
+    "operators",
+    "environment",
+)
 PLACE = {name: place for place, names in enumerate(GROUPS) for name in names}
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
 

@@ -18,9 +18,12 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
 from accel_sft import audit as auditing
-from accel_sft.audit import audit, read_launch, refuse
+from accel_sft import operators
+from accel_sft.audit import audit, refuse
 from accel_sft.config import TrainConfig
-from accel_sft.launch import threads_per_process, usable_cores, verify_engine
+from accel_sft.environment import threads_per_process, usable_cores
+from accel_sft.launch import verify_engine
+from accel_sft.launched import read_launch
 from accel_sft.options import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -65,7 +68,7 @@ def lines(found, level):
 @pytest.fixture
 def built(monkeypatch):
     """A machine on which every operator can be compiled: what this one lacks is not the subject of the test."""
-    monkeypatch.setattr(auditing, "_operators", lambda launch, devices: [])
+    monkeypatch.setattr(auditing, "audit_operators", lambda launch, devices: [])
 
 
 def test_the_yaml_keys_we_know_are_those_of_the_launcher():
@@ -231,9 +234,9 @@ def test_old_deepspeed_is_refused(tmp_path, built, monkeypatch):
 def test_missing_tools_are_named(tmp_path, monkeypatch):
     section = {"zero_stage": 3, "zero3_save_16bit_model": True, "offload_optimizer_device": "nvme"}
     launch = seen_by_a_rank(written(tmp_path, Z2 | {"deepspeed_config": section}))
-    monkeypatch.setattr(auditing.shutil, "which", lambda name: None)
-    monkeypatch.setattr(auditing.sysconfig, "get_paths", lambda: {"include": str(tmp_path), "data": str(tmp_path)})
-    monkeypatch.setattr(auditing.ctypes.util, "find_library", lambda name: None)
+    monkeypatch.setattr(operators.shutil, "which", lambda name: None)
+    monkeypatch.setattr(operators.sysconfig, "get_paths", lambda: {"include": str(tmp_path), "data": str(tmp_path)})
+    monkeypatch.setattr(operators.ctypes.util, "find_library", lambda name: None)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
     monkeypatch.delenv("LDFLAGS", raising=False)
     found = audit(TrainConfig(), launch, devices=0)
@@ -314,7 +317,7 @@ def test_quiet_keeps_chatter_in_the_file_and_ours_on_the_terminal(tmp_path):
     process = python(
         """
         import os, pathlib, subprocess, sys
-        from accel_sft.launch import quiet, terminal
+        from accel_sft.terminal import quiet, terminal
         folder = pathlib.Path(sys.argv[1])
         print("before")
         with quiet(folder / "logs" / "rank-0.log") as ours:
@@ -371,9 +374,9 @@ def test_ranks_that_would_train_alone_are_refused():
 RANK = """
 import json, os, sys
 from pathlib import Path
-from accel_sft.launch import (
-    create_accelerator, describe, launch_record, prepare, prepare_environment, quiet, whole_weights
-)
+from accel_sft.environment import prepare_environment
+from accel_sft.launch import create_accelerator, describe, launch_record, prepare, whole_weights
+from accel_sft.terminal import quiet
 
 prepare_environment()
 from accel_sft.audit import audit, refuse

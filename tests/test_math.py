@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from accel_sft_math import Example, Math
 
 from accel_sft import Task, UserError
+from accel_sft_math import Example, Math
 
 PREFIX = "王大丫丫的回答是--->"
 FIVE = Example("5=", 5, f"{PREFIX}1 + 4")

@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from accel_sft_ner import Ner, scorer
-from accel_sft_ner.sentences import held_out
 
 from accel_sft import UserError
+from accel_sft_ner import Ner, scorer
+from accel_sft_ner.sentences import held_out
 
 ROW = {"text": "浙商银行企业信贷部叶老桂博士则从另一个角度", "label": {"name": {"叶老桂": [[9, 11]]}}}
 OTHER = {"text": "她说没有。", "label": {}}

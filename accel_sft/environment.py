@@ -1,0 +1,60 @@
+"""What libraries find in this process when they are imported: threads, log levels, a PATH with ninja. No torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+from accel_sft.launched import launcher_arguments
+
+_QUIET = {
+    "TOKENIZERS_PARALLELISM": "false",  # a fork after its threads have started may hang
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+
+
+def prepare_environment(debug: bool = False) -> None:
+    """Set what libraries read at import: threads, log levels, and a PATH on which pip's ninja is found.
+
+    Call it before torch, transformers or deepspeed are imported. A variable the user has set is left alone.
+    """
+    os.environ["OMP_NUM_THREADS"] = str(threads_per_process())  # DeepSpeed's CPU Adam has an OpenMP of its own
+    scripts = sysconfig.get_path("scripts")
+    if not shutil.which("ninja") and Path(scripts, "ninja").is_file():
+        os.environ["PATH"] = os.pathsep.join((scripts, os.environ.get("PATH", "")))
+    for name, value in ({} if debug else _QUIET).items():
+        os.environ.setdefault(name, value)
+
+
+def threads_per_process() -> int:
+    """Compute threads of one rank: this machine's usable cores shared among its ranks, at least one.
+
+    The launcher gives each of several ranks a single thread, which leaves cores idle. A number that was asked for,
+    by `--num_cpu_threads_per_process` or OMP_NUM_THREADS above 1, is kept.
+    """
+    named = launcher_arguments().get("num_cpu_threads_per_process") or os.environ.get("OMP_NUM_THREADS", "1")
+    if named.isdecimal() and (int(named) > 1 or "num_cpu_threads_per_process" in launcher_arguments()):
+        return int(named)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    return max(1, usable_cores() // ranks)
+
+
+def usable_cores() -> int:
+    """Physical cores that this process may use: its affinity mask and a container's quota are counted."""
+    import psutil
+
+    limits = [psutil.cpu_count(logical=False) or os.cpu_count() or 1]
+    if hasattr(os, "sched_getaffinity"):
+        limits.append(len(os.sched_getaffinity(0)))
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.is_file():
+        allowed, period = quota.read_text().split()
+        limits += [] if allowed == "max" else [math.ceil(int(allowed) / int(period))]
+    return max(1, min(limits))

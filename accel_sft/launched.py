@@ -1,0 +1,213 @@
+"""The launch as this rank sees it: what was asked for, and what arrived.
+
+`accelerate launch` hands its yaml over through environment variables and drops what it does not know without a word.
+So the yaml itself is read again, its path taken from the launcher's own command line (our parent process).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accel_sft.options import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing to know about the launch. An `error` stops the run, a `warning` or a `note` is printed."""
+
+    level: str
+    what: str
+    mend: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.mend}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """The launch as this rank sees it: what was asked for (command line, yaml, JSON) and what arrived (environment).
+
+    Attributes:
+        arguments: the launcher's own flags by name without dashes, `num_processes`; empty when there is no launcher.
+        config_file, text, yaml: the `--config_file`, its text and its content.
+        json_file, json: the DeepSpeed JSON the yaml names, and its content; None and {} without one.
+        environment: the variables that `accelerate launch` sets for a rank.
+    """
+
+    arguments: Mapping[str, str]
+    config_file: Path | None
+    text: str
+    yaml: Mapping[str, Any]
+    json_file: Path | None
+    json: Mapping[str, Any]
+    environment: Mapping[str, str]
+
+    @property
+    def world_size(self) -> int:
+        return int(self.environment.get("WORLD_SIZE", 1))
+
+    @property
+    def local_world_size(self) -> int:
+        return int(self.environment.get("LOCAL_WORLD_SIZE", self.world_size))
+
+    @property
+    def machines(self) -> int:
+        return max(1, self.world_size // self.local_world_size)
+
+    @property
+    def backend(self) -> str:
+        """`deepspeed`, `fsdp`, `megatron`, `ddp` or `plain`: which library runs the ranks."""
+        for name in ("deepspeed", "fsdp", "megatron_lm"):
+            if self.environment.get(f"ACCELERATE_USE_{name.upper()}", "").lower() == "true":
+                return name.removesuffix("_lm")
+        return "ddp" if self.world_size > 1 else "plain"
+
+    @property
+    def zero(self) -> Mapping[str, Any]:
+        """The JSON's `zero_optimization`, {} in the yaml form."""
+        return self.json.get("zero_optimization") or {}
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage, 0 without DeepSpeed."""
+        if self.backend != "deepspeed":
+            return 0
+        return int(self.zero.get("stage", 0) if self.json_file else self._deepspeed_variable("ZERO_STAGE", "2"))
+
+    def offload(self, what: str) -> str:
+        """Where `optimizer` or `param` is offloaded to: none, cpu or nvme."""
+        if self.backend != "deepspeed":
+            return "none"
+        if self.json_file:
+            return str((self.zero.get(f"offload_{what}") or {}).get("device", "none"))
+        return self._deepspeed_variable(f"OFFLOAD_{what.upper()}_DEVICE", "none")
+
+    def nvme_path(self, what: str) -> Path:
+        """The folder for `optimizer` or `param` under NVMe offload. The launcher reads this key and never passes it
+        on (accelerate 1.15), so it is taken from the command line or the yaml."""
+        key = f"offload_{what}_nvme_path"
+        inside = (self.zero.get(f"offload_{what}") or {}).get("nvme_path")
+        named = self.arguments.get(key) or (self.yaml.get("deepspeed_config") or {}).get(key) or inside
+        return Path(str(named or "nvme_offload"))
+
+    @property
+    def gathers_16bit_weights(self) -> bool:
+        if self.json_file:
+            return self.zero.get("stage3_gather_16bit_weights_on_model_save") is True
+        return self._deepspeed_variable("ZERO3_SAVE_16BIT_MODEL", "false").lower() == "true"
+
+    @property
+    def precision(self) -> tuple[str, str]:
+        """(`bf16`, `fp16`, `fp8` or `no`, what decided it). A JSON that says true or false beats the command line."""
+        for name in ("bf16", "fp16"):
+            if str((self.json.get(name) or {}).get("enabled")).lower() == "true":
+                return name, f"{self.json_file}"
+        value = self.environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+        fixed = (self.json.get(value) or {}).get("enabled") if value in ("bf16", "fp16") else None
+        if str(fixed).lower() == "false":
+            return "no", f"{self.json_file}"
+        if "mixed_precision" in self.arguments:
+            return value, "--mixed_precision"
+        if self.yaml.get("mixed_precision") is not None:
+            return value, f"{self.config_file}"
+        return value, "the default"
+
+    def _deepspeed_variable(self, name: str, default: str) -> str:
+        return self.environment.get(f"ACCELERATE_DEEPSPEED_{name}", default)
+
+
+def read_launch(
+    environment: Mapping[str, str] | None = None, command: list[str] | None = None, folder: Path | None = None
+) -> Launch:
+    """Read the launch this process is a rank of.
+
+    Args:
+        environment: instead of `os.environ`.
+        command: the launcher's command line, instead of that of the nearest `accelerate launch` above this process.
+        folder: where the launcher was started, for relative paths.
+    Raises:
+        UserError: the DeepSpeed JSON that the yaml names cannot be read.
+    """
+    import yaml
+
+    environment = os.environ if environment is None else environment
+    if command is None:
+        command, folder = _launcher()
+    folder = folder or Path.cwd()
+    arguments = _arguments(command)
+    config_file, text, content = arguments.get("config_file"), "", {}
+    if config_file is None and command:
+        config_file = _default_config_file(environment)
+    if config_file is not None:
+        text = (folder / config_file).read_text(encoding="utf-8")
+        content = yaml.safe_load(text) or {}
+    json_file, loaded = None, {}
+    named = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if named and environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        json_file = Path(named)
+        try:
+            loaded = json.loads((folder / json_file).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"deepspeed_config_file {named}: cannot be read as JSON: {error}") from None
+    path = None if config_file is None else Path(config_file)
+    return Launch(arguments, path, text, content, json_file, loaded, dict(environment))
+
+
+def launcher_arguments() -> dict[str, str]:
+    """The flags of the `accelerate launch` that started this process, without dashes; empty without one."""
+    return _arguments(_launcher()[0])
+
+
+def _launcher() -> tuple[list[str], Path | None]:
+    """Command line and folder of the `accelerate launch` that started this process, ([], None) without one."""
+    if "LOCAL_RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        return [], None
+    import psutil
+
+    for process in psutil.Process().parents():
+        try:
+            command = process.cmdline()
+            if any(re.search(r"accelerate([-_.]|$)", Path(word).name) for word in command[:3]) or (
+                len(command) > 2 and command[1] == "-m" and command[2].startswith("accelerate")
+            ):
+                return command, Path(process.cwd())
+        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return [], None
+
+
+def _arguments(command: list[str]) -> dict[str, str]:
+    """The launcher's own `--name value` flags. Those of the script are spelled with dashes we do not share."""
+    found: dict[str, str] = {}
+    for index, word in enumerate(command):
+        if (word == "-m" and index > 2) or word == "--module":
+            break
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            if not value and index + 1 < len(command):
+                value = command[index + 1]
+            found.setdefault(name.replace("-", "_"), value)
+    return found
+
+
+def _default_config_file(environment: Mapping[str, str]) -> str | None:
+    """The file that `accelerate config` writes, used by a launch that names none."""
+    cache = environment.get("XDG_CACHE_HOME", "~/.cache")
+    home = Path(environment.get("HF_HOME", f"{cache}/huggingface")).expanduser()
+    path = home / "accelerate" / "default_config.yaml"
+    return str(path) if path.is_file() else None
+
+
+def device_count() -> int:
+    """Accelerators that ranks can be spread over (0 on a CPU-only machine, and for Apple's, which joins no group)."""
+    import torch
+
+    if not torch.accelerator.is_available() or torch.accelerator.current_accelerator().type == "mps":
+        return 0
+    return torch.accelerator.device_count()

@@ -1,0 +1,109 @@
+"""DeepSpeed's operators, compiled on first use: which a launch needs, and whether this machine can compile them."""
+
+from __future__ import annotations
+
+import ctypes.util
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+import time
+from pathlib import Path
+
+from accel_sft.launched import Finding, Launch
+
+OPERATORS = {
+    "deepspeed_shm_comm": "ranks on a CPU exchange tensors through it, about 40 s",
+    "cpu_adam": "the optimizer on the host, 1-4 minutes",
+    "async_io": "NVMe offload, 1-3 minutes",
+}
+"""DeepSpeed operators that our configurations need, compiled on first use and kept per user."""
+
+
+def operators(launch: Launch, devices: int) -> list[str]:
+    """The DeepSpeed operators this launch needs, by name."""
+    if launch.backend != "deepspeed":
+        return []
+    places = {launch.offload("optimizer"), launch.offload("param")}
+    needed = [] if devices else ["deepspeed_shm_comm"]
+    needed += ["cpu_adam"] if launch.offload("optimizer") != "none" else []
+    return needed + (["async_io"] if "nvme" in places else [])
+
+
+def audit_operators(launch: Launch, devices: int) -> list[Finding]:
+    """Can the operators be compiled, and will they be now? A failure surfaces minutes later inside ninja otherwise."""
+    needed = operators(launch, devices)
+    if not needed:
+        return []
+    found = []
+    names = ", ".join(needed)
+    compiler = os.environ.get("CXX", "c++")
+    if not shutil.which(compiler):
+        what = f"DeepSpeed compiles {names} here, and there is no C++ compiler ({compiler})"
+        found.append(Finding("error", what, "install g++ (apt-get install g++), or use accelerate_configs/ddp.yaml"))
+    elif (major := _compiler_major(compiler)) is not None and major < 9:
+        what = f"DeepSpeed compiles {names} here, and {compiler} is GCC {major}"
+        found.append(Finding("error", what, "GCC 9 or newer is needed; name it in CXX"))
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        what = f"DeepSpeed compiles {names} here, and Python's headers are missing"
+        found.append(Finding("error", what, "install python3-dev for this Python (apt-get install python3-dev)"))
+    if not shutil.which("ninja"):
+        found.append(Finding("error", f"DeepSpeed compiles {names} here, and ninja is missing", "pip install ninja"))
+    if "async_io" in needed and not _has_libaio():
+        what = "NVMe offload needs libaio with its header, which is missing"
+        found.append(Finding("error", what, "apt-get install libaio-dev, or use accelerate_configs/z3_offload.yaml"))
+    if devices and "cpu_adam" in needed and not _has_nvcc():
+        what = "the offloaded optimizer is compiled against CUDA, and nvcc is missing"
+        found.append(Finding("error", what, "install the CUDA toolkit of torch's version and set CUDA_HOME"))
+    for name in needed:
+        folder = extensions_folder() / name
+        lock = folder / "lock"
+        if lock.exists() and time.time() - lock.stat().st_mtime > 60:  # younger: another rank of this launch
+            what = f"{lock}: another process compiles {name}, or was killed while it did; this run will wait for it"
+            found.append(Finding("warning", what, "delete the file if no other launch is running"))
+        elif not (folder / f"{name}.so").is_file():
+            what = f"DeepSpeed compiles {name} now ({OPERATORS[name]}), once per machine"
+            found.append(Finding("note", what, "nothing to do but wait"))
+    return found
+
+
+def extensions_folder() -> Path:
+    """Where torch keeps compiled operators, per Python and CUDA version."""
+    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if named:
+        return Path(named)
+    import sys
+
+    import torch
+
+    kind = "cpu"
+    if torch.version.hip or torch.version.cuda:
+        kind = f"rocm{torch.version.hip}" if torch.version.hip else f"cu{torch.version.cuda}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    return cache / "torch_extensions" / f"{python}_{kind.replace('.', '')}"
+
+
+@functools.cache
+def _compiler_major(compiler: str) -> int | None:
+    """GCC's major version, None for another compiler (Clang answers --version differently)."""
+    answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    if "Free Software Foundation" not in answer:
+        return None
+    numbers = re.search(r"(\d+)\.\d+\.\d+", answer)
+    return int(numbers.group(1)) if numbers else None
+
+
+def _has_libaio() -> bool:
+    named = re.findall(r"-I\s*(\S+)", os.environ.get("CFLAGS", "")) + os.environ.get("CPATH", "").split(":")
+    folders = [*filter(None, named), "/usr/include", "/usr/local/include", sysconfig.get_paths()["data"] + "/include"]
+    return any(Path(folder, "libaio.h").is_file() for folder in folders) and bool(
+        ctypes.util.find_library("aio") or os.environ.get("LDFLAGS")
+    )
+
+
+def _has_nvcc() -> bool:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    return bool(shutil.which("nvcc")) or Path(home, "bin", "nvcc").is_file()

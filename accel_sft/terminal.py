@@ -1,0 +1,64 @@
+"""The libraries' chatter goes to a file, what is meant for the person at the terminal still reaches it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+_terminal: TextIO | None = None
+
+
+@contextlib.contextmanager
+def quiet(log_file: Path | None, debug: bool = False) -> Iterator[TextIO]:
+    """Everything that is printed inside goes to a file; the stream that is yielded still reaches the terminal.
+
+    File descriptors are redirected, so that compilers and C libraries are caught with the rest. May be nested: the
+    inner file takes over. With `debug` nothing is redirected.
+
+    Args:
+        log_file: appended to, its folder made; None: a temporary file, shown on the terminal if the block raises.
+    """
+    global _terminal
+    if debug:
+        yield terminal()
+        return
+    if log_file is not None:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+    outer = _terminal
+    with contextlib.ExitStack() as stack:
+        opened = log_file.open("ab") if log_file else tempfile.TemporaryFile()  # noqa: SIM115 (closed by the stack)
+        log = stack.enter_context(opened)
+        saved = [os.dup(1), os.dup(2)]
+        if outer is None:
+            _terminal = stack.enter_context(open(os.dup(1), "w", encoding="utf-8", buffering=1))
+        _flush()
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        failed = True
+        try:
+            yield terminal()
+            failed = False
+        finally:
+            _flush()
+            for number, copy in zip((1, 2), saved, strict=True):
+                os.dup2(copy, number)
+                os.close(copy)
+            _terminal = outer
+            if failed and log_file is None:
+                log.seek(0)
+                sys.stderr.write(log.read().decode(errors="replace"))
+
+
+def terminal() -> TextIO:
+    """The stream that reaches the person at the terminal, inside `quiet` and outside."""
+    return _terminal or sys.stdout
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
