@@ -21,7 +21,7 @@ from accel_sft.options import settings
 # A run that never reaches training: what the command hands over is printed, or fails as the option --size says.
 RECORD = """
 import json, sys
-import accel_sft.launch
+import accel_sft.environment
 class Recorder:
     def find_spec(self, name, path=None, target=None):
         import importlib.machinery
@@ -34,7 +34,7 @@ class Recorder:
             task.dataset("train")
         module.run = run
 sys.meta_path.insert(0, Recorder())
-accel_sft.launch.prepare_environment = lambda debug=False: None
+accel_sft.environment.prepare_environment = lambda debug=False: None
 """
 
 
@@ -61,8 +61,8 @@ def run(site, monkeypatch, capsys):
 
     for module in ("accel_sft.train", "accel_sft.judge"):
         monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(run=trainer))
-    launch = types.SimpleNamespace(prepare_environment=lambda debug: None)
-    monkeypatch.setitem(sys.modules, "accel_sft.launch", launch)
+    environment = types.SimpleNamespace(prepare_environment=lambda debug: None)
+    monkeypatch.setitem(sys.modules, "accel_sft.environment", environment)
     install(site, "accel-sft-good", "good = accel_sft_good:Good")
 
     def call(*arguments):
