@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 CELL_CHARACTERS = 300
 """Of a markdown cell; the rest is counted."""
 LINE_CHARACTERS = 60
-_MARKUP = {ord(mark): f"&#{ord(mark)};" for mark in "&<>|*_`[]\\~#$"}
+_MARKUP = re.compile(r"[&<>|*`\\~$]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(\[:]")
+"""What takes effect inside a cell: not an underscore within a word, not a bracket without a target behind it."""
 
 
 def one_line(text: str, length: int = LINE_CHARACTERS) -> str:
@@ -29,7 +31,8 @@ def markdown_cell(value: Any) -> str:
     text = str(value)
     if len(text) > CELL_CHARACTERS:
         text = f"{text[:CELL_CHARACTERS]}... ({len(text) - CELL_CHARACTERS:,} more characters)"
-    return "<br>".join(one_line(line, len(line)).translate(_MARKUP) for line in text.splitlines())
+    lines = (one_line(line, len(line)) for line in text.splitlines())
+    return "<br>".join(_MARKUP.sub(lambda mark: f"&#{ord(mark[0])};", line) for line in lines)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

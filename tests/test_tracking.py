@@ -126,7 +126,7 @@ def test_curves_are_read_back_from_the_run_folder_itself(tracked):
     drawn = set(events(tracker).Tags()["scalars"])
     assert {"train/grad_norm", "train/learning_rate", "throughput/tokens_per_second"} < drawn
     assert {"throughput/step_seconds", "train/epoch"} < drawn
-    assert "| learning&#95;rate |" in text(tracker, "settings")
+    assert "| learning_rate |" in text(tracker, "settings")
 
 
 def test_system_curves_of_each_rank_have_only_new_samples(tracked):
