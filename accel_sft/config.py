@@ -6,9 +6,12 @@ import contextlib
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_sft.options import UserError, option, problems, settings
+
+if TYPE_CHECKING:
+    import yaml
 
 MODEL, ADAPTER, DATA, OPTIM, EVAL, RUN = "Model", "Adapter", "Data", "Optimisation", "Evaluation", "Run"
 
@@ -159,20 +162,33 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _given_twice(root: yaml.MappingNode) -> list[str]:
+    """One line for each option name that stands twice in a file, of which YAML keeps the last without a word."""
+    lines: dict[str, list[int]] = {}
+    for key, _ in root.value:
+        lines.setdefault(str(key.value).replace("-", "_"), []).append(key.start_mark.line + 1)
+    return [
+        f"{name} is given {len(at)} times, on lines {' and '.join(map(str, at))}; keep one"
+        for name, at in lines.items()
+        if len(at) > 1
+    ]
+
+
 def load_yaml(path: str, *classes: type) -> dict[str, Any]:
     """Settings from a `--config` file, keys being option names with - or _.
 
     Args:
         classes: the dataclasses (trainer's, task's) whose fields may stand in the file.
     Raises:
-        UserError: unreadable file, unknown keys (all of them, with the nearest known name), wrong types.
+        UserError: unreadable file, or all of: keys given twice, unknown keys with the nearest known name, wrong types.
     """
     import difflib
 
     import yaml
 
     try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        loaded = yaml.safe_load(text)
     except OSError as error:
         raise UserError(f"--config {path}: cannot be read ({error.strerror})") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -180,7 +196,7 @@ def load_yaml(path: str, *classes: type) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise UserError(f"--config {path}: expected option names and values, one `name: value` a line")
     known = {setting.name: setting for cls in classes for setting in settings(cls)}
-    values, wrong = {}, []
+    values, wrong = {}, [f"--config {path}: {line}" for line in _given_twice(yaml.compose(text, yaml.SafeLoader))]
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
         if name not in known:

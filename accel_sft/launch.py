@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 from accel_sft.config import TrainConfig
 from accel_sft.environment import threads_per_process, usable_cores
 from accel_sft.launched import Launch, device_count, read_launch
+from accel_sft.operators import audit_compilation
 from accel_sft.options import UserError
+from accel_sft.terminal import terminal
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +33,7 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
 
     Accumulation boundaries and the schedule are the trainer's: DeepSpeed is told one micro-batch a step, and never
     the real batch. Clipping and offload details are written into its configuration, since the yaml cannot hold them.
+    Rank 0 first tells the terminal what DeepSpeed will compile: it compiles in here and in `prepare`, for minutes.
 
     Raises:
         UserError: the ranks do not form one group.
@@ -42,6 +45,9 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
     launch = read_launch()
     devices = device_count()
     torch.set_num_threads(threads_per_process())
+    if launch.environment.get("RANK", "0") == "0":
+        for finding in audit_compilation(launch, devices):
+            print(f"{finding.level}: {finding}", file=terminal(), flush=True)
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # the yaml's value beats any argument
     options: dict[str, Any] = {"gradient_accumulation_steps": 1}
     if launch.backend == "deepspeed":

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -33,7 +34,7 @@ def operators(launch: Launch, devices: int) -> list[str]:
 
 
 def audit_operators(launch: Launch, devices: int) -> list[Finding]:
-    """Can the operators be compiled, and will they be now? A failure surfaces minutes later inside ninja otherwise."""
+    """Can the operators be compiled? A failure surfaces minutes later inside ninja otherwise."""
     needed = operators(launch, devices)
     if not needed:
         return []
@@ -57,15 +58,23 @@ def audit_operators(launch: Launch, devices: int) -> list[Finding]:
     if devices and "cpu_adam" in needed and not _has_nvcc():
         what = "the offloaded optimizer is compiled against CUDA, and nvcc is missing"
         found.append(Finding("error", what, "install the CUDA toolkit of torch's version and set CUDA_HOME"))
-    for name in needed:
+    return found
+
+
+def audit_compilation(launch: Launch, devices: int) -> list[Finding]:
+    """What this launch will wait for: operators not compiled yet, and locks that a killed compilation left behind."""
+    found, uncompiled = [], []
+    for name in operators(launch, devices):
         folder = extensions_folder() / name
         lock = folder / "lock"
         if lock.exists() and time.time() - lock.stat().st_mtime > 60:  # younger: another rank of this launch
             what = f"{lock}: another process compiles {name}, or was killed while it did; this run will wait for it"
             found.append(Finding("warning", what, "delete the file if no other launch is running"))
         elif not (folder / f"{name}.so").is_file():
-            what = f"DeepSpeed compiles {name} now ({OPERATORS[name]}), once per machine"
-            found.append(Finding("note", what, "nothing to do but wait"))
+            uncompiled.append(f"{name} ({OPERATORS[name]})")
+    if uncompiled:
+        what = f"DeepSpeed compiles on first use, once per machine, {', '.join(uncompiled)}"
+        found.append(Finding("note", what, "nothing to do but wait"))
     return found
 
 
@@ -74,8 +83,6 @@ def extensions_folder() -> Path:
     named = os.environ.get("TORCH_EXTENSIONS_DIR")
     if named:
         return Path(named)
-    import sys
-
     import torch
 
     kind = "cpu"

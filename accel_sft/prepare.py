@@ -128,7 +128,10 @@ def claim_run_dir(accelerator: Accelerator, task_name: str, task: Task, config: 
         path = Path(name).expanduser().absolute()
         try:
             occupied = path.exists() and any(path.iterdir())
-            if occupied and config.resume == "off":
+            failed_before_it_began = (
+                occupied and read_status(path) == "failed" and not (path / "metrics.jsonl").exists()
+            )
+            if occupied and config.resume == "off" and not failed_before_it_began:
                 raise UserError(
                     f"--output-dir {name}: not empty; name another folder, or continue the run in it with --resume auto"
                 )
@@ -160,7 +163,7 @@ def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: Tr
     train_examples, validation_examples = read_split(task, "train"), read_split(task, "validation")
     if config.model == "tiny" and not config.init_from:
         base = run_dir / "base"
-        if not base.exists():
+        if not base.exists() or not checkpoints(run_dir):  # a fresh start must not meet an earlier one's tokenizer
             with replacing(accelerator, base) as partial:
                 if accelerator.is_main_process:
                     build_tiny(partial, _texts(task, train_examples), config.seed)

@@ -120,6 +120,14 @@ def test_yaml_tells_all_its_problems(yaml):
     ]
 
 
+def test_yaml_refuses_a_name_given_twice_in_either_spelling(yaml):
+    assert refused(yaml("max-length: 64\nseed: 1\nmax_length: 128\nseed: 2\nadapter: lara\n")) == [
+        "max_length is given 2 times, on lines 1 and 3; keep one",
+        "seed is given 2 times, on lines 2 and 4; keep one",
+        "--adapter lara: not one of none, lora, adalora",
+    ]
+
+
 @pytest.mark.parametrize("text", ["", "- a\n- b\n", "word"])
 def test_yaml_without_names_is_refused(yaml, text):
     assert refused(yaml(text)) == ["expected option names and values, one `name: value` a line"]

@@ -38,6 +38,7 @@ NO_TORCH = (
     "launched",
     "operators",
     "environment",
+    "terminal",
 )
 PLACE = {name: place for place, names in enumerate(GROUPS) for name in names}
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")

@@ -71,6 +71,17 @@ def test_a_folder_in_use_is_refused(launched):
     assert "--resume auto" in refused.output
 
 
+def test_a_run_that_failed_before_it_began_may_be_started_again(tmp_path):
+    rows = tmp_path / "rows.json"
+    rows.write_text('[{"instruction": "5=", "input": "", "output": "wrong"}]')
+    files = ("--train-file", str(rows), "--validation-file", str(rows))
+    failed = accel_sft("math", "--max-steps", "1", *files, run_dir=tmp_path / "run")
+    assert failed.status == 1
+    assert f"{rows}:1: field 'output'" in failed.output
+    fixed = accel_sft("math", "--max-steps", "1", "--eval-every", "off", run_dir=tmp_path / "run")
+    assert fixed.status == 0, fixed.output
+
+
 def test_a_damaged_checkpoint_is_passed_over_by_name(launched, tmp_path):
     whole = layout(launched, "plain")
     copy = tmp_path / "run"
