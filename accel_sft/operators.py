@@ -16,7 +16,7 @@ from pathlib import Path
 from accel_sft.launched import Finding, Launch
 
 OPERATORS = {
-    "deepspeed_shm_comm": "ranks on a CPU exchange tensors through it, about 40 s",
+    "deepspeed_shm_comm": "ranks on a CPU exchange tensors through it, about a minute",
     "cpu_adam": "the optimizer on the host, 1-4 minutes",
     "async_io": "NVMe offload, 1-3 minutes",
 }

@@ -243,7 +243,9 @@ def test_missing_tools_are_named(tmp_path, monkeypatch):
     errors = "\n".join(lines(found, "error"))
     for mend in ("install g++", "python3-dev", "pip install ninja", "libaio-dev"):
         assert mend in errors
-    assert len([line for line in lines(found, "note") if "compiles" in line]) == 3
+    (line,) = lines(operators.audit_compilation(launch, 0), "note")
+    assert line.startswith("DeepSpeed compiles on first use, once per machine, deepspeed_shm_comm (")
+    assert line.index("about a minute") < line.index("cpu_adam") < line.index("async_io")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert "nvcc is missing" in "\n".join(lines(audit(TrainConfig(), launch, devices=2), "error"))
 
@@ -263,10 +265,19 @@ def test_a_lock_left_behind_is_named(tmp_path, monkeypatch):
     lock = tmp_path / "deepspeed_shm_comm" / "lock"
     lock.touch()
     launch = seen_by_a_rank(written(tmp_path, Z2))
-    assert lines(audit(TrainConfig(), launch, devices=0), "warning") == []  # this launch's other rank
+    assert lines(operators.audit_compilation(launch, 0), "warning") == []  # this launch's other rank
     os.utime(lock, (0, 0))
-    found = audit(TrainConfig(), launch, devices=0)
-    assert any("delete the file" in line for line in lines(found, "warning"))
+    (line,) = lines(operators.audit_compilation(launch, 0), "warning")
+    assert "delete the file" in line
+
+
+def test_what_is_compiled_already_is_not_announced(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "deepspeed_shm_comm").mkdir()
+    (tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so").touch()
+    launch = seen_by_a_rank(written(tmp_path, Z2))
+    assert operators.audit_compilation(launch, 0) == []
+    assert operators.audit_compilation(seen_by_a_rank(written(tmp_path, DDP)), 0) == []
 
 
 def test_a_launch_without_its_yaml_is_noted(built):
@@ -350,6 +361,38 @@ def test_quiet_keeps_chatter_in_the_file_and_ours_on_the_terminal(tmp_path):
     assert [line for line in log.splitlines() if line] == ["from Python", "from a compiler", "from C", "outer again"]
     assert (tmp_path / "inner.log").read_text() == "deeper\n"
     assert not (tmp_path / "never.log").exists()
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", True), ("1", False)])
+def test_a_compilation_is_announced_by_rank_0_before_it_starts(rank, told, tmp_path):
+    """The compiler, here one that fails at once, is reached while the Accelerator is built."""
+    path = written(tmp_path, Z2 | {"num_processes": 1, "mixed_precision": "no"})
+    environment = seen_by_a_rank(path, world_size=1).environment
+    process = python(
+        """
+        import sys
+        from pathlib import Path
+        from accel_sft.config import TrainConfig
+        from accel_sft.launch import create_accelerator
+        from accel_sft.terminal import quiet
+        with quiet(Path(sys.argv[1], "log")):
+            create_accelerator(TrainConfig())
+        """,
+        tmp_path,
+        **{name: value for name, value in environment.items() if name.startswith("ACCELERATE_") or "WORLD" in name},
+        **{
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        **{"CXX": "false", "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")},
+    )
+    stdout, stderr = process.communicate(timeout=120)
+    assert "build_shm_op" in (tmp_path / "log").read_text() + stderr
+    announced = "note: DeepSpeed compiles on first use, once per machine, deepspeed_shm_comm (" in stdout
+    assert announced == told, stderr
 
 
 def test_ranks_that_would_train_alone_are_refused():
