@@ -220,9 +220,9 @@ class Fitting:
         self.tracker.peak()
         evaluation = self.evaluator(self.model)
         self.tracker.evaluation(progress.step, evaluation.metrics, evaluation.samples)
-        progress.latest, progress.evaluated_step = evaluation.metrics, progress.step
+        progress.latest, progress.evaluated_step = {**evaluation.metrics, **self.load_peaks}, progress.step
         if progress.step == 0:
-            progress.before = evaluation.metrics
+            progress.before = progress.latest
             return
         if progress.judged(evaluation.metrics[self.task.main_metric], self.task.higher_is_better):
             self.export("best", evaluation)
@@ -260,8 +260,8 @@ class Fitting:
             **largest(self.tracker.peak()),
             "trained_parameters": self.trained_parameters,
             "best": {"step": progress.best_step, self.task.main_metric: progress.best},
-            "before": progress.before and {**progress.before, **self.load_peaks},
-            "after": progress.latest and {**progress.latest, **self.load_peaks},
+            "before": progress.before,
+            "after": progress.latest,
             "phases": self.tracker.phases(),
         }
         if accelerator.is_main_process:
