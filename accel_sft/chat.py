@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,9 +85,9 @@ def encode(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("the tokenizer has no chat template: use an instruction-tuned model, or set its chat_template")
-    conversations, targets = _conversations(task, examples, split)
-    prompts = _tokenize(tokenizer, conversations, split, add_generation_prompt=True)
-    answered = [[*turns, {"role": "assistant", "content": t}] for turns, t in zip(conversations, targets, strict=True)]
+    turns, targets = conversations(task, examples, split)
+    prompts = _tokenize(tokenizer, turns, split, add_generation_prompt=True)
+    answered = [[*ours, {"role": "assistant", "content": text}] for ours, text in zip(turns, targets, strict=True)]
     wholes = _tokenize(tokenizer, answered, split, add_generation_prompt=False)
 
     result = Encoding(split, [], {}, [])
@@ -112,10 +113,20 @@ def encode(
     return result
 
 
-def _conversations(task: Task, examples: Sequence[Any], split: str) -> tuple[list[list[dict[str, str]]], list[str]]:
-    conversations, targets = [], []
+def conversations(task: Task, examples: Sequence[Any], split: str) -> tuple[list[list[dict[str, str]]], list[str]]:
+    """Each example's messages and target, checked.
+
+    Raises:
+        UserError: the first example for which the task fails or returns something else, by split and index.
+    """
+    prompts, targets = [], []
     for index, example in enumerate(examples):
-        turns, target = task.messages(example), task.target(example)
+        try:
+            turns, target = task.messages(example), task.target(example)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"{split} example {index}: the task failed: {type(error).__name__}: {error}") from error
         if not isinstance(target, str):
             raise UserError(f"{split} example {index}: target() gave {type(target).__name__}, expected text")
         valid = isinstance(turns, list) and all(
@@ -131,9 +142,15 @@ def _conversations(task: Task, examples: Sequence[Any], split: str) -> tuple[lis
             raise UserError(
                 f"{split} example {index}: messages() ends with an assistant turn; the answer belongs in target()"
             )
-        conversations.append(turns)
+        if any(not text.isprintable() and re.search("[\ud800-\udfff]", text) for text in (target, *_contents(turns))):
+            raise UserError(f"{split} example {index}: a lone surrogate (\\ud800-\\udfff) is not text; remove it")
+        prompts.append(turns)
         targets.append(target)
-    return conversations, targets
+    return prompts, targets
+
+
+def _contents(turns: list[dict[str, str]]) -> list[str]:
+    return [turn["content"] for turn in turns]
 
 
 def _tokenize(

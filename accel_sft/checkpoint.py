@@ -75,14 +75,19 @@ def save(accelerator: Accelerator, run_dir: Path, state: dict[str, Any], keep: i
             content = {**state, "layout": layout, "files": sizes}
             (partial / STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
     if accelerator.is_main_process:
-        for old in checkpoints(run_dir)[:-keep]:
+        # later ones are damaged, or of a run that was resumed from before them: they do not count as newest
+        for old in [path for path in checkpoints(run_dir) if _step(path) <= state["step"]][:-keep]:
             shutil.rmtree(old)
     return target
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """The run's checkpoint folders, oldest first."""
-    return sorted((run_dir / "checkpoints").glob("step-*"))
+    return sorted((run_dir / "checkpoints").glob("step-*"), key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def newest(run_dir: Path, resume: str) -> tuple[Path | None, list[str]]:

@@ -77,7 +77,7 @@ class TrainConfig:
     )
 
     output_dir: str | None = option(None, section=RUN, help="The run's own folder; default runs/<task>-<time>.")
-    seed: int = option(42, section=RUN, min=0, help="Of initial weights, data order and dropout.")
+    seed: int = option(42, section=RUN, min=0, max=2**31, help="Of initial weights, data order and dropout.")
     save_every: str = option(
         "auto", section=RUN, help="Steps between checkpoints, epoch, off, or auto (with evaluations)."
     )
@@ -143,7 +143,7 @@ _USUAL: dict[str, Any] = {
 LAYOUT = frozenset(
     {"micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every"}
     | {"tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every"}
-    | {"eval_limit", "patience", "max_new_tokens"}
+    | {"patience"}
 )
 """Settings that decide how a run is executed or watched, not what a step learns: a resume may change them."""
 

@@ -62,7 +62,8 @@ class StepPlan:
 
     def epoch(self, step: int) -> float:
         """Passes over the data finished when `step` steps are done."""
-        return min(step * self.global_batch_size, self.stream_length or math.inf) / len(self.lengths)
+        end = math.inf if self.stream_length is None else self.stream_length
+        return min(step * self.global_batch_size, end) / len(self.lengths)
 
     def ends_epoch(self, step: int) -> bool:
         """Whether the step after which `step` steps are done is the one that finishes an epoch."""

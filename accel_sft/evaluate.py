@@ -13,10 +13,12 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from accel_sft.chat import Encoded, end_of_turn_ids
+from accel_sft.checkpoint import decided_by_main
 from accel_sft.config import TrainConfig
 from accel_sft.data import collate
 from accel_sft.loss import nll_sum
 from accel_sft.options import UserError
+from accel_sft.report import COSTS
 from accel_sft.system import peak_memory_gib, reset_peak_memory
 from accel_sft.task import Task
 
@@ -78,7 +80,8 @@ class Evaluator:
         assert [s["index"] for s in samples] == sorted(e.index for e in self.encoded), "an example was lost or doubled"
         seconds = max(sample.pop("seconds") for sample in samples)
         tokens = sum(sample.pop("tokens") for sample in samples)
-        metrics = self._aggregate([sample["scores"] for sample in samples])
+        scores = [sample["scores"] for sample in samples]
+        metrics = decided_by_main(self.accelerator, lambda: self._aggregate(scores))  # one judgement for all ranks
         speed = {
             "eval_loss": eval_loss,
             "generate_seconds": seconds,
@@ -139,11 +142,23 @@ class Evaluator:
         }
 
     def _aggregate(self, scores: list[dict[str, Any]]) -> dict[str, float]:
-        metrics = self.task.aggregate(scores)
+        try:
+            metrics = {str(key): float(value) for key, value in self.task.aggregate(scores).items()}
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"the task's aggregate() failed, or gave something other than a number by name: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         main = self.task.main_metric
-        if main not in metrics or not isinstance(metrics[main], (int, float)):
-            raise UserError(f"the task's aggregate() gave {sorted(metrics)}, without a number for main_metric {main!r}")
-        return {key: float(value) for key, value in metrics.items()}
+        if main not in metrics:
+            raise UserError(f"the task's aggregate() gave {sorted(metrics)}, without its main_metric {main!r}")
+        if taken := metrics.keys() & {"step", "loss", "eval_loss", *COSTS}:
+            raise UserError(
+                f"the task's aggregate() gave {', '.join(sorted(taken))}: names of the trainer's own numbers"
+            )
+        return metrics
 
 
 def largest(readings: dict[str, float | None], prefix: str = "") -> dict[str, float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from rich.console import Console
 
 from accel_sft import report, terminal
 from accel_sft.chat import encode
+from accel_sft.checkpoint import decided_by_main
 from accel_sft.config import TrainConfig
 from accel_sft.evaluate import Evaluation, Evaluator, largest
 from accel_sft.model import find_source, load_model, load_tokenizer
 from accel_sft.options import UserError
 from accel_sft.prepare import encoding_rules, read_split, start
+from accel_sft.report import read_json
 from accel_sft.system import peak_memory_gib, reset_peak_memory
 from accel_sft.task import Task
 
@@ -29,10 +32,14 @@ def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None
     """
     if config.model == "tiny":
         raise UserError("--model: name what to evaluate: a run's folder, saved weights, an adapter or a hub id")
-    config = config.resolved({})
+    config = _as_trained(config).resolved({})
+    for model in filter(None, (base, config.model)):
+        find_source(config, model)
     accelerator = start(config)
     if config.dry_run:
         return
+    if config.output_dir:
+        decided_by_main(accelerator, lambda: _claim(Path(config.output_dir)))
     with terminal.quiet(None, config.debug):
         before = evaluate(accelerator, task, config, base) if base else None
         after = evaluate(accelerator, task, config, config.model)
@@ -49,6 +56,26 @@ def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None
         if config.output_dir:
             _write(Path(config.output_dir), result, samples, after.samples)
     accelerator.wait_for_everyone()
+
+
+def _as_trained(config: TrainConfig) -> TrainConfig:
+    """With the lengths that the run in `--model` was trained and judged with, where none are given."""
+    record = Path(config.model).expanduser() / "run.json"
+    if not record.is_file():
+        return config
+    run = read_json(record)
+    judged = {"max_length": run["config"]["max_length"]}
+    judged["max_new_tokens"] = run["config"]["max_new_tokens"] or run["max_new_tokens"]
+    return dataclasses.replace(config, **{key: n for key, n in judged.items() if getattr(config, key) is None})
+
+
+def _claim(folder: Path) -> None:
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            raise UserError(f"--output-dir {folder}: not empty; name another folder for this evaluation")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output-dir {folder}: cannot be used ({error.strerror})") from None
 
 
 def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: str) -> Evaluation:
@@ -72,7 +99,6 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: s
 
 
 def _write(folder: Path, result: dict[str, Any], before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     report.write_result(folder, result)
     report.write_report(folder, result, before, after)
     for name, samples in (("base", before), ("tuned", after)):

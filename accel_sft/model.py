@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from accel_sft.config import TrainConfig
 from accel_sft.options import UserError
+from accel_sft.report import read_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,16 +39,20 @@ def find_source(config: TrainConfig, model: str | None = None) -> Source:
             raise UserError(f"{name}: this run has no final/ yet; resume it first, or name one of its folders")
         folder = run_final
     if (folder / "adapter_config.json").is_file():
-        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base = read_json(folder / "adapter_config.json")["base_model_name_or_path"]
+        if not Path(base).exists() and (folder.parent / "base" / "config.json").is_file():  # the run was moved
+            base = str(folder.parent.resolve() / "base")
+        elif Path(base).is_absolute() and not Path(base).exists():
+            raise UserError(f"{folder}: its base {base} is gone; put it back, or name it in adapter_config.json")
         return Source(base, str(folder), str(folder))
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UserError(f"{name}: no config.json or adapter_config.json in this folder; it is not a saved model")
-        return Source(str(folder), str(folder))
+        return Source(str(folder.resolve()), str(folder))
     if config.init_from and not model:
         raise UserError(f"--init-from {name}: no such run; give the folder of a finished run or of saved weights")
-    if name.startswith((".", "/", "~")):
-        raise UserError(f"--model {name}: no such folder")
+    if not name or folder.is_file() or name.startswith((".", "/", "~")):
+        raise UserError(f"--model {name!r}: no such folder; name a hub id, a folder of saved weights, or a run")
     return Source(name, name)
 
 
@@ -58,7 +63,7 @@ def is_tiny(config: TrainConfig) -> bool:
     record = Path(config.init_from).expanduser() / "run.json"
     if not record.is_file():
         return False
-    earlier = json.loads(record.read_text(encoding="utf-8"))["config"]
+    earlier = read_json(record)["config"]
     return is_tiny(dataclasses.replace(config, model=earlier["model"], init_from=earlier["init_from"]))
 
 
@@ -129,7 +134,7 @@ def _dtype(config: TrainConfig, precision: str, deepspeed: bool, train: bool) ->
 def _loading(name: str, load: Any) -> Any:
     try:
         return load()
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "trust_remote_code" in str(error):
             cause = "it needs its own code to run; read that code, then pass --trust-remote-code"
@@ -147,7 +152,25 @@ def _with_adapter(model: Any, adapter: str, config: TrainConfig, train: bool) ->
             )
         merged = _loading(adapter, lambda: PeftModel.from_pretrained(model, adapter)).merge_and_unload()
         return merged.requires_grad_(True)
+    if train:
+        _hold_to_adapter(adapter, config)
     return _loading(adapter, lambda: PeftModel.from_pretrained(model, adapter, is_trainable=train))
+
+
+def _hold_to_adapter(adapter: str, config: TrainConfig) -> None:
+    """An adapter that is trained on keeps its own shape: settings that say otherwise would be ignored in silence."""
+    saved = read_json(Path(adapter) / "adapter_config.json")
+    asked = {"peft_type": config.adapter.upper(), "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
+    if config.adapter == "lora":
+        asked["r"] = config.lora_r
+    flags = {"peft_type": "--adapter", "r": "--lora-r", "lora_alpha": "--lora-alpha", "lora_dropout": "--lora-dropout"}
+    wrong = [
+        f"{flags[key]} {value}: the adapter in {adapter} has {saved[key]}, and keeps it; say so"
+        for key, value in asked.items()
+        if saved[key] != value
+    ]
+    if wrong:
+        raise UserError(*wrong)
 
 
 def _new_adapter(model: Any, config: TrainConfig, total_steps: int) -> Any:
@@ -165,14 +188,14 @@ def _new_adapter(model: Any, config: TrainConfig, total_steps: int) -> Any:
     else:  # ranks shrink from 1.5 r to r between a tenth and two thirds of the run
         shrink = {"tinit": total_steps // 10, "tfinal": total_steps // 3, "deltaT": 10, "total_step": total_steps}
         settings = AdaLoraConfig(init_r=config.lora_r * 3 // 2 + 1, target_r=config.lora_r, **shrink, **common)
-    try:
-        return get_peft_model(model, settings)
-    except ValueError as error:
+    modules = [name for name, _ in model.named_modules()]
+    missing = [name for name in names if not any(f".{module}".endswith(f".{name}") for module in modules)]
+    if missing and names != ["all-linear"]:
         linear = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if hasattr(part, "in_features")}
         raise UserError(
-            f"--lora-target-modules {config.lora_target_modules}: {str(error).splitlines()[0][:200]}; "
-            f"this model has {', '.join(sorted(linear))}"
-        ) from None
+            f"--lora-target-modules {', '.join(missing)}: no such module; this model has {', '.join(sorted(linear))}"
+        )
+    return get_peft_model(model, settings)
 
 
 def trainable_parameters(model: torch.nn.Module) -> int:

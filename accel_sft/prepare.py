@@ -13,17 +13,18 @@ from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from accel_sft import config as configuration
 from accel_sft.audit import audit, refuse
-from accel_sft.chat import Encoding, encode, end_of_turn_ids
+from accel_sft.chat import Encoding, conversations, encode, end_of_turn_ids
 from accel_sft.checkpoint import checkpoints, decided_by_main, replacing
 from accel_sft.config import TrainConfig
 from accel_sft.data import StepPlan, micro_batch_examples
 from accel_sft.launch import create_accelerator, describe, launch_record
 from accel_sft.model import Source, find_source, load_tokenizer
-from accel_sft.options import UserError
-from accel_sft.report import read_status, write_atomically
+from accel_sft.options import UserError, settings
+from accel_sft.report import read_json, read_status, write_atomically, write_result
 from accel_sft.task import Task
 from accel_sft.terminal import quiet
 from accel_sft.tiny import build_tiny
@@ -42,17 +43,21 @@ class Prepared:
     validation: Encoding
     plan: StepPlan
     micro_batch_size: int
+    eval_limit: int | None = None
 
     @property
     def lines(self) -> list[str]:
         """What was left out or cut, then the size of the job."""
         train, validation, plan = self.train, self.validation, self.plan
         tokens, supervised = int(plan.lengths.sum()), int(plan.supervised.sum())
+        judged = f"{len(validation.kept):,}"
+        if self.eval_limit and self.eval_limit < len(validation.kept):
+            judged = f"{self.eval_limit:,} of {judged}"
         return [
             *train.lines(),
             *validation.lines(),
             f"{len(train.kept):,} training examples ({tokens:,} tokens, {supervised:,} supervised), "
-            f"{len(validation.kept):,} validation; {plan.total_steps:,} steps of {plan.global_batch_size}",
+            f"{judged} validation; {plan.total_steps:,} steps of {plan.global_batch_size}",
         ]
 
     def counts(self) -> dict[str, int]:
@@ -70,10 +75,15 @@ class Prepared:
             "training supervised tokens": int(self.plan.supervised.sum()),
         }
 
+    @property
+    def longest_answer(self) -> int:
+        """Tokens of the longest answer in either split, end of turn included: what is generated at most."""
+        return max(example.supervised_tokens for example in (*self.train.kept, *self.validation.kept))
+
     def fingerprint(self) -> str:
-        """SHA-256 of the training tokens, in order: a resumed run must read the same."""
+        """SHA-256 of both splits' tokens, in order: every rank, and a resumed run, must read the same."""
         digest = hashlib.sha256()
-        for example in self.train.kept:
+        for example in (*self.train.kept, *self.validation.kept):
             digest.update(np.asarray([example.prompt_length, *example.input_ids], dtype=np.int32).tobytes())
         return digest.hexdigest()
 
@@ -137,7 +147,14 @@ def claim_run_dir(accelerator: Accelerator, task_name: str, task: Task, config: 
                 )
             if occupied and not (path / "run.json").exists() and not (path / "result.json").exists():
                 raise UserError(f"--output-dir {name}: not empty, and not a run of accel_sft; name another folder")
+            if config.resume not in ("off", "auto") and Path(config.resume).resolve().parent.parent != path.resolve():
+                raise UserError(
+                    f"--resume {config.resume}: not a checkpoint of the run in --output-dir {name}; "
+                    "to start a new run from another one's weights, use --init-from"
+                )
             path.mkdir(parents=True, exist_ok=True)
+            if read_status(path) is None:  # whatever happens next, the folder is known as a run's
+                write_result(path, {"status": "running"})
             (path / "logs").mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(f"--output-dir {name}: cannot be used ({error.strerror})") from None
@@ -150,8 +167,8 @@ def _finished(run_dir: Path, task: Task, config: TrainConfig) -> bool:
     """Whether the folder's run is complete and is the one asked for now; a changed one is refused later, by name."""
     if config.resume == "off" or read_status(run_dir) != "complete":
         return False
-    before = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
-    return not _changes(before, config.as_dict(), dataclasses.asdict(task))
+    before = read_json(run_dir / "run.json")
+    return not _changes(before, config.as_dict(), _options(task))
 
 
 def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: TrainConfig) -> Prepared:
@@ -174,6 +191,8 @@ def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: Tr
     rules = encoding_rules(tokenizer, source, config)
     train = encode(tokenizer, task, train_examples, "train", **rules)
     validation = encode(tokenizer, task, validation_examples, "validation", **rules)
+    if config.max_steps is None and round(config.epochs * len(train.kept)) == 0:
+        raise UserError(f"--epochs {config.epochs:g}: not one of {len(train.kept)} examples; ask for more")
     plan = StepPlan(
         [len(example.input_ids) for example in train.kept],
         [example.supervised_tokens for example in train.kept],
@@ -185,22 +204,24 @@ def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: Tr
     rows = micro_batch_examples(
         config.micro_batch_size, int(plan.lengths.max()), config.global_batch_size, accelerator.num_processes
     )
-    return Prepared(source, tokenizer, validation_examples, train, validation, plan, rows)
+    return Prepared(source, tokenizer, validation_examples, train, validation, plan, rows, config.eval_limit)
 
 
 def read_split(task: Task, split: str) -> Sequence[Any]:
     """The task's examples of a split; none at all is a UserError."""
     examples = task.dataset(split)
+    if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
+        raise UserError(
+            f"the task's dataset({split!r}) gave {type(examples).__name__}, expected a sequence of examples"
+        )
     if not len(examples):
         raise UserError(f"the task's dataset({split!r}) is empty; one example is the least")
     return examples
 
 
 def _texts(task: Task, examples: Sequence[Any]) -> list[str]:
-    texts = []
-    for example in examples:
-        texts += [*(turn["content"] for turn in task.messages(example)), task.target(example)]
-    return texts
+    pairs = zip(*conversations(task, examples, "train"), strict=True)
+    return [text for turns, target in pairs for text in (*(turn["content"] for turn in turns), target)]
 
 
 def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> dict[str, Any]:
@@ -232,9 +253,10 @@ def write_run_record(
     record = {
         "task": task_name,
         "config": config.as_dict(),
-        "task_options": dataclasses.asdict(task),
+        "task_options": _options(task),
         "total_steps": prepared.plan.total_steps,
         "micro_batch_size": prepared.micro_batch_size,
+        "max_new_tokens": prepared.longest_answer,
         "data": prepared.counts(),
         "data_sha256": prepared.fingerprint(),
         "versions": versions(),
@@ -244,9 +266,14 @@ def write_run_record(
     def write() -> None:
         path = run_dir / "run.json"
         if path.exists() and checkpoints(run_dir):
-            _hold_to(json.loads(path.read_text(encoding="utf-8")), record, run_dir)
+            _hold_to(read_json(path), record, run_dir)
         write_atomically(path, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
 
+    if len(set(gather_object([record["data_sha256"]]))) > 1:
+        raise UserError(
+            f"task {task_name}: ranks got different examples from dataset() (a set's order, an unseeded random?); "
+            "make it a pure function"
+        )
     decided_by_main(accelerator, write)
 
 
@@ -255,13 +282,17 @@ def _hold_to(before: dict[str, Any], now: dict[str, Any], run_dir: Path) -> None
     if before["task"] != now["task"]:
         different.append(f"task: the run was started with {before['task']}, not {now['task']}")
     if not different and before["data_sha256"] != now["data_sha256"]:
-        different.append("the training data is not what the run was started with")
+        different.append("the data is not what the run was started with")
     if different:
         raise UserError(
             *different,
             f"{run_dir}: a resumed run computes what it would have without the stop, schedule included; "
             f"give the settings it was started with, or start a new run from its weights: --init-from {run_dir}",
         )
+
+
+def _options(task: Task) -> dict[str, Any]:
+    return {setting.name: getattr(task, setting.name) for setting in settings(type(task))}
 
 
 def _changes(before: dict[str, Any], config: dict[str, Any], task_options: dict[str, Any]) -> list[str]:

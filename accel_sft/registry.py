@@ -132,10 +132,15 @@ def build(name: str, cls: type[Task], values: dict[str, Any]) -> Task:
 def _entry_points() -> list[Plugin]:
     found, seen = [], set()
     for distribution in importlib.metadata.distributions():
-        text = distribution.read_text("entry_points.txt") or ""
-        if GROUP not in text:  # reading on would cost a metadata parse for each package installed
+        try:
+            text = distribution.read_text("entry_points.txt") or ""
+            if GROUP not in text:  # reading on would cost a metadata parse for each package installed
+                continue
+            metadata = distribution.metadata
+        except (OSError, ValueError) as error:  # ValueError: bytes that are no text; harms nobody else
+            folder = getattr(getattr(distribution, "_path", None), "name", "?")
+            found.append(Plugin("?", "?", folder, "?", "", (), f"its metadata cannot be read: {error}"))
             continue
-        metadata = distribution.metadata
         name = metadata["Name"] or "(unnamed)"
         normalized = re.sub(r"[-_.]+", "-", name).lower()
         if normalized in seen:  # as imports do: the first on the path hides the later

@@ -12,6 +12,7 @@ from typing import Any
 
 from accel_sft.config import LAYOUT
 from accel_sft.markdown import markdown_cell, markdown_table, one_line, shown
+from accel_sft.options import UserError
 
 SHOWN_SAMPLES = 20
 """Answers listed in a report; all of them are in the run's samples folder."""
@@ -63,10 +64,23 @@ def write_result(run_dir: Path, result: Mapping[str, Any]) -> Path:
     return path
 
 
+def read_json(path: Path) -> Any:
+    """A JSON file of a run; one that is broken is a UserError."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: cannot be read ({error}); put it back, or start a new run in another folder"
+        ) from None
+
+
 def read_status(run_dir: Path) -> str | None:
     """The `status` in a run's result.json; None where there is none yet."""
     path = Path(run_dir) / "result.json"
-    return json.loads(path.read_text(encoding="utf-8")).get("status") if path.exists() else None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["status"]
+    except (OSError, ValueError, KeyError, TypeError):  # not there, or broken off by whoever copied it: not a result
+        return None
 
 
 def read_samples(run_dir: Path, step: int) -> list[dict[str, Any]]:

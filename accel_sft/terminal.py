@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from accel_sft.options import UserError
+
 _terminal: TextIO | None = None
 
 
@@ -39,10 +41,14 @@ def quiet(log_file: Path | None, debug: bool = False) -> Iterator[TextIO]:
         _flush()
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        failed = True
+        failed = False
         try:
             yield terminal()
-            failed = False
+        except UserError:  # says all that is needed
+            raise
+        except BaseException:
+            failed = True
+            raise
         finally:
             _flush()
             for number, copy in zip((1, 2), saved, strict=True):

@@ -51,6 +51,10 @@ def run(task_name: str, task: Task, config: TrainConfig) -> None:
                 f"out of device memory ({str(error).splitlines()[0]}); the loss does not depend on it: lower "
                 "--micro-batch-size or --eval-batch-size, add --gradient-checkpointing, or choose a higher ZeRO stage"
             ) from error
+        except Exception as error:
+            if "No space left on device" not in str(error):
+                raise
+            raise UserError(f"{run_dir}: the disk is full; free space, then go on with --resume auto") from error
     except BaseException as error:
         if report.read_status(run_dir) != "complete":  # a finished run that a changed setting may not resume stays so
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -62,6 +66,7 @@ def _run(accelerator: Accelerator, run_dir: Path, task_name: str, task: Task, co
     with terminal.quiet(run_dir / "logs" / f"rank-{accelerator.process_index}.log", config.debug):
         prepared = prepare_data(accelerator, run_dir, task, config)
         plan = prepared.plan
+        write_run_record(accelerator, run_dir, task_name, task, config, prepared)
         with Tracker(
             accelerator,
             run_dir,
@@ -73,7 +78,6 @@ def _run(accelerator: Accelerator, run_dir: Path, task_name: str, task: Task, co
             for line in prepared.lines:
                 tracker.say(line)
             tracker.phase("data")
-            write_run_record(accelerator, run_dir, task_name, task, config, prepared)
             fitting = Fitting(accelerator, run_dir, task_name, task, config, prepared, tracker)
             fitting.resume()
             fitting.fit()
@@ -121,7 +125,7 @@ class Fitting:
             prepared.validation_examples,
             prepared.validation.kept,
             config,
-            max(example.supervised_tokens for example in (*self.train, *prepared.validation.kept)),
+            prepared.longest_answer,
         )
         set_seed(config.seed, device_specific=True)  # dropout masks differ between ranks
 
@@ -171,6 +175,11 @@ class Fitting:
                 progress.step += 1
 
                 loss, system = self.gather(share)
+                if not math.isfinite(loss):
+                    raise UserError(
+                        f"step {progress.step}: the loss is {loss}; lower --learning-rate or --max-grad-norm, "
+                        "or go on from the last checkpoint with another --seed in a new run (--init-from)"
+                    )
                 self.record(loss, grad_norm, rate, supervised_tokens, time.perf_counter() - started, system)
                 profiler.step()
                 if self.due(config.eval_every) or (progress.step == plan.total_steps and config.eval_every != "off"):
@@ -270,5 +279,6 @@ class Fitting:
             report.write_result(self.run_dir, result)
             self.tracker.close()
             report.print_report(result, before, after, console=Console(file=terminal.terminal(), highlight=False))
-            self.tracker.say(f"{self.run_dir}: final/ and best/ hold the weights, report.md every number")
+            weights = "final/ and best/ hold" if progress.best_step else "final/ holds"
+            self.tracker.say(f"{self.run_dir}: {weights} the weights, report.md every number")
         accelerator.wait_for_everyone()

@@ -160,12 +160,16 @@ def test_the_terminal_is_quiet_and_in_order(launched):
     assert output.count("base and tuned") == 1
 
 
+def lora(launched, yaml):
+    arguments = (*JOB, "--adapter", "lora", "--lora-dropout", "0.1", "--save-every", "3")
+    return launched(f"lora {yaml}", *arguments, yaml=yaml)
+
+
 @pytest.mark.parametrize("yaml", [None, "z3"])
 def test_an_adapter_is_saved_alone_and_loads_in_plain_peft(launched, yaml):
     from peft import PeftModel
 
-    arguments = (*JOB, "--adapter", "lora", "--lora-dropout", "0.1", "--save-every", "3")
-    run = launched(f"lora {yaml}", *arguments, yaml=yaml)
+    run = lora(launched, yaml)
     assert not (run.run_dir / "final" / "model.safetensors").exists()
     tensors = load_file(run.run_dir / "final" / "adapter_model.safetensors")
     assert all("lora_" in name for name in tensors)
@@ -177,7 +181,7 @@ def test_an_adapter_is_saved_alone_and_loads_in_plain_peft(launched, yaml):
 
 
 def test_an_adapter_run_with_dropout_resumes_to_the_same_bits(launched, tmp_path):
-    whole = launched("lora z3", *JOB, yaml="z3")
+    whole = lora(launched, "z3")
     copy = tmp_path / "run"
     shutil.copytree(whole.run_dir, copy)
     shutil.rmtree(copy / "checkpoints" / "step-000006")
@@ -196,10 +200,60 @@ def test_a_new_run_starts_from_an_earlier_ones_weights(launched):
 
 
 def test_full_training_goes_on_from_an_adapter_run(launched):
-    first = launched("lora None", *JOB)
+    first = lora(launched, None)
     second = launched("from lora", *JOB, "--init-from", str(first.run_dir), "--save-every", "off")
     assert second.result()["before"]["eval_loss"] == pytest.approx(first.result()["after"]["eval_loss"], rel=1e-4)
     assert (second.run_dir / "final" / "model.safetensors").exists()
+
+
+def test_an_adapter_that_is_trained_on_keeps_its_shape_or_says_so(launched, tmp_path):
+    first = lora(launched, None)
+    moved = tmp_path / "moved"
+    shutil.copytree(first.run_dir, moved)
+    wrong = accel_sft(*JOB, "--init-from", str(moved), "--adapter", "lora", "--lora-r", "4", run_dir=tmp_path / "wrong")
+    assert wrong.status == 1
+    assert "--lora-r 4: the adapter in" in wrong.output
+    assert "--lora-dropout 0.0: the adapter in" in wrong.output
+
+
+def test_a_module_that_is_not_there_is_named(tmp_path):
+    modules = ("--adapter", "lora", "--lora-target-modules", "q_proj,nosuch")
+    run = accel_sft(*JOB, *modules, run_dir=tmp_path / "run")
+    assert run.status == 1
+    assert "--lora-target-modules nosuch: no such module; this model has down_proj" in run.output
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
+    rate = ("--learning-rate", "1e8", "--warmup-ratio", "1", "--max-grad-norm", "0")
+    run = accel_sft(*JOB, *rate, *("--eval-every", "off"), run_dir=tmp_path / "run")
+    assert run.status == 1
+    assert "the loss is " in run.output
+    assert not (tmp_path / "run" / "final").exists()
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
+
+
+STRAYING = """
+from dataclasses import dataclass
+from accel_sft_math import Math as Shipped
+
+@dataclass(kw_only=True)
+class Straying(Shipped):
+    \"\"\"Math whose rows come in another order on each rank.\"\"\"
+
+    def dataset(self, split):
+        import os
+        rows = super().dataset(split)
+        return rows[::-1] if os.environ.get("RANK") == "1" else rows
+"""
+
+
+def test_ranks_that_would_train_on_different_data_are_refused(tmp_path):
+    (tmp_path / "site").mkdir()
+    install(tmp_path / "site", "accel-sft-straying", "straying = accel_sft_straying:Straying", STRAYING)
+    site = {"PYTHONPATH": str(tmp_path / "site")}
+    run = accel_sft("straying", *JOB[1:], yaml="ddp", run_dir=tmp_path / "run", environment=site)
+    assert run.status != 0
+    assert "ranks got different examples from dataset()" in run.output
 
 
 def test_patience_stops_early(launched):
