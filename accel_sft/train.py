@@ -21,8 +21,9 @@ from accel_sft.loss import nll_sum
 from accel_sft.model import is_tiny, load_model, trainable_parameters
 from accel_sft.optim import Stepper, adamw, learning_rate
 from accel_sft.options import UserError
-from accel_sft.prepare import Prepared, claim_run_dir, prepare_data, start, versions, write_run_record
+from accel_sft.prepare import Prepared, prepare_data, start
 from accel_sft.progress import Progress
+from accel_sft.run_folder import claim_run_dir, versions, write_run_record
 from accel_sft.system import peak_memory_gib
 from accel_sft.task import Task
 from accel_sft.tiny import TINY_DEFAULTS

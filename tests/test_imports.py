@@ -18,6 +18,7 @@ GROUPS = [
     {"audit", "system", "metrics_file", "dashboards"},
     {"data", "model", "optim", "loss", "launch", "tracking", "checkpoint"},
     {"evaluate", "prepare"},
+    {"run_folder"},
     {"train", "judge", "compare"},
     {"failure"},
     {"scaffold", "cli_options"},

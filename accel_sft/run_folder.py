@@ -1,0 +1,130 @@
+"""A run's folder: who may use it, and the record that a resumed run is held to."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from accel_sft import config as configuration
+from accel_sft.checkpoint import checkpoints, decided_by_main
+from accel_sft.config import TrainConfig
+from accel_sft.launch import launch_record
+from accel_sft.options import UserError, settings
+from accel_sft.prepare import Prepared
+from accel_sft.report import read_json, read_status, write_atomically, write_result
+from accel_sft.task import Task
+
+PACKAGES = ("accel-sft", "torch", "accelerate", "transformers", "deepspeed", "peft", "tokenizers")
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that decide what a run computes."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def claim_run_dir(accelerator: Accelerator, task_name: str, task: Task, config: TrainConfig) -> tuple[Path, bool]:
+    """The run's folder, made if need be, the same on every rank; and whether the run in it is finished already.
+
+    Raises:
+        UserError: the folder is not empty and `--resume` is off, or it cannot be written.
+    """
+
+    def claim() -> tuple[Path, bool]:
+        name = config.output_dir or f"runs/{task_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        path = Path(name).expanduser().absolute()
+        try:
+            occupied = path.exists() and any(path.iterdir())
+            failed_before_it_began = (
+                occupied and read_status(path) == "failed" and not (path / "metrics.jsonl").exists()
+            )
+            if occupied and config.resume == "off" and not failed_before_it_began:
+                raise UserError(
+                    f"--output-dir {name}: not empty; name another folder, or continue the run in it with --resume auto"
+                )
+            if occupied and not (path / "run.json").exists() and not (path / "result.json").exists():
+                raise UserError(f"--output-dir {name}: not empty, and not a run of accel_sft; name another folder")
+            if config.resume not in ("off", "auto") and Path(config.resume).resolve().parent.parent != path.resolve():
+                raise UserError(
+                    f"--resume {config.resume}: not a checkpoint of the run in --output-dir {name}; "
+                    "to start a new run from another one's weights, use --init-from"
+                )
+            path.mkdir(parents=True, exist_ok=True)
+            if read_status(path) is None:  # whatever happens next, the folder is known as a run's
+                write_result(path, {"status": "running"})
+            (path / "logs").mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--output-dir {name}: cannot be used ({error.strerror})") from None
+        return path, _finished(path, task, config)
+
+    return decided_by_main(accelerator, claim)
+
+
+def _finished(run_dir: Path, task: Task, config: TrainConfig) -> bool:
+    """Whether the folder's run is complete and is the one asked for now; a changed one is refused later, by name."""
+    if config.resume == "off" or read_status(run_dir) != "complete":
+        return False
+    before = read_json(run_dir / "run.json")
+    return not _changes(before, config.as_dict(), _options(task))
+
+
+def write_run_record(
+    accelerator: Accelerator, run_dir: Path, task_name: str, task: Task, config: TrainConfig, prepared: Prepared
+) -> None:
+    """Write `run.json`: what decides the run's mathematics, and how it was launched; on a resume, hold it to that.
+
+    Raises:
+        UserError: a resumed run's settings or data differ from what the folder records, one line each.
+    """
+    record = {
+        "task": task_name,
+        "config": config.as_dict(),
+        "task_options": _options(task),
+        "total_steps": prepared.plan.total_steps,
+        "micro_batch_size": prepared.micro_batch_size,
+        "max_new_tokens": prepared.longest_answer,
+        "data": prepared.counts(),
+        "data_sha256": prepared.fingerprint(),
+        "versions": versions(),
+        "launch": launch_record(accelerator),
+    }
+
+    def write() -> None:
+        path = run_dir / "run.json"
+        if path.exists() and checkpoints(run_dir):
+            _hold_to(read_json(path), record, run_dir)
+        write_atomically(path, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
+
+    if len(set(gather_object([record["data_sha256"]]))) > 1:
+        raise UserError(
+            f"task {task_name}: ranks got different examples from dataset() (a set's order, an unseeded random?); "
+            "make it a pure function"
+        )
+    decided_by_main(accelerator, write)
+
+
+def _hold_to(before: dict[str, Any], now: dict[str, Any], run_dir: Path) -> None:
+    different = _changes(before, now["config"], now["task_options"])
+    if before["task"] != now["task"]:
+        different.append(f"task: the run was started with {before['task']}, not {now['task']}")
+    if not different and before["data_sha256"] != now["data_sha256"]:
+        different.append("the data is not what the run was started with")
+    if different:
+        raise UserError(
+            *different,
+            f"{run_dir}: a resumed run computes what it would have without the stop, schedule included; "
+            f"give the settings it was started with, or start a new run from its weights: --init-from {run_dir}",
+        )
+
+
+def _options(task: Task) -> dict[str, Any]:
+    return {setting.name: getattr(task, setting.name) for setting in settings(type(task))}
+
+
+def _changes(before: dict[str, Any], config: dict[str, Any], task_options: dict[str, Any]) -> list[str]:
+    return configuration.changed({**before["config"], **before["task_options"]}, {**config, **task_options})
