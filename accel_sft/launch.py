@@ -191,7 +191,7 @@ def describe(accelerator: Accelerator, config: TrainConfig) -> list[tuple[str, s
         ("threads per process", str(torch.get_num_threads())),
         ("clipping", clip),
         ("communication", str(accelerator.state.backend or "none")),
-        ("versions", ", ".join(f"{name} {version}" for name, version in _versions().items())),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions().items())),
     ]
 
 
@@ -215,7 +215,7 @@ def launch_record(accelerator: Accelerator) -> dict[str, Any]:
         "device": _device_name(accelerator),
         "host": {"platform": platform.platform(), "cores": usable_cores()},
         "deepspeed_config": _plain(plugin.deepspeed_config) if plugin else None,
-        "versions": _versions(),
+        "versions": versions(),
     }
 
 
@@ -240,9 +240,10 @@ def _device_name(accelerator: Accelerator) -> str:
     return f"{accelerator.device.type} ({usable_cores()} cores)" if accelerator.device.type == "cpu" else "mps"
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Installed versions of what decides a run's numbers: Python, this package and the libraries below it."""
     found = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "accelerate", "deepspeed", "peft"):
+    for name in ("accel-sft", "torch", "transformers", "tokenizers", "accelerate", "deepspeed", "peft"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import time
 from pathlib import Path
@@ -19,13 +18,6 @@ from accel_sft.options import UserError, settings
 from accel_sft.prepare import Prepared
 from accel_sft.report import read_json, read_status, write_atomically, write_result
 from accel_sft.task import Task
-
-PACKAGES = ("accel-sft", "torch", "accelerate", "transformers", "deepspeed", "peft", "tokenizers")
-
-
-def versions() -> dict[str, str]:
-    """Installed versions of the packages that decide what a run computes."""
-    return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def claim_run_dir(accelerator: Accelerator, task_name: str, task: Task, config: TrainConfig) -> tuple[Path, bool]:
@@ -90,7 +82,6 @@ def write_run_record(
         "max_new_tokens": prepared.longest_answer,
         "data": prepared.counts(),
         "data_sha256": prepared.fingerprint(),
-        "versions": versions(),
         "launch": launch_record(accelerator),
     }
 

@@ -90,15 +90,6 @@ class Tracker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run; may be set again once it is known better."""
-        return self._line.total_steps
-
-    @total_steps.setter
-    def total_steps(self, steps: int) -> None:
-        self._line.total_steps = steps
-
     def say(self, text: str) -> None:
         """A line above the bar, on rank 0."""
         if self._writes:

@@ -23,7 +23,7 @@ from accel_sft.optim import Stepper, adamw, learning_rate
 from accel_sft.options import UserError
 from accel_sft.prepare import Prepared, prepare_data, start
 from accel_sft.progress import Progress
-from accel_sft.run_folder import claim_run_dir, versions, write_run_record
+from accel_sft.run_folder import claim_run_dir, write_run_record
 from accel_sft.system import peak_memory_gib
 from accel_sft.task import Task
 from accel_sft.tiny import TINY_DEFAULTS
@@ -246,7 +246,7 @@ class Fitting:
             data=self.prepared.counts(),
             settings={**config.as_dict(), **dataclasses.asdict(self.task)},
             result={"before": self.progress.before or {}, "after": after or {}},
-            versions=versions(),
+            versions=launch.versions(),
         )
         checkpoint.export(self.accelerator, self.model, self.prepared.tokenizer, self.run_dir / name, card)
 
