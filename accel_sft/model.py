@@ -45,7 +45,7 @@ def find_source(config: TrainConfig, model: str | None = None) -> Source:
         elif Path(base).is_absolute() and not Path(base).exists():
             raise UserError(f"{folder}: its base {base} is gone; put it back, or name it in adapter_config.json")
         return Source(base, str(folder), str(folder))
-    if folder.is_dir():
+    if name and folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UserError(f"{name}: no config.json or adapter_config.json in this folder; it is not a saved model")
         return Source(str(folder.resolve()), str(folder))

@@ -224,3 +224,16 @@ def test_a_task_that_raises_on_its_options_is_named(site):
     install(site, "p-raise", "good = p_raise:Good", source)
     with pytest.raises(UserError, match=r"task 'good' fails on its options: ZeroDivisionError: .*p_raise\.py:\d+"):
         registry.build("good", registry.load("good"), {})
+
+
+def test_metadata_that_is_no_text_breaks_only_its_own_line(tmp_path, monkeypatch):
+    site = tmp_path / "odd"
+    site.mkdir()
+    install(site, "accel-sft-good", "good = accel_sft_good:Good")
+    install(site, "accel-sft-odd", "odd = accel_sft_odd:Good")
+    damaged = next(site.glob("accel_sft_odd*.dist-info")) / "entry_points.txt"
+    damaged.write_bytes(b"[accel_sft.tasks]\n\xff = x:Y\n")
+    with only_plugins_of(site, monkeypatch):
+        faults = {plugin.distribution: plugin.fault for plugin in registry.plugins()}
+        assert "cannot be read" in faults[damaged.parent.name]
+        assert registry.load("good").__name__ == "Good"

@@ -1,0 +1,38 @@
+"""Where weights are looked for, and what is said when they are not there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from accel_sft import UserError
+from accel_sft.config import TrainConfig
+from accel_sft.model import find_source
+
+
+def adapter(run, base):
+    (run / "final").mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    (run / "final" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    return run
+
+
+def test_an_adapter_of_a_run_that_was_moved_finds_the_runs_own_base(tmp_path):
+    run = adapter(tmp_path / "moved", tmp_path / "gone" / "base")
+    (run / "base").mkdir()
+    (run / "base" / "config.json").write_text("{}")
+    source = find_source(TrainConfig(), str(run))
+    assert (source.weights, source.adapter) == (str(run / "base"), str(run / "final"))
+
+
+def test_an_adapter_whose_base_is_gone_says_so(tmp_path):
+    run = adapter(tmp_path / "run", tmp_path / "gone")
+    with pytest.raises(UserError, match=r"its base .*gone is gone; put it back"):
+        find_source(TrainConfig(), str(run))
+
+
+@pytest.mark.parametrize("name", ["", "./nosuch", "~/no/such/folder"])
+def test_what_is_no_folder_is_named(name):
+    with pytest.raises(UserError, match="no such folder"):
+        find_source(TrainConfig(model=name))
