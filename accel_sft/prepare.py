@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,8 @@ def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: Tr
 def read_split(task: Task, split: str) -> Sequence[Any]:
     """The task's examples of a split; none at all is a UserError."""
     examples = task.dataset(split)
-    if not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
+    indexed = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
+    if not indexed or isinstance(examples, (Mapping, str, bytes)):
         raise UserError(
             f"the task's dataset({split!r}) gave {type(examples).__name__}, expected a sequence of examples"
         )

@@ -44,8 +44,12 @@ _TRAINING = {
 def write_atomically(path: Path, text: str) -> None:
     """Replace `path` by `text`: whoever reads it, and whenever the process is killed, finds the old or the new."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def json_safe(value: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import shutil
 import time
 from pathlib import Path
 
@@ -53,13 +55,16 @@ def run(task_name: str, task: Task, config: TrainConfig) -> None:
                 "--micro-batch-size or --eval-batch-size, add --gradient-checkpointing, or choose a higher ZeRO stage"
             ) from error
         except Exception as error:
-            if "No space left on device" not in str(error):
+            # writers in C++ do not pass the system's own words on
+            full = "No space left on device" in str(error) or shutil.disk_usage(run_dir).free < 2**20
+            if isinstance(error, UserError) or not full:
                 raise
             raise UserError(f"{run_dir}: the disk is full; free space, then go on with --resume auto") from error
     except BaseException as error:
         if report.read_status(run_dir) != "complete":  # a finished run that a changed setting may not resume stays so
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            report.write_result(run_dir, {"status": status, "error": str(error) or type(error).__name__})
+            with contextlib.suppress(OSError):  # a disk that is full or gone must not hide the error itself
+                report.write_result(run_dir, {"status": status, "error": str(error) or type(error).__name__})
         raise
 
 

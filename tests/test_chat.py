@@ -106,12 +106,24 @@ def test_empty_answers_are_left_out_by_name(tokenizer):
         ("messages", "24=", r"messages\(\) gave"),
         ("messages", [{"role": "user"}], r"messages\(\) gave"),
         ("messages", [{"role": "assistant", "content": "x"}], r"messages\(\) ends with an assistant turn"),
+        ("messages", [], r"messages\(\) gave '\[\]'"),
+        ("target", "a \ud800", "a lone surrogate"),
+        ("messages", [{"role": "user", "content": "\udfff"}], "a lone surrogate"),
     ],
 )
 def test_a_task_that_returns_nonsense_is_named(tokenizer, method, value, message):
     broken = type("Broken", (Sums,), {method: lambda self, example: value})
     with pytest.raises(UserError, match=f"train example 0: {message}"):
         encoded(tokenizer, task=broken())
+
+
+def test_a_task_that_fails_on_an_example_is_named(tokenizer):
+    class Failing(Sums):
+        def target(self, example):
+            return {24: "x"}[example]
+
+    with pytest.raises(UserError, match="train example 1: the task failed: KeyError: 25"):
+        encoded(tokenizer, task=Failing(), examples=[24, 25])
 
 
 def test_no_chat_template_and_a_template_that_rejects(tokenizer):

@@ -1,0 +1,222 @@
+"""What a run, an evaluation and a task may not do to each other: each guard in the case where it fires."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from accelerate import Accelerator
+from conftest import accel_sft
+from models import Sums, make_tiny
+from test_laws import JOB, layout
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from accel_sft import UserError, checkpoint
+from accel_sft.chat import encode
+from accel_sft.config import TrainConfig
+from accel_sft.evaluate import Evaluator
+from accel_sft.prepare import read_split
+from accel_sft.report import read_json, read_status
+
+
+@pytest.fixture
+def copy(launched, tmp_path):
+    """A finished run of one process, to be damaged: its launch and its folder."""
+    whole = layout(launched, "plain")
+    shutil.copytree(whole.run_dir, tmp_path / "run")
+    return whole, tmp_path / "run"
+
+
+# --- what a task returns ---
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = make_tiny(tmp_path_factory.mktemp("tiny") / "base")
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def evaluate(tiny, **methods):
+    model, tokenizer = tiny
+    task = type("Broken", (Sums,), methods)()
+    examples = [40, 41]
+    eos = {tokenizer.eos_token_id}
+    kept = encode(tokenizer, task, examples, "validation", eos_ids=eos, max_length=99, truncation="drop").kept
+    config = TrainConfig(max_new_tokens=2).resolved({})
+    return Evaluator(Accelerator(cpu=True), tokenizer, task, examples, kept, config)(model)
+
+
+def fail(*_):
+    raise RuntimeError("ill")
+
+
+@pytest.mark.parametrize(
+    ("method", "function", "message"),
+    [
+        ("aggregate", lambda self, scores: {"right": "much"}, r"aggregate\(\) failed, .* 'much'"),
+        ("aggregate", lambda self, scores: None, r"aggregate\(\) failed, or gave something other than a number"),
+        ("aggregate", fail, r"aggregate\(\) failed, .*RuntimeError: ill"),
+        ("aggregate", lambda self, scores: {"other": 1.0}, r"gave \['other'\], without its main_metric 'right'"),
+        (
+            "aggregate",
+            lambda self, scores: {"right": 1.0, "loss": 0.0, "generate_seconds": 0.0},
+            r"gave generate_seconds, loss: names of the trainer's own numbers",
+        ),
+        ("score", lambda self, example, text: 1.0, r"validation example [01]: score\(\) gave 1\.0"),
+        ("score", fail, r"validation example [01]: the task's score\(\) failed on .*RuntimeError: ill"),
+    ],
+)
+def test_a_judgement_that_is_none_is_refused_by_name(tiny, method, function, message):
+    with pytest.raises(UserError, match=message):
+        evaluate(tiny, **{method: function})
+
+
+def test_a_metric_may_be_any_number(tiny):
+    metrics = evaluate(tiny, aggregate=lambda self, scores: {"right": True, "share": 1}).metrics
+    assert metrics["right"] == metrics["share"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("examples", "message"),
+    [
+        (None, r"dataset\('train'\) gave NoneType, expected a sequence"),
+        ((n for n in range(3)), r"dataset\('train'\) gave generator, expected a sequence"),
+        ({1, 2}, r"dataset\('train'\) gave set, expected a sequence"),
+        ({"rows": [1, 2]}, r"dataset\('train'\) gave dict, expected a sequence"),
+        ("rows.json", r"dataset\('train'\) gave str, expected a sequence"),
+        ([], r"dataset\('train'\) is empty"),
+    ],
+)
+def test_examples_are_a_sequence_with_something_in_it(examples, message):
+    task = type("Broken", (Sums,), {"dataset": lambda self, split: examples})()
+    with pytest.raises(UserError, match=message):
+        read_split(task, "train")
+
+
+def test_a_part_of_an_epoch_without_an_example_is_refused(tmp_path):
+    run = accel_sft("math", "--epochs", "0.0001", "--train-examples", "60", run_dir=tmp_path / "run")
+    assert run.status == 1
+    assert "--epochs 0.0001: not one of 60 examples" in run.output
+
+
+# --- a run's folder ---
+
+
+def test_a_run_that_was_killed_before_its_record_may_be_resumed(tmp_path):
+    folder = tmp_path / "run"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "result.json").write_text('{"status": "running"}')
+    once = ("--eval-every", "off", "--max-steps", "1")
+    refused = accel_sft("math", *once, run_dir=folder)
+    assert refused.status == 1
+    assert "not empty" in refused.output
+    resumed = accel_sft("math", *once, "--resume", "auto", run_dir=folder)
+    assert resumed.status == 0, resumed.output
+    assert resumed.result()["steps"] == 1
+
+
+def test_a_folder_of_something_else_is_never_written_to(tmp_path):
+    (tmp_path / "letter.txt").write_text("dear reader")
+    for resume in ("off", "auto"):
+        refused = accel_sft("math", "--resume", resume, run_dir=tmp_path)
+        assert refused.status == 1
+        assert "not empty" in refused.output
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_another_runs_checkpoint_is_refused(copy, tmp_path):
+    whole, folder = copy
+    theirs = whole.run_dir / "checkpoints" / "step-000003"
+    before = sorted(folder.rglob("*"))
+    refused = accel_sft(*whole.arguments, "--resume", str(theirs), run_dir=folder)
+    assert refused.status == 1
+    assert f"--resume {theirs}: not a checkpoint of the run" in refused.output
+    assert "--init-from" in refused.output
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_broken_record_is_named_and_a_broken_result_is_made_again(copy):
+    whole, folder = copy
+    (folder / "result.json").write_text('{"status": "comp')
+    assert read_status(folder) is None
+    record = (folder / "run.json").read_text()
+    (folder / "run.json").write_text(record[:100])
+    refused = accel_sft(*whole.arguments, "--resume", "auto", run_dir=folder)
+    assert refused.status == 1
+    assert f"{folder / 'run.json'}: cannot be read" in refused.output
+    (folder / "run.json").write_text(record)
+    resumed = accel_sft(*whole.arguments, "--resume", "auto", run_dir=folder)
+    assert resumed.status == 0, resumed.output
+    assert resumed.result()["after"]["accuracy"] == whole.result()["after"]["accuracy"]
+
+
+def test_a_damaged_later_checkpoint_pushes_no_good_one_out(copy):
+    whole, folder = copy
+    shutil.rmtree(folder / "final")
+    (folder / "result.json").unlink()
+    later = folder / "checkpoints" / "step-000009"
+    (folder / "checkpoints" / "step-000006").rename(later)
+    os.truncate(later / "model.safetensors", 10)
+    resumed = accel_sft(*whole.arguments, "--resume", "auto", "--keep-checkpoints", "1", run_dir=folder)
+    assert resumed.status == 0, resumed.output
+    assert "step-000009: passed over" in resumed.output
+    path, _ = checkpoint.newest(folder, "auto")
+    assert path == folder / "checkpoints" / "step-000006"
+    assert not (folder / "checkpoints" / "step-000003").exists()
+
+
+def in_a_small_disk(folder, size, *arguments):
+    """Run the command line with `folder` on a file system of `size`, gone afterwards; result.json is printed last."""
+    script = f'mount -t tmpfs -o size={size} tmpfs "$0" && "$@"; status=$?; cat "$0"/run/result.json; exit $status'
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, str(folder)]
+    command += [sys.executable, "-m", "accel_sft", *arguments, "--output-dir", str(folder / "run")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "true"], capture_output=True).returncode,
+    reason="a small file system of one's own needs user namespaces",
+)
+@pytest.mark.parametrize("size", ["2m", "9m", "14m"])  # the base model, best/, a checkpoint
+def test_a_full_disk_is_named_with_the_way_out(tmp_path, size):
+    run = in_a_small_disk(tmp_path, size, *JOB, "--save-every", "1", "--eval-every", "1")
+    assert run.returncode == 1
+    assert "the disk is full; free space, then go on with --resume auto" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert json.loads(run.stdout[run.stdout.rindex("{\n") :])["status"] in ("failed", "running")
+
+
+# --- evaluate ---
+
+
+def test_an_evaluation_overwrites_nothing(copy, tmp_path):
+    _, folder = copy
+    occupied = tmp_path / "out"
+    occupied.mkdir()
+    (occupied / "report.md").write_text("by hand")
+    refused = accel_sft("evaluate", "math", "--model", str(folder), run_dir=occupied)
+    assert refused.status == 1
+    assert f"--output-dir {occupied}: not empty" in refused.output
+    assert (occupied / "report.md").read_text() == "by hand"
+
+
+def test_an_evaluation_takes_its_lengths_from_the_run_and_from_flags_first(copy):
+    _, folder = copy
+    evaluated = ("evaluate", "math", "--model", str(folder), "--dry-run")
+    assert "max-new-tokens 6" in accel_sft(*evaluated).output
+    assert "max-new-tokens 4" in accel_sft(*evaluated, "--max-new-tokens", "4").output
+
+
+def test_a_run_without_a_readable_record_is_not_evaluated_by_guess(copy):
+    _, folder = copy
+    (folder / "run.json").write_text("{")
+    refused = accel_sft("evaluate", "math", "--model", str(folder), "--dry-run")
+    assert refused.status == 1
+    assert "run.json: cannot be read" in refused.output
+    with pytest.raises(UserError):
+        read_json(folder / "run.json")
