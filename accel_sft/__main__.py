@@ -4,7 +4,7 @@ import os
 import sys
 
 from accel_sft.cli import cli
-from accel_sft.failure import Ending, use_utf8
+from accel_sft.failure import Ending, leave_together, use_utf8
 
 NAME, COMPLETE = "accel-sft", "_ACCEL_SFT_COMPLETE"
 
@@ -21,6 +21,7 @@ def main() -> None:
         with cli.make_context(NAME, sys.argv[1:], obj=ending) as context:
             cli.invoke(context)
         sys.stdout.flush()
+        leave_together()
     sys.exit(0)
 
 

@@ -10,9 +10,6 @@ from typing import Any
 from accel_sft.options import UserError
 from accel_sft.task import Task
 
-IGNORED = -100
-"""Label of a token without loss, torch's and transformers' convention."""
-
 _SHOWN = 5
 
 
@@ -105,7 +102,13 @@ def encode(
             else:
                 result.left_out.setdefault(too_long, []).append(index)
                 continue
-        result.kept.append(Encoded(index, ids[:max_length], len(prompt)))
+        example = Encoded(index, ids[:max_length], len(prompt))
+        if example.supervised_tokens:
+            result.kept.append(example)
+        else:
+            result.left_out.setdefault("left out: the tokenizer leaves nothing of the answer to learn", []).append(
+                index
+            )
     if truncation == "error" and too_long in result.left_out:
         raise UserError(*result.lines(), "--truncation error stops here: raise --max-length, or choose drop or right")
     if not result.kept:

@@ -53,6 +53,12 @@ class TrainConfig:
         None, section=DATA, min=1, help="Examples per optimizer step, over all ranks."
     )
     micro_batch_size: str = option("auto", section=DATA, help="Examples per forward on one rank, or auto.")
+    batching: str = option(
+        "auto",
+        section=DATA,
+        choices=("auto", "shared", "packed", "padded"),
+        help="Rows of a forward: behind one copy of what they share, packed, or padded; auto: the first that is exact.",
+    )
     epochs: float | None = option(None, section=DATA, min=0, help="Passes over the training examples.")
     max_steps: int | None = option(None, section=DATA, min=1, help="Optimizer steps; wins over --epochs.")
 
@@ -143,7 +149,7 @@ _USUAL: dict[str, Any] = {
 LAYOUT = frozenset(
     {"micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every"}
     | {"tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every"}
-    | {"patience"}
+    | {"patience", "batching"}
 )
 """Settings that decide how a run is executed or watched, not what a step learns: a resume may change them."""
 
@@ -209,6 +215,8 @@ def load_yaml(path: str, *classes: type) -> dict[str, Any]:
                 value = float(value)
         elif setting.type is str and isinstance(value, (int, float)) and not isinstance(value, bool):
             value = json.dumps(value)
+        elif setting.type is str and isinstance(value, list) and all(isinstance(part, str) for part in value):
+            value = ",".join(value)  # options that take several names take them with commas between
         elif name in ("eval_every", "save_every", "resume") and value is False:  # YAML 1.1 reads off as false
             value = "off"
         elif setting.type is float and isinstance(value, int) and not isinstance(value, bool):

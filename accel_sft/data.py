@@ -1,4 +1,4 @@
-"""Which examples make a step, which rank runs them, and how they become tensors (law 1)."""
+"""Which examples make a step (law 1)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-
-from accel_sft.chat import IGNORED, Encoded
-
-AUTO_MICRO_BATCH_TOKENS = 8192
-"""Padded tokens in one forward that `--micro-batch-size auto` aims at."""
 
 
 class StepPlan:
@@ -68,47 +62,3 @@ class StepPlan:
     def ends_epoch(self, step: int) -> bool:
         """Whether the step after which `step` steps are done is the one that finishes an epoch."""
         return math.floor(self.epoch(step)) > math.floor(self.epoch(step - 1))
-
-    def micro_batches(
-        self, step: int, *, rank: int, world_size: int, micro_batch_size: int
-    ) -> tuple[list[np.ndarray], int]:
-        """This rank's forwards of a step, and N, the supervised tokens of the whole step over all ranks.
-
-        Examples are dealt to ranks longest first, back and forth, so that ranks carry near-equal tokens; each rank
-        splits its own into the same number of micro-batches (some may be empty: they still run, for the collectives).
-        """
-        chosen = self.examples(step)
-        chosen = chosen[np.argsort(-self.lengths[chosen], kind="stable")]
-        turn = np.arange(len(chosen)) % (2 * world_size)
-        mine = chosen[np.where(turn < world_size, turn, 2 * world_size - 1 - turn) == rank]
-        count = math.ceil(math.ceil(len(chosen) / world_size) / micro_batch_size)
-        return np.array_split(mine, count), int(self.supervised[chosen].sum())
-
-
-def micro_batch_examples(setting: str, longest: int, global_batch_size: int, world_size: int) -> int:
-    """`--micro-batch-size` as a number: the one given, or as many of the longest examples as fit the token budget."""
-    share = math.ceil(global_batch_size / world_size)
-    if setting != "auto":
-        return min(int(setting), share)
-    return max(1, min(share, AUTO_MICRO_BATCH_TOKENS // longest))
-
-
-def collate(examples: Sequence[Encoded], pad_token_id: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Right-padded `input_ids`, `attention_mask` and `labels`, each (examples, longest); no example: one masked row.
-
-    Labels are set by position, so a pad token that equals the end-of-turn token is neither learnt nor the reverse.
-    """
-    longest = max((len(example.input_ids) for example in examples), default=2)
-    shape = (max(len(examples), 1), longest)
-    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
-    attention_mask = np.zeros(shape, dtype=np.int64)
-    labels = np.full(shape, IGNORED, dtype=np.int64)
-    for row, example in enumerate(examples):
-        length, prompt_length = len(example.input_ids), example.prompt_length
-        input_ids[row, :length] = example.input_ids
-        attention_mask[row, :length] = 1
-        labels[row, prompt_length:length] = example.input_ids[prompt_length:]
-    if not examples:
-        attention_mask[:] = 1
-    arrays = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
-    return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}

@@ -26,6 +26,10 @@ def prepare_environment(debug: bool = False) -> None:
     Call it before torch, transformers or deepspeed are imported. A variable the user has set is left alone.
     """
     os.environ["OMP_NUM_THREADS"] = str(threads_per_process())  # DeepSpeed's CPU Adam has an OpenMP of its own
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # OpenMP's threads wait for each other spinning, by default for so long that any other program on a core makes
+        # small products a hundred times slower; this long costs a quiet machine nothing
+        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     scripts = sysconfig.get_path("scripts")
     if not shutil.which("ninja") and Path(scripts, "ninja").is_file():
         os.environ["PATH"] = os.pathsep.join((scripts, os.environ.get("PATH", "")))
@@ -36,12 +40,13 @@ def prepare_environment(debug: bool = False) -> None:
 def threads_per_process() -> int:
     """Compute threads of one rank: this machine's usable cores shared among its ranks, at least one.
 
-    The launcher gives each of several ranks a single thread, which leaves cores idle. A number that was asked for,
-    by `--num_cpu_threads_per_process` or OMP_NUM_THREADS above 1, is kept.
+    The launcher gives each of several ranks a single thread, which leaves cores idle. A number that was asked for is
+    kept: `--num_cpu_threads_per_process`, or OMP_NUM_THREADS, which under a launcher must be above 1, its own number.
     """
-    named = launcher_arguments().get("num_cpu_threads_per_process") or os.environ.get("OMP_NUM_THREADS", "1")
-    if named.isdecimal() and (int(named) > 1 or "num_cpu_threads_per_process" in launcher_arguments()):
-        return int(named)
+    asked = launcher_arguments().get("num_cpu_threads_per_process")
+    named = asked or os.environ.get("OMP_NUM_THREADS", "")
+    if named.isdecimal() and (int(named) > 1 or asked or "WORLD_SIZE" not in os.environ):
+        return max(int(named), 1)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     return max(1, usable_cores() // ranks)
 

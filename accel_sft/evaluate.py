@@ -12,10 +12,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from accel_sft.batching import Batching
 from accel_sft.chat import Encoded, end_of_turn_ids
 from accel_sft.checkpoint import decided_by_main
 from accel_sft.config import TrainConfig
-from accel_sft.data import collate
 from accel_sft.loss import nll_sum
 from accel_sft.options import UserError
 from accel_sft.report import COSTS
@@ -58,9 +58,11 @@ class Evaluator:
         longest_answer = max(example.supervised_tokens for example in self.encoded)
         self.max_new_tokens = config.max_new_tokens or max_new_tokens or longest_answer
 
-    def __call__(self, model: torch.nn.Module) -> Evaluation:
+    def __call__(self, model: torch.nn.Module, batching: Batching) -> Evaluation:
         """Validation loss, then greedy answers, scored where they were generated and gathered once.
 
+        Args:
+            batching: how the loss's forwards are laid out; `--eval-batch-size` is for generation.
         Raises:
             UserError: the task's score() or aggregate() returned something unusable.
         """
@@ -68,7 +70,7 @@ class Evaluator:
         model.eval()
         reset_peak_memory(self.accelerator.device)
         with torch.no_grad():
-            eval_loss = self._loss(model)
+            eval_loss = self._loss(model, batching)
             self.accelerator.wait_for_everyone()
             started = time.perf_counter()
             generated = self._generate(model)
@@ -99,12 +101,12 @@ class Evaluator:
         batches = [mine[at : at + self.batch_size] for at in range(0, len(mine), self.batch_size)]
         return [(batch, True) for batch in batches] + [(ordered[-1:], False)] * (count - len(batches))
 
-    def _loss(self, model: torch.nn.Module) -> float:
+    def _loss(self, model: torch.nn.Module, batching: Batching) -> float:
+        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         total = torch.zeros(2, dtype=torch.float64)
-        for batch, wanted in self._batches():
-            nll = nll_sum(model, collate(batch, self.tokenizer.pad_token_id, self.accelerator.device))
-            if wanted:
-                total += torch.tensor([nll.item(), sum(example.supervised_tokens for example in batch)]).double()
+        for rows in batching.divide(self.encoded, ranks)[rank]:
+            nll = nll_sum(model, batching.batch(rows, self.tokenizer.pad_token_id, self.accelerator.device))
+            total += torch.tensor([nll.item(), sum(example.supervised_tokens for example in rows)]).double()
         nll, tokens = self.accelerator.reduce(total.to(self.accelerator.device), reduction="sum").tolist()
         return nll / tokens
 

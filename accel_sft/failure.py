@@ -146,6 +146,14 @@ def _stdout_is_closed() -> bool:
     return any(event & (select.POLLERR | select.POLLHUP | select.POLLNVAL) for _, event in poll.poll(0))
 
 
+def leave_together() -> None:
+    """Take down what joins the ranks, once all are done: a rank that just exits leaves threads that abort it."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.barrier()
+        distributed.destroy_process_group()
+
+
 def _leave(status: int) -> NoReturn:
     """Exit at once on several ranks: destructors there wait for collectives that no other rank will join."""
     if _stdout_is_closed():  # what is still to be written would be complained about on the way out

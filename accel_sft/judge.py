@@ -16,6 +16,7 @@ from accel_sft.chat import encode
 from accel_sft.checkpoint import decided_by_main
 from accel_sft.config import TrainConfig
 from accel_sft.evaluate import Evaluation, Evaluator, largest
+from accel_sft.layout import choose_batching
 from accel_sft.model import find_source, load_model, load_tokenizer
 from accel_sft.options import UserError
 from accel_sft.prepare import encoding_rules, read_split, start
@@ -59,9 +60,10 @@ def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None
 
 
 def _as_trained(config: TrainConfig) -> TrainConfig:
-    """With the lengths that the run in `--model` was trained and judged with, where none are given."""
-    record = Path(config.model).expanduser() / "run.json"
-    if not record.is_file():
+    """With the lengths that the run in `--model`, or around it, was trained and judged with, where none are given."""
+    folder = Path(config.model).expanduser()
+    record = next((path for path in (folder / "run.json", folder.parent / "run.json") if path.is_file()), None)
+    if record is None:
         return config
     run = read_json(record)
     judged = {"max_length": run["config"]["max_length"]}
@@ -93,7 +95,8 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: s
     sharded = accelerator.distributed_type == DistributedType.FSDP or (plugin is not None and plugin.zero_stage == 3)
     prepared = accelerator.prepare(loaded) if sharded else loaded.to(accelerator.device)
     load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
-    evaluation = Evaluator(accelerator, tokenizer, task, examples, encoding.kept, config)(prepared)
+    batching, _ = choose_batching(accelerator, prepared, config, encoding.kept, tokenizer.pad_token_id, train=False)
+    evaluation = Evaluator(accelerator, tokenizer, task, examples, encoding.kept, config)(prepared, batching)
     accelerator.free_memory(loaded, prepared)
     return Evaluation({**evaluation.metrics, **load_peaks}, evaluation.samples)
 

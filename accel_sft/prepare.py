@@ -15,12 +15,12 @@ from accel_sft.audit import audit, refuse
 from accel_sft.chat import Encoding, conversations, encode, end_of_turn_ids
 from accel_sft.checkpoint import checkpoints, replacing
 from accel_sft.config import TrainConfig
-from accel_sft.data import StepPlan, micro_batch_examples
+from accel_sft.data import StepPlan
 from accel_sft.launch import create_accelerator, describe
 from accel_sft.model import Source, find_source, load_tokenizer
 from accel_sft.options import UserError
 from accel_sft.task import Task
-from accel_sft.terminal import quiet
+from accel_sft.terminal import quiet, wrapped
 from accel_sft.tiny import build_tiny
 
 
@@ -34,7 +34,6 @@ class Prepared:
     train: Encoding
     validation: Encoding
     plan: StepPlan
-    micro_batch_size: int
     eval_limit: int | None = None
 
     @property
@@ -99,10 +98,10 @@ def start(config: TrainConfig) -> Accelerator:
             rows = describe(accelerator, config)
             width = max(len(name) for name, _ in rows)
             for name, value in rows:
-                print(f"{name:<{width}}  {value}", file=terminal)
+                print(wrapped(f"{name:<{width}}  {value}", width + 2), file=terminal)
             for finding in findings:
-                print(f"{finding.level}: {finding}", file=terminal)
-            print("settings  " + _settings_line(config), file=terminal)
+                print(wrapped(f"{finding.level}: {finding}"), file=terminal)
+            print(wrapped("settings  " + _settings_line(config), 10), file=terminal)
     return accelerator
 
 
@@ -143,10 +142,7 @@ def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: Tr
         epochs=config.epochs,
         max_steps=config.max_steps,
     )
-    rows = micro_batch_examples(
-        config.micro_batch_size, int(plan.lengths.max()), config.global_batch_size, accelerator.num_processes
-    )
-    return Prepared(source, tokenizer, validation_examples, train, validation, plan, rows, config.eval_limit)
+    return Prepared(source, tokenizer, validation_examples, train, validation, plan, config.eval_limit)
 
 
 def read_split(task: Task, split: str) -> Sequence[Any]:

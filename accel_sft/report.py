@@ -129,7 +129,8 @@ def render_report(
     if phases:
         names = [key for key in phases[0] if any(row.get(key) is not None for row in phases)]
         rows = [[shown(row.get(name)) for name in names] for row in phases]
-        parts += ["## Memory at each start-up phase", markdown_table(names, rows)]
+        titles = ["seconds since start" if name == "seconds" else name for name in names]
+        parts += ["## Memory at the end of each start-up phase", markdown_table(titles, rows)]
     rows = _side_by_side(before_samples, after_samples)
     if rows:
         count = max(len(before_samples), len(after_samples))
@@ -168,22 +169,29 @@ def print_report(
     from rich.text import Text
 
     console = console or Console(highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, title="base and tuned", title_justify="left")
+    before = result.get("before") or {}
+    sides = ["base", "tuned"] if before else ["model"]  # `evaluate` without a base has one side
+    table = Table(box=box.SIMPLE_HEAD, title=" and ".join(sides), title_justify="left")
     table.add_column("")
-    for name in ("base", "tuned", "change"):
+    for name in (*sides, *(["change"] if before else [])):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in comparison_rows(result.get("before") or {}, result.get("after") or {}):
-        table.add_row(*map(Text, row))
+    for label, base, tuned, change in comparison_rows(before, result.get("after") or {}):
+        table.add_row(*map(Text, (label, base, tuned, change) if before else (label, tuned)))
     console.print(table)
     rows = _side_by_side(before_samples, after_samples)
     if not rows:
         return
     count = max(len(before_samples), len(after_samples))
     answers = Table(box=box.SIMPLE_HEAD, title=f"answers ({len(rows)} of {count})", title_justify="left", expand=True)
-    for name, ratio in (("prompt", 2), ("expected", 3), ("base", 3), ("tuned", 3)):
-        answers.add_column(name, ratio=ratio, overflow="fold")
-    for row in rows:
-        answers.add_row(*(Text(one_line(text)) for text in row[1:5]))
+    texts = ("expected", *sides)
+    room = console.width - 3 * (len(texts) + 1) - 1  # less each column's padding and the lines between
+    wide = room * 3 // (3 * len(texts) + 2)  # alike, so that equal answers are broken alike
+    answers.add_column("prompt", width=room - len(texts) * wide, overflow="fold")
+    for name in texts:
+        answers.add_column(name, width=wide, overflow="fold")
+    for _, prompt, expected, base, tuned, *_ in rows:
+        texts = (prompt, expected, base, tuned) if before else (prompt, expected, tuned)
+        answers.add_row(*(Text(one_line(text)) for text in texts))
     console.print(answers)
 
 
@@ -192,6 +200,7 @@ def model_card(
     base_model: str,
     task: str,
     adapter: str = "none",
+    messages: Sequence[Mapping[str, str]],
     data: Mapping[str, Any],
     settings: Mapping[str, Any],
     result: Mapping[str, Any],
@@ -201,6 +210,7 @@ def model_card(
 
     Args:
         base_model: hub id, folder or `tiny`; only a hub id is named in the metadata, which takes nothing else.
+        messages: one prompt as the task asks it, system message included.
         data: counts by name, such as {"training examples": 1798}.
         settings: the run's options; those that only say how the run was executed are left out.
     """
@@ -216,12 +226,37 @@ def model_card(
     parts = [
         "---\n" + yaml.safe_dump(meta, sort_keys=True) + "---",
         f"# {markdown_cell(task)}\n\nA causal language model {what} for the task `{task}` with accel_sft.",
+        "## How to ask\n\nWith the messages it was trained on, the system message included:\n\n"
+        + _usage(messages, adapter),
         "## Before and after\n\n" + _comparison(result),
         "## Data\n\n" + markdown_table(["", "count"], list(data.items())),
         "## Settings\n\n" + markdown_table(["setting", "value"], learnt),
         "## Versions\n\n" + markdown_table(["package", "version"], list(versions.items())),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _usage(messages: Sequence[Mapping[str, str]], adapter: str) -> str:
+    """A Python block that asks one question in plain transformers, or peft."""
+    library, model = (
+        ("transformers", "AutoModelForCausalLM") if adapter == "none" else ("peft", "AutoPeftModelForCausalLM")
+    )
+    lines = [
+        "from transformers import AutoTokenizer",
+        f"from {library} import {model}",
+        "",
+        'folder = "."  # this one',
+        f"model, tokenizer = {model}.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)",
+        f"messages = {json.dumps(list(messages), ensure_ascii=False, indent=4)}",
+        "inputs = tokenizer.apply_chat_template(",
+        '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"',
+        ")",
+        'inputs.pop("token_type_ids", None)',
+        "output = model.generate(**inputs, max_new_tokens=256, do_sample=False)",
+        'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+    ]
+    fence = "`" * max(3, 1 + max((len(run) for line in lines for run in re.findall("`+", line)), default=0))
+    return "\n".join([f"{fence}python", *lines, fence])
 
 
 def samples_table(samples: Sequence[Mapping[str, Any]]) -> str:

@@ -78,7 +78,6 @@ def write_run_record(
         "config": config.as_dict(),
         "task_options": _options(task),
         "total_steps": prepared.plan.total_steps,
-        "micro_batch_size": prepared.micro_batch_size,
         "max_new_tokens": prepared.longest_answer,
         "data": prepared.counts(),
         "data_sha256": prepared.fingerprint(),

@@ -97,7 +97,9 @@ def write_plugin(name: str, directory: str | None = None) -> Path:
         UserError: a name that no task may have or that is installed, or a directory that is not empty.
     """
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name):
-        raise UserError(f"NAME {name!r}: begin with a letter, go on with lower-case letters, digits and hyphens")
+        raise UserError(
+            f"NAME {name!r}: begin with a lower-case letter, go on with lower-case letters, digits and hyphens"
+        )
     if name in registry.RESERVED or name in registry.SHIPPED:
         raise UserError(f"NAME {name!r}: belongs to accel-sft itself; choose another")
     for plugin in registry.plugins():

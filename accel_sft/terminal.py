@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
@@ -63,6 +65,15 @@ def quiet(log_file: Path | None, debug: bool = False) -> Iterator[TextIO]:
 def terminal() -> TextIO:
     """The stream that reaches the person at the terminal, inside `quiet` and outside."""
     return _terminal or sys.stdout
+
+
+def wrapped(text: str, indent: int = 4) -> str:
+    """`text` broken between words where a terminal would break within them; as it is where there is no terminal."""
+    if not terminal().isatty():
+        return text
+    columns = shutil.get_terminal_size().columns
+    rest = " " * indent
+    return textwrap.fill(text, columns, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)
 
 
 def _flush() -> None:

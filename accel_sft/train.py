@@ -8,6 +8,7 @@ import math
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -15,10 +16,12 @@ from accelerate.utils import set_seed
 from rich.console import Console
 
 from accel_sft import checkpoint, launch, report, terminal
+from accel_sft.batching import Batching
 from accel_sft.chat import Encoded
 from accel_sft.config import TrainConfig
-from accel_sft.data import StepPlan, collate
+from accel_sft.data import StepPlan
 from accel_sft.evaluate import Evaluation, Evaluator, largest
+from accel_sft.layout import choose_batching
 from accel_sft.loss import nll_sum
 from accel_sft.model import is_tiny, load_model, trainable_parameters
 from accel_sft.optim import Stepper, adamw, learning_rate
@@ -61,7 +64,10 @@ def run(task_name: str, task: Task, config: TrainConfig) -> None:
                 raise
             raise UserError(f"{run_dir}: the disk is full; free space, then go on with --resume auto") from error
     except BaseException as error:
-        if report.read_status(run_dir) != "complete":  # a finished run that a changed setting may not resume stays so
+        begun = (run_dir / "run.json").exists() or config.output_dir is not None
+        if not begun and isinstance(error, UserError) and accelerator.is_main_process:
+            shutil.rmtree(run_dir, ignore_errors=True)  # nobody named it, and the message says all there is
+        elif report.read_status(run_dir) != "complete":  # a finished run that a changed setting may not resume stays so
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             with contextlib.suppress(OSError):  # a disk that is full or gone must not hide the error itself
                 report.write_result(run_dir, {"status": status, "error": str(error) or type(error).__name__})
@@ -117,6 +123,10 @@ class Fitting:
             deepspeed=deepspeed,
             total_steps=self.plan.total_steps,
         )
+        if prepared.source.adapter and config.adapter == "none":
+            tracker.say(
+                "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
+            )
         tracker.phase("model")
         self.load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
         self.trained_parameters = trainable_parameters(model)
@@ -144,16 +154,29 @@ class Fitting:
             )
             for line in skipped:
                 self.tracker.say(line)
+        state = checkpoint.load(self.accelerator, path) if path else {}
+        self.batching = self.choose_batching(state.get("batching"))
         if path is None:
             self.tracker.rewind(0)
         else:
-            self.progress = Progress(**checkpoint.load(self.accelerator, path)["progress"])
+            self.progress = Progress(**state["progress"])
             self.tracker.rewind(self.progress.step)
             self.tracker.say(f"resumed {path} at step {self.progress.step} of {self.plan.total_steps}")
         self.tracker.phase("ready")
         self.tracker.phases()
         if path is None and self.config.eval_every != "off":
             self.evaluate()
+
+    def choose_batching(self, before: dict[str, Any] | None) -> Batching:
+        """As the run did before it stopped, unless it is asked for otherwise now; else what is exact and fast here."""
+        asked = [self.config.batching, self.config.micro_batch_size]
+        if before and before["asked"] == asked:
+            return Batching(**before["chosen"])
+        batching, told = choose_batching(
+            self.accelerator, self.model, self.config, self.train, self.prepared.tokenizer.pad_token_id
+        )
+        self.tracker.say(told)
+        return batching
 
     def fit(self) -> None:
         """The loop: learn from one global batch, look, evaluate, save."""
@@ -165,14 +188,14 @@ class Fitting:
         with self.tracker.profiler() as profiler:
             while progress.step < plan.total_steps and not self.out_of_patience():
                 started = time.perf_counter()
-                micro_batches, supervised_tokens = plan.micro_batches(
-                    progress.step, rank=rank, world_size=world_size, micro_batch_size=self.prepared.micro_batch_size
-                )
+                examples = [self.train[row] for row in plan.examples(progress.step)]
+                supervised_tokens = sum(example.supervised_tokens for example in examples)
+                micro_batches = self.batching.divide(examples, world_size)[rank]
                 rate = learning_rate(progress.step, plan.total_steps, config)
                 stepper.set_learning_rate(rate)
                 share = torch.zeros((), device=accelerator.device)  # this rank's part of the step's loss
                 for number, rows in enumerate(micro_batches, 1):
-                    batch = collate([self.train[row] for row in rows], pad_token_id, accelerator.device)
+                    batch = self.batching.batch(rows, pad_token_id, accelerator.device)
                     with stepper.boundary(last=number == len(micro_batches)):
                         loss = nll_sum(model, batch) / supervised_tokens
                         stepper.backward(loss * world_size)  # ranks' gradients are averaged, the loss is a sum
@@ -186,7 +209,7 @@ class Fitting:
                         f"step {progress.step}: the loss is {loss}; lower --learning-rate or --max-grad-norm, "
                         "or go on from the last checkpoint with another --seed in a new run (--init-from)"
                     )
-                self.record(loss, grad_norm, rate, supervised_tokens, time.perf_counter() - started, system)
+                self.record(loss, grad_norm, rate, examples, time.perf_counter() - started, system)
                 profiler.step()
                 if self.due(config.eval_every) or (progress.step == plan.total_steps and config.eval_every != "off"):
                     self.evaluate()
@@ -200,10 +223,16 @@ class Fitting:
         return gathered[:, 0].sum().item(), gathered[:, 1:].tolist()
 
     def record(
-        self, loss: float, grad_norm: float, rate: float, supervised: int, seconds: float, system: list[list[float]]
+        self,
+        loss: float,
+        grad_norm: float,
+        rate: float,
+        examples: list[Encoded],
+        seconds: float,
+        system: list[list[float]],
     ) -> None:
         progress = self.progress
-        tokens = int(self.plan.lengths[self.plan.examples(progress.step - 1)].sum())
+        tokens = sum(len(example.input_ids) for example in examples)
         progress.seconds += seconds
         progress.tokens += tokens
         record = {
@@ -212,7 +241,7 @@ class Fitting:
             "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": rate,
-            "supervised_tokens": supervised,
+            "supervised_tokens": sum(example.supervised_tokens for example in examples),
             "tokens": tokens,
             "seconds": seconds,
         }
@@ -233,7 +262,7 @@ class Fitting:
         """Judge the weights as they are; keep them as best/ if the task's main metric says so."""
         progress = self.progress
         self.tracker.peak()
-        evaluation = self.evaluator(self.model)
+        evaluation = self.evaluator(self.model, self.batching)
         self.tracker.evaluation(progress.step, evaluation.metrics, evaluation.samples)
         progress.latest, progress.evaluated_step = {**evaluation.metrics, **self.load_peaks}, progress.step
         if progress.step == 0:
@@ -248,6 +277,7 @@ class Fitting:
             base_model=config.init_from or config.model,
             task=self.task_name,
             adapter=config.adapter,
+            messages=self.task.messages(self.prepared.validation_examples[self.prepared.validation.kept[0].index]),
             data=self.prepared.counts(),
             settings={**config.as_dict(), **dataclasses.asdict(self.task)},
             result={"before": self.progress.before or {}, "after": after or {}},
@@ -256,7 +286,9 @@ class Fitting:
         checkpoint.export(self.accelerator, self.model, self.prepared.tokenizer, self.run_dir / name, card)
 
     def save(self) -> None:
-        state = {"step": self.progress.step, "progress": dataclasses.asdict(self.progress)}
+        asked = [self.config.batching, self.config.micro_batch_size]
+        batching = {"asked": asked, "chosen": dataclasses.asdict(self.batching)}  # measured, so it is kept (law 3)
+        state = {"step": self.progress.step, "progress": dataclasses.asdict(self.progress), "batching": batching}
         self.tracker.flush()
         checkpoint.save(self.accelerator, self.run_dir, state, self.config.keep_checkpoints)
 
@@ -274,6 +306,7 @@ class Fitting:
             "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else None,
             **largest(self.tracker.peak()),
             "trained_parameters": self.trained_parameters,
+            "batching": dataclasses.asdict(self.batching),
             "best": {"step": progress.best_step, self.task.main_metric: progress.best},
             "before": progress.before,
             "after": progress.latest,

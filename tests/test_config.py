@@ -109,6 +109,12 @@ def test_yaml_takes_names_with_either_dash_and_gives_them_their_types(yaml):
     }
 
 
+def test_yaml_lists_are_names_with_commas_between(yaml):
+    assert load_yaml(yaml("lora-target-modules: [q_proj, v_proj]\n"), TrainConfig) == {
+        "lora_target_modules": "q_proj,v_proj"
+    }
+
+
 def test_yaml_tells_all_its_problems(yaml):
     told = refused(yaml("sise: 1\nadapter: lara\nseed: x\nadd: 2\ndebug: 1\n"))
     assert told == [

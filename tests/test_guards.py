@@ -16,6 +16,7 @@ from test_laws import JOB, layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError, checkpoint
+from accel_sft.batching import Batching
 from accel_sft.chat import encode
 from accel_sft.config import TrainConfig
 from accel_sft.evaluate import Evaluator
@@ -47,7 +48,7 @@ def evaluate(tiny, **methods):
     eos = {tokenizer.eos_token_id}
     kept = encode(tokenizer, task, examples, "validation", eos_ids=eos, max_length=99, truncation="drop").kept
     config = TrainConfig(max_new_tokens=2).resolved({})
-    return Evaluator(Accelerator(cpu=True), tokenizer, task, examples, kept, config)(model)
+    return Evaluator(Accelerator(cpu=True), tokenizer, task, examples, kept, config)(model, Batching("shared", 256))
 
 
 def fail(*_):
@@ -117,6 +118,14 @@ def test_a_run_that_was_killed_before_its_record_may_be_resumed(tmp_path):
     resumed = accel_sft("math", *once, "--resume", "auto", run_dir=folder)
     assert resumed.status == 0, resumed.output
     assert resumed.result()["steps"] == 1
+
+
+def test_a_failed_start_leaves_no_folder_that_nobody_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.json").write_text("[]")
+    files = ("--train-file", "rows.json", "--validation-file", "rows.json")
+    assert accel_sft("math", *files).status == 1
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_a_folder_of_something_else_is_never_written_to(tmp_path):
@@ -209,6 +218,8 @@ def test_an_evaluation_takes_its_lengths_from_the_run_and_from_flags_first(copy)
     _, folder = copy
     evaluated = ("evaluate", "math", "--model", str(folder), "--dry-run")
     assert "max-new-tokens 6" in accel_sft(*evaluated).output
+    final = ("evaluate", "math", "--model", str(folder / "final"), "--dry-run")
+    assert "max-new-tokens 6" in accel_sft(*final).output
     assert "max-new-tokens 4" in accel_sft(*evaluated, "--max-new-tokens", "4").output
 
 

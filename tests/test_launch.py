@@ -288,11 +288,21 @@ def test_a_launch_without_its_yaml_is_noted(built):
 
 
 def test_threads_share_the_cores(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert threads_per_process() == max(1, usable_cores() // 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads_per_process() == 3
+
+
+def test_one_thread_is_kept_where_no_launcher_asked_for_it(monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert threads_per_process() == 1
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert threads_per_process() == usable_cores()
 
 
 def test_verify_engine_reports_each_difference(tmp_path, monkeypatch):

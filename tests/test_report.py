@@ -116,6 +116,28 @@ def test_the_terminal_report_fits_eighty_columns():
     assert accuracy.split() == ["accuracy", "0", "1", "+1"]
 
 
+def test_an_evaluation_without_a_base_has_one_side():
+    shown = io.StringIO()
+    after = [sample(0, "1 + 4", accuracy=1.0)]
+    print_report({"after": AFTER}, [], after, console=Console(file=shown, width=80, force_terminal=False))
+    assert "base" not in shown.getvalue()
+    assert "change" not in shown.getvalue()
+    accuracy = next(line for line in shown.getvalue().splitlines() if line.strip().startswith("accuracy"))
+    assert accuracy.split() == ["accuracy", "1"]
+
+
+def test_equal_answers_are_broken_alike():
+    answer = "王大丫丫的回答是--->1234 + 5678 and so on and so on"
+    for width in range(60, 140, 7):
+        shown = io.StringIO()
+        rows = [{**sample(0, answer, accuracy=1.0), "expected": answer}]
+        print_report({"before": BEFORE, "after": AFTER}, rows, rows, console=Console(file=shown, width=width))
+        lines = shown.getvalue().split("answers (1 of 1)")[1].splitlines()[3:]
+        for line in (line for line in lines if line.strip(" ─")):
+            parts = line.replace("0=", "", 1).split()
+            assert parts == parts[: len(parts) // 3] * 3, line
+
+
 def test_markup_in_an_answer_is_shown_and_not_obeyed():
     shown = io.StringIO()
     print_report({}, [], [sample(0, "[/red] [bold]x[/bold]")], console=Console(file=shown, width=120))
@@ -126,6 +148,7 @@ def card(**changed):
     usual = {
         "base_model": "org/model-0.5B",
         "task": "math",
+        "messages": [{"role": "system", "content": "Sum."}, {"role": "user", "content": "```5=```"}],
         "data": {"training examples": 1798},
         "settings": {"learning_rate": 1e-4, "output_dir": "/somewhere/run", "max_steps": None},
         "result": RESULT,
@@ -142,7 +165,9 @@ def test_the_card_says_what_was_learnt_from_what_and_how_well():
     for part in ("| accuracy | 0 | 1 | +1 |", "| training examples | 1798 |", "| torch | 2.13 |", "0.0001"):
         assert part in text
     assert "/somewhere" not in text
-    assert "max" not in text
+    assert "max_steps" not in text
+    assert text.count("````") == 2  # a fence that the prompt's own does not close
+    assert '"role": "system"' in text
 
 
 def test_an_adapters_card_names_peft_and_a_folder_is_no_hub_id(tmp_path):
@@ -152,6 +177,7 @@ def test_an_adapters_card_names_peft_and_a_folder_is_no_hub_id(tmp_path):
     assert "base_model" not in meta
     assert str(tmp_path) not in text
     assert "a lora adapter of `base`" in text
+    assert "AutoPeftModelForCausalLM.from_pretrained" in text
 
 
 def test_reports_are_written_without_torch():

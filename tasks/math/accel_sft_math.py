@@ -107,17 +107,21 @@ class Math(Task):
         }
 
     def aggregate(self, scores: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Means of accuracy and format rate; of the right answers, the share with two nonzero addends, and the
-        number of different first addends per right answer (near 0 if all begin alike). No right answer: 0."""
+        """Means of accuracy and format rate; of the right answers, if any, the share with two nonzero addends and the
+        number of different first addends per answer (near 0 if all begin alike)."""
         if not scores:
             return {}
         right = [score for score in scores if score["accuracy"]]
-        count = max(len(right), 1)
-        return {
+        rates = {
             "accuracy": len(right) / len(scores),
             "format_rate": sum(score["format_rate"] for score in scores) / len(scores),
-            "nonzero_addends": sum(score["nonzero_addends"] for score in right) / count,
-            "distinct_first_addends": len({score["first_addend"] for score in right}) / count,
+        }
+        if not right:
+            return rates
+        return {
+            **rates,
+            "nonzero_addends": sum(score["nonzero_addends"] for score in right) / len(right),
+            "distinct_first_addends": len({score["first_addend"] for score in right}) / len(right),
         }
 
     def _addends_of(self, text: str) -> tuple[int, int] | None:

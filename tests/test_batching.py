@@ -1,0 +1,302 @@
+"""Law 1 inside a step: however its rows are laid out, each example is run once, and loss and gradients are the same."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from models import make_tiny
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from accel_sft.batching import Batching, common_prefixes
+from accel_sft.chat import Encoded
+from accel_sft.config import TrainConfig
+from accel_sft.layout import choose_batching
+from accel_sft.loss import nll, nll_sum
+
+CPU = torch.device("cpu")
+LAYOUTS = ("shared", "packed", "padded")
+
+
+def rows(count=23, seed=0, instruction=12, longest=40, vocabulary=97):
+    """Rows of a narrow job: an instruction, a question out of few, so that some are asked twice, and an answer."""
+    draw = np.random.default_rng(seed)
+    common = draw.integers(1, vocabulary, instruction).tolist()
+    made = []
+    for index in range(count):
+        question = draw.integers(1, 4, draw.integers(1, 5)).tolist()
+        answer = draw.integers(1, vocabulary, draw.integers(1, longest)).tolist()
+        made.append(Encoded(index, common + question + answer, instruction + len(question)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return AutoModelForCausalLM.from_pretrained(make_tiny(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+def loss_and_gradients(model, batching, examples, world_size=1):
+    model = copy.deepcopy(model)
+    total = 0.0
+    for forwards in batching.divide(examples, world_size):
+        for forward in forwards:
+            loss = nll_sum(model, batching.batch(forward, 0, CPU))
+            loss.backward()
+            total += loss.item()
+    return total, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def by_hand(model, example):
+    ids = torch.tensor([example.input_ids])
+    logs = model(ids).logits.log_softmax(-1)[0]
+    return -sum(logs[t - 1, ids[0, t]].item() for t in range(max(example.prompt_length, 1), ids.shape[1]))
+
+
+# --- who runs what ---
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    "limit", [{"rows": 1}, {"rows": 3}, {"rows": 64}, {"tokens": 60}, {"tokens": 200}, {"tokens": 5}]
+)
+def test_ranks_share_a_step_whole_and_in_equally_many_forwards(layout, world_size, limit):
+    examples = rows(17)
+    batching = Batching(layout, limit.get("tokens", 1024), limit.get("rows"))
+    ranks = batching.divide(examples, world_size)
+    assert len(ranks) == world_size
+    assert len({len(forwards) for forwards in ranks}) == 1
+    run = [example.index for forwards in ranks for forward in forwards for example in forward]
+    assert sorted(run) == list(range(17))
+    for forward in (forward for forwards in ranks for forward in forwards if forward):
+        if "rows" in limit:
+            assert len(forward) <= limit["rows"]
+        elif len(forward) > 1:
+            ids = batching.batch(forward, 0, CPU).inputs["input_ids"]
+            assert ids.numel() <= limit["tokens"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_is_divided_alike_in_whatever_order_it_is_read(layout):
+    examples, batching = rows(), Batching(layout, 100)
+    assert batching.divide(examples, 2) == batching.divide(examples[::-1], 2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_carry_near_equal_tokens(layout):
+    batching = Batching(layout, 128)
+    ranks = batching.divide(rows(64), 2)
+    loads = [sum(batching.batch(f, 0, CPU).inputs["input_ids"].numel() for f in forwards) for forwards in ranks]
+    assert abs(loads[0] - loads[1]) <= 0.1 * sum(loads)
+
+
+def test_a_small_step_is_one_forward_on_each_rank():
+    for layout in LAYOUTS:
+        assert [len(forwards) for forwards in Batching(layout, 4096).divide(rows(16), 2)] == [1, 1]
+
+
+def test_what_neighbours_have_in_common():
+    ids = [[1, 2, 3], [1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 5, 6], [2], [2, 7]]
+    assert common_prefixes([Encoded(0, row, 1) for row in ids]) == [0, 3, 2, 4, 0, 1]
+    assert common_prefixes([]) == []
+
+
+# --- that it is the same mathematics ---
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head", [True, False])
+def test_the_loss_is_that_of_the_supervised_tokens_by_hand(model, layout, head):
+    examples = [*rows(5), Encoded(5, [7], 1), Encoded(6, [4, 9, 9], 0), Encoded(7, [1, 2, 3], 3)]
+    batching = Batching(layout, 64, head_where_labelled=head)
+    forwards = batching.divide(examples, 1)[0]
+    got = sum(nll_sum(model, batching.batch(forward, 0, CPU)).item() for forward in forwards)
+    assert got == pytest.approx(sum(by_hand(model, example) for example in examples), rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed"])
+@pytest.mark.parametrize("tokens", [48, 300, 4096])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_every_layout_gives_the_loss_and_gradients_of_padded_rows(model, layout, tokens, checkpointing):
+    model = copy.deepcopy(model).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    expected, gradients = loss_and_gradients(model, Batching("padded", 4096), rows())
+    got, ours = loss_and_gradients(model, Batching(layout, tokens), rows(), world_size=2)
+    assert got == pytest.approx(expected, rel=1e-6)
+    for name, gradient in gradients.items():
+        assert (ours[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
+
+
+def test_one_question_with_several_answers_is_computed_once_and_each_answer_learnt(model):
+    answers = ([5, 6, 7], [5, 6, 8], [5, 9], [5, 6, 7])
+    examples = [Encoded(index, [1, 2, 3, *answer], 3) for index, answer in enumerate(answers)]
+    batch = Batching("shared", 64).batch(sorted(examples, key=lambda e: e.input_ids), 0, CPU)
+    assert batch.inputs["input_ids"].tolist() == [[1, 2, 3, 5, 6, 7, 8, 9]]
+    assert batch.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 5, 4]]
+    told = zip(batch.keep[batch.sources].tolist(), batch.targets.tolist(), batch.weights.tolist(), strict=True)
+    assert sorted(told) == [(2, 5, 4), (3, 6, 3), (3, 9, 1), (4, 7, 2), (4, 8, 1)]
+    expected = sum(by_hand(model, example) for example in examples)
+    assert nll_sum(model, batch).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_forward_without_examples_gives_a_connected_zero(model):
+    model = copy.deepcopy(model)
+    loss = nll_sum(model, Batching("shared", 64).batch([], 0, CPU))
+    assert loss.item() == 0.0
+    loss.backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_a_pad_token_that_ends_the_turn_is_learnt_where_it_ends_it():
+    examples = [Encoded(0, [5, 6, 7, 8, 3], 3), Encoded(1, [5, 9, 3], 1)]
+    batch = Batching("padded", 64).batch(examples, 3, CPU)
+    assert batch.inputs["input_ids"].tolist() == [[5, 6, 7, 8, 3], [5, 9, 3, 3, 3]]
+    assert batch.inputs["attention_mask"].tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
+    assert batch.keep.tolist() == [[False, False, True, True, False], [True, True, False, False, False]]
+    assert batch.targets.tolist() == [8, 3, 9, 3]
+
+
+def test_what_is_shared_is_computed_once():
+    examples = rows(64, instruction=300, longest=20)
+    alone = sum(len(example.input_ids) for example in examples)
+    assert Batching("packed", 1024).computed_tokens(examples, 1) == alone
+    assert Batching("shared", 1024).computed_tokens(examples, 1) < alone / 10
+
+
+# --- what a model can take ---
+
+
+def chosen(model, examples=None, **settings):
+    config = TrainConfig(**settings).resolved({})
+    return choose_batching(Accelerator(cpu=True), model, config, examples or rows(), 0)
+
+
+def test_a_plain_model_shares_prefixes(model):
+    batching, told = chosen(model, batching="shared")
+    assert batching.layout == "shared"
+    assert told == f"batching shared (one copy of what rows share), up to {batching.tokens:,} tokens a forward"
+
+
+def test_the_settings_win(model):
+    assert chosen(model, batching="packed")[0].layout == "packed"
+    assert chosen(model, batching="padded", micro_batch_size="4")[0] == Batching("padded", 8192, 4)
+    assert chosen(model, micro_batch_size="4")[0] == Batching("shared", 4096, 4)
+
+
+def test_dropout_is_not_shared_between_rows(model):
+    dropping = copy.deepcopy(model)
+    dropping.config.attention_dropout = 0.1
+    batching, told = chosen(dropping, batching="shared")
+    assert batching.layout == "packed"
+    assert "not shared: rows of a step would share their dropout (attention_dropout)" in told
+
+
+def test_attention_that_takes_no_mask_of_ours_gets_padded_rows(tmp_path):
+    folder = make_tiny(tmp_path / "model")
+    eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    batching, told = chosen(eager)
+    assert batching.layout == "padded"
+    assert "not packed: attention eager takes no mask of this form" in told
+
+
+def small(kind, **settings):
+    common = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 16}
+    return kind(**{**common, "num_hidden_layers": 2, "num_key_value_heads": 2, **settings})
+
+
+def test_a_sliding_window_that_rows_do_not_reach_is_no_hindrance_and_one_they_reach_is():
+    layers = ["sliding_attention", "full_attention"]
+    for window, layout in ((512, "shared"), (16, "padded")):
+        torch.manual_seed(0)
+        config = small(Gemma3TextConfig, sliding_window=window, layer_types=layers)
+        batching, told = chosen(Gemma3ForCausalLM(config))
+        assert batching.layout == layout, told
+
+
+def test_a_model_that_carries_a_state_along_gets_padded_rows():
+    torch.manual_seed(0)
+    config = small(
+        Qwen3NextConfig,
+        layer_types=["linear_attention", "full_attention"],
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    )
+    batching, told = chosen(Qwen3NextForCausalLM(config))
+    assert batching.layout == "padded"
+    assert "layers of linear_attention" in told
+
+
+class Leaking(torch.nn.Module):
+    """A model whose attention ignores the mask it is given, as some do; all else is the real model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None):
+        mask = None if attention_mask is not None and attention_mask.ndim == 4 else attention_mask
+        positions = None if position_ids is None else torch.arange(input_ids.shape[1])[None]
+        return self.model(
+            input_ids, attention_mask=mask, position_ids=positions, logits_to_keep=logits_to_keep, use_cache=False
+        )
+
+
+class Smearing(Leaking):
+    """One that sees a little of the token before, whosever it is."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None):
+        embedded = self.model.get_input_embeddings()(input_ids)
+        embedded = embedded + 1e-6 * torch.roll(embedded, 1, dims=1)
+        return self.model(
+            inputs_embeds=embedded,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            logits_to_keep=logits_to_keep,
+            use_cache=False,
+        )
+
+
+def test_examples_that_would_see_each_other_are_found_out(model):
+    batching, told = chosen(Leaking(model))
+    assert batching.layout == "padded"
+    assert "not shared: its loss is not that of single rows" in told
+    batching, told = chosen(Smearing(model))
+    assert batching.layout == "padded"
+    assert "not packed: a change in one row changes another" in told
+
+
+class WholeHead(torch.nn.Module):
+    """A model of the kind that knows no logits_to_keep."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None):
+        return self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+
+
+def test_a_model_without_logits_to_keep_is_trained_with_its_whole_head(model):
+    batching, _ = chosen(WholeHead(model))
+    assert not batching.head_where_labelled
+    batching = Batching("shared", 1024, head_where_labelled=False)
+    examples = rows(4)
+    batch = batching.batch(sorted(examples, key=lambda e: e.input_ids), 0, CPU)
+    expected = nll(model, Batching("shared", 1024).batch(sorted(examples, key=lambda e: e.input_ids), 0, CPU))
+    assert torch.allclose(nll(WholeHead(model), batch), expected, atol=1e-5)
