@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from accel_sft.attention import Rows
 from accel_sft.chat import Encoded
 
 
@@ -53,12 +54,15 @@ class Batching:
         tokens: computed in one forward at most (a row that is longer has one to itself).
         rows: examples in one forward at most; wins over `tokens`.
         head_where_labelled: the model computes logits for kept positions alone (`logits_to_keep`).
+        attention: of rows in one sequence: `tree`, by a mask over the whole of it, or `rows`, row by row behind the one
+            prefix that all rows of the forward have in common, whatever the order they stand in (`attention.Rows`).
     """
 
     layout: str
     tokens: int
     rows: int | None = None
     head_where_labelled: bool = True
+    attention: str = "tree"
 
     def divide(self, examples: Sequence[Encoded], world_size: int) -> list[list[list[Encoded]]]:
         """The forwards of each rank: equally many, of near-equal tokens, empty ones to make up the number.
@@ -80,7 +84,7 @@ class Batching:
 
     def _group(self, examples: list[Encoded], world_size: int) -> list[list[Encoded]]:
         """The rows of each forward, over all ranks; a multiple of the ranks where there are rows enough."""
-        if self.layout == "shared":
+        if self.layout == "shared" and self.attention == "tree":
             examples.sort(key=lambda example: (example.input_ids, example.index))
         else:
             examples.sort(key=lambda example: (-len(example.input_ids), example.index))
@@ -101,7 +105,14 @@ class Batching:
             count += world_size
 
     def _common(self, examples: Sequence[Encoded]) -> list[int]:
-        return common_prefixes(examples) if self.layout == "shared" else [0] * len(examples)
+        """Leading tokens of each row that stand there already when it is its turn."""
+        if self.layout != "shared" or not examples:
+            return [0] * len(examples)
+        if self.attention == "tree":
+            return common_prefixes(examples)
+        first, last = (pick(examples, key=lambda example: example.input_ids) for pick in (min, max))
+        common = min(common_prefixes([first, last])[1], min(len(e.input_ids) for e in examples) - 1)
+        return [0] + [common] * (len(examples) - 1)
 
     def _tokens(self, examples: Sequence[Encoded]) -> int:
         """Tokens that a forward of these examples, in this order, computes."""
@@ -120,7 +131,7 @@ class Batching:
         elif self.layout == "padded":
             batch = _padded(examples, pad_token_id, device)
         else:
-            batch = _tree(examples, self._common(examples), device)
+            batch = _tree(examples, self._common(examples), device, self.attention == "rows")
         if self.head_where_labelled:
             batch.inputs["logits_to_keep"] = batch.keep
         return batch
@@ -176,7 +187,7 @@ def common_prefixes(examples: Sequence[Encoded]) -> list[int]:
     return found
 
 
-def _tree(rows: Sequence[Encoded], common: Sequence[int], device: torch.device) -> Batch:
+def _tree(rows: Sequence[Encoded], common: Sequence[int], device: torch.device, by_rows: bool) -> Batch:
     """Rows behind the prefixes they share, depth first, each token once.
 
     A token is seen by those after it, up to the end of its subtree: by its own path's, and by no other row's.
@@ -200,11 +211,27 @@ def _tree(rows: Sequence[Encoded], common: Sequence[int], device: torch.device) 
     keep, sources = np.unique(source[labelled], return_inverse=True)
     inputs = {"input_ids": ids[None], "position_ids": position[None]}
     batch = _tensors(inputs, keep, device, sources=sources, targets=ids[labelled], weights=weight[labelled])
-    if (end < total).any():  # else a single row, which plain causal attention serves, without a mask
+    if by_rows and len(rows) > 1:
+        batch.inputs["rows"] = _rows([len(row.input_ids) - common[1] for row in rows], common[1], device)
+        # stands for a mask that is ready, so that the model makes none; a model that knows no `rows` is found out
+        batch.inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    elif (end < total).any():  # else a single row, which plain causal attention serves, without a mask
         index, ends = torch.arange(total, device=device), torch.from_numpy(end).to(device)
         seen = (index[:, None] >= index[None]) & (index[:, None] < ends[None])  # (query, key)
         batch.inputs["attention_mask"] = seen[None, None]
     return batch
+
+
+def _rows(lengths: list[int], prefix: int, device: torch.device) -> Rows:
+    """Where rows with that many tokens of their own stand behind `prefix` others."""
+    sizes, longest = np.array(lengths), max(lengths)
+    starts = prefix + np.cumsum(sizes) - sizes
+    step = np.arange(longest)
+    own = starts[:, None] + np.minimum(step, sizes[:, None] - 1)
+    (back,) = (step < sizes[:, None]).ravel().nonzero()
+    seen = np.tri(longest, prefix + longest, prefix, dtype=bool)
+    own, back, seen = (torch.from_numpy(array).to(device) for array in (own.ravel(), back, seen))
+    return Rows(prefix, (len(lengths), longest), own, back, seen if prefix else None)
 
 
 def _padded(rows: Sequence[Encoded], pad_token_id: int, device: torch.device) -> Batch:

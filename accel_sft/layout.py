@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from accel_sft.attention import install
 from accel_sft.batching import Batch, Batching
 from accel_sft.chat import Encoded
 from accel_sft.config import TrainConfig
@@ -24,7 +25,7 @@ stand at wrong positions, differ by more even in a random model; that they do no
 
 LARGEST_FORWARD = {"shared": 4096, "packed": 4096, "padded": 8192}
 """Tokens in one forward on a GPU: attention in one sequence grows with its square."""
-TRIED_FORWARDS = {"shared": (256, 512, 1024, 2048), "packed": (256, 512, 1024), "padded": (1024, 4096)}
+TRIED_FORWARDS = {"tree": (256, 512, 1024), "rows": (512, 1024, 2048, 4096), "padded": (1024, 4096)}
 """Tokens in one forward that a CPU is tried with: there the fastest is not the largest."""
 TRIED_TOKENS, TRIED_SECONDS, MOST_ROUNDS = 2048, 6.0, 3
 """What each rank tries them on, how long all trials may take together, and how often each is tried."""
@@ -73,6 +74,7 @@ def _exact_layouts(
     train: bool,
 ) -> tuple[list[Batching], list[str]]:
     """What the model can take of what was asked for, or else of what comes after it; and why not the others."""
+    install()
     unwrapped = accelerator.unwrap_model(model)
     layouts = ["shared", "packed", "padded"]
     asked = layouts if config.batching == "auto" else layouts[layouts.index(config.batching) :]
@@ -87,15 +89,22 @@ def _exact_layouts(
         for head in (True, False):
             if head and "logits_to_keep" not in _arguments(unwrapped):
                 continue
-            batching = Batching(layout, LARGEST_FORWARD[layout], head_where_labelled=head)
+            attention = "padded" if layout == "padded" else "tree"
+            batching = Batching(layout, LARGEST_FORWARD[layout], attention=attention, head_where_labelled=head)
             tolerance = TOLERANCE if full else REDUCED_TOLERANCE
             reason = _differs(model, batching, examples, pad_token_id, accelerator.device, tolerance)
             if not reason:
                 found.append(batching)
+                rows = dataclasses.replace(batching, attention="rows")
+                if layout != "padded" and not _differs(
+                    model, rows, examples, pad_token_id, accelerator.device, tolerance
+                ):
+                    found.insert(0, rows)
                 break
             reasons.append(f"{layout}: {reason}")
     # padded rows are what every model is trained with; numbers that differ are its own (a router's capacity, noise)
-    return found or [Batching("padded", LARGEST_FORWARD["padded"], head_where_labelled=False)], reasons
+    whole = Batching("padded", LARGEST_FORWARD["padded"], attention="padded", head_where_labelled=False)
+    return found or [whole], reasons
 
 
 def _fastest(
@@ -107,7 +116,7 @@ def _fastest(
     pad_token_id: int,
 ) -> Batching:
     """The quickest, over all ranks, at going forward through some of the examples; a slow model is not kept waiting."""
-    candidates = [dataclasses.replace(b, tokens=tokens) for b in exact for tokens in TRIED_FORWARDS[b.layout]]
+    candidates = [dataclasses.replace(b, tokens=tokens) for b in exact for tokens in TRIED_FORWARDS[b.attention]]
     some = _like_a_step(examples, config.global_batch_size or len(examples), TRIED_TOKENS * accelerator.num_processes)
 
     def seconds(batching: Batching) -> float:
@@ -126,7 +135,8 @@ def _fastest(
         took = [[seconds(batching) for batching in candidates] for _ in range(rounds)]
     model.train(was_training)
     if not took:
-        return dataclasses.replace(exact[0], tokens=UNTRIED_FORWARD)
+        untried = [dataclasses.replace(batching, tokens=UNTRIED_FORWARD) for batching in exact]
+        return min(untried, key=lambda batching: batching.computed_tokens(some, accelerator.num_processes))
     fastest = [min(times) for times in zip(*took, strict=True)]
     return candidates[fastest.index(min(fastest))]
 

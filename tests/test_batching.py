@@ -13,10 +13,13 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
 
+from accel_sft.attention import install
 from accel_sft.batching import Batching, common_prefixes
 from accel_sft.chat import Encoded
 from accel_sft.config import TrainConfig
@@ -24,7 +27,13 @@ from accel_sft.layout import choose_batching
 from accel_sft.loss import nll, nll_sum
 
 CPU = torch.device("cpu")
-LAYOUTS = ("shared", "packed", "padded")
+WAYS = [("shared", "tree"), ("shared", "rows"), ("packed", "tree"), ("packed", "rows"), ("padded", "padded")]
+install()
+
+
+def batching_of(way, tokens, rows=None, **rest):
+    layout, attention = way
+    return Batching(layout, tokens, rows, attention=attention, **rest)
 
 
 def rows(count=23, seed=0, instruction=12, longest=40, vocabulary=97):
@@ -64,14 +73,14 @@ def by_hand(model, example):
 # --- who runs what ---
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize(
     "limit", [{"rows": 1}, {"rows": 3}, {"rows": 64}, {"tokens": 60}, {"tokens": 200}, {"tokens": 5}]
 )
-def test_ranks_share_a_step_whole_and_in_equally_many_forwards(layout, world_size, limit):
+def test_ranks_share_a_step_whole_and_in_equally_many_forwards(way, world_size, limit):
     examples = rows(17)
-    batching = Batching(layout, limit.get("tokens", 1024), limit.get("rows"))
+    batching = batching_of(way, limit.get("tokens", 1024), limit.get("rows"))
     ranks = batching.divide(examples, world_size)
     assert len(ranks) == world_size
     assert len({len(forwards) for forwards in ranks}) == 1
@@ -85,23 +94,23 @@ def test_ranks_share_a_step_whole_and_in_equally_many_forwards(layout, world_siz
             assert ids.numel() <= limit["tokens"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_is_divided_alike_in_whatever_order_it_is_read(layout):
-    examples, batching = rows(), Batching(layout, 100)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_is_divided_alike_in_whatever_order_it_is_read(way):
+    examples, batching = rows(), batching_of(way, 100)
     assert batching.divide(examples, 2) == batching.divide(examples[::-1], 2)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_carry_near_equal_tokens(layout):
-    batching = Batching(layout, 128)
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_carry_near_equal_tokens(way):
+    batching = batching_of(way, 128)
     ranks = batching.divide(rows(64), 2)
     loads = [sum(batching.batch(f, 0, CPU).inputs["input_ids"].numel() for f in forwards) for forwards in ranks]
     assert abs(loads[0] - loads[1]) <= 0.1 * sum(loads)
 
 
 def test_a_small_step_is_one_forward_on_each_rank():
-    for layout in LAYOUTS:
-        assert [len(forwards) for forwards in Batching(layout, 4096).divide(rows(16), 2)] == [1, 1]
+    for way in WAYS:
+        assert [len(forwards) for forwards in batching_of(way, 4096).divide(rows(16), 2)] == [1, 1]
 
 
 def test_what_neighbours_have_in_common():
@@ -113,25 +122,25 @@ def test_what_neighbours_have_in_common():
 # --- that it is the same mathematics ---
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("head", [True, False])
-def test_the_loss_is_that_of_the_supervised_tokens_by_hand(model, layout, head):
+def test_the_loss_is_that_of_the_supervised_tokens_by_hand(model, way, head):
     examples = [*rows(5), Encoded(5, [7], 1), Encoded(6, [4, 9, 9], 0), Encoded(7, [1, 2, 3], 3)]
-    batching = Batching(layout, 64, head_where_labelled=head)
+    batching = batching_of(way, 64, head_where_labelled=head)
     forwards = batching.divide(examples, 1)[0]
     got = sum(nll_sum(model, batching.batch(forward, 0, CPU)).item() for forward in forwards)
     assert got == pytest.approx(sum(by_hand(model, example) for example in examples), rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["shared", "packed"])
+@pytest.mark.parametrize("way", WAYS[:-1])
 @pytest.mark.parametrize("tokens", [48, 300, 4096])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_every_layout_gives_the_loss_and_gradients_of_padded_rows(model, layout, tokens, checkpointing):
+def test_every_layout_gives_the_loss_and_gradients_of_padded_rows(model, way, tokens, checkpointing):
     model = copy.deepcopy(model).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    expected, gradients = loss_and_gradients(model, Batching("padded", 4096), rows())
-    got, ours = loss_and_gradients(model, Batching(layout, tokens), rows(), world_size=2)
+    expected, gradients = loss_and_gradients(model, batching_of(WAYS[-1], 4096), rows())
+    got, ours = loss_and_gradients(model, batching_of(way, tokens), rows(), world_size=2)
     assert got == pytest.approx(expected, rel=1e-6)
     for name, gradient in gradients.items():
         assert (ours[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
@@ -149,6 +158,17 @@ def test_one_question_with_several_answers_is_computed_once_and_each_answer_lear
     assert nll_sum(model, batch).item() == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("key_value_heads", [2, 1])
+@pytest.mark.parametrize("way", WAYS[:-1])
+def test_grouped_heads_and_reduced_precision_are_the_same_to_rounding(way, key_value_heads):
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(small(Qwen2Config, num_key_value_heads=key_value_heads, num_attention_heads=2)).eval()
+    expected = sum(by_hand(model, example) for example in rows())
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        got, _ = loss_and_gradients(model.to(dtype), batching_of(way, 300), rows())
+        assert got == pytest.approx(expected, rel=tolerance)
+
+
 def test_a_forward_without_examples_gives_a_connected_zero(model):
     model = copy.deepcopy(model)
     loss = nll_sum(model, Batching("shared", 64).batch([], 0, CPU))
@@ -159,7 +179,7 @@ def test_a_forward_without_examples_gives_a_connected_zero(model):
 
 def test_a_pad_token_that_ends_the_turn_is_learnt_where_it_ends_it():
     examples = [Encoded(0, [5, 6, 7, 8, 3], 3), Encoded(1, [5, 9, 3], 1)]
-    batch = Batching("padded", 64).batch(examples, 3, CPU)
+    batch = batching_of(WAYS[-1], 64).batch(examples, 3, CPU)
     assert batch.inputs["input_ids"].tolist() == [[5, 6, 7, 8, 3], [5, 9, 3, 3, 3]]
     assert batch.inputs["attention_mask"].tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
     assert batch.keep.tolist() == [[False, False, True, True, False], [True, True, False, False, False]]
@@ -189,8 +209,8 @@ def test_a_plain_model_shares_prefixes(model):
 
 def test_the_settings_win(model):
     assert chosen(model, batching="packed")[0].layout == "packed"
-    assert chosen(model, batching="padded", micro_batch_size="4")[0] == Batching("padded", 8192, 4)
-    assert chosen(model, micro_batch_size="4")[0] == Batching("shared", 4096, 4)
+    assert chosen(model, batching="padded", micro_batch_size="4")[0] == batching_of(WAYS[-1], 8192, 4)
+    assert chosen(model, micro_batch_size="4")[0] == batching_of(("shared", "rows"), 4096, 4)
 
 
 def test_dropout_is_not_shared_between_rows(model):
@@ -240,6 +260,28 @@ def test_a_model_that_carries_a_state_along_gets_padded_rows():
     batching, told = chosen(Qwen3NextForCausalLM(config))
     assert batching.layout == "padded"
     assert "layers of linear_attention" in told
+
+
+class Unaware(torch.nn.Module):
+    """A model whose attention knows no `rows`: the mask over the whole sequence is left."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None, **_):
+        return self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            logits_to_keep=logits_to_keep,
+            use_cache=False,
+        )
+
+
+def test_a_model_that_knows_no_rows_gets_a_mask(model):
+    batching, told = chosen(Unaware(model), batching="shared")
+    assert (batching.layout, batching.attention) == ("shared", "tree"), told
 
 
 class Leaking(torch.nn.Module):

@@ -1,0 +1,258 @@
+"""The loop that fits a prepared model, and what it takes to judge, save and resume it; `fit` reads top to bottom."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from rich.console import Console
+
+from accel_sft import checkpoint, launch, report, terminal
+from accel_sft.batching import Batching
+from accel_sft.chat import Encoded
+from accel_sft.config import TrainConfig
+from accel_sft.data import StepPlan
+from accel_sft.evaluate import Evaluation, Evaluator, largest
+from accel_sft.layout import choose_batching
+from accel_sft.loss import nll_sum
+from accel_sft.model import load_model, trainable_parameters
+from accel_sft.optim import Stepper, adamw, learning_rate
+from accel_sft.options import UserError
+from accel_sft.prepare import Prepared
+from accel_sft.progress import Progress
+from accel_sft.system import peak_memory_gib
+from accel_sft.task import Task
+from accel_sft.tracking import Tracker
+
+
+class Fitting:
+    """A prepared model and what it takes to fit, judge and save it; `fit` is the loop."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        run_dir: Path,
+        task_name: str,
+        task: Task,
+        config: TrainConfig,
+        prepared: Prepared,
+        tracker: Tracker,
+    ) -> None:
+        self.accelerator, self.run_dir, self.task_name, self.task = accelerator, run_dir, task_name, task
+        self.config, self.prepared, self.tracker = config, prepared, tracker
+        self.plan: StepPlan = prepared.plan
+        self.train: list[Encoded] = prepared.train.kept
+        self.progress = Progress()
+
+        deepspeed = accelerator.state.deepspeed_plugin is not None
+        model = load_model(
+            prepared.source,
+            config,
+            precision=accelerator.mixed_precision,
+            deepspeed=deepspeed,
+            total_steps=self.plan.total_steps,
+        )
+        if prepared.source.adapter and config.adapter == "none":
+            tracker.say(
+                "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
+            )
+        tracker.phase("model")
+        self.load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
+        self.trained_parameters = trainable_parameters(model)
+        optimizer = adamw(model, config)
+        self.model, self.optimizer = launch.prepare(accelerator, model, optimizer, config)
+        tracker.phase("sharded")
+        self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm)
+        self.evaluator = Evaluator(
+            accelerator,
+            prepared.tokenizer,
+            task,
+            prepared.validation_examples,
+            prepared.validation.kept,
+            config,
+            prepared.longest_answer,
+        )
+        set_seed(config.seed, device_specific=True)  # dropout masks differ between ranks
+
+    def resume(self) -> None:
+        """Continue from the newest whole checkpoint where `--resume` asks for it; else judge the untrained model."""
+        path = None
+        if self.config.resume != "off":
+            path, skipped = checkpoint.decided_by_main(
+                self.accelerator, lambda: checkpoint.newest(self.run_dir, self.config.resume)
+            )
+            for line in skipped:
+                self.tracker.say(line)
+        state = checkpoint.load(self.accelerator, path) if path else {}
+        self.batching = self.choose_batching(state.get("batching"))
+        if path is None:
+            self.tracker.rewind(0)
+        else:
+            self.progress = Progress(**state["progress"])
+            self.tracker.rewind(self.progress.step)
+            self.tracker.say(f"resumed {path} at step {self.progress.step} of {self.plan.total_steps}")
+        self.tracker.phase("ready")
+        self.tracker.phases()
+        if path is None and self.config.eval_every != "off":
+            self.evaluate()
+
+    def choose_batching(self, before: dict[str, Any] | None) -> Batching:
+        """As the run did before it stopped, unless it is asked for otherwise now; else what is exact and fast here."""
+        asked = [self.config.batching, self.config.micro_batch_size]
+        if before and before["asked"] == asked:
+            return Batching(**before["chosen"])
+        batching, told = choose_batching(
+            self.accelerator, self.model, self.config, self.train, self.prepared.tokenizer.pad_token_id
+        )
+        self.tracker.say(told)
+        return batching
+
+    def fit(self) -> None:
+        """The loop: learn from one global batch, look, evaluate, save."""
+        accelerator, model, plan, stepper = self.accelerator, self.model, self.plan, self.stepper
+        progress, config = self.progress, self.config
+        rank, world_size = accelerator.process_index, accelerator.num_processes
+        pad_token_id = self.prepared.tokenizer.pad_token_id
+        model.train()
+        with self.tracker.profiler() as profiler:
+            while progress.step < plan.total_steps and not self.out_of_patience():
+                started = time.perf_counter()
+                examples = [self.train[row] for row in plan.examples(progress.step)]
+                supervised_tokens = sum(example.supervised_tokens for example in examples)
+                micro_batches = self.batching.divide(examples, world_size)[rank]
+                rate = learning_rate(progress.step, plan.total_steps, config)
+                stepper.set_learning_rate(rate)
+                share = torch.zeros((), device=accelerator.device)  # this rank's part of the step's loss
+                for number, rows in enumerate(micro_batches, 1):
+                    batch = self.batching.batch(rows, pad_token_id, accelerator.device)
+                    with stepper.boundary(last=number == len(micro_batches)):
+                        loss = nll_sum(model, batch) / supervised_tokens
+                        stepper.backward(loss * world_size)  # ranks' gradients are averaged, the loss is a sum
+                    share += loss.detach()
+                grad_norm = stepper.update(progress.step)
+                progress.step += 1
+
+                loss, system = self.gather(share)
+                if not math.isfinite(loss):
+                    raise UserError(
+                        f"step {progress.step}: the loss is {loss}; lower --learning-rate or --max-grad-norm, "
+                        "or go on from the last checkpoint with another --seed in a new run (--init-from)"
+                    )
+                self.record(loss, grad_norm, rate, examples, time.perf_counter() - started, system)
+                profiler.step()
+                if self.due(config.eval_every) or (progress.step == plan.total_steps and config.eval_every != "off"):
+                    self.evaluate()
+                if self.due(config.save_every):
+                    self.save()
+
+    def gather(self, share: torch.Tensor) -> tuple[float, list[list[float]]]:
+        """The step's loss summed over ranks, and every rank's system readings, in one collective."""
+        mine = torch.tensor([[share.item(), *self.tracker.system()]], device=self.accelerator.device)
+        gathered = self.accelerator.gather(mine)
+        return gathered[:, 0].sum().item(), gathered[:, 1:].tolist()
+
+    def record(
+        self,
+        loss: float,
+        grad_norm: float,
+        rate: float,
+        examples: list[Encoded],
+        seconds: float,
+        system: list[list[float]],
+    ) -> None:
+        progress = self.progress
+        tokens = sum(len(example.input_ids) for example in examples)
+        progress.seconds += seconds
+        progress.tokens += tokens
+        record = {
+            "step": progress.step,
+            "epoch": self.plan.epoch(progress.step),
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": rate,
+            "supervised_tokens": sum(example.supervised_tokens for example in examples),
+            "tokens": tokens,
+            "seconds": seconds,
+        }
+        self.tracker.step(record, system)
+
+    def due(self, setting: str) -> bool:
+        """Whether `--eval-every` or `--save-every` asks for it now."""
+        step = self.progress.step
+        if setting == "epoch":
+            return self.plan.ends_epoch(step)
+        every = math.ceil(self.plan.total_steps / 4) if setting == "auto" else int(setting) if setting != "off" else 0
+        return every > 0 and step % every == 0
+
+    def out_of_patience(self) -> bool:
+        return self.config.patience is not None and self.progress.without_better >= self.config.patience
+
+    def evaluate(self) -> None:
+        """Judge the weights as they are; keep them as best/ if the task's main metric says so."""
+        progress = self.progress
+        self.tracker.peak()
+        evaluation = self.evaluator(self.model, self.batching)
+        self.tracker.evaluation(progress.step, evaluation.metrics, evaluation.samples)
+        progress.latest, progress.evaluated_step = {**evaluation.metrics, **self.load_peaks}, progress.step
+        if progress.step == 0:
+            progress.before = progress.latest
+            return
+        if progress.judged(evaluation.metrics[self.task.main_metric], self.task.higher_is_better):
+            self.export("best", evaluation)
+
+    def export(self, name: str, evaluation: Evaluation | None = None) -> None:
+        config, after = self.config, evaluation.metrics if evaluation else self.progress.latest
+        card = report.model_card(
+            base_model=config.init_from or config.model,
+            task=self.task_name,
+            adapter=config.adapter,
+            messages=self.task.messages(self.prepared.validation_examples[self.prepared.validation.kept[0].index]),
+            data=self.prepared.counts(),
+            settings={**config.as_dict(), **dataclasses.asdict(self.task)},
+            result={"before": self.progress.before or {}, "after": after or {}},
+            versions=launch.versions(),
+        )
+        checkpoint.export(self.accelerator, self.model, self.prepared.tokenizer, self.run_dir / name, card)
+
+    def save(self) -> None:
+        asked = [self.config.batching, self.config.micro_batch_size]
+        batching = {"asked": asked, "chosen": dataclasses.asdict(self.batching)}  # measured, so it is kept (law 3)
+        state = {"step": self.progress.step, "progress": dataclasses.asdict(self.progress), "batching": batching}
+        self.tracker.flush()
+        checkpoint.save(self.accelerator, self.run_dir, state, self.config.keep_checkpoints)
+
+    def finish(self) -> None:
+        """Export final/, write result.json and report.md, and show before beside after."""
+        progress, accelerator = self.progress, self.accelerator
+        self.export("final")
+        result = {
+            "status": "complete",
+            "task": self.task_name,
+            "model": self.config.init_from or self.config.model,
+            "steps": progress.step,
+            "stopped_early": progress.step < self.plan.total_steps,
+            "train_seconds": progress.seconds,
+            "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else None,
+            **largest(self.tracker.peak()),
+            "trained_parameters": self.trained_parameters,
+            "batching": dataclasses.asdict(self.batching),
+            "best": {"step": progress.best_step, self.task.main_metric: progress.best},
+            "before": progress.before,
+            "after": progress.latest,
+            "phases": self.tracker.phases(),
+        }
+        if accelerator.is_main_process:
+            before, after = (report.read_samples(self.run_dir, step) for step in (0, progress.evaluated_step))
+            report.write_report(self.run_dir, result, before, after)
+            report.write_result(self.run_dir, result)
+            self.tracker.close()
+            report.print_report(result, before, after, console=Console(file=terminal.terminal(), highlight=False))
+            weights = "final/ and best/ hold" if progress.best_step else "final/ holds"
+            self.tracker.say(f"{self.run_dir}: {weights} the weights, report.md every number")
+        accelerator.wait_for_everyone()

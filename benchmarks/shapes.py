@@ -1,0 +1,98 @@
+"""What is measured: rows of instruction, question and answer with known token counts, and a model for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+
+WORDS = 4000
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Token counts; question and answer lengths are spread evenly over a range, its end excluded.
+
+    Attributes:
+        batch: rows of an optimizer step.
+        steps: optimizer steps of one round.
+    """
+
+    instruction: int
+    question: tuple[int, int]
+    answer: tuple[int, int]
+    batch: int
+    steps: int
+    logarithmic: bool = False
+
+
+SHAPES = {
+    "series-a": Shape(20, (5, 12), (14, 23), 64, 3),  # 20 + 8 + 18
+    "series-b": Shape(30, (8, 49), (6, 49), 64, 2),  # 30 + 28 + 27
+    "long-instruction": Shape(300, (10, 51), (10, 31), 32, 1),  # 300 + 30 + 20
+    "long-chat": Shape(0, (600, 1401), (180, 421), 8, 1),  # 0 + 1,000 + 300
+    "mixed": Shape(0, (5, 1401), (5, 601), 32, 1, logarithmic=True),  # 10 to 2,000, no instruction
+}
+
+
+def make_rows(shape: Shape, seed: int = 0) -> list[dict[str, str]]:
+    """One step's rows; every step trains on the same ones, in each contestant's own order."""
+    draw = np.random.default_rng(seed)
+
+    def words(count: int) -> str:
+        return "".join(f"w{n:04}" for n in draw.integers(0, WORDS, count))
+
+    def length(low: int, high: int) -> int:
+        if shape.logarithmic:
+            return int(np.exp(draw.uniform(np.log(low), np.log(high))))
+        return int(draw.integers(low, high))
+
+    instruction = words(shape.instruction)
+    return [
+        {
+            "instruction": instruction,
+            "question": words(length(*shape.question)),
+            "answer": words(length(*shape.answer) - 1),  # and the end-of-turn token
+        }
+        for _ in range(shape.batch)
+    ]
+
+
+def make_model(folder: Path, hidden: int = 384, layers: int = 6) -> None:
+    """A Qwen2 of about 12 million parameters (384 wide, 6 layers) with one token per word."""
+    import torch
+    from tokenizers import pre_tokenizers
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+    letters = {char: at for at, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Qwen2Tokenizer(vocab=letters, merges=[], unk_token=None, pad_token="<pad>", eos_token="<|im_end|>")
+    tokenizer.add_tokens([f"w{n:04}" for n in range(WORDS)])
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=hidden * 8 // 3 // 64 * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write(folder: Path, name: str) -> tuple[int, int]:
+    """Write a shape's rows; (tokens, supervised tokens) of a step."""
+    rows = make_rows(SHAPES[name])
+    (folder / f"{name}.json").write_text(json.dumps(rows))
+    prompt = sum(len(row["instruction"] + row["question"]) // 5 for row in rows)  # a word has five characters
+    supervised = sum(len(row["answer"]) // 5 + 1 for row in rows)
+    return prompt + supervised, supervised
