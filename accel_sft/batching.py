@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from accel_sft.attention import Rows
+from accel_sft.attention import Rows, install
 from accel_sft.chat import Encoded
 
 
@@ -36,6 +36,7 @@ class Batch:
         sources: index into the P kept positions of each target, (E,); None: one target each, in order.
         targets: token ids to predict, (E,).
         weights: rows that predict this token from this position, (E,) float32.
+        head_in_pieces: logits may be computed a part at a time.
     """
 
     inputs: dict[str, torch.Tensor | None]
@@ -43,6 +44,7 @@ class Batch:
     sources: torch.Tensor | None
     targets: torch.Tensor
     weights: torch.Tensor
+    head_in_pieces: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Batching:
         tokens: computed in one forward at most (a row that is longer has one to itself).
         rows: examples in one forward at most; wins over `tokens`.
         head_where_labelled: the model computes logits for kept positions alone (`logits_to_keep`).
+        head_in_pieces: the model's head, called on a part of the tokens, gives that part's logits.
         attention: of rows in one sequence: `tree`, by a mask over the whole of it, or `rows`, row by row behind the one
             prefix that all rows of the forward have in common, whatever the order they stand in (`attention.Rows`).
     """
@@ -62,7 +65,12 @@ class Batching:
     tokens: int
     rows: int | None = None
     head_where_labelled: bool = True
+    head_in_pieces: bool = False
     attention: str = "tree"
+
+    def __post_init__(self) -> None:
+        if self.attention == "rows":
+            install()
 
     def divide(self, examples: Sequence[Encoded], world_size: int) -> list[list[list[Encoded]]]:
         """The forwards of each rank: equally many, of near-equal tokens, empty ones to make up the number.
@@ -134,7 +142,7 @@ class Batching:
             batch = _tree(examples, self._common(examples), device, self.attention == "rows")
         if self.head_where_labelled:
             batch.inputs["logits_to_keep"] = batch.keep
-        return batch
+        return dataclasses.replace(batch, head_in_pieces=self.head_in_pieces)
 
 
 def _least_largest(lengths: list[int], common: list[int], count: int, limit: int, *, padded: bool) -> list[int] | None:

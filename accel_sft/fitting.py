@@ -105,10 +105,14 @@ class Fitting:
     def choose_batching(self, before: dict[str, Any] | None) -> Batching:
         """As the run did before it stopped, unless it is asked for otherwise now; else what is exact and fast here."""
         asked = [self.config.batching, self.config.micro_batch_size]
-        if before and before["asked"] == asked:
-            return Batching(**before["chosen"])
+        kept = Batching(**before["chosen"]) if before and before["asked"] == asked else None
         batching, told = choose_batching(
-            self.accelerator, self.model, self.config, self.train, self.prepared.tokenizer.pad_token_id
+            self.accelerator,
+            self.model,
+            self.config,
+            self.train,
+            self.prepared.tokenizer.pad_token_id,
+            before=kept,
         )
         self.tracker.say(told)
         return batching

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import time
 from collections.abc import Sequence
@@ -12,7 +13,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from accel_sft.attention import install
 from accel_sft.batching import Batch, Batching
 from accel_sft.chat import Encoded
 from accel_sft.config import TrainConfig
@@ -41,6 +41,7 @@ def choose_batching(
     pad_token_id: int,
     *,
     train: bool = True,
+    before: Batching | None = None,
 ) -> tuple[Batching, str]:
     """The fastest layout that this model computes as it does single rows: on a CPU measured, else the first exact one.
 
@@ -49,11 +50,16 @@ def choose_batching(
     Args:
         model: prepared.
         train: whether dropout will be on.
+        before: what a resumed run had chosen; kept if it is still exact.
     Returns:
         the batching, and a line that says what was chosen, and why not what was asked for.
     """
     exact, reasons = _exact_layouts(accelerator, model, config, examples, pad_token_id, train)
-    if config.micro_batch_size != "auto":
+    if before in (
+        dataclasses.replace(batching, tokens=before.tokens, rows=before.rows) for batching in exact if before
+    ):
+        batching = before
+    elif config.micro_batch_size != "auto":
         batching = dataclasses.replace(exact[0], rows=int(config.micro_batch_size))
     elif accelerator.device.type != "cpu":
         batching = exact[0]
@@ -74,11 +80,18 @@ def _exact_layouts(
     train: bool,
 ) -> tuple[list[Batching], list[str]]:
     """What the model can take of what was asked for, or else of what comes after it; and why not the others."""
-    install()
     unwrapped = accelerator.unwrap_model(model)
     layouts = ["shared", "packed", "padded"]
     asked = layouts if config.batching == "auto" else layouts[layouts.index(config.batching) :]
     full = accelerator.mixed_precision == "no" and config.dtype in ("auto", "float32")
+    differs = functools.partial(
+        _differs,
+        model=model,
+        examples=examples,
+        pad_token_id=pad_token_id,
+        device=accelerator.device,
+        tolerance=TOLERANCE if full else REDUCED_TOLERANCE,
+    )
     found, reasons = [], []
     for layout in asked:
         if found and (layout == "packed" or config.batching != "auto"):  # sharing includes packing
@@ -91,17 +104,15 @@ def _exact_layouts(
                 continue
             attention = "padded" if layout == "padded" else "tree"
             batching = Batching(layout, LARGEST_FORWARD[layout], attention=attention, head_where_labelled=head)
-            tolerance = TOLERANCE if full else REDUCED_TOLERANCE
-            reason = _differs(model, batching, examples, pad_token_id, accelerator.device, tolerance)
-            if not reason:
-                found.append(batching)
-                rows = dataclasses.replace(batching, attention="rows")
-                if layout != "padded" and not _differs(
-                    model, rows, examples, pad_token_id, accelerator.device, tolerance
-                ):
-                    found.insert(0, rows)
-                break
-            reasons.append(f"{layout}: {reason}")
+            if reason := differs(batching):
+                reasons.append(f"{layout}: {reason}")
+                continue
+            pieces = dataclasses.replace(batching, head_in_pieces=True)
+            if head and not differs(pieces, most_logits=1):
+                batching = pieces
+            by_rows = dataclasses.replace(batching, attention="rows")
+            found += [by_rows, batching] if layout != "padded" and not differs(by_rows) else [batching]
+            break
     # padded rows are what every model is trained with; numbers that differ are its own (a router's capacity, noise)
     whole = Batching("padded", LARGEST_FORWARD["padded"], attention="padded", head_where_labelled=False)
     return found or [whole], reasons
@@ -185,17 +196,19 @@ def _dropout(model: torch.nn.Module) -> str | None:
 
 
 def _differs(
-    model: torch.nn.Module,
     batching: Batching,
+    *,
+    model: torch.nn.Module,
     examples: Sequence[Encoded],
     pad_token_id: int,
     device: torch.device,
     tolerance: float,
+    most_logits: int | None = None,
 ) -> str | None:
     """What is wrong with a few rows laid out so, compared with each alone; None if nothing is."""
     among = sorted(examples[:CHECKED_AMONG], key=lambda example: (len(example.input_ids), example.index))
     rows = sorted(among[:CHECKED_ROWS], key=lambda example: (example.input_ids, example.index))
-    alone = dataclasses.replace(batching, layout="padded", head_where_labelled=False)
+    alone = Batching("padded", batching.tokens, attention="padded", head_where_labelled=False)
     was_training = model.training
     model.eval()
     try:
@@ -203,26 +216,28 @@ def _differs(
             single = [nll(model, alone.batch([row], pad_token_id, device)).sum().item() for row in rows]
             batch = batching.batch(rows, pad_token_id, device)
             try:
-                together = nll(model, batch)
-            except (TypeError, ValueError, RuntimeError, IndexError) as error:
+                together = nll(model, batch, most_logits)
+            except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
                 return f"the model does not take it ({str(error).splitlines()[0][:100]})"
             difference = abs(sum(single) - (together * batch.weights).sum().item()) / batch.weights.sum().item()
             if not difference <= tolerance:
                 return f"its loss is not that of single rows (off by {difference:.2g} nats a token)"
-            if batching.layout != "padded" and _see_each_other(model, batch, together, rows[0]):
+            if batching.layout != "padded" and _see_each_other(model, batch, together, rows[0], most_logits):
                 return "a change in one row changes another"
     finally:
         model.train(was_training)
     return None
 
 
-def _see_each_other(model: torch.nn.Module, batch: Batch, before: torch.Tensor, first: Encoded) -> bool:
+def _see_each_other(
+    model: torch.nn.Module, batch: Batch, before: torch.Tensor, first: Encoded, most_logits: int | None
+) -> bool:
     """Whether another last token of the first row changes, by so much as a bit, what is said of later rows."""
     last = len(first.input_ids) - 1
     ids = batch.inputs["input_ids"].clone()
     ids[0, last] = next((token for token in first.input_ids if token != first.input_ids[-1]), 0)
     changed: dict[str, Any] = {**batch.inputs, "input_ids": ids}
-    after = nll(model, dataclasses.replace(batch, inputs=changed))
+    after = nll(model, dataclasses.replace(batch, inputs=changed), most_logits)
     sources = torch.arange(len(after), device=after.device) if batch.sources is None else batch.sources
     later = batch.keep[sources] > last
     return not torch.equal(before[later], after[later])

@@ -14,11 +14,13 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assista
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Token counts; question and answer lengths are spread evenly over a range, its end excluded.
+    """Token counts; question and answer lengths are drawn from a range, its end excluded.
 
     Attributes:
         batch: rows of an optimizer step.
         steps: optimizer steps of one round.
+        spread: `even` over the range; `log`: even in their logarithm; `skewed`: many short ones and a long tail, as
+            sentences and label objects are (a gamma distribution with the range's middle as its mean).
     """
 
     instruction: int
@@ -26,15 +28,15 @@ class Shape:
     answer: tuple[int, int]
     batch: int
     steps: int
-    logarithmic: bool = False
+    spread: str = "even"
 
 
 SHAPES = {
     "series-a": Shape(20, (5, 12), (14, 23), 64, 3),  # 20 + 8 + 18
-    "series-b": Shape(30, (8, 49), (6, 49), 64, 2),  # 30 + 28 + 27
+    "series-b": Shape(30, (6, 51), (4, 51), 64, 2, "skewed"),  # 30 + 28 + 27, the longest about twice the mean
     "long-instruction": Shape(300, (10, 51), (10, 31), 32, 1),  # 300 + 30 + 20
     "long-chat": Shape(0, (600, 1401), (180, 421), 8, 1),  # 0 + 1,000 + 300
-    "mixed": Shape(0, (5, 1401), (5, 601), 32, 1, logarithmic=True),  # 10 to 2,000, no instruction
+    "mixed": Shape(0, (5, 1401), (5, 601), 32, 1, "log"),  # 10 to 2,000, no instruction
 }
 
 
@@ -46,8 +48,11 @@ def make_rows(shape: Shape, seed: int = 0) -> list[dict[str, str]]:
         return "".join(f"w{n:04}" for n in draw.integers(0, WORDS, count))
 
     def length(low: int, high: int) -> int:
-        if shape.logarithmic:
+        if shape.spread == "log":
             return int(np.exp(draw.uniform(np.log(low), np.log(high))))
+        if shape.spread == "skewed":
+            mean = (low + high - 1) / 2
+            return max(low, round(draw.gamma(3.0, mean / 3.0)))
         return int(draw.integers(low, high))
 
     instruction = words(shape.instruction)

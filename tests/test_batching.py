@@ -19,7 +19,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from accel_sft.attention import install
+from accel_sft import loss
 from accel_sft.batching import Batching, common_prefixes
 from accel_sft.chat import Encoded
 from accel_sft.config import TrainConfig
@@ -28,7 +28,6 @@ from accel_sft.loss import nll, nll_sum
 
 CPU = torch.device("cpu")
 WAYS = [("shared", "tree"), ("shared", "rows"), ("packed", "tree"), ("packed", "rows"), ("padded", "padded")]
-install()
 
 
 def batching_of(way, tokens, rows=None, **rest):
@@ -58,9 +57,9 @@ def loss_and_gradients(model, batching, examples, world_size=1):
     total = 0.0
     for forwards in batching.divide(examples, world_size):
         for forward in forwards:
-            loss = nll_sum(model, batching.batch(forward, 0, CPU))
-            loss.backward()
-            total += loss.item()
+            part = nll_sum(model, batching.batch(forward, 0, CPU))
+            part.backward()
+            total += part.item()
     return total, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -171,9 +170,9 @@ def test_grouped_heads_and_reduced_precision_are_the_same_to_rounding(way, key_v
 
 def test_a_forward_without_examples_gives_a_connected_zero(model):
     model = copy.deepcopy(model)
-    loss = nll_sum(model, Batching("shared", 64).batch([], 0, CPU))
-    assert loss.item() == 0.0
-    loss.backward()
+    nothing = nll_sum(model, Batching("shared", 64).batch([], 0, CPU))
+    assert nothing.item() == 0.0
+    nothing.backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
@@ -209,8 +208,21 @@ def test_a_plain_model_shares_prefixes(model):
 
 def test_the_settings_win(model):
     assert chosen(model, batching="packed")[0].layout == "packed"
-    assert chosen(model, batching="padded", micro_batch_size="4")[0] == batching_of(WAYS[-1], 8192, 4)
-    assert chosen(model, micro_batch_size="4")[0] == batching_of(("shared", "rows"), 4096, 4)
+    assert chosen(model, batching="padded", micro_batch_size="4")[0] == batching_of(
+        WAYS[-1], 8192, 4, head_in_pieces=True
+    )
+    assert chosen(model, micro_batch_size="4")[0] == batching_of(("shared", "rows"), 4096, 4, head_in_pieces=True)
+
+
+def test_what_a_run_had_chosen_is_kept_while_it_is_exact(model):
+    kept = batching_of(("shared", "rows"), 777, head_in_pieces=True)
+    for attention in ("sdpa", "eager"):
+        changed = copy.deepcopy(model)
+        changed.set_attn_implementation(attention)
+        batching, _ = choose_batching(
+            Accelerator(cpu=True), changed, TrainConfig().resolved({}), rows(), 0, before=kept
+        )
+        assert (batching == kept) is (attention == "sdpa")
 
 
 def test_dropout_is_not_shared_between_rows(model):
@@ -260,6 +272,42 @@ def test_a_model_that_carries_a_state_along_gets_padded_rows():
     batching, told = chosen(Qwen3NextForCausalLM(config))
     assert batching.layout == "padded"
     assert "layers of linear_attention" in told
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_head_in_pieces_gives_the_same_loss_and_gradients(model, way, monkeypatch):
+    expected, gradients = loss_and_gradients(model, batching_of(way, 300), rows())
+    seen = []
+    monkeypatch.setattr(
+        loss, "_nll", lambda logits, targets, real=loss._nll: seen.append(len(logits)) or real(logits, targets)
+    )
+    monkeypatch.setattr(loss, "MOST_LOGITS", 1000)
+    got, ours = loss_and_gradients(model, batching_of(way, 300, head_in_pieces=True), rows())
+    assert max(seen) <= 1000 // model.config.vocab_size
+    assert got == pytest.approx(expected, rel=1e-6)
+    for name, gradient in gradients.items():
+        assert (ours[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
+    assert "forward" not in vars(model.get_output_embeddings())
+
+
+def test_a_large_vocabulary_never_stands_whole():
+    """Peak memory of a loss over 2,000 tokens of 150,000 words: 1.1 GiB of logits alone, and gradients as large."""
+    torch.manual_seed(0)
+    config = small(Qwen2Config, vocab_size=150_016, hidden_size=16, num_attention_heads=1, num_key_value_heads=1)
+    model = Qwen2ForCausalLM(config)
+    example = Encoded(0, [7] * 2001, 1)
+    batch = Batching("shared", 4096, head_in_pieces=True).batch([example], 0, CPU)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        nll_sum(model, batch).backward()
+    events = [event.self_cpu_memory_usage for event in profile.events()]
+    assert max(events) < 2 * 4 * loss.MOST_LOGITS
+
+
+def test_a_head_that_is_scaled_afterwards_is_never_in_pieces():
+    torch.manual_seed(0)
+    for softcap, pieces in ((None, True), (5.0, False)):
+        config = small(Gemma3TextConfig, final_logit_softcapping=softcap, layer_types=["full_attention"] * 2)
+        assert chosen(Gemma3ForCausalLM(config))[0].head_in_pieces is pieces
 
 
 class Unaware(torch.nn.Module):

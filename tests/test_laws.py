@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import accel_sft
+from fake_plugins import install
 
 STEPS = 6
 JOB = ("math", "--max-steps", str(STEPS), "--global-batch-size", "10", "--validation-examples", "7")
@@ -50,6 +52,30 @@ def same_curve(reference, other):
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "plain"])
 def test_every_layout_draws_the_same_curve(launched, name):
     same_curve(layout(launched, "plain").lines(), layout(launched, name).lines())
+
+
+PIECES = """
+from dataclasses import dataclass
+import accel_sft.loss
+from accel_sft_math import Math as Shipped
+
+accel_sft.loss.MOST_LOGITS = 2000
+
+@dataclass(kw_only=True)
+class Pieces(Shipped):
+    \"\"\"Math under a limit that its small vocabulary exceeds.\"\"\"
+"""
+
+
+@pytest.mark.parametrize("yaml", ["ddp", "z3"])
+def test_a_head_in_pieces_draws_the_same_curve(launched, tmp_path, yaml):
+    (tmp_path / "site").mkdir()
+    install(tmp_path / "site", "accel-sft-pieces", "pieces = accel_sft_pieces:Pieces", PIECES)
+    environment = {"PYTHONPATH": str(tmp_path / "site")}
+    arguments = ("pieces", *JOB[1:], *ONCE, "--batching", "shared")
+    run = launched(f"{yaml} in pieces", *arguments, yaml=yaml, launcher=FP32, environment=environment)
+    assert json.loads((run.run_dir / "result.json").read_text())["batching"]["head_in_pieces"]
+    same_curve(layout(launched, "plain").lines(), run.lines())
 
 
 def test_two_machines_draw_the_same_curve(launched, tmp_path):
