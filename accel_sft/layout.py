@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -29,8 +28,8 @@ TRIED_FORWARDS = {"tree": (256, 512, 1024), "rows": (512, 1024, 2048, 4096), "pa
 """Tokens in one forward that a CPU is tried with: there the fastest is not the largest."""
 TRIED_TOKENS, TRIED_SECONDS, MOST_ROUNDS = 2048, 6.0, 3
 """What each rank tries them on, how long all trials may take together, and how often each is tried."""
-UNTRIED_FORWARD = 1024
-"""Tokens in one forward of a model too slow for trials, for which the number matters little."""
+UNTRIED_FORWARD = {"tree": 1024, "rows": 2048, "padded": 1024}
+"""Tokens in one forward of a model too slow for trials."""
 
 
 def choose_batching(
@@ -128,7 +127,8 @@ def _fastest(
 ) -> Batching:
     """The quickest, over all ranks, at going forward through some of the examples; a slow model is not kept waiting."""
     candidates = [dataclasses.replace(b, tokens=tokens) for b in exact for tokens in TRIED_FORWARDS[b.attention]]
-    some = _like_a_step(examples, config.global_batch_size or len(examples), TRIED_TOKENS * accelerator.num_processes)
+    ranks = accelerator.num_processes
+    some = _like_a_step(examples, config.global_batch_size or len(examples), exact[0], ranks)
 
     def seconds(batching: Batching) -> float:
         accelerator.wait_for_everyone()
@@ -146,17 +146,18 @@ def _fastest(
         took = [[seconds(batching) for batching in candidates] for _ in range(rounds)]
     model.train(was_training)
     if not took:
-        untried = [dataclasses.replace(batching, tokens=UNTRIED_FORWARD) for batching in exact]
+        untried = [dataclasses.replace(batching, tokens=UNTRIED_FORWARD[batching.attention]) for batching in exact]
         return min(untried, key=lambda batching: batching.computed_tokens(some, accelerator.num_processes))
     fastest = [min(times) for times in zip(*took, strict=True)]
     return candidates[fastest.index(min(fastest))]
 
 
-def _like_a_step(examples: Sequence[Encoded], count: int, tokens: int) -> list[Encoded]:
-    """Examples from all over the data, as many as a step has, but no more than `tokens` (one at least)."""
+def _like_a_step(examples: Sequence[Encoded], count: int, batching: Batching, ranks: int) -> list[Encoded]:
+    """Examples from all over the data, as many as a step has, but no more than each rank computes TRIED_TOKENS for."""
     spread = list(examples[:: max(len(examples) // count, 1)])[:count]
-    total = np.cumsum([len(example.input_ids) for example in spread])
-    return spread[: max(int((total <= tokens).sum()), 1)]
+    while len(spread) > 1 and batching.computed_tokens(spread, ranks) > TRIED_TOKENS * ranks:
+        spread = spread[: len(spread) // 2]
+    return spread
 
 
 def _arguments(model: torch.nn.Module) -> set[str]:
