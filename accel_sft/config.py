@@ -31,6 +31,7 @@ class TrainConfig:
     )
     attn_implementation: str | None = option(None, section=MODEL, help="eager, sdpa, flash_attention_2, ...")
     gradient_checkpointing: bool = option(False, section=MODEL, help="Recompute activations to save memory.")
+    compile: bool = option(False, section=MODEL, help="torch.compile the blocks: slow first steps, faster later ones.")
 
     adapter: str = option(
         "none", section=ADAPTER, choices=("none", "lora", "adalora"), help="Train an adapter instead of all weights."
@@ -149,7 +150,7 @@ _USUAL: dict[str, Any] = {
 LAYOUT = frozenset(
     {"micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every"}
     | {"tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every"}
-    | {"patience", "batching"}
+    | {"patience", "batching", "compile"}
 )
 """Settings that decide how a run is executed or watched, not what a step learns: a resume may change them."""
 

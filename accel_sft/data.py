@@ -52,7 +52,7 @@ class StepPlan:
             end = max(min(end, self.stream_length), begin + 1)
         positions = np.arange(begin, end)
         epochs, offsets = np.divmod(positions, len(self.lengths))
-        return np.array([self._permutation(e)[o] for e, o in zip(epochs, offsets, strict=True)], dtype=np.int64)
+        return np.concatenate([self._permutation(e)[offsets[epochs == e]] for e in range(epochs[0], epochs[-1] + 1)])
 
     def epoch(self, step: int) -> float:
         """Passes over the data finished when `step` steps are done."""

@@ -15,13 +15,14 @@ from rich.console import Console
 
 from accel_sft import checkpoint, launch, report, terminal
 from accel_sft.batching import Batching
+from accel_sft.card import model_card
 from accel_sft.chat import Encoded
 from accel_sft.config import TrainConfig
 from accel_sft.data import StepPlan
 from accel_sft.evaluate import Evaluation, Evaluator, largest
 from accel_sft.layout import choose_batching
-from accel_sft.loss import nll_sum
-from accel_sft.model import load_model, trainable_parameters
+from accel_sft.learning import Learner
+from accel_sft.model import compile_blocks, compile_seconds, load_model, trainable_parameters
 from accel_sft.optim import Stepper, adamw, learning_rate
 from accel_sft.options import UserError
 from accel_sft.prepare import Prepared
@@ -49,6 +50,7 @@ class Fitting:
         self.plan: StepPlan = prepared.plan
         self.train: list[Encoded] = prepared.train.kept
         self.progress = Progress()
+        self.batching_asked = [config.batching, config.micro_batch_size]
 
         deepspeed = accelerator.state.deepspeed_plugin is not None
         model = load_model(
@@ -62,6 +64,8 @@ class Fitting:
             tracker.say(
                 "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
             )
+        if config.compile:
+            compile_blocks(model)
         tracker.phase("model")
         self.load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
         self.trained_parameters = trainable_parameters(model)
@@ -90,7 +94,7 @@ class Fitting:
             for line in skipped:
                 self.tracker.say(line)
         state = checkpoint.load(self.accelerator, path) if path else {}
-        self.batching = self.choose_batching(state.get("batching"))
+        self.learner = self.new_learner(state.get("batching"))
         if path is None:
             self.tracker.rewind(0)
         else:
@@ -102,43 +106,27 @@ class Fitting:
         if path is None and self.config.eval_every != "off":
             self.evaluate()
 
-    def choose_batching(self, before: dict[str, Any] | None) -> Batching:
-        """As the run did before it stopped, unless it is asked for otherwise now; else what is exact and fast here."""
-        asked = [self.config.batching, self.config.micro_batch_size]
-        kept = Batching(**before["chosen"]) if before and before["asked"] == asked else None
-        batching, told = choose_batching(
-            self.accelerator,
-            self.model,
-            self.config,
-            self.train,
-            self.prepared.tokenizer.pad_token_id,
-            before=kept,
-        )
+    def new_learner(self, before: dict[str, Any] | None) -> Learner:
+        """Rows laid out as before the run stopped, unless asked for otherwise now; else what is exact and fast here."""
+        kept = Batching(**before["chosen"]) if before and before["asked"] == self.batching_asked else None
+        accelerator, pad_token_id = self.accelerator, self.prepared.tokenizer.pad_token_id
+        batching, told = choose_batching(accelerator, self.model, self.config, self.train, pad_token_id, before=kept)
         self.tracker.say(told)
-        return batching
+        return Learner(accelerator, self.model, self.stepper, batching, pad_token_id, self.run_dir, self.tracker.say)
 
     def fit(self) -> None:
         """The loop: learn from one global batch, look, evaluate, save."""
-        accelerator, model, plan, stepper = self.accelerator, self.model, self.plan, self.stepper
-        progress, config = self.progress, self.config
-        rank, world_size = accelerator.process_index, accelerator.num_processes
-        pad_token_id = self.prepared.tokenizer.pad_token_id
-        model.train()
+        plan, stepper, progress, config = self.plan, self.stepper, self.progress, self.config
+        self.model.train()
         with self.tracker.profiler() as profiler:
             while progress.step < plan.total_steps and not self.out_of_patience():
                 started = time.perf_counter()
-                examples = [self.train[row] for row in plan.examples(progress.step)]
-                supervised_tokens = sum(example.supervised_tokens for example in examples)
-                micro_batches = self.batching.divide(examples, world_size)[rank]
+                rows = plan.examples(progress.step)
+                tokens, supervised_tokens = int(plan.lengths[rows].sum()), int(plan.supervised[rows].sum())
                 rate = learning_rate(progress.step, plan.total_steps, config)
                 stepper.set_learning_rate(rate)
-                share = torch.zeros((), device=accelerator.device)  # this rank's part of the step's loss
-                for number, rows in enumerate(micro_batches, 1):
-                    batch = self.batching.batch(rows, pad_token_id, accelerator.device)
-                    with stepper.boundary(last=number == len(micro_batches)):
-                        loss = nll_sum(model, batch) / supervised_tokens
-                        stepper.backward(loss * world_size)  # ranks' gradients are averaged, the loss is a sum
-                    share += loss.detach()
+                examples = [self.train[row] for row in rows.tolist()]
+                share = self.learner.learn(examples, supervised_tokens, progress.step + 1)
                 grad_norm = stepper.update(progress.step)
                 progress.step += 1
 
@@ -148,7 +136,8 @@ class Fitting:
                         f"step {progress.step}: the loss is {loss}; lower --learning-rate or --max-grad-norm, "
                         "or go on from the last checkpoint with another --seed in a new run (--init-from)"
                     )
-                self.record(loss, grad_norm, rate, examples, time.perf_counter() - started, system)
+                seconds = time.perf_counter() - started
+                self.record(loss, grad_norm, rate, tokens, supervised_tokens, seconds, system)
                 profiler.step()
                 if self.due(config.eval_every) or (progress.step == plan.total_steps and config.eval_every != "off"):
                     self.evaluate()
@@ -157,6 +146,8 @@ class Fitting:
 
     def gather(self, share: torch.Tensor) -> tuple[float, list[list[float]]]:
         """The step's loss summed over ranks, and every rank's system readings, in one collective."""
+        if self.accelerator.num_processes == 1:
+            return share.item(), [self.tracker.system()]
         mine = torch.tensor([[share.item(), *self.tracker.system()]], device=self.accelerator.device)
         gathered = self.accelerator.gather(mine)
         return gathered[:, 0].sum().item(), gathered[:, 1:].tolist()
@@ -166,12 +157,12 @@ class Fitting:
         loss: float,
         grad_norm: float,
         rate: float,
-        examples: list[Encoded],
+        tokens: int,
+        supervised_tokens: int,
         seconds: float,
         system: list[list[float]],
     ) -> None:
         progress = self.progress
-        tokens = sum(len(example.input_ids) for example in examples)
         progress.seconds += seconds
         progress.tokens += tokens
         record = {
@@ -180,7 +171,7 @@ class Fitting:
             "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": rate,
-            "supervised_tokens": sum(example.supervised_tokens for example in examples),
+            "supervised_tokens": supervised_tokens,
             "tokens": tokens,
             "seconds": seconds,
         }
@@ -201,7 +192,8 @@ class Fitting:
         """Judge the weights as they are; keep them as best/ if the task's main metric says so."""
         progress = self.progress
         self.tracker.peak()
-        evaluation = self.evaluator(self.model, self.batching)
+        with torch.compiler.set_stance("force_eager"):  # answers grow by a token at a time, each another shape
+            evaluation = self.evaluator(self.model, self.learner.batching)
         self.tracker.evaluation(progress.step, evaluation.metrics, evaluation.samples)
         progress.latest, progress.evaluated_step = {**evaluation.metrics, **self.load_peaks}, progress.step
         if progress.step == 0:
@@ -212,7 +204,7 @@ class Fitting:
 
     def export(self, name: str, evaluation: Evaluation | None = None) -> None:
         config, after = self.config, evaluation.metrics if evaluation else self.progress.latest
-        card = report.model_card(
+        card = model_card(
             base_model=config.init_from or config.model,
             task=self.task_name,
             adapter=config.adapter,
@@ -225,8 +217,10 @@ class Fitting:
         checkpoint.export(self.accelerator, self.model, self.prepared.tokenizer, self.run_dir / name, card)
 
     def save(self) -> None:
-        asked = [self.config.batching, self.config.micro_batch_size]
-        batching = {"asked": asked, "chosen": dataclasses.asdict(self.batching)}  # measured, so it is kept (law 3)
+        batching = {
+            "asked": self.batching_asked,
+            "chosen": dataclasses.asdict(self.learner.batching),
+        }  # measured, so it is kept (law 3)
         state = {"step": self.progress.step, "progress": dataclasses.asdict(self.progress), "batching": batching}
         self.tracker.flush()
         checkpoint.save(self.accelerator, self.run_dir, state, self.config.keep_checkpoints)
@@ -245,7 +239,8 @@ class Fitting:
             "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else None,
             **largest(self.tracker.peak()),
             "trained_parameters": self.trained_parameters,
-            "batching": dataclasses.asdict(self.batching),
+            **({"compile_seconds": compile_seconds()} if self.config.compile else {}),
+            "batching": dataclasses.asdict(self.learner.batching),
             "best": {"step": progress.best_step, self.task.main_metric: progress.best},
             "before": progress.before,
             "after": progress.latest,

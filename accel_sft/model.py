@@ -124,6 +124,27 @@ def load_model(source: Source, config: TrainConfig, *, precision: str, deepspeed
     return model
 
 
+def compile_blocks(model: Any) -> None:
+    """Have torch compile each of the model's repeated blocks, in place, on their first forwards.
+
+    Raises:
+        UserError: the model does not say which blocks it repeats.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or [])
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise UserError("--compile: the model does not name its repeated blocks (_no_split_modules); leave it out")
+    for block in blocks:
+        block.compile(dynamic=True)  # forwards differ in length
+
+
+def compile_seconds() -> float:
+    """Seconds that torch has spent compiling in this process."""
+    from torch._dynamo.utils import calculate_time_spent
+
+    return calculate_time_spent().get("total_wall_time", 0.0)
+
+
 def _dtype(config: TrainConfig, precision: str, deepspeed: bool, train: bool) -> torch.dtype:
     if config.dtype != "auto":
         return getattr(torch, config.dtype)

@@ -85,6 +85,17 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
+    @property
+    def can_forget(self) -> bool:
+        """Whether a step that broke off can be begun again: no engine and no other rank has seen a part of it."""
+        return self.engine is None and self.accelerator.num_processes == 1
+
+    def forget(self) -> None:
+        """Drop what a step that broke off has left."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _unmanaged_norm(self) -> float:
         """The norm where no DeepSpeed optimizer keeps it (stage 0 in float32): gradients are whole and averaged."""
         if self.engine.zero_optimization_stage() > 0:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_sft.config import LAYOUT
 from accel_sft.markdown import markdown_cell, markdown_table, one_line, shown
 from accel_sft.options import UserError
 
@@ -124,7 +122,7 @@ def render_report(
     parts = [f"# {markdown_cell(title)}" if title else "# Report"]
     training = [(label, shown(result[key])) for key, label in _TRAINING.items() if result.get(key) is not None]
     parts += ["## Training", markdown_table(["", ""], training)]
-    parts += ["## Base and tuned", _comparison(result)]
+    parts += ["## Base and tuned", comparison_table(result)]
     phases = result.get("phases") or []
     if phases:
         names = [key for key in phases[0] if any(row.get(key) is not None for row in phases)]
@@ -195,70 +193,6 @@ def print_report(
     console.print(answers)
 
 
-def model_card(
-    *,
-    base_model: str,
-    task: str,
-    adapter: str = "none",
-    messages: Sequence[Mapping[str, str]],
-    data: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    result: Mapping[str, Any],
-    versions: Mapping[str, str],
-) -> str:
-    """README.md of an exported model: where it comes from, what it learnt, how well, and with what.
-
-    Args:
-        base_model: hub id, folder or `tiny`; only a hub id is named in the metadata, which takes nothing else.
-        messages: one prompt as the task asks it, system message included.
-        data: counts by name, such as {"training examples": 1798}.
-        settings: the run's options; those that only say how the run was executed are left out.
-    """
-    import yaml
-
-    library = "transformers" if adapter == "none" else "peft"
-    meta: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["accel_sft", "sft"]}
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", base_model) and not Path(base_model).exists():
-        meta["base_model"] = base_model
-    name = Path(base_model).name
-    what = f"fine-tuned from `{name}`" if adapter == "none" else f"a {adapter} adapter of `{name}`"
-    learnt = [[key, value] for key, value in settings.items() if key not in LAYOUT and value is not None]
-    parts = [
-        "---\n" + yaml.safe_dump(meta, sort_keys=True) + "---",
-        f"# {markdown_cell(task)}\n\nA causal language model {what} for the task `{task}` with accel_sft.",
-        "## How to ask\n\nWith the messages it was trained on, the system message included:\n\n"
-        + _usage(messages, adapter),
-        "## Before and after\n\n" + _comparison(result),
-        "## Data\n\n" + markdown_table(["", "count"], list(data.items())),
-        "## Settings\n\n" + markdown_table(["setting", "value"], learnt),
-        "## Versions\n\n" + markdown_table(["package", "version"], list(versions.items())),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _usage(messages: Sequence[Mapping[str, str]], adapter: str) -> str:
-    """A Python block that asks one question in plain transformers, or peft."""
-    library, model = (
-        ("transformers", "AutoModelForCausalLM") if adapter == "none" else ("peft", "AutoPeftModelForCausalLM")
-    )
-    lines = [
-        "from transformers import AutoTokenizer",
-        f"from {library} import {model}",
-        "",
-        'folder = "."  # this one',
-        f"model, tokenizer = {model}.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)",
-        f"messages = {json.dumps(list(messages), ensure_ascii=False, indent=4)}",
-        "inputs = tokenizer.apply_chat_template(",
-        '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"',
-        ")",
-        'inputs.pop("token_type_ids", None)',
-        "output = model.generate(**inputs, max_new_tokens=256, do_sample=False)",
-        'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
-    ]
-    fence = "`" * max(3, 1 + max((len(run) for line in lines for run in re.findall("`+", line)), default=0))
-    return "\n".join([f"{fence}python", *lines, fence])
-
-
 def samples_table(samples: Sequence[Mapping[str, Any]]) -> str:
     """The first answers of one evaluation: prompt, expected, generated and one column per score."""
     first = samples[:SHOWN_SAMPLES]
@@ -270,7 +204,8 @@ def samples_table(samples: Sequence[Mapping[str, Any]]) -> str:
     return markdown_table(["index", "prompt", "expected", "generated", *names], rows)
 
 
-def _comparison(result: Mapping[str, Any]) -> str:
+def comparison_table(result: Mapping[str, Any]) -> str:
+    """Base beside tuned, and the change, of every number of a result's `before` and `after`."""
     rows = comparison_rows(result.get("before") or {}, result.get("after") or {})
     return markdown_table(["", "base", "tuned", "change"], rows)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -95,6 +96,10 @@ class SystemSampler:
 
 def seconds_since_start() -> float:
     """Age of this process, interpreter start and imports included."""
+    stat = Path("/proc/self/stat")
+    if stat.exists():  # psutil takes the time of boot from the wall clock, which may have been set since, by seconds
+        ticks = int(stat.read_text().rpartition(")")[2].split()[19])  # field 22, starttime, see proc(5)
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - psutil.Process().create_time()
 
 

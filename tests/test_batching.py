@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from models import make_tiny
+from peft import LoraConfig, get_peft_model
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -18,16 +23,20 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from accel_sft import loss
+from accel_sft import exactness, loss
 from accel_sft.batching import Batching, common_prefixes
 from accel_sft.chat import Encoded
 from accel_sft.config import TrainConfig
-from accel_sft.layout import choose_batching
+from accel_sft.exactness import UNLIMITED
+from accel_sft.layout import Trial, choose_batching
 from accel_sft.loss import nll, nll_sum
+from accel_sft.options import UserError
 
 CPU = torch.device("cpu")
-WAYS = [("shared", "tree"), ("shared", "rows"), ("packed", "tree"), ("packed", "rows"), ("padded", "padded")]
+WAYS = [("shared", "mask"), ("shared", "rows"), ("packed", "mask"), ("packed", "rows"), ("padded", "mask")]
 
 
 def batching_of(way, tokens, rows=None, **rest):
@@ -122,10 +131,10 @@ def test_what_neighbours_have_in_common():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("head", ["labelled", "everywhere"])
 def test_the_loss_is_that_of_the_supervised_tokens_by_hand(model, way, head):
     examples = [*rows(5), Encoded(5, [7], 1), Encoded(6, [4, 9, 9], 0), Encoded(7, [1, 2, 3], 3)]
-    batching = batching_of(way, 64, head_where_labelled=head)
+    batching = batching_of(way, 64, head=head)
     forwards = batching.divide(examples, 1)[0]
     got = sum(nll_sum(model, batching.batch(forward, 0, CPU)).item() for forward in forwards)
     assert got == pytest.approx(sum(by_hand(model, example) for example in examples), rel=1e-5)
@@ -209,13 +218,13 @@ def test_a_plain_model_shares_prefixes(model):
 def test_the_settings_win(model):
     assert chosen(model, batching="packed")[0].layout == "packed"
     assert chosen(model, batching="padded", micro_batch_size="4")[0] == batching_of(
-        WAYS[-1], 8192, 4, head_in_pieces=True
+        WAYS[-1], UNLIMITED, 4, head="pieces"
     )
-    assert chosen(model, micro_batch_size="4")[0] == batching_of(("shared", "rows"), 4096, 4, head_in_pieces=True)
+    assert chosen(model, micro_batch_size="4")[0] == batching_of(("shared", "rows"), UNLIMITED, 4, head="pieces")
 
 
 def test_what_a_run_had_chosen_is_kept_while_it_is_exact(model):
-    kept = batching_of(("shared", "rows"), 777, head_in_pieces=True)
+    kept = batching_of(("shared", "rows"), 777, head="pieces")
     for attention in ("sdpa", "eager"):
         changed = copy.deepcopy(model)
         changed.set_attn_implementation(attention)
@@ -238,7 +247,7 @@ def test_attention_that_takes_no_mask_of_ours_gets_padded_rows(tmp_path):
     eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     batching, told = chosen(eager)
     assert batching.layout == "padded"
-    assert "not packed: attention eager takes no mask of this form" in told
+    assert "not packed: attention eager cannot be told who sees whom" in told
 
 
 def small(kind, **settings):
@@ -274,6 +283,70 @@ def test_a_model_that_carries_a_state_along_gets_padded_rows():
     assert "layers of linear_attention" in told
 
 
+def varlen_attention(module, query, key, value, attention_mask, *, cu_seq_lens_q, max_length_q, **kwargs):
+    """What FlashAttention computes of rows in one sequence, one row after another by sdpa."""
+    bounds = cu_seq_lens_q.tolist()
+    assert max_length_q == max(b - a for a, b in itertools.pairwise(bounds))
+    own = [[part[:, :, a:b] for part in (query, key, value)] for a, b in itertools.pairwise(bounds)]
+    kwargs.pop("is_causal", None)
+    parts = [sdpa_attention_forward(module, *row, None, is_causal=True, **kwargs)[0] for row in own]
+    return torch.cat(parts, dim=1), None
+
+
+def flash(module, query, key, value, attention_mask, **kwargs):
+    if "cu_seq_lens_q" in kwargs:
+        return varlen_attention(module, query, key, value, attention_mask, **kwargs)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+def test_flash_attention_is_told_where_packed_rows_end(model):
+    AttentionInterface.register("flash_stand_in", flash)
+    AttentionMaskInterface.register("flash_stand_in", sdpa_mask)
+    flashing = copy.deepcopy(model)
+    flashing.config._attn_implementation = "flash_stand_in"
+    batching, told = chosen(flashing, batching="packed")
+    assert (batching.layout, batching.attention) == ("packed", "varlen"), told
+    batching, told = chosen(flashing, batching="shared")
+    assert batching.layout == "packed"
+    assert "not shared: attention flash_stand_in cannot be told who sees whom" in told
+    expected, gradients = loss_and_gradients(model, batching_of(WAYS[-1], 4096), rows())
+    got, ours = loss_and_gradients(flashing, batching_of(("packed", "varlen"), 300), rows())
+    assert got == pytest.approx(expected, rel=1e-6)
+    for name, gradient in gradients.items():
+        assert (ours[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
+
+
+def test_flex_attention_is_given_blocks_of_the_tree(model):
+    flexing = copy.deepcopy(model)
+    flexing.set_attn_implementation("flex_attention")
+    with torch.compiler.set_stance("force_eager"):  # the same arithmetic without a compiler's minute
+        batching, told = chosen(flexing, batching="shared")
+        assert (batching.layout, batching.attention) == ("shared", "blocks"), told
+        with torch.no_grad():  # on a CPU it has no backward
+            forwards = (batching.batch(forward, 0, CPU) for forward in batching.divide(rows(), 1)[0])
+            got = sum(nll_sum(flexing, batch).item() for batch in forwards)
+    assert got == pytest.approx(sum(by_hand(model, example) for example in rows()), rel=1e-5)
+
+
+def test_a_kernel_that_takes_the_head_and_the_loss_together_gets_each_target_once(model, monkeypatch):
+    expected, gradients = loss_and_gradients(model, batching_of(WAYS[-1], 4096), rows())
+
+    def kernel(hidden, weight, targets, reduction):
+        assert hidden.shape == (len(targets), weight.shape[1])
+        return torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction=reduction)
+
+    monkeypatch.setattr(loss, "fused_kernel", lambda device: kernel)
+    monkeypatch.setattr(exactness, "fused_kernel", lambda device: kernel)
+    assert chosen(model)[0].head == "fused"
+    for way in WAYS:
+        got, ours = loss_and_gradients(model, batching_of(way, 300, head="fused"), rows())
+        assert got == pytest.approx(expected, rel=1e-6)
+        for name, gradient in gradients.items():
+            assert (ours[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["lm_head"]))
+    assert chosen(adapted)[0].head == "pieces"
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_head_in_pieces_gives_the_same_loss_and_gradients(model, way, monkeypatch):
     expected, gradients = loss_and_gradients(model, batching_of(way, 300), rows())
@@ -282,7 +355,7 @@ def test_a_head_in_pieces_gives_the_same_loss_and_gradients(model, way, monkeypa
         loss, "_nll", lambda logits, targets, real=loss._nll: seen.append(len(logits)) or real(logits, targets)
     )
     monkeypatch.setattr(loss, "MOST_LOGITS", 1000)
-    got, ours = loss_and_gradients(model, batching_of(way, 300, head_in_pieces=True), rows())
+    got, ours = loss_and_gradients(model, batching_of(way, 300, head="pieces"), rows())
     assert max(seen) <= 1000 // model.config.vocab_size
     assert got == pytest.approx(expected, rel=1e-6)
     for name, gradient in gradients.items():
@@ -296,7 +369,7 @@ def test_a_large_vocabulary_never_stands_whole():
     config = small(Qwen2Config, vocab_size=150_016, hidden_size=16, num_attention_heads=1, num_key_value_heads=1)
     model = Qwen2ForCausalLM(config)
     example = Encoded(0, [7] * 2001, 1)
-    batch = Batching("shared", 4096, head_in_pieces=True).batch([example], 0, CPU)
+    batch = Batching("shared", 4096, head="pieces").batch([example], 0, CPU)
     with torch.profiler.profile(profile_memory=True) as profile:
         nll_sum(model, batch).backward()
     events = [event.self_cpu_memory_usage for event in profile.events()]
@@ -307,7 +380,50 @@ def test_a_head_that_is_scaled_afterwards_is_never_in_pieces():
     torch.manual_seed(0)
     for softcap, pieces in ((None, True), (5.0, False)):
         config = small(Gemma3TextConfig, final_logit_softcapping=softcap, layer_types=["full_attention"] * 2)
-        assert chosen(Gemma3ForCausalLM(config))[0].head_in_pieces is pieces
+        assert (chosen(Gemma3ForCausalLM(config))[0].head == "pieces") is pieces
+
+
+# --- what the device has room for ---
+
+
+@contextlib.contextmanager
+def room_for(tokens):
+    """A device on which an embedding of more tokens than that finds no memory."""
+
+    def look(module, inputs):
+        if isinstance(module, torch.nn.Embedding) and inputs[0].numel() > tokens:
+            raise torch.OutOfMemoryError("no room")
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
+    yield
+    handle.remove()
+
+
+def trial(model, examples, **settings):
+    config = TrainConfig(**settings).resolved({})
+    return Trial(Accelerator(cpu=True), model, config, examples, 0)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_the_largest_forward_that_goes_there_and_back_bounds_what_is_tried(model, train):
+    model = copy.deepcopy(model).train()
+    exact = [Batching("shared", 0), Batching("padded", 0)]
+    with room_for(300):
+        sizes = trial(model, rows(200)).within_memory(exact, (64, 128, 256, 512, 1024), train=train)
+    assert [(b.layout, b.tokens) for b in sizes] == [(b.layout, n) for b in exact for n in (64, 128, 256)]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_sizes_above_a_whole_step_are_not_tried(model):
+    sizes = trial(model, rows(200), global_batch_size=4).within_memory(
+        [Batching("packed", 0)], (64, 128, 256, 512), train=True
+    )
+    assert [batching.tokens for batching in sizes] == [64, 128, 256]
+
+
+def test_a_device_without_room_for_the_smallest_forward_is_an_error_that_names_the_longest_example(model):
+    with room_for(20), pytest.raises(UserError, match=r"not even 64 tokens .*the longest example, \d+, has 5\d\)"):
+        trial(model, rows(200)).within_memory([Batching("shared", 0)], (64, 128), train=True)
 
 
 class Unaware(torch.nn.Module):
@@ -329,7 +445,7 @@ class Unaware(torch.nn.Module):
 
 def test_a_model_that_knows_no_rows_gets_a_mask(model):
     batching, told = chosen(Unaware(model), batching="shared")
-    assert (batching.layout, batching.attention) == ("shared", "tree"), told
+    assert (batching.layout, batching.attention) == ("shared", "mask"), told
 
 
 class Leaking(torch.nn.Module):
@@ -384,8 +500,8 @@ class WholeHead(torch.nn.Module):
 
 def test_a_model_without_logits_to_keep_is_trained_with_its_whole_head(model):
     batching, _ = chosen(WholeHead(model))
-    assert not batching.head_where_labelled
-    batching = Batching("shared", 1024, head_where_labelled=False)
+    assert batching.head == "everywhere"
+    batching = Batching("shared", 1024, head="everywhere")
     examples = rows(4)
     batch = batching.batch(sorted(examples, key=lambda e: e.input_ids), 0, CPU)
     expected = nll(model, Batching("shared", 1024).batch(sorted(examples, key=lambda e: e.input_ids), 0, CPU))

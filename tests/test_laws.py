@@ -74,7 +74,7 @@ def test_a_head_in_pieces_draws_the_same_curve(launched, tmp_path, yaml):
     environment = {"PYTHONPATH": str(tmp_path / "site")}
     arguments = ("pieces", *JOB[1:], *ONCE, "--batching", "shared")
     run = launched(f"{yaml} in pieces", *arguments, yaml=yaml, launcher=FP32, environment=environment)
-    assert json.loads((run.run_dir / "result.json").read_text())["batching"]["head_in_pieces"]
+    assert json.loads((run.run_dir / "result.json").read_text())["batching"]["head"] == "pieces"
     same_curve(layout(launched, "plain").lines(), run.lines())
 
 

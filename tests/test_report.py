@@ -11,9 +11,9 @@ import yaml
 from rich.cells import cell_len
 from rich.console import Console
 
+from accel_sft.card import model_card
 from accel_sft.report import (
     comparison_rows,
-    model_card,
     print_report,
     render_report,
     write_atomically,

@@ -47,7 +47,7 @@ record = Fitting.record
 def recorded(self, loss, *rest):
     record(self, loss, *rest)
     if self.progress.step == 1:
-        gate.note(loss=loss, batching=f"{self.batching.layout} {self.batching.tokens}")
+        gate.note(loss=loss, batching=f"{self.learner.batching.layout} {self.learner.batching.tokens}")
     gate.boundary()
 
 

@@ -1,0 +1,188 @@
+"""The tensors of one forward: rows as a tree in one sequence, or padded one below the other (law 2)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from accel_sft.attention import Rows
+from accel_sft.chat import Encoded
+
+HEADS = ("fused", "pieces", "labelled", "everywhere")
+"""The head: in one kernel with the loss; where a label is, in pieces above a size; where a label is; at every token."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """One forward: the model's arguments, and what its kept logits are to predict.
+
+    Attributes:
+        inputs: `input_ids` and `attention_mask`, with `position_ids` and what attention wants for a tree of rows.
+        keep: where a label is predicted from: positions (P,) of the one sequence, or a mask (B, T) of padded rows.
+        sources: index into the P kept positions of each target, (E,); None: one target each, in order.
+        targets: token ids to predict, (E,).
+        weights: rows that predict this token from this position, (E,) float32.
+        head: where and how logits are computed, one of `HEADS`.
+    """
+
+    inputs: dict[str, Any]
+    keep: torch.Tensor
+    sources: torch.Tensor | None
+    targets: torch.Tensor
+    weights: torch.Tensor
+    head: str = "everywhere"
+
+    def with_head(self, head: str) -> Batch:
+        """The same forward with logits computed so."""
+        inputs = self.inputs if head == "everywhere" else {**self.inputs, "logits_to_keep": self.keep}
+        return dataclasses.replace(self, inputs=inputs, head=head)
+
+
+def empty(pad_token_id: int, device: torch.device) -> Batch:
+    """A forward without a target, connected to the weights: what a rank runs when it has nothing left."""
+    return _tensors({"input_ids": np.full((1, 2), pad_token_id)}, np.zeros(1, dtype=np.int64), device)
+
+
+def tree(rows: Sequence[Encoded], common: Sequence[int], attention: str, device: torch.device) -> Batch:
+    """Rows behind the prefixes they share, depth first, each token once.
+
+    A token is seen by those after it, up to the end of its subtree: by its own path's, and by no other row's.
+
+    Args:
+        common: leading tokens of each row that stand there already when it is its turn.
+        attention: what the model is told of who sees whom, see `Batching`.
+    """
+    total = sum(len(row.input_ids) for row in rows) - sum(common)
+    ids, position, source = (np.zeros(total, dtype=np.int64) for _ in range(3))
+    end, weight = np.full(total, total, dtype=np.int64), np.zeros(total, dtype=np.float32)
+    path = np.zeros(max(len(row.input_ids) for row in rows), dtype=np.int64)  # where each token of this row stands
+    length = at = 0
+    for row, shared in zip(rows, common, strict=True):
+        end[path[shared:length]] = at  # the branch that is left
+        length = len(row.input_ids)
+        new = slice(at, at + length - shared)
+        path[shared:length] = np.arange(new.start, new.stop)
+        ids[new] = row.input_ids[shared:]
+        position[new] = np.arange(shared, length)
+        source[new] = path[np.arange(shared, length) - 1]
+        weight[path[max(row.prompt_length, 1) : length]] += 1
+        at = new.stop
+    batch = _in_one_sequence(ids, position, source, weight, device)
+    if attention == "varlen":
+        batch.inputs.update(_varlen([len(row.input_ids) for row in rows], device))
+    elif (end < total).any():  # else a single row, which plain causal attention serves, without a mask
+        batch.inputs["attention_mask"] = _seen(torch.from_numpy(end).to(device), blocks=attention == "blocks")
+    return batch
+
+
+def behind_prefix(rows: Sequence[Encoded], prefix: int, device: torch.device) -> Batch:
+    """The same tree where it has one branching only: `prefix` tokens that all have in common, then each row's own.
+
+    Attention runs row by row (`attention.Rows`), and no more than a few array operations make it: on a small model
+    the time of a loop over rows is seen.
+    """
+    lengths = np.array([len(row.input_ids) for row in rows])
+    prompts = np.array([max(row.prompt_length, 1) for row in rows])
+    own = lengths - prefix
+    starts = prefix + own.cumsum() - own
+    total = prefix + own.sum()
+    tokens = itertools.chain(rows[0].input_ids[:prefix], *(row.input_ids[prefix:] for row in rows))
+    ids = np.fromiter(tokens, np.int64, total)
+    position, source = np.arange(total), np.arange(-1, total - 1)
+    position[prefix:] -= np.repeat(starts - prefix, own)
+    source[starts] = prefix - 1
+    weight = np.empty(total, dtype=np.float32)
+    weight[:prefix] = (prompts[:, None] <= np.arange(prefix)).sum(0)
+    weight[prefix:] = position[prefix:] >= np.repeat(prompts, own)
+    batch = _in_one_sequence(ids, position, source, weight, device)
+    batch.inputs["rows"] = _rows(own, starts, prefix, device)
+    # stands for a mask that is ready, so that the model makes none; a model that knows no `rows` is found out
+    batch.inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    return batch
+
+
+def _in_one_sequence(
+    ids: np.ndarray, position: np.ndarray, source: np.ndarray, weight: np.ndarray, device: torch.device
+) -> Batch:
+    """Tokens (T,) with their positions; `weight` rows learn each of them, from the token at `source`."""
+    (labelled,) = weight.nonzero()
+    keep, sources = np.unique(source[labelled], return_inverse=True)
+    inputs = {"input_ids": ids[None], "position_ids": position[None]}
+    return _tensors(inputs, keep, device, sources=sources, targets=ids[labelled], weights=weight[labelled])
+
+
+def _seen(end: torch.Tensor, *, blocks: bool) -> Any:
+    """Who sees whom, from where each token's subtree ends: (1, 1, query, key), or FlexAttention's blocks of it."""
+    if not blocks:
+        index = torch.arange(len(end), device=end.device)
+        return ((index[:, None] >= index[None]) & (index[:, None] < end[None]))[None, None]
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def within(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (query >= key) & (query < end[key])
+
+    return create_block_mask(within, None, None, len(end), len(end), device=end.device)
+
+
+def _varlen(lengths: list[int], device: torch.device) -> dict[str, Any]:
+    """FlashAttention's bounds of rows that stand one after another."""
+    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+    longest = max(lengths)
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+def _rows(sizes: np.ndarray, starts: np.ndarray, prefix: int, device: torch.device) -> Rows:
+    """Rows of these sizes that start there, behind `prefix` tokens."""
+    longest = int(sizes.max())
+    step = np.arange(longest)
+    own = starts[:, None] + np.minimum(step, sizes[:, None] - 1)
+    (back,) = (step < sizes[:, None]).ravel().nonzero()
+    seen = np.tri(longest, prefix + longest, prefix, dtype=bool)
+    own, back, seen = (torch.from_numpy(array).to(device) for array in (own.ravel(), back, seen))
+    return Rows(prefix, (len(sizes), longest), own, back, seen if prefix else None)
+
+
+def padded(rows: Sequence[Encoded], pad_token_id: int, device: torch.device) -> Batch:
+    """Rows one below the other, padded at the right.
+
+    What is predicted is found by position, so a pad token that equals the end-of-turn token is never learnt.
+    """
+    shape = (len(rows), max(len(row.input_ids) for row in rows))
+    input_ids, attention_mask = np.full(shape, pad_token_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    keep, targets = np.zeros(shape, dtype=bool), []
+    for number, row in enumerate(rows):
+        length, begin = len(row.input_ids), max(row.prompt_length, 1)
+        input_ids[number, :length] = row.input_ids
+        attention_mask[number, :length] = 1
+        keep[number, begin - 1 : length - 1] = True
+        targets += row.input_ids[begin:]
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    return _tensors(inputs, keep, device, targets=np.asarray(targets), weights=np.ones(len(targets), np.float32))
+
+
+def _tensors(
+    inputs: dict[str, np.ndarray],
+    keep: np.ndarray,
+    device: torch.device,
+    *,
+    sources: np.ndarray | None = None,
+    targets: np.ndarray | None = None,
+    weights: np.ndarray | None = None,
+) -> Batch:
+    def tensor(array: np.ndarray | None) -> torch.Tensor:
+        return torch.from_numpy(np.zeros(0, np.int64) if array is None else array).to(device, non_blocking=True)
+
+    if sources is not None and len(sources) == len(keep):  # no position predicts two tokens, and np.unique sorts
+        sources = None if (np.diff(sources) > 0).all() else sources
+    return Batch(
+        {"attention_mask": None, **{name: tensor(array) for name, array in inputs.items()}},
+        tensor(keep),
+        None if sources is None else tensor(sources),
+        tensor(targets),
+        tensor(weights),
+    )

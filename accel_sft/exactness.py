@@ -1,0 +1,166 @@
+"""Which ways of laying out rows this very model computes exactly, found out on it before the first step (laws 1, 2)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Sequence
+
+import torch
+from accelerate import Accelerator
+
+from accel_sft.batching import Batching
+from accel_sft.chat import Encoded
+from accel_sft.collate import HEADS, Batch
+from accel_sft.config import TrainConfig
+from accel_sft.loss import fused_kernel, nll
+
+CHECKED_ROWS, CHECKED_AMONG = 3, 256
+TOLERANCE, REDUCED_TOLERANCE = 1e-3, 0.25
+"""Nats a token may differ by between layouts, in float32 and in reduced precision. Examples that see each other, or
+stand at wrong positions, differ by more even in a random model; that they do not see each other is held to the bit."""
+UNLIMITED = 2**31
+"""Tokens in one forward where nobody has chosen a number."""
+
+
+def exact_batchings(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    config: TrainConfig,
+    examples: Sequence[Encoded],
+    pad_token_id: int,
+    train: bool,
+) -> tuple[list[Batching], list[str]]:
+    """What the model can take of what was asked for, or else of what comes after it; and why not the others.
+
+    Returns:
+        batchings without a limit of tokens, at least one, and `layout: reason` of each layout that is not exact.
+    """
+    unwrapped = accelerator.unwrap_model(model)
+    layouts = ["shared", "packed", "padded"]
+    asked = layouts if config.batching == "auto" else layouts[layouts.index(config.batching) :]
+    heads = _heads(unwrapped, accelerator.device)
+    full = accelerator.mixed_precision == "no" and config.dtype in ("auto", "float32")
+    among = sorted(examples[:CHECKED_AMONG], key=lambda example: (len(example.input_ids), example.index))
+    rows = sorted(among[:CHECKED_ROWS], key=lambda example: (example.input_ids, example.index))
+    differs = functools.partial(
+        _differs,
+        model=model,
+        rows=rows,
+        pad_token_id=pad_token_id,
+        device=accelerator.device,
+        tolerance=TOLERANCE if full else REDUCED_TOLERANCE,
+    )
+    # padded rows are what every model is trained with; numbers that differ are its own (a router's capacity, noise)
+    whole = Batching("padded", UNLIMITED, head="everywhere")
+    found, reasons = [], []
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        alone = sum(nll(model, whole.batch([row], pad_token_id, accelerator.device)).sum().item() for row in rows)
+        for layout in asked:
+            if found and (layout == "packed" or config.batching != "auto"):  # sharing includes packing
+                continue
+            reason, before = _cannot(unwrapped, layout, examples, train), len(found)
+            for attention in () if reason else _attentions(unwrapped, layout):
+                for head in heads:
+                    batching = Batching(layout, UNLIMITED, attention=attention, head=head)
+                    reason = differs(batching, alone)
+                    if not reason:
+                        found.append(batching)
+                        break
+            if len(found) == before:
+                reasons.append(f"{layout}: {reason}")
+    model.train(was_training)
+    return found or [whole], reasons
+
+
+def _arguments(model: torch.nn.Module) -> set[str]:
+    """Names that the causal model's forward takes, below an adapter."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return set(inspect.signature(base.forward).parameters)
+
+
+def _heads(model: torch.nn.Module, device: torch.device) -> list[str]:
+    if "logits_to_keep" not in _arguments(model):
+        return ["everywhere"]
+    return [head for head in HEADS if head != "fused" or fused_kernel(device)]
+
+
+def _attentions(model: torch.nn.Module, layout: str) -> tuple[str, ...]:
+    """Ways of telling the model's attention who sees whom; none: it cannot be told."""
+    implementation = str(getattr(model.config, "_attn_implementation", None))
+    if layout == "padded":
+        return ("mask",)
+    if implementation.startswith("flash"):
+        return ("varlen",) if layout == "packed" else ()
+    return {"sdpa": ("rows", "mask"), "flex_attention": ("blocks",)}.get(implementation, ())
+
+
+def _cannot(model: torch.nn.Module, layout: str, examples: Sequence[Encoded], train: bool) -> str | None:
+    """Why the model's architecture or settings rule a layout out, as far as its configuration tells."""
+    if layout == "padded":
+        return None
+    config = model.config
+    if not _attentions(model, layout):
+        implementation = getattr(config, "_attn_implementation", None)
+        return f"attention {implementation} cannot be told who sees whom; sdpa and flex_attention can"
+    if "position_ids" not in _arguments(model):
+        return "the model takes no positions"
+    other = sorted({kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"})
+    window = getattr(config, "sliding_window", None)
+    if other and not (other == ["sliding_attention"] and window and window >= max(len(e.input_ids) for e in examples)):
+        return f"the model has layers of {', '.join(other)}"
+    if layout == "shared" and train and (dropout := _dropout(model)):
+        return f"rows of a step would share their dropout ({dropout})"
+    return None
+
+
+def _dropout(model: torch.nn.Module) -> str | None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and module.p > 0:
+            return name
+    for name in ("attention_dropout", "attn_pdrop"):
+        if getattr(model.config, name, 0):
+            return name
+    return None
+
+
+def _differs(
+    batching: Batching,
+    alone: float,
+    *,
+    model: torch.nn.Module,
+    rows: Sequence[Encoded],
+    pad_token_id: int,
+    device: torch.device,
+    tolerance: float,
+) -> str | None:
+    """What is wrong with a few rows laid out so, compared with the sum of their losses alone; None if nothing is."""
+    batch = batching.batch(rows, pad_token_id, device)
+    most_logits = 1 if batching.head == "pieces" else None  # pieces as small as can be
+    try:
+        together = nll(model, batch, most_logits)
+    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        return f"the model does not take it ({str(error).splitlines()[0][:100]})"
+    difference = abs(alone - (together * batch.weights).sum().item()) / batch.weights.sum().item()
+    if not difference <= tolerance:
+        return f"its loss is not that of single rows (off by {difference:.2g} nats a token)"
+    if batching.layout != "padded" and _see_each_other(model, batch, together, rows[0], most_logits):
+        return "a change in one row changes another"
+    return None
+
+
+def _see_each_other(
+    model: torch.nn.Module, batch: Batch, before: torch.Tensor, first: Encoded, most_logits: int | None
+) -> bool:
+    """Whether another last token of the first row changes, by so much as a bit, what is said of later rows."""
+    last = len(first.input_ids) - 1
+    ids = batch.inputs["input_ids"].clone()
+    ids[0, last] = next((token for token in first.input_ids if token != first.input_ids[-1]), 0)
+    changed = {**batch.inputs, "input_ids": ids}
+    after = nll(model, dataclasses.replace(batch, inputs=changed), most_logits)
+    sources = torch.arange(len(after), device=after.device) if batch.sources is None else batch.sources
+    later = batch.keep[sources] > last
+    return not torch.equal(before[later], after[later])

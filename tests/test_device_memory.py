@@ -1,0 +1,95 @@
+"""A device that is short of memory, on real processes: embeddings above a size raise what CUDA raises."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import accel_sft
+from fake_plugins import install
+from test_laws import FP32, JOB, ONCE, layout, same_curve
+
+CRAMPED = """
+from dataclasses import dataclass
+from accel_sft_math import Math as Shipped
+
+@dataclass(kw_only=True)
+class Cramped(Shipped):
+    \"\"\"Math on a device without room for a backward through many tokens.\"\"\"
+
+    def dataset(self, split):
+        import torch
+
+        def look(module, inputs):
+            if isinstance(module, torch.nn.Embedding) and torch.is_grad_enabled() and inputs[0].numel() > ROOM:
+                raise torch.OutOfMemoryError("no room")
+
+        if split == "train":
+            torch.nn.modules.module.register_module_forward_pre_hook(look)
+        return super().dataset(split)
+"""
+TRIED = """
+from dataclasses import dataclass
+from pathlib import Path
+from accel_sft_math import Math as Shipped
+
+@dataclass(kw_only=True)
+class Tried(Shipped):
+    \"\"\"Math whose forwards are chosen as on a GPU: there and back before the first step.\"\"\"
+
+    def dataset(self, split):
+        from accel_sft import layout
+
+        fastest = layout.Trial.fastest
+
+        def after_memory(trial, candidates):
+            sizes = trial.within_memory(candidates[-1:], (64, 128), train=True)
+            assert [size.tokens for size in sizes] == [64, 128]
+            Path("PROOF").touch()
+            return fastest(trial, sizes)
+
+        if split == "train":
+            layout.Trial.fastest = after_memory
+        return super().dataset(split)
+"""
+
+
+def plugin(tmp_path, name, source):
+    (tmp_path / "site").mkdir()
+    install(tmp_path / "site", f"accel-sft-{name}", f"{name} = accel_sft_{name}:{name.title()}", source)
+    return {"environment": {"PYTHONPATH": str(tmp_path / "site")}, "run_dir": tmp_path / "run"}
+
+
+def test_a_step_without_room_is_repeated_in_smaller_forwards_with_the_same_curve(launched, tmp_path):
+    options = plugin(tmp_path, "cramped", CRAMPED.replace("ROOM", "40"))
+    run = accel_sft("cramped", *JOB[1:], *ONCE, **options)
+    assert run.status == 0, run.output
+    assert "step 1: out of device memory in a forward of" in run.output
+    assert "the step is repeated with at most" in run.output
+    same_curve(layout(launched, "plain").lines(), run.lines())
+    assert run.result()["batching"]["tokens"] <= 40
+
+
+@pytest.mark.parametrize("yaml", ["ddp", "z2"])
+def test_ranks_that_wait_for_each_other_end_with_the_way_to_go_on(tmp_path, yaml):
+    options = plugin(tmp_path, "cramped", CRAMPED.replace("ROOM", "40"))
+    run = accel_sft("cramped", *JOB[1:], *ONCE, yaml=yaml, launcher=FP32, **options)
+    assert run.status == 1
+    assert "step 1: out of device memory in a forward of 5 examples" in run.output
+    assert f"go on with --resume auto --output-dir {tmp_path / 'run'} --micro-batch-size 2" in run.output
+
+
+@pytest.mark.parametrize("yaml", [None, "z2", "z3"])
+def test_a_trial_there_and_back_leaves_no_trace(launched, tmp_path, yaml):
+    proof = tmp_path / "there and back"
+    options = plugin(tmp_path, "tried", TRIED.replace("PROOF", str(proof)))
+    arguments = ("tried", *JOB[1:], *ONCE)
+    run = accel_sft(*arguments, yaml=yaml, **({"launcher": FP32} if yaml else {}), **options)
+    assert run.status == 0, run.output
+    assert proof.exists()
+    same_curve(layout(launched, "plain").lines(), run.lines())
+
+
+def test_compiled_blocks_draw_the_same_curve_and_say_what_compiling_took(launched, tmp_path):
+    run = accel_sft(*JOB, *ONCE, "--compile", run_dir=tmp_path / "run")
+    assert run.status == 0, run.output
+    same_curve(layout(launched, "plain").lines(), run.lines())
+    assert run.result()["compile_seconds"] > 0
