@@ -21,7 +21,7 @@ TRIED_FORWARDS = {"mask": (256, 512, 1024), "rows": (512, 1024, 2048, 4096), "pa
 """Tokens in one forward that a CPU is tried with: there the fastest is not the largest."""
 TRIED_ON_DEVICE = tuple(2**power for power in range(10, 18))
 """The same on any other device, as far as its memory goes."""
-TRIED_TOKENS, TRIED_SECONDS, MOST_ROUNDS, NEAR = {"cpu": 2048}, 6.0, 3, 1.3
+TRIED_TOKENS, TRIED_SECONDS, MOST_ROUNDS, NEAR = {"cpu": 2048}, 6.0, 3, 2.0
 """What each rank tries them on (other devices: the largest forward), how long trying each once may take, and how often
 those are tried that need no more than NEAR times the least."""
 UNTRIED_FORWARD = {"mask": 1024, "rows": 2048, "padded": 1024}

@@ -1,14 +1,15 @@
-"""Where weights are looked for, and what is said when they are not there."""
+"""Where weights are looked for, what is said when they are not there, and a model that cannot be compiled."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+import torch
 
 from accel_sft import UserError
 from accel_sft.config import TrainConfig
-from accel_sft.model import find_source
+from accel_sft.model import compile_blocks, find_source
 
 
 def adapter(run, base):
@@ -36,3 +37,8 @@ def test_an_adapter_whose_base_is_gone_says_so(tmp_path):
 def test_what_is_no_folder_is_named(name):
     with pytest.raises(UserError, match="no such folder"):
         find_source(TrainConfig(model=name))
+
+
+def test_a_model_that_names_no_repeated_blocks_is_not_compiled():
+    with pytest.raises(UserError, match=r"--compile: the model does not name its repeated blocks"):
+        compile_blocks(torch.nn.Linear(2, 2))
