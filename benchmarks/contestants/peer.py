@@ -1,0 +1,62 @@
+"""What the contestants on transformers' Trainer have in common: rows, model, tokenizer, settings and the gate."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from gate import Gate
+
+settings: dict[str, Any] = json.loads(sys.argv[1])
+gate = Gate(settings["warmup_steps"])
+
+
+def read_model() -> tuple[Any, Any]:
+    """The model in float32, and its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(settings["model"])
+
+
+def read_rows(tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    """(prompt, answer with its end-of-turn token) of each row, as token ids."""
+    rows = []
+    for row in json.loads(Path(settings["rows"]).read_text()):
+        prompt = tokenizer(row["instruction"] + row["question"])["input_ids"]
+        rows.append((prompt, [*tokenizer(row["answer"])["input_ids"], tokenizer.eos_token_id]))
+    return rows
+
+
+def arguments() -> dict[str, Any]:
+    """Those of TrainingArguments: the step of all contestants, on this trainer's rows a forward."""
+    return {
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": settings["rows_per_forward"],
+        "gradient_accumulation_steps": settings["batch"] // settings["rows_per_forward"],
+        "max_steps": 100_000,
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "bf16": settings.get("precision") == "bf16",
+    }
+
+
+class Gated(TrainerCallback):
+    """Waits at the gate between two optimizer steps, and notes the first one's loss."""
+
+    def on_log(self, args, state, control, logs=None, **_):
+        if state.global_step == 1 and "loss" in (logs or {}):
+            gate.note(loss=float(logs["loss"]))
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step:
+            gate.boundary()
