@@ -30,6 +30,11 @@ class Shape:
     steps: int
     spread: str = "even"
 
+    @property
+    def longest(self) -> int:
+        """Tokens that no row of an even spread exceeds."""
+        return self.instruction + self.question[1] + self.answer[1]
+
 
 SHAPES = {
     "series-a": Shape(20, (5, 12), (14, 23), 64, 3),  # 20 + 8 + 18
@@ -66,8 +71,12 @@ def make_rows(shape: Shape, seed: int = 0) -> list[dict[str, str]]:
     ]
 
 
-def make_model(folder: Path, hidden: int = 384, layers: int = 6) -> None:
-    """A Qwen2 of about 12 million parameters (384 wide, 6 layers) with one token per word."""
+def make_model(folder: Path, hidden: int = 384, layers: int = 6, vocabulary: int = 0) -> None:
+    """A Qwen2 of about 12 million parameters (384 wide, 6 layers) with one token per word.
+
+    Args:
+        vocabulary: rows of the head at least; more than there are words, as large models have.
+    """
     import torch
     from tokenizers import pre_tokenizers
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
@@ -78,7 +87,7 @@ def make_model(folder: Path, hidden: int = 384, layers: int = 6) -> None:
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
+        vocab_size=max(len(tokenizer), vocabulary),
         hidden_size=hidden,
         intermediate_size=hidden * 8 // 3 // 64 * 64,
         num_hidden_layers=layers,
@@ -94,9 +103,9 @@ def make_model(folder: Path, hidden: int = 384, layers: int = 6) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def write(folder: Path, name: str) -> tuple[int, int]:
-    """Write a shape's rows; (tokens, supervised tokens) of a step."""
-    rows = make_rows(SHAPES[name])
+def write(folder: Path, name: str, batch: int | None = None) -> tuple[int, int]:
+    """Write a shape's rows, or `batch` such rows, into `name`.json; (tokens, supervised tokens) of them all."""
+    rows = make_rows(dataclasses.replace(SHAPES[name], batch=batch or SHAPES[name].batch))
     (folder / f"{name}.json").write_text(json.dumps(rows))
     prompt = sum(len(row["instruction"] + row["question"]) // 5 for row in rows)  # a word has five characters
     supervised = sum(len(row["answer"]) // 5 + 1 for row in rows)

@@ -1,6 +1,6 @@
 """Real tokens per second of accel_sft and of other trainers, side by side, on the same rows and the same model.
 
-    python benchmarks/speed.py --peers PYTHON [--shape NAME ...] [--rounds 5]
+    python benchmarks/speed.py --peers PYTHON [--llamafactory PYTHON] [--shape NAME ...] [--rounds 5]
 
 Contestants run in turns, a few optimizer steps each, in every round; medians over the rounds and their ratios are
 printed as a table. The tokens of a row are counted alike for all, the instruction included. All report the first step's
@@ -24,15 +24,23 @@ HERE = Path(__file__).parent
 
 
 class Contestant:
-    """A trainer in a process of its own that waits for its turn."""
+    """A trainer in a process of its own that waits for its turn.
 
-    def __init__(self, name: str, python: str, script: str, **settings: object) -> None:
+    Args:
+        variables: of its environment, beside those that are the same for all.
+    """
+
+    def __init__(
+        self, name: str, python: str, script: str, variables: dict[str, str] | None = None, **settings: object
+    ) -> None:
         self.name, self.speeds = name, []
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(os.cpu_count()),
+            "GOMP_SPINCOUNT": "5000",  # accel_sft's own; the others would suffer more from other programs without it
             "HF_HUB_OFFLINE": "1",
             "DS_ACCELERATOR": "cpu",
+            **(variables or {}),
         }
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         command = [python, str(HERE / "contestants" / script), json.dumps({"warmup_steps": 2, **settings})]
@@ -58,26 +66,42 @@ class Contestant:
         self.process.wait()
 
 
-def field(args: argparse.Namespace, shape: shapes.Shape, common: dict) -> list[tuple]:
+def field(args: argparse.Namespace, shape: shapes.Shape) -> list[tuple]:
     """(name, python, script, settings) of every contestant."""
-    ours = [("accel_sft", sys.executable, "ours.py", {})]
-    if not args.peers:
-        return ours
-    small = min(args.rows_per_forward, shape.batch)
+    found = [("accel_sft", sys.executable, "ours.py", {})]
+    small = {"rows_per_forward": min(args.rows_per_forward, shape.batch)}
+    packs, longest = {"rows_per_forward": 1, "batch": 1}, max(512, shape.longest)
     grouped = {"train_sampling_strategy": "group_by_length"}
-    packed = {"packing": True, "max_length": max(512, shape.question[1] + shape.answer[1] + shape.instruction)}
-    return [
-        *ours,
-        ("Trainer, fixed padding", args.peers, "trainer.py", {"rows_per_forward": small}),
-        ("TRL", args.peers, "trl_sft.py", {"rows_per_forward": small}),
-        ("TRL, grouped by length", args.peers, "trl_sft.py", {"rows_per_forward": small, "options": grouped}),
-        ("TRL, packed", args.peers, "trl_sft.py", {"rows_per_forward": 1, "batch": 1, "options": packed}),
-    ]
+    if args.peers:
+        packed = {"packing": True, "max_length": longest}
+        found += [
+            ("Trainer, fixed padding", args.peers, "trainer.py", small),
+            ("TRL", args.peers, "trl_sft.py", small),
+            ("TRL, grouped by length", args.peers, "trl_sft.py", {**small, "options": grouped}),
+            ("TRL, packed", args.peers, "trl_sft.py", {**packs, "options": packed}),
+        ]
+    if args.llamafactory:
+        script, packed = "llamafactory_sft.py", {"packing": True, "cutoff_len": longest}
+        found += [
+            ("LLaMA-Factory", args.llamafactory, script, small),
+            ("LLaMA-Factory, grouped by length", args.llamafactory, script, {**small, "options": grouped}),
+            ("LLaMA-Factory, packed", args.llamafactory, script, {**packs, "options": packed}),
+            (
+                "LLaMA-Factory, neat_packing",
+                args.llamafactory,
+                script,
+                {**packs, "options": {**packed, "neat_packing": True}},
+            ),
+        ]
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", help="Python of an environment with benchmarks/peers.txt; none: accel_sft alone.")
+    parser.add_argument(
+        "--peers", metavar="PYTHON", help="Python of an environment with benchmarks/peers.txt; none: accel_sft alone."
+    )
+    parser.add_argument("--llamafactory", metavar="PYTHON", help="Likewise, with benchmarks/peers-llamafactory.txt.")
     parser.add_argument("--shape", action="append", choices=shapes.SHAPES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows-per-forward", type=int, default=8, help="Of the other trainers.")
@@ -93,7 +117,7 @@ def main() -> None:
             )
             common = {"model": str(folder / "model"), "rows": str(folder / f"{chosen}.json"), "batch": shape.batch}
             contestants = []
-            for label, python, script, settings in field(args, shape, common):
+            for label, python, script, settings in field(args, shape):
                 contestants.append(Contestant(label, python, script, **{**common, **settings}))
             for _ in range(args.rounds):
                 for contestant in contestants:
