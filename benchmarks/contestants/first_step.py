@@ -1,0 +1,84 @@
+"""accel_sft's command line up to its first optimizer step, with the time of each phase; a stand-in for `-m accel_sft`.
+
+Writes `rank-N.json` into the folder named by FIRST_STEP_FOLDER and ends the process there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+began = time.time()
+sys.path.insert(1, str(Path(__file__).parent.parent))
+
+from clock import Clock  # noqa: E402
+
+
+def watched(part: str, begins: bool) -> None:
+    """Marks what follows in the lines of `-X importtime`."""
+    print(f"import time: # {part if begins else ''}", file=sys.stderr, flush=True)
+
+
+clock = Clock(watched if os.environ.get("PYTHONPROFILEIMPORTTIME") else lambda part, begins: None)
+
+
+class Ours:
+    """What the command imports, in its order."""
+
+    @staticmethod
+    def command_line() -> None:
+        from accel_sft import __main__  # noqa: F401
+
+    @staticmethod
+    def libraries() -> None:
+        from accel_sft import train  # noqa: F401
+
+
+clock.time(Ours, "command_line", "imports of the command line")
+clock.time(Ours, "libraries", "imports of the libraries")
+Ours.command_line()
+
+from accel_sft.environment import prepare_environment  # noqa: E402
+
+prepare_environment()  # as the command line does before torch is imported
+Ours.libraries()
+
+from accel_sft import __main__, evaluate, fitting, prepare, train  # noqa: E402
+
+for owner, name, part in (
+    (prepare, "audit", "audit of the launch"),
+    (prepare, "create_accelerator", "Accelerator"),
+    (train, "start", "description of the launch"),
+    (train, "claim_run_dir", "run folder"),
+    (prepare, "read_split", "data: the task's rows"),
+    (prepare, "build_tiny", "data: building tiny"),
+    (prepare, "load_tokenizer", "data: tokenizer"),
+    (prepare, "encode", "data: encoding"),
+    (train, "prepare_data", "data: the rest"),
+    (train, "write_run_record", "run record"),
+    (train.Tracker, "__init__", "trackers"),
+    (fitting, "load_model", "model: loading"),
+    (fitting.launch, "prepare", "model: accelerator.prepare"),
+    (fitting.Fitting, "__init__", "model: the rest"),
+    (fitting.Fitting, "choose_batching", "layout trials"),
+    (evaluate, "generate", "evaluation: generating"),
+    (fitting.Fitting, "evaluate", "evaluation: the rest"),
+    (fitting.Fitting, "resume", "records of the start"),
+):
+    clock.time(owner, name, part)
+
+record = fitting.Fitting.record
+
+
+def recorded(self, *args) -> None:
+    record(self, *args)
+    answer = {"began": began, "stepped": time.time(), "parts": clock.lap("the end of step 1")}
+    Path(os.environ["FIRST_STEP_FOLDER"], f"rank-{self.accelerator.process_index}.json").write_text(json.dumps(answer))
+    os._exit(0)
+
+
+fitting.Fitting.record = recorded
+__main__.main()

@@ -1,0 +1,199 @@
+"""The trainer's own time in a step: what is neither forward, backward nor optimizer.
+
+    python benchmarks/overhead.py [--steps 300] [--hidden 64 --layers 2] [--functions 25]
+
+Runs the real loop (`train.run`, one process, float32) on a model small enough for steps of about 50 ms, where our own
+time weighs most, once with a terminal (a bar) and once without (a line every ten steps). The calls of a step are timed
+where the loop makes them; a part's time is its own, without the parts called within it. All that is not the model's
+forward with the loss, `Stepper.backward` or `Stepper.update` is ours. Medians over the steps leave out what happens
+once or twice a second (system readings, a redrawn bar), so means stand beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import io
+import json
+import os
+import pstats
+import pty
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import shapes
+from clock import Clock
+
+HERE = Path(__file__).parent
+COMPUTE = ("forward", "backward", "optimizer")
+WARMUP_STEPS = 20
+EXAMPLES = 2048
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """One run of the loop in this process: seconds of every part of every step."""
+    sys.path.insert(0, str(HERE / "contestants"))
+    from accel_sft.environment import prepare_environment
+
+    prepare_environment()  # as the command line does before torch is imported
+
+    import psutil
+
+    import rows
+    from accel_sft import fitting, tracking, train
+    from accel_sft.batching import Batching
+    from accel_sft.data import StepPlan
+
+    laps: list[dict[str, float]] = []  # the first one ends where the first step begins
+    profile = cProfile.Profile() if args.functions else None
+
+    def watched(part: str, begins: bool) -> None:
+        if profile and part in COMPUTE and len(laps) > WARMUP_STEPS:
+            (profile.disable if begins else profile.enable)()
+
+    clock = Clock(watched)
+    examples = StepPlan.examples
+
+    def first_of_step(self: StepPlan, step: int) -> Any:
+        laps.append(clock.lap("the next step"))
+        if profile and len(laps) == WARMUP_STEPS + 1:
+            profile.enable()
+        return examples(self, step)
+
+    StepPlan.examples = first_of_step
+    for owner, name, part in (
+        (fitting, "nll_sum", "forward"),
+        (fitting.Stepper, "backward", "backward"),
+        (fitting.Stepper, "update", "optimizer"),
+        (StepPlan, "examples", "StepPlan.examples"),
+        (StepPlan, "epoch", "StepPlan.epoch"),
+        (fitting, "learning_rate", "learning rate"),
+        (fitting.Stepper, "set_learning_rate", "learning rate"),
+        (Batching, "divide", "Batching.divide"),
+        (Batching, "batch", "Batching.batch"),
+        (fitting.Fitting, "gather", "gather"),
+        (tracking.Tracker, "system", "system readings"),
+        (fitting.Fitting, "record", "record"),
+        (tracking.Tracker, "step", "Tracker.step"),
+        (tracking.MetricsFile, "append", "metrics.jsonl"),
+        (tracking.Dashboards, "curves", "TensorBoard"),
+        (tracking.ProgressLine, "step", "console"),
+    ):
+        clock.time(owner, name, part)
+
+    facts: dict[str, Any] = {}
+    fit = fitting.Fitting.fit
+
+    def fitted(self: fitting.Fitting) -> None:
+        writers = [thread.native_id for thread in threading.enumerate() if thread is not threading.main_thread()]
+        fit(self)
+        laps.append(clock.lap("the next step"))
+        if profile:
+            profile.disable()
+        threads = psutil.Process().threads()
+        facts["writer"] = sum(t.user_time + t.system_time for t in threads if t.id in writers)
+        facts["batching"] = f"{self.batching.layout} {self.batching.tokens}"
+        facts["parameters"] = sum(p.numel() for p in self.model.parameters())
+
+    fitting.Fitting.fit = fitted
+    steps = WARMUP_STEPS + args.steps
+    settings = {"max_steps": steps, "log_every": 10, "batching": "shared"}
+    config = rows.settings(f"{args.folder}/model", shapes.SHAPES[args.shape].batch, **settings)
+    train.run("rows", rows.Rows(path=f"{args.folder}/{args.shape}.json"), config)
+    if profile:
+        text = io.StringIO()
+        pstats.Stats(profile, stream=text).strip_dirs().sort_stats("tottime").print_stats(args.functions)
+        facts["functions"] = text.getvalue()
+    return {**facts, "steps": laps[WARMUP_STEPS + 1 :]}
+
+
+def in_own_process(args: argparse.Namespace, folder: Path, bar: bool) -> dict[str, Any]:
+    """`measure` in a process whose standard output is a terminal of its own, or a pipe."""
+    answer = folder / "answer.json"
+    flags = {"steps": args.steps, "shape": args.shape, "functions": args.functions, "folder": folder, "answer": answer}
+    command = [sys.executable, __file__, *(word for k, v in flags.items() for word in (f"--{k}", str(v)))]
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120"}
+    reading, writing = pty.openpty() if bar else os.pipe()
+    with subprocess.Popen(command, stdout=writing, env=environment) as process:
+        os.close(writing)
+        shown = []
+        while True:  # until the other end is closed, of which a terminal says EIO
+            try:
+                part = os.read(reading, 65536)
+            except OSError:
+                break
+            if not part:
+                break
+            shown.append(part)
+    os.close(reading)
+    if process.returncode:
+        raise SystemExit(b"".join(shown).decode(errors="replace"))
+    return json.loads(answer.read_text())
+
+
+def table(runs: dict[str, dict[str, Any]]) -> str:
+    """Median and mean milliseconds a step of every part, and its share of a step, as markdown."""
+    parts = sorted({part for run in runs.values() for step in run["steps"] for part in step} - set(COMPUTE))
+
+    def times(run: dict[str, Any], *wanted: str) -> tuple[float, float]:
+        each = [1e3 * sum(step.get(part, 0.0) for part in wanted) for step in run["steps"]]
+        return statistics.median(each), statistics.fmean(each)
+
+    wholes = {label: times(run, *COMPUTE, *parts) for label, run in runs.items()}
+    lines = [
+        "| ms a step | " + " | ".join(f"{label}: median | mean | share of the mean" for label in runs) + " |",
+        "|---|" + "---|---|---|" * len(runs),
+    ]
+    first = next(iter(runs.values()))
+    parts.sort(key=lambda part: -times(first, part)[1])
+    rows = [("a step", (*COMPUTE, *parts)), *((part, (part,)) for part in COMPUTE), ("**ours**", tuple(parts))]
+    for name, wanted in [*rows, *((f"- {part}", (part,)) for part in parts)]:
+        cells = []
+        for label, run in runs.items():
+            median, mean = times(run, *wanted)
+            cells.append(f"{median:.3f} | {mean:.3f} | {mean / wholes[label][1]:.2%}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help=f"Counted, after {WARMUP_STEPS} others.")
+    parser.add_argument("--shape", choices=shapes.SHAPES, default="series-a")
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument(
+        "--functions", type=int, default=0, help="Also cProfile what is ours, and show that many functions."
+    )
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--answer", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.answer:
+        Path(args.answer).write_text(json.dumps(measure(args)))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shapes.make_model(folder / "model", args.hidden, args.layers)
+        shapes.write(folder, args.shape, EXAMPLES)
+        runs = {}
+        for label, bar in (("bar", True), ("lines", False)):
+            runs[label] = run = in_own_process(args, folder, bar)
+            print(
+                f"{label}: {run['parameters']:,} parameters, {shapes.SHAPES[args.shape].batch} rows of {args.shape} a "
+                f"step, {run['batching']}; beside the loop, other threads took "
+                f"{1e3 * run['writer'] / len(run['steps']):.2f} ms of CPU a step",
+                flush=True,
+            )
+        print("\n" + table(runs))
+        for label, run in runs.items():
+            if args.functions:
+                print(f"\n{label}:\n{run['functions']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Seconds from the command to the first optimizer step, by phase, with the built-in model and the task `math`.
+
+    python benchmarks/startup.py [--rounds 3] [--imports] [-- OPTION ...]
+
+Launches take turns: without a launcher, ZeRO-2 on one process, ZeRO-2 on two. What stands behind `--` goes to the
+trainer. Medians over the rounds, of rank 0. With `--imports`, one more start of each with `-X importtime` says which
+packages the imports are of, and within which phase (they take a little longer so).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FIRST_STEP = str(HERE / "contestants" / "first_step.py")
+ZERO2 = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+ZERO2 += [str(HERE.parent / "accelerate_configs" / "z2.yaml"), "--num_processes"]
+LAUNCHES = {"no launcher": [sys.executable], "z2, one process": [*ZERO2, "1"], "z2, two processes": [*ZERO2, "2"]}
+
+
+def start(launch: list[str], options: list[str], importtime: bool = False) -> tuple[dict[str, float], list[str]]:
+    """Phases and their seconds, in order; and the lines of `-X importtime`, if asked for."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        environment = {**os.environ, "FIRST_STEP_FOLDER": folder}
+        command = [*launch, FIRST_STEP, "math", "--output-dir", f"{folder}/run", *options]
+        if importtime:
+            environment["PYTHONPROFILEIMPORTTIME"] = "1"
+            command.append("--debug")  # else standard error goes to the run's folder
+        with log.open("wb") as file:
+            started = time.time()
+            status = subprocess.run(command, stdout=file, stderr=file, env=environment, check=False).returncode
+        said = log.read_text(errors="replace").splitlines()
+        answer = Path(folder, "rank-0.json")
+        if status or not answer.exists():
+            raise SystemExit("\n".join([" ".join(command), *said[-30:]]))
+        rank = json.loads(answer.read_text())
+    before = {"launcher and interpreter": rank["began"] - started}
+    return {**before, **rank["parts"], "in all": rank["stepped"] - started}, said
+
+
+def packages(lines: list[str]) -> dict[str, dict[str, float]]:
+    """{phase: {package: seconds}} of the imports, each module's own time counted for its package."""
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    within = ["launcher and interpreter"]
+    for line in lines:
+        if not line.startswith("import time:"):
+            continue
+        if line.startswith("import time: #"):
+            part = line.removeprefix("import time: #").strip()
+            within = [*within, part] if part else within[:-1]
+        elif "|" in line and "self [us]" not in line:
+            own, _, module = line.removeprefix("import time:").split("|")
+            found[within[-1]][module.strip().split(".")[0]] += int(own) / 1e6
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--imports", action="store_true")
+    parser.add_argument("options", nargs="*", help="The trainer's own, behind `--`.")
+    args = parser.parse_args()
+    for launch in LAUNCHES.values():
+        start(launch, args.options)  # reads all files once, and compiles DeepSpeed's operators
+    runs = [{name: start(launch, args.options)[0] for name, launch in LAUNCHES.items()} for _ in range(args.rounds)]
+    phases = list(dict.fromkeys(phase for run in runs for name in LAUNCHES for phase in run[name] if phase != "in all"))
+    print("| seconds | " + " | ".join(LAUNCHES) + " |")
+    print("|---|" + "---|" * len(LAUNCHES))
+    for phase in ["in all", *phases]:
+        medians = [statistics.median(run[name].get(phase, 0.0) for run in runs) for name in LAUNCHES]
+        if max(medians) >= 0.005:
+            print(f"| {phase} | " + " | ".join(f"{seconds:.2f}" for seconds in medians) + " |")
+    for name, launch in LAUNCHES.items() if args.imports else ():
+        print(f"\nImports, {name}: seconds by phase and package (0.05 s and more; all processes of it together)\n")
+        for phase, each in packages(start(launch, args.options, importtime=True)[1]).items():
+            shown = sorted(((s, package) for package, s in each.items() if s >= 0.05), reverse=True)
+            if shown:
+                print(f"- {phase}: {sum(each.values()):.2f} ({', '.join(f'{p} {s:.2f}' for s, p in shown)})")
+
+
+if __name__ == "__main__":
+    main()
