@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import dataclasses
 import io
 import json
 import os
@@ -179,7 +180,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shapes.make_model(folder / "model", args.hidden, args.layers)
-        shapes.write(folder, args.shape, EXAMPLES)
+        shape = dataclasses.replace(shapes.SHAPES[args.shape], batch=EXAMPLES)
+        shapes.write(folder / f"{args.shape}.json", shape)
         runs = {}
         for label, bar in (("bar", True), ("lines", False)):
             runs[label] = run = in_own_process(args, folder, bar)

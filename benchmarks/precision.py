@@ -10,6 +10,7 @@ weights and optimizer states at once: about 7 GiB together.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import socket
 import statistics
 import sys
@@ -47,8 +48,9 @@ def main() -> None:
         folder = Path(name)
         shapes.make_model(folder / "model", args.hidden, args.layers, args.vocabulary)
         for shape in args.shape or ROWS:
-            tokens, supervised = shapes.write(folder, shape, ROWS[shape])
-            settings = {"model": str(folder / "model"), "rows": str(folder / f"{shape}.json"), "batch": ROWS[shape]}
+            file = folder / f"{shape}.json"
+            tokens, supervised = shapes.write(file, dataclasses.replace(shapes.SHAPES[shape], batch=ROWS[shape]))
+            settings = {"model": str(folder / "model"), "rows": str(file), "batch": ROWS[shape]}
             launches = [
                 Contestant(label, sys.executable, "ours.py", variables(*launch), **settings)
                 for label, launch in LAUNCHES.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -71,6 +72,18 @@ def make_rows(shape: Shape, seed: int = 0) -> list[dict[str, str]]:
     ]
 
 
+def make_tokenizer() -> Any:
+    """One token per word, a letter otherwise; the chat template puts nothing between messages."""
+    from tokenizers import pre_tokenizers
+    from transformers import Qwen2Tokenizer
+
+    letters = {char: at for at, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Qwen2Tokenizer(vocab=letters, merges=[], unk_token=None, pad_token="<pad>", eos_token="<|im_end|>")
+    tokenizer.add_tokens([f"w{n:04}" for n in range(WORDS)])
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
 def make_model(folder: Path, hidden: int = 384, layers: int = 6, vocabulary: int = 0) -> None:
     """A Qwen2 of about 12 million parameters (384 wide, 6 layers) with one token per word.
 
@@ -78,13 +91,9 @@ def make_model(folder: Path, hidden: int = 384, layers: int = 6, vocabulary: int
         vocabulary: rows of the head at least; more than there are words, as large models have.
     """
     import torch
-    from tokenizers import pre_tokenizers
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    letters = {char: at for at, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Qwen2Tokenizer(vocab=letters, merges=[], unk_token=None, pad_token="<pad>", eos_token="<|im_end|>")
-    tokenizer.add_tokens([f"w{n:04}" for n in range(WORDS)])
-    tokenizer.chat_template = TEMPLATE
+    tokenizer = make_tokenizer()
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=max(len(tokenizer), vocabulary),
@@ -103,10 +112,10 @@ def make_model(folder: Path, hidden: int = 384, layers: int = 6, vocabulary: int
     tokenizer.save_pretrained(folder)
 
 
-def write(folder: Path, name: str, batch: int | None = None) -> tuple[int, int]:
-    """Write a shape's rows, or `batch` such rows, into `name`.json; (tokens, supervised tokens) of them all."""
-    rows = make_rows(dataclasses.replace(SHAPES[name], batch=batch or SHAPES[name].batch))
-    (folder / f"{name}.json").write_text(json.dumps(rows))
+def write(file: Path, shape: Shape) -> tuple[int, int]:
+    """Write a step's rows of that shape; (tokens, supervised tokens) of them all."""
+    rows = make_rows(shape)
+    file.write_text(json.dumps(rows))
     prompt = sum(len(row["instruction"] + row["question"]) // 5 for row in rows)  # a word has five characters
     supervised = sum(len(row["answer"]) // 5 + 1 for row in rows)
     return prompt + supervised, supervised

@@ -111,7 +111,7 @@ def main() -> None:
         shapes.make_model(folder / "model")
         for chosen in args.shape or shapes.SHAPES:
             shape = shapes.SHAPES[chosen]
-            tokens, supervised = shapes.write(folder, chosen)
+            tokens, supervised = shapes.write(folder / f"{chosen}.json", shape)
             print(
                 f"\n## {chosen}: {shape.batch} rows a step, {tokens:,} tokens, {supervised:,} supervised\n", flush=True
             )

@@ -15,7 +15,7 @@ from accel_sft.fitting import Fitting  # noqa: E402
 from gate import Gate  # noqa: E402
 
 settings = json.loads(sys.argv[1])
-gate = Gate(settings["warmup_steps"])
+gate = Gate(settings)
 record = Fitting.record
 
 

@@ -14,13 +14,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from gate import Gate
 
 settings: dict[str, Any] = json.loads(sys.argv[1])
-gate = Gate(settings["warmup_steps"])
+gate = Gate(settings)
 
 
 def read_model() -> tuple[Any, Any]:
-    """The model in float32, and its tokenizer."""
-    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
-    return model, AutoTokenizer.from_pretrained(settings["model"])
+    """The model, in float32 unless its weights are frozen, and its tokenizer."""
+    frozen = "lora" in settings and settings.get("precision") == "bf16"
+    dtype = torch.bfloat16 if frozen else torch.float32
+    return (
+        AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype),
+        AutoTokenizer.from_pretrained(settings["model"]),
+    )
 
 
 def read_rows(tokenizer: Any) -> list[tuple[list[int], list[int]]]:
@@ -44,7 +48,7 @@ def arguments() -> dict[str, Any]:
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
-        "use_cpu": True,
+        "use_cpu": not torch.cuda.is_available(),
         "disable_tqdm": True,
         "bf16": settings.get("precision") == "bf16",
     }

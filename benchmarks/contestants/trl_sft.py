@@ -12,10 +12,16 @@ rows = [
     {"input_ids": prompt + answer, "completion_mask": [0] * len(prompt) + [1] * len(answer)}
     for prompt, answer in peer.read_rows(tokenizer)
 ]
-options = {"max_length": 4096, **peer.settings.get("options", {})}
+options = {"max_length": 4096, "gradient_checkpointing": False, **peer.settings.get("options", {})}
+adapter = None
+if "lora" in peer.settings:
+    from peft import LoraConfig
+
+    adapter = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", **peer.settings["lora"])
 trainer = SFTTrainer(
     model=model,
-    args=SFTConfig(completion_only_loss=True, gradient_checkpointing=False, **peer.arguments(), **options),
+    args=SFTConfig(completion_only_loss=True, **peer.arguments(), **options),
+    peft_config=adapter,
     train_dataset=Dataset.from_list(rows),
     processing_class=tokenizer,
     callbacks=[peer.Gated()],
