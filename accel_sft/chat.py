@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from accel_sft.options import UserError
 from accel_sft.task import Task
 
 _SHOWN = 5
+_PART_EXAMPLES, _PART_CHARACTERS = 512, 1 << 18
+"""Examples that are tokenized together at most, and when there are enough: memory does not grow with the data."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,19 +32,61 @@ class Encoded:
         return len(self.input_ids) - max(self.prompt_length, 1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What decides an example's tokens besides its text.
+
+    Attributes:
+        eos_ids: `end_of_turn_ids`; if the template closes the answer with none of them, the tokenizer's eos is added.
+        max_length: tokens per example.
+        truncation: "drop", "right" or "error": what happens to longer ones.
+    """
+
+    eos_ids: frozenset[int]
+    max_length: int
+    truncation: str
+
+    @property
+    def too_long(self) -> str:
+        return f"left out: longer than --max-length {self.max_length}"
+
+
 @dataclasses.dataclass
 class Encoding:
-    """A split's examples that can be used, and the indices of those that cannot, by reason."""
+    """A split's examples that can be used, and the indices of those that cannot, by reason.
+
+    Attributes:
+        told: where the tokens come from, if there is something to say about it.
+    """
 
     split: str
-    kept: list[Encoded]
+    kept: Sequence[Encoded]
     left_out: dict[str, list[int]]
     cut: list[int]
+    told: list[str] = dataclasses.field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """One line for each reason an example was left out or cut."""
+        """What is told, and one line for each reason an example was left out or cut."""
         found = [*self.left_out.items(), ("cut to --max-length, their end-of-turn token is not learnt", self.cut)]
-        return [f"{self.split}: {len(indices)} {reason} ({_named(indices)})" for reason, indices in found if indices]
+        named = [f"{self.split}: {len(indices)} {reason} ({_named(indices)})" for reason, indices in found if indices]
+        return [*self.told, *named]
+
+    def note(self, other: Encoding) -> None:
+        """Take over what was left out and cut in the part of the split that follows."""
+        for reason, indices in other.left_out.items():
+            self.left_out.setdefault(reason, []).extend(indices)
+        self.cut += other.cut
+
+    def check(self, kept: int, rules: Rules) -> None:
+        """See that there is something to learn from, and nothing too long where that is an error.
+
+        Raises:
+            UserError: there is not, and why.
+        """
+        if rules.truncation == "error" and rules.too_long in self.left_out:
+            raise UserError(*self.lines(), "--truncation error stops here: raise --max-length, or choose drop or right")
+        if not kept:
+            raise UserError(*self.lines(), f"{self.split}: no example is left to use")
 
 
 def _named(indices: list[int]) -> str:
@@ -67,89 +111,114 @@ def encode(
     max_length: int,
     truncation: str,
 ) -> Encoding:
-    """Render and tokenize a split, and find for each example where the answer begins and ends.
+    """Render and tokenize a split, held in memory as a whole; see `encode_parts` and, for the settings, `Rules`.
+
+    Raises:
+        UserError: what `encode_parts` raises, no usable example left, or one too long where that is an error.
+    """
+    rules = Rules(frozenset(eos_ids), max_length, truncation)
+    kept: list[Encoded] = []
+    result = Encoding(split, kept, {}, [])
+    for part in encode_parts(tokenizer, task, examples, range(len(examples)), split, rules):
+        kept += part.kept
+        result.note(part)
+    result.check(len(kept), rules)
+    return result
+
+
+def encode_parts(
+    tokenizer: Any, task: Task, examples: Sequence[Any], indices: range, split: str, rules: Rules
+) -> Iterator[Encoding]:
+    """Render and tokenize some of a split's examples, a few at a time, and find where each answer begins and ends.
 
     The template is rendered once with and once without the answer; the first must be a prefix of the second, as
     token ids. What a template writes behind the end-of-turn token (Qwen's newline) is cut: no answer contains it.
 
-    Args:
-        eos_ids: `end_of_turn_ids`; if the template closes the answer with none of them, the tokenizer's eos is added.
-        max_length: tokens per example.
-        truncation: "drop", "right" or "error": what happens to longer ones.
     Raises:
         UserError: no chat template, a template that rejects the messages, a task that returns nonsense, a prompt
-            that is not a prefix of prompt + answer, no usable example left.
+            that is not a prefix of prompt + answer.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("the tokenizer has no chat template: use an instruction-tuned model, or set its chat_template")
-    turns, targets = conversations(task, examples, split)
+    turns, targets, characters = [], [], 0
+    for done, index in enumerate(indices, 1):
+        ours, target = conversation(task, examples, split, index)
+        turns.append(ours)
+        targets.append(target)
+        characters += sum(map(len, (target, *_contents(ours))))
+        if len(turns) == _PART_EXAMPLES or characters >= _PART_CHARACTERS or done == len(indices):
+            yield _encode_part(tokenizer, indices[done - len(turns) : done], turns, targets, split, rules)
+            turns, targets, characters = [], [], 0
+
+
+def _encode_part(
+    tokenizer: Any,
+    indices: range,
+    turns: list[list[dict[str, str]]],
+    targets: list[str],
+    split: str,
+    rules: Rules,
+) -> Encoding:
     prompts = _tokenize(tokenizer, turns, split, add_generation_prompt=True)
     answered = [[*ours, {"role": "assistant", "content": text}] for ours, text in zip(turns, targets, strict=True)]
     wholes = _tokenize(tokenizer, answered, split, add_generation_prompt=False)
 
-    result = Encoding(split, [], {}, [])
-    too_long = f"left out: longer than --max-length {max_length}"
-    for index, (prompt, whole) in enumerate(zip(prompts, wholes, strict=True)):
+    kept: list[Encoded] = []
+    result = Encoding(split, kept, {}, [])
+    for index, target, prompt, whole in zip(indices, targets, prompts, wholes, strict=True):
         if whole[: len(prompt)] != prompt:
             raise UserError(_not_a_prefix(tokenizer, split, index, prompt, whole))
-        if not targets[index].strip():
+        if not target.strip():
             result.left_out.setdefault("left out: the answer is empty", []).append(index)
             continue
-        ids = _until_end_of_turn(whole, len(prompt), eos_ids, tokenizer.eos_token_id)
-        if len(ids) > max_length:
-            if truncation == "right" and len(prompt) < max_length:
+        ids = _until_end_of_turn(whole, len(prompt), rules.eos_ids, tokenizer.eos_token_id)
+        if len(ids) > rules.max_length:
+            if rules.truncation == "right" and len(prompt) < rules.max_length:
                 result.cut.append(index)
             else:
-                result.left_out.setdefault(too_long, []).append(index)
+                result.left_out.setdefault(rules.too_long, []).append(index)
                 continue
-        example = Encoded(index, ids[:max_length], len(prompt))
+        example = Encoded(index, ids[: rules.max_length], len(prompt))
         if example.supervised_tokens:
-            result.kept.append(example)
+            kept.append(example)
         else:
             result.left_out.setdefault("left out: the tokenizer leaves nothing of the answer to learn", []).append(
                 index
             )
-    if truncation == "error" and too_long in result.left_out:
-        raise UserError(*result.lines(), "--truncation error stops here: raise --max-length, or choose drop or right")
-    if not result.kept:
-        raise UserError(*result.lines(), f"{split}: no example is left to use")
     return result
 
 
-def conversations(task: Task, examples: Sequence[Any], split: str) -> tuple[list[list[dict[str, str]]], list[str]]:
-    """Each example's messages and target, checked.
+def conversation(task: Task, examples: Sequence[Any], split: str, index: int) -> tuple[list[dict[str, str]], str]:
+    """An example's messages and target, checked.
 
     Raises:
-        UserError: the first example for which the task fails or returns something else, by split and index.
+        UserError: the task fails on it or returns something else, by split and index.
     """
-    prompts, targets = [], []
-    for index, example in enumerate(examples):
-        try:
-            turns, target = task.messages(example), task.target(example)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"{split} example {index}: the task failed: {type(error).__name__}: {error}") from error
-        if not isinstance(target, str):
-            raise UserError(f"{split} example {index}: target() gave {type(target).__name__}, expected text")
-        valid = isinstance(turns, list) and all(
-            isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-            for turn in turns
+    try:
+        example = examples[index]
+        turns, target = task.messages(example), task.target(example)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{split} example {index}: the task failed: {type(error).__name__}: {error}") from error
+    if not isinstance(target, str):
+        raise UserError(f"{split} example {index}: target() gave {type(target).__name__}, expected text")
+    valid = isinstance(turns, list) and all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+        for turn in turns
+    )
+    if not valid or not turns:
+        raise UserError(
+            f"{split} example {index}: messages() gave {str(turns)[:80]!r}, "
+            'expected a list of {"role": ..., "content": ...}'
         )
-        if not valid or not turns:
-            raise UserError(
-                f"{split} example {index}: messages() gave {str(turns)[:80]!r}, "
-                'expected a list of {"role": ..., "content": ...}'
-            )
-        if turns[-1]["role"] == "assistant":
-            raise UserError(
-                f"{split} example {index}: messages() ends with an assistant turn; the answer belongs in target()"
-            )
-        if any(not text.isprintable() and re.search("[\ud800-\udfff]", text) for text in (target, *_contents(turns))):
-            raise UserError(f"{split} example {index}: a lone surrogate (\\ud800-\\udfff) is not text; remove it")
-        prompts.append(turns)
-        targets.append(target)
-    return prompts, targets
+    if turns[-1]["role"] == "assistant":
+        raise UserError(
+            f"{split} example {index}: messages() ends with an assistant turn; the answer belongs in target()"
+        )
+    if any(not text.isprintable() and re.search("[\ud800-\udfff]", text) for text in (target, *_contents(turns))):
+        raise UserError(f"{split} example {index}: a lone surrogate (\\ud800-\\udfff) is not text; remove it")
+    return turns, target
 
 
 def _contents(turns: list[dict[str, str]]) -> list[str]:
@@ -171,10 +240,10 @@ def _tokenize(
             f"{split}: the model's chat template rejects these messages (roles {roles}): {error}; "
             "change the task's messages() or the model"
         ) from None
-    return tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
 
-def _until_end_of_turn(whole: list[int], prompt_length: int, eos_ids: set[int], eos_token_id: int) -> list[int]:
+def _until_end_of_turn(whole: list[int], prompt_length: int, eos_ids: frozenset[int], eos_token_id: int) -> list[int]:
     for position in range(len(whole) - 1, prompt_length - 1, -1):
         if whole[position] in eos_ids:
             return whole[: position + 1]

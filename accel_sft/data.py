@@ -30,8 +30,7 @@ class StepPlan:
         epochs: float | None,
         max_steps: int | None,
     ) -> None:
-        self.lengths = np.asarray(lengths, dtype=np.int64)
-        self.supervised = np.asarray(supervised, dtype=np.int64)
+        self.lengths, self.supervised = np.asarray(lengths), np.asarray(supervised)
         self.seed, self.global_batch_size = seed, global_batch_size
         self.stream_length = round((epochs or 0) * len(self.lengths)) if max_steps is None else None
         self.total_steps = max_steps or max(math.ceil(self.stream_length / global_batch_size), 1)

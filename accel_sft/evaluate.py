@@ -53,7 +53,7 @@ class Evaluator:
         max_new_tokens: int | None = None,
     ) -> None:
         self.accelerator, self.tokenizer, self.task, self.examples = accelerator, tokenizer, task, examples
-        self.encoded = list(encoded)[: config.eval_limit]
+        self.encoded = list(encoded[: config.eval_limit])
         self.batch_size = config.eval_batch_size
         longest_answer = max(example.supervised_tokens for example in self.encoded)
         self.max_new_tokens = config.max_new_tokens or max_new_tokens or longest_answer

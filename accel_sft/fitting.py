@@ -16,7 +16,6 @@ from rich.console import Console
 from accel_sft import checkpoint, launch, report, terminal
 from accel_sft.batching import Batching
 from accel_sft.card import model_card
-from accel_sft.chat import Encoded
 from accel_sft.config import TrainConfig
 from accel_sft.data import StepPlan
 from accel_sft.evaluate import Evaluation, Evaluator, largest
@@ -27,9 +26,13 @@ from accel_sft.optim import Stepper, adamw, learning_rate
 from accel_sft.options import UserError
 from accel_sft.prepare import Prepared
 from accel_sft.progress import Progress
+from accel_sft.store import TokenStore
 from accel_sft.system import peak_memory_gib
 from accel_sft.task import Task
 from accel_sft.tracking import Tracker
+
+_TRIED_EXAMPLES = 4096
+"""Training examples among which those are chosen that layouts are tried with."""
 
 
 class Fitting:
@@ -48,7 +51,7 @@ class Fitting:
         self.accelerator, self.run_dir, self.task_name, self.task = accelerator, run_dir, task_name, task
         self.config, self.prepared, self.tracker = config, prepared, tracker
         self.plan: StepPlan = prepared.plan
-        self.train: list[Encoded] = prepared.train.kept
+        self.train: TokenStore = prepared.train.kept
         self.progress = Progress()
         self.batching_asked = [config.batching, config.micro_batch_size]
 
@@ -110,7 +113,8 @@ class Fitting:
         """Rows laid out as before the run stopped, unless asked for otherwise now; else what is exact and fast here."""
         kept = Batching(**before["chosen"]) if before and before["asked"] == self.batching_asked else None
         accelerator, pad_token_id = self.accelerator, self.prepared.tokenizer.pad_token_id
-        batching, told = choose_batching(accelerator, self.model, self.config, self.train, pad_token_id, before=kept)
+        some = self.train.some(_TRIED_EXAMPLES)
+        batching, told = choose_batching(accelerator, self.model, self.config, some, pad_token_id, before=kept)
         self.tracker.say(told)
         return Learner(accelerator, self.model, self.stepper, batching, pad_token_id, self.run_dir, self.tracker.say)
 

@@ -12,7 +12,6 @@ from accelerate.utils import DistributedType
 from rich.console import Console
 
 from accel_sft import report, terminal
-from accel_sft.chat import encode
 from accel_sft.checkpoint import decided_by_main
 from accel_sft.config import TrainConfig
 from accel_sft.evaluate import Evaluation, Evaluator, largest
@@ -23,6 +22,7 @@ from accel_sft.prepare import encoding_rules, read_split, start
 from accel_sft.report import read_json
 from accel_sft.system import peak_memory_gib, reset_peak_memory
 from accel_sft.task import Task
+from accel_sft.tokens import SplitEncoder
 
 
 def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None) -> None:
@@ -86,7 +86,8 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: s
     source = find_source(config, model)
     tokenizer = load_tokenizer(source, config)
     examples = read_split(task, "validation")
-    encoding = encode(tokenizer, task, examples, "validation", **encoding_rules(tokenizer, source, config))
+    encode = SplitEncoder(accelerator, tokenizer, task, encoding_rules(tokenizer, source, config))
+    encoding = encode(examples, "validation")
     if accelerator.is_main_process:
         for line in encoding.lines():
             print(line, file=terminal.terminal())

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from accelerate import Accelerator
 
 from accel_sft.audit import audit, refuse
-from accel_sft.chat import Encoding, conversations, encode, end_of_turn_ids
-from accel_sft.checkpoint import checkpoints, replacing
+from accel_sft.chat import Encoding, Rules, conversation, end_of_turn_ids
+from accel_sft.checkpoint import checkpoints, decided_by_main, replacing
 from accel_sft.config import TrainConfig
 from accel_sft.data import StepPlan
 from accel_sft.launch import create_accelerator, describe
@@ -22,6 +21,10 @@ from accel_sft.options import UserError
 from accel_sft.task import Task
 from accel_sft.terminal import quiet, wrapped
 from accel_sft.tiny import build_tiny
+from accel_sft.tokens import SplitEncoder
+
+_TINY_EXAMPLES = 1 << 15
+"""Training examples that tiny's tokenizer is made from at most; more do not change it, and cost time on every start."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +72,12 @@ class Prepared:
     @property
     def longest_answer(self) -> int:
         """Tokens of the longest answer in either split, end of turn included: what is generated at most."""
-        return max(example.supervised_tokens for example in (*self.train.kept, *self.validation.kept))
+        return max(int(split.kept.supervised.max()) for split in (self.train, self.validation))
 
     def fingerprint(self) -> str:
-        """SHA-256 of both splits' tokens, in order: every rank, and a resumed run, must read the same."""
-        digest = hashlib.sha256()
-        for example in (*self.train.kept, *self.validation.kept):
-            digest.update(np.asarray([example.prompt_length, *example.input_ids], dtype=np.int32).tobytes())
-        return digest.hexdigest()
+        """SHA-256 of both splits' tokens, in order: a resumed run must read the same."""
+        both = self.train.kept.fingerprint + self.validation.kept.fingerprint
+        return hashlib.sha256(both.encode()).hexdigest()
 
 
 def start(config: TrainConfig) -> Accelerator:
@@ -123,20 +124,18 @@ def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: Tr
         base = run_dir / "base"
         if not base.exists() or not checkpoints(run_dir):  # a fresh start must not meet an earlier one's tokenizer
             with replacing(accelerator, base) as partial:
-                if accelerator.is_main_process:
-                    build_tiny(partial, _texts(task, train_examples), config.seed)
+                decided_by_main(accelerator, lambda: build_tiny(partial, _texts(task, train_examples), config.seed))
         source = find_source(config, str(base))
     else:
         source = find_source(config)
     tokenizer = load_tokenizer(source, config)
-    rules = encoding_rules(tokenizer, source, config)
-    train = encode(tokenizer, task, train_examples, "train", **rules)
-    validation = encode(tokenizer, task, validation_examples, "validation", **rules)
+    encode = SplitEncoder(accelerator, tokenizer, task, encoding_rules(tokenizer, source, config))
+    train, validation = encode(train_examples, "train"), encode(validation_examples, "validation")
     if config.max_steps is None and round(config.epochs * len(train.kept)) == 0:
         raise UserError(f"--epochs {config.epochs:g}: not one of {len(train.kept)} examples; ask for more")
     plan = StepPlan(
-        [len(example.input_ids) for example in train.kept],
-        [example.supervised_tokens for example in train.kept],
+        train.kept.lengths,
+        train.kept.supervised,
         seed=config.seed,
         global_batch_size=config.global_batch_size,
         epochs=config.epochs,
@@ -159,17 +158,16 @@ def read_split(task: Task, split: str) -> Sequence[Any]:
 
 
 def _texts(task: Task, examples: Sequence[Any]) -> list[str]:
-    pairs = zip(*conversations(task, examples, "train"), strict=True)
+    """Each message and target of the examples, or of enough of them from all over the data."""
+    some = range(0, len(examples), -(-len(examples) // _TINY_EXAMPLES))
+    pairs = (conversation(task, examples, "train", index) for index in some)
     return [text for turns, target in pairs for text in (*(turn["content"] for turn in turns), target)]
 
 
-def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> dict[str, Any]:
-    """What `encode` needs besides the examples: ids that end a turn, and what becomes of long examples."""
-    return {
-        "eos_ids": end_of_turn_ids(tokenizer, _generation_config(source, config)),
-        "max_length": config.max_length,
-        "truncation": config.truncation,
-    }
+def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules:
+    """What decides tokens besides tokenizer and examples: ids that end a turn, and what becomes of long examples."""
+    ends = end_of_turn_ids(tokenizer, _generation_config(source, config))
+    return Rules(frozenset(ends), config.max_length, config.truncation)
 
 
 def _generation_config(source: Source, config: TrainConfig) -> Any:

@@ -1,23 +1,39 @@
-"""Rows of a JSON or JSONL file, with the line each one stands on. Standard library only."""
+"""Rows of a JSON or JSONL file: all checked at the first reading, each parsed when it is asked for.
+
+What the first reading finds out, where each row stands, is kept in the cache by the file's content and the parser.
+Standard library only.
+"""
 
 from __future__ import annotations
 
-import codecs
+import contextlib
+import hashlib
+import io
 import json
-import re
-from collections.abc import Callable, Iterator
-from itertools import chain
+import operator
+import os
+import shutil
+import stat
+import struct
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar, overload
 
+from accel_sft import cache
+from accel_sft.identity import identity
+from accel_sft.json_stream import Malformed, located
 from accel_sft.options import UserError
 
 MAX_PROBLEMS = 20
-_MAX_DEPTH = 100  # Python's own limit moves with its version and the caller's stack
+IN_MEMORY_BYTES = 1 << 20
+"""Smaller files are held, and checked on every start: that takes no longer than asking the cache."""
+_PLACE = struct.Struct("<qII")  # a row's first byte in the file, number of bytes, and their CRC-32
+_PLACES = "places.bin"
 Row = TypeVar("Row")
 
 
-class RowProblem(ValueError):
+class RowProblem(Malformed):
     """What is wrong with one row: raised by the `parse` given to `read_rows`, which adds file and line.
 
     Args:
@@ -25,151 +41,171 @@ class RowProblem(ValueError):
         expected: what should have stood there.
     """
 
-    def __init__(self, field: str, expected: str) -> None:
-        super().__init__(f"field {field!r}: expected {expected}")
+
+class _File:
+    """An open file of which parts are read; closed when nobody refers to it any more."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._descriptor = os.dup(stream.fileno())
+        self.size = os.fstat(self._descriptor).st_size
+
+    def part(self, begin: int, size: int) -> bytes:
+        return os.pread(self._descriptor, size, begin)
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
 
 
-def read_rows(path: str | Path, parse: Callable[[dict[str, Any]], Row]) -> list[Row]:
-    """Read a JSON array of objects or JSON Lines (told apart by content, not by name) and parse every row.
+class _Held:
+    """The content of a small file."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content, self.size = content, len(content)
+
+    def part(self, begin: int, size: int) -> bytes:
+        return self.content[begin : begin + size]
+
+
+class Rows(Sequence[Row]):
+    """The rows of a file as a sequence that holds none of them: each is read and parsed when it is asked for.
+
+    A slice is such a sequence too; `list(rows)` holds them all.
+
+    Attributes:
+        fingerprint: the same for the same rows and parser; None: the parser cannot be told from another one (it was
+            made inside a function, or holds what is no plain value).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        file: _File | _Held,
+        places: _File | _Held,
+        parse: Callable[[dict[str, Any]], Row],
+        chosen: range,
+        content: str | None,
+    ) -> None:
+        self._name, self._file, self._places, self._parse = name, file, places, parse
+        self._chosen, self._content = chosen, content
+
+    @property
+    def fingerprint(self) -> str | None:
+        chosen = self._chosen
+        return self._content and f"{self._content} {chosen.start} {chosen.step} {len(chosen)}"
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Rows[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Rows[Row]:
+        if isinstance(index, slice):
+            return Rows(self._name, self._file, self._places, self._parse, self._chosen[index], self._content)
+        row = self._chosen[operator.index(index)]
+        begin, size, checksum = _PLACE.unpack(self._places.part(row * _PLACE.size, _PLACE.size))
+        raw = self._file.part(begin, size)
+        if zlib.crc32(raw) != checksum:
+            raise UserError(f"{self._name}: row {row + 1} was changed while it was in use; start again")
+        return self._parse(json.loads(raw))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (list, Rows)):
+            return NotImplemented
+        return len(self) == len(other) and all(map(operator.eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} rows of {self._name}>"
+
+
+def read_rows(path: str | Path, parse: Callable[[dict[str, Any]], Row]) -> Rows[Row]:
+    """Read a JSON array of objects or JSON Lines (told apart by content, not by name) and parse every row once.
 
     Args:
         path: the file, UTF-8 (a byte-order mark is accepted).
-        parse: turns an object into an example, or raises RowProblem.
+        parse: turns an object into an example, or raises RowProblem; a pure function, called again for each use.
+    Returns:
+        The examples. Of a large file each is read again whenever it is used, so that a million take no memory.
     Raises:
         UserError: the file cannot be read, holds no row, or has bad rows: the first twenty, by file, line and field.
     """
-    path = Path(path)
-    text = _read_text(path)
-    examples: list[Row] = []
-    problems: list[str] = []
-    for line, value in _objects(text):
+    path, known = Path(path), identity(parse)
+    try:
+        stream = path.open("rb")
+        before = os.fstat(stream.fileno())
+        held = before.st_size < IN_MEMORY_BYTES or not stat.S_ISREG(before.st_mode)  # what is piped in is read once
+        file = _Held(stream.read()) if held else _File(stream)
+        source = io.BytesIO(file.content) if held else stream
+        key = hashlib.sha256(f"{_sha256(source)} {known}".encode()).hexdigest()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give an existing JSON or JSONL file") from None
+    with stream:
+        kept = not held and known is not None
+        places = _kept(key) if kept else None
+        if places is None:
+            places = _Held(_validated(source, str(path), parse))
+            after = os.fstat(stream.fileno())
+            if not held and (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+                raise UserError(f"{path}: was changed while it was read; start again")
+            places = _keep(places, key) if kept else places
+    return Rows(str(path), file, places, parse, range(places.size // _PLACE.size), key if known else None)
+
+
+def _sha256(stream: BinaryIO) -> str:
+    digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
+    while size := stream.readinto(block):
+        digest.update(block[:size])
+    stream.seek(0)
+    return digest.hexdigest()
+
+
+def _validated(stream: BinaryIO, name: str, parse: Callable[[dict[str, Any]], Any]) -> bytes:
+    """The place of each row, one after the other, when every row is good."""
+    places, problems, more = bytearray(), [], 0
+    for value, line, begin, raw in located(stream, name):
         try:
             if isinstance(value, ValueError):
                 raise value
             if not isinstance(value, dict):
                 raise RowProblem("(row)", f"a JSON object, got {type(value).__name__}")
-            examples.append(parse(value))
+            parse(value)
+            places += _PLACE.pack(begin, len(raw), zlib.crc32(raw))
         except ValueError as problem:
-            problems.append(f"{path}:{line}: {problem}")
+            if len(problems) < MAX_PROBLEMS:
+                problems.append(f"{name}:{line}: {problem}")
+            else:
+                more += 1
+    if more:
+        problems.append(f"{name}: and {more} more bad rows; nothing was trained")
     if problems:
-        shown = problems[:MAX_PROBLEMS]
-        if len(problems) > len(shown):
-            shown.append(f"{path}: and {len(problems) - len(shown)} more bad rows; nothing was trained")
-        raise UserError(*shown)
-    if not examples:
-        raise UserError(f"{path}: no rows; expected a JSON array of objects or one JSON object per line")
-    return examples
+        raise UserError(*problems)
+    if not places:
+        raise UserError(f"{name}: no rows; expected a JSON array of objects or one JSON object per line")
+    return bytes(places)
 
 
-def _read_text(path: Path) -> str:
+def _kept(key: str) -> _File | None:
+    found = cache.find("rows", key)
+    if found is None:
+        return None
+    with contextlib.suppress(OSError), (found[0] / _PLACES).open("rb") as stream:  # gone again: as if never kept
+        return _File(stream)
+
+
+def _keep(places: _Held, key: str) -> _File | _Held:
+    """`places` in the cache; where that cannot be written, as they are: the rows are checked again next time."""
+    made = None
     try:
-        raw = path.read_bytes()
+        made = cache.partial("rows")
+        (made / _PLACES).write_bytes(places.content)
+        cache.seal(made, {})
+        cache.publish(made, "rows", key)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give an existing JSON or JSONL file") from None
-    raw = raw.removeprefix(codecs.BOM_UTF8)
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path}:{line}: not UTF-8 (byte {error.start}); save the file as UTF-8") from None
-
-
-class _Bad:
-    """Stands in a decoded value for what must not be there, so that decoding goes on to the rows behind it."""
-
-    def __init__(self, problem: ValueError) -> None:
-        self.problem = problem
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Bad:
-    row: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in row:
-            return _Bad(RowProblem(key, "each key once, it stands here twice"))
-        row[key] = value
-    return row
-
-
-def _no_constant(name: str) -> _Bad:
-    return _Bad(ValueError(f"{name} is not JSON; use null or a number"))
-
-
-def _objects(text: str) -> Iterator[tuple[int, Any]]:
-    """(line, value) of each row; a value that cannot be decoded is the ValueError that says why."""
-    decoder = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-    if text.lstrip()[:1] == "[":
-        yield from _array(text, decoder)
-        return
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield number, _decode(decoder, line)
-
-
-def _decode(decoder: json.JSONDecoder, line: str) -> Any:
-    try:
-        return _checked(decoder.decode(line))
-    except json.JSONDecodeError as error:
-        return ValueError(f"not JSON at column {error.colno}: {error.msg}")
-    except RecursionError:
-        return ValueError("nested too deeply")
-    except ValueError as error:
-        return error
-
-
-def _checked(value: Any) -> Any:
-    for problem in _problems_in(value):
-        raise problem
-    return value
-
-
-def _problems_in(value: Any, depth: int = 0) -> Iterator[ValueError]:
-    if isinstance(value, _Bad):
-        yield value.problem
-    elif depth > _MAX_DEPTH:
-        yield ValueError("nested too deeply")
-    elif isinstance(value, str):
-        if re.search("[\ud800-\udfff]", value):
-            yield ValueError("a lone surrogate (\\ud800-\\udfff) is not text; remove it")
-    elif isinstance(value, (dict, list)):
-        for part in value if isinstance(value, list) else chain.from_iterable(value.items()):
-            yield from _problems_in(part, depth + 1)
-
-
-def _array(text: str, decoder: json.JSONDecoder) -> Iterator[tuple[int, Any]]:
-    """Elements one by one, so that each is named by its own line; the array ends at the first syntax error."""
-    position = text.index("[") + 1
-    line, counted = 1, 0
-    blank = re.compile(r"[ \t\r\n]*")
-    expect_comma = after_comma = False
-    while True:
-        position = blank.match(text, position).end()
-        line, counted = line + text.count("\n", counted, position), position
-        mark = text[position : position + 1]
-        if mark == "]":
-            if after_comma:
-                yield line, ValueError("a comma before ']' announces a row that is not there")
-            rest = text[position + 1 :].strip()
-            if rest:
-                yield line, ValueError(f"text after the end of the array: {rest[:20]!r}")
-            return
-        if expect_comma:
-            if mark != ",":
-                yield line, ValueError("expected ',' or ']' here; is the file cut off?")
-                return
-            position, expect_comma, after_comma = position + 1, False, True
-            continue
-        try:
-            value, position = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as error:
-            yield line + text.count("\n", counted, error.pos), ValueError(f"not JSON: {error.msg}; the rest is unread")
-            return
-        except (ValueError, RecursionError) as error:
-            cause = "nested too deeply" if isinstance(error, RecursionError) else error
-            yield line, ValueError(f"{cause}; the rest is unread")
-            return
-        try:
-            checked = _checked(value)
-        except ValueError as error:
-            checked = error
-        yield line, checked
-        expect_comma, after_comma = True, False
+        cache.tell(f"{cache.where()}: rows cannot be kept here ({error.strerror}); they are checked on every start")
+    finally:
+        if made:
+            shutil.rmtree(made, ignore_errors=True)
+    return _kept(key) or places

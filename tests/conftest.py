@@ -15,6 +15,15 @@ import pytest
 CONFIGS = Path(__file__).parent.parent / "accelerate_configs"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """What the tests keep is not the user's, and is gone with them."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCEL_SFT_CACHE", str(folder))
+        yield folder
+
+
 @dataclass(frozen=True)
 class Launched:
     """A finished launch: its folder, exit status, everything it printed, and how to launch it again."""

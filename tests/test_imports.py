@@ -11,12 +11,12 @@ from fake_plugins import accel_sft, install
 PACKAGE = Path(__file__).parent.parent / "accel_sft"
 GROUPS = [
     {"options"},
-    {"rows", "markdown", "progress", "launched", "terminal"},
-    {"operators", "environment"},
-    {"task", "config"},
+    {"identity", "json_stream", "markdown", "progress", "launched", "terminal"},
+    {"cache", "operators", "environment"},
+    {"rows", "task", "config"},
     {"registry", "chat", "tiny", "memory", "report", "console", "attention"},
-    {"audit", "system", "metrics_file", "dashboards", "collate", "card"},
-    {"batching", "data", "model", "optim", "loss", "launch", "tracking", "checkpoint"},
+    {"audit", "system", "metrics_file", "dashboards", "collate", "card", "store"},
+    {"batching", "data", "model", "optim", "loss", "launch", "tracking", "checkpoint", "tokens"},
     {"evaluate", "prepare", "exactness", "learning"},
     {"run_folder", "layout"},
     {"fitting"},
@@ -26,7 +26,7 @@ GROUPS = [
     {"cli"},
     {"__main__"},
 ]
-STANDARD_LIBRARY_ONLY = ("options", "progress", "rows", "task", "registry")
+STANDARD_LIBRARY_ONLY = ("options", "progress", "identity", "json_stream", "cache", "rows", "task", "registry")
 NO_TORCH = (
     "config",
     "report",
@@ -83,7 +83,7 @@ def test_what_a_plugin_author_imports_is_standard_library_only():
 
 def test_what_answers_at_once_imports_no_torch():
     code = "import " + ", ".join(f"accel_sft.{module}" for module in NO_TORCH if module in MODULES)
-    assert loaded_after(code) & {"torch", "transformers", "accelerate", "deepspeed", "numpy"} == set()
+    assert loaded_after(code) & {"torch", "transformers", "accelerate", "deepspeed", "numpy", "pyarrow"} == set()
 
 
 BASH = {"_ACCEL_SFT_COMPLETE": "bash_complete"}
@@ -100,7 +100,7 @@ REFUSE = """
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name in ("torch", "transformers", "accelerate", "deepspeed", "numpy"):
+        if name in ("torch", "transformers", "accelerate", "deepspeed", "numpy", "pyarrow"):
             raise RuntimeError(f"{name} was imported")
 sys.meta_path.insert(0, Refuse())
 """

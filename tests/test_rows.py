@@ -1,13 +1,30 @@
 """What cannot be a row is named by file, line and field, with what was expected; nothing is guessed or dropped."""
 
+import functools
 import json
+import os
+import random
+import threading
 
 import pytest
 
-from accel_sft import RowProblem, UserError, read_rows
+from accel_sft import RowProblem, UserError, json_stream, read_rows, rows
+
+CALLS = []
+
+
+@pytest.fixture(autouse=True, params=["held", "from the file"])
+def way(request, tmp_path, monkeypatch):
+    """Small files are held; large ones are read in blocks, which end anywhere, and what was found out is cached."""
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "cache"))
+    if request.param != "held":
+        monkeypatch.setattr(rows, "IN_MEMORY_BYTES", 0)
+        monkeypatch.setattr(json_stream, "_BLOCK", 7)
+    return request.param
 
 
 def answer(row):
+    CALLS.append(row)
     if not isinstance(row.get("answer"), str):
         raise RowProblem("answer", f"text, got {type(row.get('answer')).__name__}")
     return row["answer"]
@@ -47,6 +64,92 @@ WELL_FORMED = {
 @pytest.mark.parametrize("content", WELL_FORMED.values(), ids=WELL_FORMED)
 def test_arrays_and_lines_are_told_apart_by_content(file, content):
     assert read_rows(file(content), answer) == [row["answer"] for row in ROWS]
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_rows_are_a_sequence_like_a_list(file, array):
+    draw = random.Random(0)
+    texts = ["".join(draw.choices('aé王😀"\\ \n', k=draw.randrange(200))) for _ in range(300)]
+    dumped = [json.dumps({"answer": text}, ensure_ascii=draw.random() < 0.5) for text in texts]
+    found = read_rows(file("[" + ",\n \n".join(dumped) + "]" if array else "\n\n".join(dumped)), answer)
+    assert list(found) == texts
+    assert found == texts
+    assert found != texts[:-1]
+    assert (len(found), found[-1], found[7]) == (300, texts[-1], texts[7])
+    assert found[250:3:-7][2:9] == texts[250:3:-7][2:9]
+    assert list(reversed(found)) == texts[::-1]
+    assert texts[5] in found
+    with pytest.raises(IndexError):
+        found[300]
+
+
+def test_the_fingerprint_is_of_the_rows_and_the_parser(file):
+    path = file('{"answer": "1"}\n{"answer": "2"}\n')
+    fingerprints = [
+        read_rows(path, answer).fingerprint,
+        read_rows(path, answer)[1:].fingerprint,
+        read_rows(path, functools.partial(other_answer, "a")).fingerprint,
+        read_rows(path, functools.partial(other_answer, "b")).fingerprint,
+        read_rows(file('{"answer": "1"}\n{"answer": "3"}\n'), answer).fingerprint,
+    ]
+    assert len(set(fingerprints)) == 5
+    assert read_rows(file('{"answer": "1"}\n{"answer": "2"}\n'), answer).fingerprint == fingerprints[0]
+    assert read_rows(path, lambda row: row["answer"]).fingerprint is None  # another lambda looks the same
+
+
+def other_answer(prefix, row):
+    return prefix + answer(row)
+
+
+def test_a_large_file_is_checked_once(file, way, tmp_path, capsys):
+    path = file("\n".join(map(json.dumps, ROWS)))
+    CALLS.clear()
+    read_rows(path, answer)
+    assert len(CALLS) == 2
+    assert read_rows(path, answer) == [row["answer"] for row in ROWS]
+    assert len(CALLS) == (6 if way == "held" else 4)
+    if way == "held":
+        return
+    (places,) = (tmp_path / "cache").glob("rows/*/places.bin")
+    content = bytearray(places.read_bytes())
+    content[3] ^= 1
+    places.write_bytes(content)
+    CALLS.clear()
+    assert read_rows(path, answer)[0] == ROWS[0]["answer"]
+    assert len(CALLS) == 3
+    assert "damaged (places.bin has other bytes than were written); it is made again" in capsys.readouterr().out
+
+
+def test_without_a_cache_rows_are_checked_every_time(file, way, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(file("{}") / "cache"))
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(ROWS))
+    assert read_rows(path, answer) == [row["answer"] for row in ROWS]
+    assert ("rows cannot be kept here (Not a directory)" in capsys.readouterr().out) == (way != "held")
+
+
+def test_a_row_that_changes_while_it_is_in_use_is_not_taken_for_the_one_that_was_checked(file, way):
+    path = file("\n".join(map(json.dumps, ROWS)))
+    found = read_rows(path, answer)
+    os.utime(path, (0, 0))
+    assert found[0] == ROWS[0]["answer"]
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"1 + 4", b"2 + 3"))
+    if way == "held":
+        assert found[0] == ROWS[0]["answer"]
+    else:
+        with pytest.raises(UserError, match=r"rows\.json: row 1 was changed while it was in use"):
+            found[0]
+    assert found[1] == ROWS[1]["answer"]
+
+
+def test_rows_may_come_through_a_pipe(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(json.dumps(ROWS),))
+    writer.start()
+    assert read_rows(pipe, answer) == [row["answer"] for row in ROWS]
+    writer.join()
 
 
 MALFORMED_LINES = {

@@ -130,7 +130,7 @@ class Math(Task):
         return (int(match[1]), int(match[2])) if match else None
 
     @functools.cached_property
-    def _validation(self) -> list[Example]:
+    def _validation(self) -> Sequence[Example]:
         if self.validation_file:
             return read_rows(self.validation_file, self._parse)
         if self.held_out == "largest":
@@ -141,12 +141,10 @@ class Math(Task):
         return [self._example(number, draw) for number in numbers]
 
     @functools.cached_property
-    def _train(self) -> list[Example]:
+    def _train(self) -> Sequence[Example]:
         held_out = {example.number for example in self._validation}
         if self.train_file:
-            rows = read_rows(self.train_file, self._parse)
-            self._refuse_leak({row.number for row in rows} & held_out)
-            return rows
+            return self._read_unseen(frozenset(held_out))
         numbers = [number for number in range(1, self.max_number + 1) if number not in held_out]
         if not numbers:
             raise UserError(f"--validation-file {self.validation_file}: has every number up to {self.max_number}")
@@ -157,6 +155,15 @@ class Math(Task):
             rows += [self._example(number, draw) for number in numbers[: self.train_examples - len(rows)]]
             numbers = _with_rare_ones_often(numbers) if len(rows) == len(numbers) else numbers  # once each, at first
         return rows
+
+    def _read_unseen(self, held_out: frozenset[int]) -> Sequence[Example]:
+        """The training rows, none of whose numbers is held out; as part of parsing, that is checked once a file."""
+        try:
+            return read_rows(self.train_file, functools.partial(self._parse_unseen, held_out))
+        except UserError:
+            rows = read_rows(self.train_file, self._parse)  # if it is the rows themselves, that comes first
+            self._refuse_leak({row.number for row in rows} & held_out)
+            raise
 
     def _refuse_leak(self, numbers: set[int]) -> None:
         if numbers:
@@ -170,6 +177,12 @@ class Math(Task):
     def _example(self, number: int, draw: random.Random) -> Example:
         first = _first_addend(number, self.addends, draw)
         return Example(f"{number}=", number, f"{self.answer_prefix}{first} + {number - first}")
+
+    def _parse_unseen(self, held_out: frozenset[int], row: dict[str, Any]) -> Example:
+        example = self._parse(row)
+        if example.number in held_out:
+            raise RowProblem("instruction", f"a number that --validation-file does not have, got {example.number}")
+        return example
 
     def _parse(self, row: dict[str, Any]) -> Example:
         for field in ("instruction", "output"):

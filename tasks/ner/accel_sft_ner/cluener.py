@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from accel_sft_ner.sentences import Sentence
 _MAX_SHOWN = 5
 
 
-def read(path: str) -> list[Sentence]:
+def read(path: str) -> Sequence[Sentence]:
     """The sentences of a JSONL file or JSON array; any type names do, not only CLUENER's ten.
 
     Raises:
@@ -19,6 +20,27 @@ def read(path: str) -> list[Sentence]:
             {"text": "...", "label": {type: {surface: [[first, last], ...]}}} with text[first : last + 1] == surface.
     """
     return read_rows(path, parse)
+
+
+def read_unseen(path: str, validation: Sequence[Sentence], validation_file: str) -> Sequence[Sentence]:
+    """As `read`, of sentences to train on; as part of parsing, that none is in `validation` is checked once a file.
+
+    Raises:
+        UserError: what `read` raises, or the first few sentences that are in both.
+    """
+    texts = frozenset(sentence.text for sentence in validation)
+    try:
+        return read_rows(path, functools.partial(_parse_unseen, texts))
+    except UserError:
+        refuse_overlap(read(path), validation, path, validation_file)  # if it is the rows themselves, that comes first
+        raise
+
+
+def _parse_unseen(texts: frozenset[str], row: dict[str, Any]) -> Sentence:
+    sentence = parse(row)
+    if sentence.text in texts:
+        raise RowProblem("text", f"a sentence that --validation-file does not have, got {_short(sentence.text)}")
+    return sentence
 
 
 def parse(row: dict[str, Any]) -> Sentence:

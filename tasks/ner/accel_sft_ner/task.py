@@ -66,13 +66,15 @@ class Ner(Task):
         return scorer.aggregate(scores)
 
     @functools.cached_property
-    def _splits(self) -> dict[str, list[Sentence]]:
+    def _splits(self) -> dict[str, Sequence[Sentence]]:
         if found := self.problems():
             raise UserError(*found)
         if self.train_file and self.validation_file:
-            train, validation = cluener.read(self.train_file), cluener.read(self.validation_file)
-            if not self.allow_overlap:
-                cluener.refuse_overlap(train, validation, self.train_file, self.validation_file)
+            validation = cluener.read(self.validation_file)
+            if self.allow_overlap:
+                train = cluener.read(self.train_file)
+            else:
+                train = cluener.read_unseen(self.train_file, validation, self.validation_file)
         else:
             train, validation = generate(self.train_sentences, self.validation_sentences, self.language, self.data_seed)
         return {"train": train, "validation": validation}

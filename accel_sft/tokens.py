@@ -1,0 +1,265 @@
+"""A split's tokens: made once by all ranks of a machine together, kept by content, and the same on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from accel_sft import cache
+from accel_sft.chat import Encoded, Encoding, Rules, conversation, encode_parts
+from accel_sft.identity import identity
+from accel_sft.options import UserError
+from accel_sft.store import TokenStore, merge, write_part
+from accel_sft.task import Task
+from accel_sft.terminal import terminal
+
+KIND, FILE = "tokens", "tokens.arrow"
+_FORMAT = 1
+_COMPARED = 32
+"""Examples that are tokenized on every start, to see that the kept tokens are still what the task makes of them."""
+_ANNOUNCED = 50_000
+"""Examples from which tokenizing takes so long that a line says what is waited for."""
+Result = TypeVar("Result")
+
+
+class Team:
+    """All ranks, and among them those of this machine, which share its files."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.rank, self.is_main = accelerator.process_index, accelerator.is_main_process
+        local = gather_object([accelerator.local_process_index])
+        firsts = [rank for rank, place in enumerate(local) if place == 0]
+        self.first = max(first for first in firsts if first <= self.rank)
+        self.here = range(self.first, min((first for first in firsts if first > self.rank), default=len(local)))
+
+    def all(self, work: Callable[[], Result]) -> list[Result]:
+        """Every rank's result of `work`; the UserError of the lowest rank that has one, on all of them."""
+        mine: tuple[Any, Any] = (None, None)
+        try:
+            mine = (work(), None)
+        except UserError as error:
+            mine = (None, error.problems)
+        every = gather_object([mine])
+        for _, problems in every:
+            if problems:
+                raise UserError(*problems)
+        return [result for result, _ in every]
+
+    def firsts(self, work: Callable[[], Result]) -> list[Result]:
+        """What the first rank of each machine gets from `work`; for every rank its own machine's, by rank."""
+        every = self.all(lambda: (self.first, work() if self.rank == self.first else None))
+        return [every[first][1] for first, _ in every]
+
+
+class SplitEncoder:
+    """Encodes a task's splits as `chat.encode` does, on all ranks of a machine together, and once for all runs.
+
+    `kept` is a TokenStore, so memory does not grow with the data. Where the cache cannot be written, the tokens are in
+    a temporary file for this run alone. Making and calling one are collectives.
+    """
+
+    def __init__(self, accelerator: Accelerator, tokenizer: Any, task: Task, rules: Rules) -> None:
+        self.team = Team(accelerator)
+        self.tokenizer, self.task, self.rules = tokenizer, task, rules
+        self._decided = _decided_without_examples(tokenizer, rules)
+
+    def __call__(self, examples: Sequence[Any], split: str) -> Encoding:
+        """A split's tokens from the cache, or made and put there.
+
+        Raises:
+            UserError: what `chat.encode` raises, for the lowest example, on every rank; examples that differ between
+                ranks, or from one call of the task's methods to the next.
+        """
+        team = self.team
+        keys = team.all(lambda: self.key(examples, split))
+        if len(set(keys)) > 1:
+            raise UserError(
+                "ranks got different examples from dataset() (a set's order, an unseeded random?), or run different "
+                "versions; make it a pure function, and the machines alike"
+            )
+        key = keys[0]
+        found = team.firsts(lambda: cache.find(KIND, key))
+        if all(found):
+            folder, about = found[team.rank]
+            encoding = self._opened(folder, about, split)
+            if all(team.all(lambda: self._agrees(encoding, examples))):
+                encoding.told.append(f"{split}: {len(encoding.kept):,} examples, tokens read from {folder}")
+                return encoding
+            cache.tell(f"{folder}: not what the task makes of its rows now; it is made again")
+            team.firsts(lambda: cache.discard(KIND, key))
+        if len(examples) >= _ANNOUNCED and team.is_main:
+            print(f"{split}: tokenizing {len(examples):,} examples, once", file=terminal(), flush=True)
+        encoding = self._made(examples, split, key)
+        if not all(team.all(lambda: self._agrees(encoding, examples))):
+            raise UserError(
+                f"{split}: the task's messages() and target() gave something else the second time; make them pure "
+                "functions of the example and the options"
+            )
+        return encoding
+
+    def key(self, examples: Sequence[Any], split: str) -> str:
+        """Of the SHA-256 over all that decides the tokens, enough to be unique."""
+        decided = [self._decided, len(examples), examples_key(self.task, examples, split)]
+        return _sha256(json.dumps(decided, sort_keys=True).encode())[:32]
+
+    def _agrees(self, encoding: Encoding, examples: Sequence[Any]) -> bool:
+        """Whether the tokens are what this very process makes of some of the examples."""
+        some = range(0, len(examples), -(-len(examples) // _COMPARED))
+        parts = encode_parts(self.tokenizer, self.task, examples, some, encoding.split, self.rules)
+        stored = (encoding.kept.find(index) for index in some)
+        return [example for part in parts for example in part.kept] == [example for example in stored if example]
+
+    def _opened(self, folder: Path, about: dict[str, Any], split: str) -> Encoding:
+        stores: list[TokenStore] = []
+
+        def read() -> None:
+            try:
+                stores.append(TokenStore(folder / FILE, about["fingerprint"]))
+            except OSError as error:
+                raise UserError(f"{folder}: cannot be read any more ({error}); start again") from None
+
+        self.team.all(read)
+        return Encoding(split, stores[0], about["left_out"], about["cut"])
+
+    def _made(self, examples: Sequence[Any], split: str, key: str) -> Encoding:
+        """Tokenized into the cache or, where a machine's cannot be written, into temporary files."""
+        try:
+            return self._made_in(lambda: cache.partial(KIND), examples, split, key)
+        except _Unwritable as problem:
+            told = f"{split}: tokens cannot be kept in {cache.where()} ({problem}); they are made for this run only"
+        try:
+            encoding = self._made_in(lambda: Path(tempfile.mkdtemp(prefix="accel_sft-")), examples, split, None)
+        except _Unwritable as problem:
+            raise UserError(told, f"nor in {tempfile.gettempdir()} ({problem}): free space in one of the two") from None
+        encoding.told.append(told)
+        return encoding
+
+    def _made_in(self, place: Callable[[], Path], examples: Sequence[Any], split: str, key: str | None) -> Encoding:
+        """Tokenized into a folder from `place`, which takes its name in the cache if there is a key, else is removed.
+
+        Raises:
+            _Unwritable: on every rank, if one could not write.
+        """
+        team = self.team
+        folder = _written(team.firsts(_writing(place)))[team.rank]
+        try:
+            shares = _written(team.all(_writing(lambda: self._share(folder, examples, split))))
+            whole = Encoding(split, [], {}, [])
+            for rank in team.here:
+                whole.note(shares[rank][0])
+            whole.check(sum(shares[rank][1] for rank in team.here), self.rules)
+
+            def merged() -> tuple[Path, dict[str, Any]]:
+                parts = [folder / f"part-{number}" for number in range(len(team.here))]
+                about = {"left_out": whole.left_out, "cut": whole.cut, "fingerprint": merge(parts, folder / FILE)}
+                for part in parts:
+                    part.unlink()
+                if key is None:
+                    return folder, about
+                cache.seal(folder, about)
+                return cache.publish(folder, KIND, key), about
+
+            return self._opened(*_written(team.firsts(_writing(merged)))[team.rank], split)
+        finally:  # what has its name by now is not there any more under this one
+            if team.rank == team.first:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _share(self, folder: Path, examples: Sequence[Any], split: str) -> tuple[Encoding, int]:
+        """Write this rank's contiguous share; what was left out of it, and how many examples were not."""
+        ranks, place = len(self.team.here), self.team.rank - self.team.first
+        indices = range(len(examples) * place // ranks, len(examples) * (place + 1) // ranks)
+        left_out = Encoding(split, [], {}, [])
+
+        def parts() -> Iterator[Sequence[Encoded]]:
+            for part in encode_parts(self.tokenizer, self.task, examples, indices, split, self.rules):
+                left_out.note(part)
+                yield part.kept
+                if any((folder / f"failed-{lower}").exists() for lower in range(place)):
+                    return  # a lower example's error is what will be told
+
+        try:
+            return left_out, write_part(folder / f"part-{place}", parts())
+        except UserError:
+            with contextlib.suppress(OSError):
+                (folder / f"failed-{place}").touch()
+            raise
+
+
+class _Unwritable(Exception):
+    """Why a file could not be written."""
+
+
+def _writing(work: Callable[[], Result]) -> Callable[[], Result | _Unwritable]:
+    """`work`, which gives the reason where it cannot write: to be told to all ranks before one of them raises it."""
+
+    def tried() -> Result | _Unwritable:
+        try:
+            return work()
+        except OSError as error:
+            return _Unwritable(error.strerror or str(error))
+
+    return tried
+
+
+def _written(results: list[Any]) -> list[Any]:
+    for result in results:
+        if isinstance(result, _Unwritable):
+            raise result
+    return results
+
+
+def _decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
+    """What decides tokens besides the examples, as JSON can hold it."""
+    cls, template = type(tokenizer), json.dumps(tokenizer.chat_template)
+    own_code = None
+    if not cls.__module__.startswith("transformers."):  # it came with the model
+        own_code = _sha256(Path(sys.modules[cls.__module__].__file__ or "").read_bytes())
+    return [
+        _FORMAT,
+        {name: importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")},
+        identity(encode_parts),
+        [cls.__qualname__, own_code, _vocabulary(tokenizer), tokenizer.eos_token_id],
+        [template, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}],
+        getattr(tokenizer, "split_special_tokens", None),
+        datetime.date.today().isoformat() if "strftime_now" in template else None,  # Llama's writes the date
+        [sorted(rules.eos_ids), rules.max_length, rules.truncation],
+    ]
+
+
+def _vocabulary(tokenizer: Any) -> str:
+    if getattr(tokenizer, "is_fast", False):
+        return _sha256(tokenizer.backend_tokenizer.to_str().encode())
+    with tempfile.TemporaryDirectory() as folder:  # a tokenizer in Python: nothing else tells all about it
+        tokenizer.save_pretrained(folder)
+        return _sha256(b"".join(path.name.encode() + path.read_bytes() for path in sorted(Path(folder).iterdir())))
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def examples_key(task: Task, examples: Sequence[Any], split: str) -> str:
+    """What identifies the messages and targets of a split.
+
+    Where the sequence has a fingerprint and the task's code can be told, these; else every message and target is read.
+    """
+    of_datasets = type(examples).__module__.partition(".")[0] == "datasets"
+    fingerprint = getattr(examples, "_fingerprint" if of_datasets else "fingerprint", None)
+    if isinstance(fingerprint, str) and fingerprint and (known := identity(task)):
+        return f"{fingerprint} {known}"
+    digest = hashlib.sha256()
+    for index in range(len(examples)):
+        digest.update(json.dumps(conversation(task, examples, split, index), default=repr).encode())
+    return digest.hexdigest()

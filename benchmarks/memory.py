@@ -1,0 +1,150 @@
+"""Host memory in training and the time to the first step, by number of training rows; first and second start.
+
+    python benchmarks/memory.py [--rows 10000 100000 1000000] [--rounds 3] [--steps 100] [-- LAUNCHER ...]
+
+Each run is the command line itself (`accel_sft math --train-file`), in one process or under the launcher named behind
+`--`, such as `accelerate launch --config_file accelerate_configs/z2.yaml`. The first start finds an empty cache. The
+second starts take turns: every size once a round. Unique memory (USS: what would be free without the process) is
+sampled ten times a second from the first step on; with several ranks the largest one's counts. Another trainer stands
+still meanwhile, so that the libraries' code is shared and does not count, whatever else runs on the machine. The start
+is timed from the command to the first line of metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+PREFIX = "王大丫丫的回答是--->"
+
+
+@dataclasses.dataclass
+class Start:
+    """One run: seconds from the command to the first step, and unique memory in training, in MiB."""
+
+    seconds: float
+    median_mib: float
+    peak_mib: float
+
+
+def write_rows(path: Path, count: int, seed: int, odd: int) -> None:
+    """Rows as in series A about even or odd numbers, so that training and validation share none."""
+    draw = np.random.default_rng(seed)
+    with path.open("w", encoding="utf-8") as file:
+        for begin in range(0, count, 100_000):
+            size = min(100_000, count - begin)
+            sums = draw.integers(2, 5 * 10**8, size) * 2 + odd
+            firsts = (draw.random(size) * (sums - 1)).astype(np.int64) + 1
+            for number, first in zip(sums.tolist(), firsts.tolist(), strict=True):
+                answer = f"{PREFIX}{first} + {number - first}"
+                file.write(f'{{"instruction": "{number}=", "input": "", "output": "{answer}"}}\n')
+
+
+def make_model(folder: Path) -> None:
+    """The built-in model with a tokenizer for such rows, saved: what is timed is the data's way."""
+    from accel_sft.tiny import build_tiny
+
+    draw = np.random.default_rng(0).integers(2, 10**9, 2000)
+    build_tiny(folder, [text for n in draw for text in (f"{n}=", f"{PREFIX}{n // 3} + {n - n // 3}")], 0)
+
+
+def ranks_of(process: psutil.Process) -> list[psutil.Process]:
+    """The processes below (or the one itself) that train: those that have no child which is Python too."""
+    family = [process, *process.children(recursive=True)]
+    parents = {child.ppid() for child in family}
+    return [each for each in family if each.pid not in parents and "accel_sft" in " ".join(each.cmdline())]
+
+
+def to_first_step(command: list[str], folder: Path, cache: Path) -> tuple[subprocess.Popen, float]:
+    """A run in `folder` that has made its first step, and seconds since the command."""
+    environment = {**os.environ, "ACCEL_SFT_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+    metrics, log = folder / "metrics.jsonl", tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+    begun = time.perf_counter()
+    process = subprocess.Popen([*command, "--output-dir", str(folder)], env=environment, stdout=log, stderr=log)
+    while process.poll() is None:
+        if metrics.exists() and metrics.stat().st_size:
+            return process, time.perf_counter() - begun
+        time.sleep(0.01)
+    log.seek(0)
+    raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{log.read().decode()[-3000:]}")
+
+
+def run(command: list[str], folder: Path, cache: Path) -> Start:
+    """Train in `folder` and watch."""
+    process, seconds = to_first_step(command, folder, cache)
+    watched, samples = psutil.Process(process.pid), []
+    while process.poll() is None:
+        try:
+            samples.append(max(rank.memory_full_info().uss for rank in ranks_of(watched)) / 2**20)
+        except (psutil.Error, ValueError):  # it ends
+            continue
+        time.sleep(0.1)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+    samples = samples[: -max(len(samples) // 10, 1)]  # while weights are exported nothing is trained
+    return Start(seconds, statistics.median(samples), max(samples))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--rounds", type=int, default=3, help="Second starts of each size.")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("launcher", nargs="*", help="Behind --: what to launch with; none: one process.")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder / "model")
+        write_rows(folder / "validation.jsonl", 100, 1, 1)
+
+        def command(rows: int, steps: int, launcher: list[str]) -> list[str]:
+            files = ["--train-file", f"{folder}/{rows}.jsonl", "--validation-file", f"{folder}/validation.jsonl"]
+            sizes = ["--max-steps", str(steps), "--global-batch-size", "64", "--micro-batch-size", "64"]
+            settings = ["--model", f"{folder}/model", "--eval-every", "off", "--save-every", "off", *sizes]
+            return [*launcher, "-m", "accel_sft", "math", *settings, "--batching", "shared", *files]
+
+        for count in {1000, *args.rows}:
+            write_rows(folder / f"{count}.jsonl", count, 0, 0)
+        still, _ = to_first_step(command(1000, 10**6, [sys.executable]), folder / "still", folder / "cache")
+        still.send_signal(signal.SIGSTOP)
+        try:
+            firsts, seconds = {}, {count: [] for count in args.rows}
+            launcher = args.launcher or [sys.executable]
+            for number in range(-1, args.rounds):
+                for count in args.rows:
+                    found = run(command(count, args.steps, launcher), folder / f"{count}-{number}", folder / "cache")
+                    if number < 0:
+                        firsts[count] = found
+                    else:
+                        seconds[count].append(found)
+        finally:
+            still.kill()
+        print("| rows | first start | second start | USS median | USS peak | USS median, first start | peak |")
+        print("|---|---|---|---|---|---|---|")
+        for count in args.rows:
+            first, again = firsts[count], seconds[count]
+            middle = {
+                field.name: statistics.median(getattr(each, field.name) for each in again)
+                for field in dataclasses.fields(Start)
+            }
+            print(
+                f"| {count:,} | {first.seconds:.1f} s | {middle['seconds']:.2f} s | {middle['median_mib']:,.0f} MiB "
+                f"| {middle['peak_mib']:,.0f} MiB | {first.median_mib:,.0f} MiB | {first.peak_mib:,.0f} MiB |",
+                flush=True,
+            )
+            print(f"seconds of each second start: {', '.join(f'{e.seconds:.2f}' for e in again)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""Tokens are made once: kept by content, whole or not used, equal to those made on the spot, the same on all ranks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from accelerate import Accelerator
+from conftest import accel_sft
+from fake_plugins import install
+from models import Sums, make_tiny
+from transformers import AutoTokenizer
+
+from accel_sft import UserError, cache
+from accel_sft.chat import Rules, encode, end_of_turn_ids
+from accel_sft.tokens import FILE, KIND, SplitEncoder
+from accel_sft_math import Math
+
+EXAMPLES = list(range(20, 1400, 3))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model):
+    return AutoTokenizer.from_pretrained(model)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def rules(tokenizer, **changes):
+    return dataclasses.replace(Rules(frozenset(end_of_turn_ids(tokenizer)), 512, "drop"), **changes)
+
+
+def encoder(tokenizer, task=None, **changes):
+    return SplitEncoder(Accelerator(cpu=True), tokenizer, task or Sums(), rules(tokenizer, **changes))
+
+
+def entries(folder):
+    return sorted(path.name for path in (folder / KIND).iterdir())
+
+
+@pytest.mark.parametrize("truncation", ["drop", "right"])
+def test_stored_examples_are_those_encoded_on_the_spot(tokenizer, truncation):
+    settings = rules(tokenizer, max_length=41, truncation=truncation)
+    direct = encode(tokenizer, Sums(), EXAMPLES, "train", **dataclasses.asdict(settings))
+    stored = encoder(tokenizer, **dataclasses.asdict(settings))(EXAMPLES, "train")
+    assert len(EXAMPLES) > len(direct.kept) > 100 or direct.cut
+    assert list(stored.kept) == direct.kept
+    assert (stored.left_out, stored.cut, stored.lines()) == (direct.left_out, direct.cut, direct.lines())
+    assert stored.kept.lengths.tolist() == [len(example.input_ids) for example in direct.kept]
+    assert stored.kept.supervised.tolist() == [example.supervised_tokens for example in direct.kept]
+    assert stored.kept[-1] == stored.kept[np.int64(len(direct.kept) - 1)] == direct.kept[-1]
+    assert stored.kept[5::40] == direct.kept[5::40]
+    assert stored.kept[:3] == stored.kept.some(10**6)[:3] == direct.kept[:3]
+    assert len(stored.kept.some(20)) < 30
+    gone = next((index for indices in direct.left_out.values() for index in indices), None)
+    assert gone is None or stored.kept.find(gone) is None
+    with pytest.raises(IndexError):
+        stored.kept[len(direct.kept)]
+
+
+def test_a_second_start_reads_what_the_first_kept(tokenizer, own_cache):
+    first = encoder(tokenizer)(EXAMPLES, "train")
+    (name,) = entries(own_cache)
+    written = (own_cache / KIND / name / FILE).stat()
+    second = encoder(tokenizer)(EXAMPLES, "train")
+    assert second.lines() == [f"train: {len(EXAMPLES):,} examples, tokens read from {own_cache / KIND / name}"]
+    assert (own_cache / KIND / name / FILE).stat() == written
+    assert second.kept.fingerprint == first.kept.fingerprint
+    assert list(second.kept) == list(first.kept)
+    assert first.lines() == []
+
+
+def test_what_changes_the_tokens_misses_the_cache(tokenizer, tmp_path):
+    other_template, other_vocabulary = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
+    other_template.chat_template = tokenizer.chat_template.replace("\n", " ")
+    other_vocabulary.add_tokens(["the answer"])
+    shorter = type("Shorter", (Sums,), {"target": lambda self, example: str(example)})()
+    keys = [
+        encoder(tokenizer).key(EXAMPLES, "train"),
+        encoder(tokenizer).key(EXAMPLES[:-1], "train"),
+        encoder(tokenizer).key(EXAMPLES[::-1], "train"),
+        encoder(tokenizer, shorter).key(EXAMPLES, "train"),
+        encoder(other_template).key(EXAMPLES, "train"),
+        encoder(other_vocabulary).key(EXAMPLES, "train"),
+        encoder(tokenizer, max_length=511).key(EXAMPLES, "train"),
+        encoder(tokenizer, truncation="right").key(EXAMPLES, "train"),
+        encoder(tokenizer, eos_ids=frozenset()).key(EXAMPLES, "train"),
+    ]
+    path = tmp_path / "rows.json"
+    for output in ("1 + 4", "2 + 3"):
+        path.write_text(json.dumps([{"instruction": "5=", "output": output}]))
+        for prefix in ("", "1 + ") if output == "1 + 4" else ("",):
+            task = Math(train_file=str(path), validation_file=str(path), answer_prefix=prefix)
+            rows = task._validation if not prefix else []
+            keys.append(encoder(tokenizer, task).key(rows, "train"))
+    assert len(set(keys)) == len(keys)
+    assert keys[0] == encoder(AutoTokenizer.from_pretrained(tokenizer.name_or_path)).key(list(EXAMPLES), "train")
+
+
+def flipped(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "a bit": (FILE, flipped, "tokens.arrow has other bytes than were written"),
+    "cut off": (FILE, lambda file: os.truncate(file, file.stat().st_size - 8), "bytes, "),
+    "gone": (FILE, lambda file: file.unlink(), "tokens.arrow is missing"),
+    "what is known of it": (cache.ABOUT, flipped, "about.json"),
+    "nothing is known of it": (cache.ABOUT, lambda file: file.unlink(), "no about.json"),
+}
+
+
+@pytest.mark.parametrize(("name", "damage", "told"), DAMAGES.values(), ids=DAMAGES)
+def test_what_is_damaged_is_found_and_made_again(tokenizer, own_cache, capsys, name, damage, told):
+    first = encoder(tokenizer)(EXAMPLES, "train")
+    (entry,) = entries(own_cache)
+    damage(own_cache / KIND / entry / name)
+    again = encoder(tokenizer)(EXAMPLES, "train")
+    said = capsys.readouterr().out
+    assert said.startswith(f"{own_cache / KIND / entry}: damaged (")
+    assert told in said
+    assert "it is made again" in said
+    assert again.kept.fingerprint == first.kept.fingerprint
+    assert "tokens read from" in encoder(tokenizer)(EXAMPLES, "train").lines()[0]
+    assert entries(own_cache) == [entry]
+
+
+def test_tokens_that_the_task_no_longer_makes_are_made_again(tokenizer, own_cache, capsys, monkeypatch):
+    rows = type("Rows", (list,), {"fingerprint": "mine"})(EXAMPLES)
+    encoder(tokenizer)(rows, "train")
+    monkeypatch.setattr(Sums, "target", lambda self, example: "another answer")  # no source file tells
+    again = encoder(tokenizer)(rows, "train")
+    assert "not what the task makes of its rows now" in capsys.readouterr().out
+    assert tokenizer.decode(again.kept[0].input_ids).endswith("another answer<|im_end|>")
+    assert "tokens read from" in encoder(tokenizer)(rows, "train").lines()[0]
+
+
+def test_a_task_that_is_not_pure_is_refused(tokenizer, monkeypatch):
+    rows = type("Rows", (list,), {"fingerprint": "mine"})(EXAMPLES)
+    calls = iter(range(10**6))
+    monkeypatch.setattr(Sums, "target", lambda self, example: f"answer {next(calls)}")
+    with pytest.raises(UserError, match=r"messages\(\) and target\(\) gave something else the second time"):
+        encoder(tokenizer)(rows, "train")
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    encoding = encoder(tokenizer)(EXAMPLES, "train")
+    (line,) = encoding.lines()
+    assert line.startswith(f"train: tokens cannot be kept in {tmp_path / 'file' / 'cache'} (Not a directory)")
+    assert list(encoding.kept) == encode(tokenizer, Sums(), EXAMPLES, "train", **vars(rules(tokenizer))).kept
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "the temporary file is gone once it is open"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match=r"cannot be kept in .*\nnor in .*nowhere"):
+        encoder(tokenizer)(EXAMPLES, "train")
+
+
+ENCODE = """
+import sys
+from accelerate import Accelerator
+from models import Sums
+from transformers import AutoTokenizer
+from accel_sft.chat import Rules
+from accel_sft.tokens import SplitEncoder
+
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+encode = SplitEncoder(Accelerator(cpu=True), tokenizer, Sums(), Rules(frozenset([tokenizer.eos_token_id]), 512, "drop"))
+print("ready", flush=True)
+sys.stdin.readline()
+encoding = encode(range(20, 3000), "train")
+print(encoding.kept.fingerprint, *encoding.lines())
+"""
+
+
+def encoding_process(model, cache_folder, wrapper=()):
+    tests = os.path.dirname(__file__)
+    environment = {**os.environ, "ACCEL_SFT_CACHE": str(cache_folder), "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (tests, os.environ.get("PYTHONPATH"))))
+    command = [*wrapper, sys.executable, "-c", ENCODE, str(model)]
+    process = subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_two_runs_at_once_do_not_harm_each_other(model, own_cache):
+    processes = [encoding_process(model, own_cache) for _ in range(2)]
+    answers = [None, None]
+
+    def answer(number):
+        answers[number] = processes[number].communicate("go\n")[0].split()
+
+    threads = [threading.Thread(target=answer, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [process.returncode for process in processes] == [0, 0]
+    assert answers[0][0] == answers[1][0]
+    (entry,) = entries(own_cache)
+    assert cache.find(KIND, entry)[1]["fingerprint"] == answers[0][0]
+
+
+def test_the_second_to_publish_takes_what_is_there_or_replaces_what_is_damaged(own_cache):
+    def made():
+        folder = cache.partial("things")
+        (folder / "thing").write_bytes(b"content")
+        cache.seal(folder, {"made by": folder.name})
+        return folder
+
+    first, second, third = made(), made(), made()
+    target = cache.publish(first, "things", "key")
+    cache.publish(second, "things", "key")
+    assert cache.find("things", "key") == (target, {"made by": first.name})
+    (target / "thing").write_bytes(b"CONTENT")
+    cache.publish(third, "things", "key")
+    assert cache.find("things", "key") == (target, {"made by": third.name})
+    assert list((own_cache / "things").iterdir()) == [target]
+
+
+def test_what_a_dead_process_left_is_removed(own_cache):
+    left = cache.partial("things")
+    dead = left.rename(left.with_name(left.name.replace(f"-{os.getpid()}-", f"-{2**22 + 1}-")))
+    cache.partial("things")
+    assert dead.exists(), "it may be another container's, and alive"
+    os.utime(dead, (0, 0))
+    alive = cache.partial("things")
+    os.utime(alive, (0, 0))
+    cache.partial("things")
+    assert (dead.exists(), alive.exists()) == (False, True)
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "true"], capture_output=True).returncode,
+    reason="a small file system of one's own needs user namespaces",
+)
+def test_a_full_cache_is_done_without(model, tmp_path):
+    (tmp_path / "small").mkdir()
+    script = 'mount -t tmpfs -o size=64k tmpfs "$0" && exec "$@"'
+    wrapper = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, str(tmp_path / "small"))
+    process = encoding_process(model, tmp_path / "small", wrapper)
+    answer = process.communicate("go\n")[0]
+    assert process.returncode == 0
+    assert "cannot be kept in" in answer
+    assert "No space left on device" in answer
+
+
+FINGERPRINTED = """
+from dataclasses import dataclass
+from accel_sft import option
+from accel_sft_math import Math as Shipped
+
+class Rows(list):
+    fingerprint = "these"
+
+@dataclass(kw_only=True)
+class Partly(Shipped):
+    \"\"\"Math that fails on some of its examples.\"\"\"
+    fails_on: str = option("", help="Indices.")
+
+    def dataset(self, split):
+        rows = Rows(enumerate(super().dataset(split)))
+        rows.fingerprint = split
+        return rows
+
+    def messages(self, example):
+        if str(example[0]) in self.fails_on.split(","):
+            raise ValueError("bad")
+        return super().messages(example[1])
+
+    def target(self, example):
+        return super().target(example[1])
+
+    def score(self, example, text):
+        return super().score(example[1], text)
+"""
+
+
+def test_a_bad_example_in_the_second_ranks_share_ends_both_with_its_line(model, tmp_path):
+    (tmp_path / "site").mkdir()
+    install(tmp_path / "site", "accel-sft-partly", "partly = accel_sft_partly:Partly", FINGERPRINTED)
+    arguments = ("partly", "--train-examples", "3000", "--max-steps", "1", "--fails-on", "2998,2990")
+    arguments += ("--model", str(model))
+    environment = {"PYTHONPATH": os.pathsep.join((str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")))}
+    run = accel_sft(*arguments, yaml="ddp", run_dir=tmp_path / "run", environment=environment)
+    assert run.status == 1
+    printed = [line for line in run.output.splitlines() if line.startswith("Error: ")]
+    assert printed == ["Error: train example 2990: the task failed: ValueError: bad"]
