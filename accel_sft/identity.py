@@ -37,7 +37,7 @@ def identity(*values: Any) -> str | None:
         told = [[_told(value, names) for value in values], _sources(names), sys.version_info[:2]]
     except (_Doubt, OSError):
         return None
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def _told(value: Any, names: set[str]) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import os
+import subprocess
 import sys
 
 import pytest
@@ -102,11 +104,10 @@ def test_in_doubt_nothing_is_known(modules):
     assert [identity(value) for value in in_doubt] == [None] * len(in_doubt)
 
 
-def test_it_is_the_same_in_another_process():
-    import subprocess
-
-    code = "from accel_sft.identity import identity; from accel_sft_math import Math; print(identity(Math()))"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    from accel_sft_math import Math
-
-    assert told == identity(Math())
+def test_it_is_the_same_in_another_process_however_that_orders_its_sets(modules, tmp_path):
+    having = modules(**SOURCES)
+    code = "import having; from accel_sft.identity import identity; print(identity(having.Thing(), having.parse))"
+    for seed in "1234":
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert told.stdout.strip() == identity(having.Thing(), having.parse)
