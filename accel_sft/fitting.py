@@ -129,8 +129,7 @@ class Fitting:
                 tokens, supervised_tokens = int(plan.lengths[rows].sum()), int(plan.supervised[rows].sum())
                 rate = learning_rate(progress.step, plan.total_steps, config)
                 stepper.set_learning_rate(rate)
-                examples = [self.train[row] for row in rows.tolist()]
-                share = self.learner.learn(examples, supervised_tokens, progress.step + 1)
+                share = self.learner.learn(self.train.take(rows.tolist()), supervised_tokens, progress.step + 1)
                 grad_norm = stepper.update(progress.step)
                 progress.step += 1
 

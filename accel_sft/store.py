@@ -47,15 +47,21 @@ class TokenStore(Sequence[Encoded]):
     def __getitem__(self, index: slice) -> list[Encoded]: ...
     def __getitem__(self, index: int | slice) -> Encoded | list[Encoded]:
         if isinstance(index, slice):
-            return [self[row] for row in range(*index.indices(len(self)))]
+            return self.take(range(*index.indices(len(self))))
         row = operator.index(index)
         row += len(self) if row < 0 else 0
         if not 0 <= row < len(self):
             raise IndexError(f"example {index} of {len(self)}")
-        number = bisect_right(self._starts, row) - 1
-        prompts, indices, offsets, ids = self._batches[number]
-        at = row - self._starts[number]
-        found = Encoded(int(indices[at]), ids[offsets[at] : offsets[at + 1]].tolist(), int(prompts[at]))
+        return self.take([row])[0]
+
+    def take(self, rows: Iterable[int]) -> list[Encoded]:
+        """The examples at these places, from 0; quicker than one by one."""
+        found = []
+        for row in rows:
+            number = bisect_right(self._starts, row) - 1
+            prompts, indices, offsets, ids = self._batches[number]
+            at = row - self._starts[number]
+            found.append(Encoded(int(indices[at]), ids[offsets[at] : offsets[at + 1]].tolist(), int(prompts[at])))
         self._give_back()
         return found
 
@@ -102,7 +108,7 @@ class TokenStore(Sequence[Encoded]):
             return self[:]
         first, spread = range(count // 8), range(0, len(self), -(-len(self) // count))
         longest = np.argpartition(self.lengths, -(count // 8))[-(count // 8) :]
-        return [self[row] for row in sorted({*first, *spread, *longest.tolist()})]
+        return self.take(sorted({*first, *spread, *longest.tolist()}))
 
 
 def _columns(batch: Any) -> tuple[np.ndarray, ...]:
