@@ -46,9 +46,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import psutil
 
     import rows
-    from accel_sft import fitting, tracking, train
+    from accel_sft import fitting, learning, tracking, train
     from accel_sft.batching import Batching
     from accel_sft.data import StepPlan
+    from accel_sft.store import TokenStore
 
     laps: list[dict[str, float]] = []  # the first one ends where the first step begins
     profile = cProfile.Profile() if args.functions else None
@@ -68,13 +69,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     StepPlan.examples = first_of_step
     for owner, name, part in (
-        (fitting, "nll_sum", "forward"),
-        (fitting.Stepper, "backward", "backward"),
-        (fitting.Stepper, "update", "optimizer"),
+        (learning, "nll_sum", "forward"),
+        (learning.Stepper, "backward", "backward"),
+        (learning.Stepper, "update", "optimizer"),
         (StepPlan, "examples", "StepPlan.examples"),
         (StepPlan, "epoch", "StepPlan.epoch"),
         (fitting, "learning_rate", "learning rate"),
-        (fitting.Stepper, "set_learning_rate", "learning rate"),
+        (learning.Stepper, "set_learning_rate", "learning rate"),
+        (TokenStore, "take", "TokenStore.take"),
         (Batching, "divide", "Batching.divide"),
         (Batching, "batch", "Batching.batch"),
         (fitting.Fitting, "gather", "gather"),
@@ -98,7 +100,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             profile.disable()
         threads = psutil.Process().threads()
         facts["writer"] = sum(t.user_time + t.system_time for t in threads if t.id in writers)
-        facts["batching"] = f"{self.batching.layout} {self.batching.tokens}"
+        facts["batching"] = f"{self.learner.batching.layout} {self.learner.batching.tokens}"
         facts["parameters"] = sum(p.numel() for p in self.model.parameters())
 
     fitting.Fitting.fit = fitted

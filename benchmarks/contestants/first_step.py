@@ -63,7 +63,7 @@ for owner, name, part in (
     (fitting, "load_model", "model: loading"),
     (fitting.launch, "prepare", "model: accelerator.prepare"),
     (fitting.Fitting, "__init__", "model: the rest"),
-    (fitting.Fitting, "choose_batching", "layout trials"),
+    (fitting.Fitting, "new_learner", "layout trials"),
     (evaluate, "generate", "evaluation: generating"),
     (fitting.Fitting, "evaluate", "evaluation: the rest"),
     (fitting.Fitting, "resume", "records of the start"),
