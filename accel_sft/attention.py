@@ -1,4 +1,4 @@
-"""Attention of rows that stand in one sequence behind one copy of their common prefix, without a mask of its square."""
+"""Attention of rows behind one copy of their common prefix: in one sequence with it (training), or in a batch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,16 @@ class Rows:
     seen: torch.Tensor | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """What a prefix left in the cache, one copy for all rows: each layer's keys and values, (1, key heads, P, D)."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+
 def install() -> None:
-    """Let every model with sdpa attention take `rows` among its arguments; without them nothing changes."""
+    """Let every model with sdpa attention take `rows` or `prefix` among its arguments; without them nothing changes."""
     AttentionInterface.register("sdpa", rows_attention)
 
 
@@ -41,6 +49,7 @@ def rows_attention(
     attention_mask: torch.Tensor | None,
     *args: Any,
     rows: Rows | None = None,
+    prefix: Prefix | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """sdpa by rows: the prefix sees itself, each row sees the prefix and itself; none sees another.
@@ -50,9 +59,12 @@ def rows_attention(
 
     Args:
         query: (1, heads, T, D); key and value may have fewer heads.
+        prefix: what rows of a batch, (B, heads, T, D), stand behind; the mask, (B, 1, T, P + keys), is of both.
     Returns:
         (1, T, heads, D), and None for the weights, as all attention functions of transformers do.
     """
+    if prefix is not None:
+        return _behind(prefix, module, query, key, value, attention_mask, *args, **kwargs)
     if rows is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
     kwargs.pop("is_causal", None)
@@ -73,3 +85,42 @@ def _cut(tensor: torch.Tensor, own: torch.Tensor, count: int, longest: int) -> t
     """(1, heads, T, D) -> (R, heads, L, D)."""
     heads, size = tensor.shape[1], tensor.shape[3]
     return tensor[0].index_select(1, own).view(heads, count, longest, size).transpose(0, 1)
+
+
+def _behind(
+    prefix: Prefix,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    *args: Any,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Each row sees the prefix and its own keys, as far as the mask lets it.
+
+    A single query of each row meets the prefix's one copy in one matrix product over all rows; copies of it for every
+    row would have to be read from memory for every token.
+    """
+    before_keys, before_values = prefix.keys[module.layer_idx], prefix.values[module.layer_idx]
+    count, heads, length, size = query.shape
+    if length > 1:
+        key, value = (
+            torch.cat([before.expand(count, -1, -1, -1), own], dim=2)
+            for before, own in ((before_keys, key), (before_values, value))
+        )
+        return sdpa_attention_forward(module, query, key, value, attention_mask, *args, scaling=scaling, **kwargs)
+    key_heads, before = before_keys.shape[1:3]
+    query = (query * (size**-0.5 if scaling is None else scaling)).reshape(count, key_heads, -1, size)
+    scores = [_by_head(query, before_keys[0].mT), query @ key.mT]  # (B, key heads, heads / key heads, P and own)
+    seen = torch.cat(scores, dim=-1).masked_fill(~attention_mask, -torch.inf)
+    weights = seen.softmax(-1, dtype=torch.float32).to(query.dtype)
+    output = _by_head(weights[..., :before], before_values[0]) + weights[..., before:] @ value
+    return output.reshape(count, 1, heads, -1), None
+
+
+def _by_head(rows: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """(B, H, G, N) times the one (H, N, M) of all rows -> (B, H, G, M)."""
+    count, heads, groups, size = rows.shape
+    return (rows.transpose(0, 1).reshape(heads, -1, size) @ shared).view(heads, count, groups, -1).transpose(0, 1)

@@ -75,7 +75,9 @@ class TrainConfig:
         "auto", section=EVAL, help="Steps between evaluations, epoch, off, or auto (about 4 a run)."
     )
     eval_limit: int | None = option(None, section=EVAL, min=1, help="Evaluate on the first N validation examples only.")
-    eval_batch_size: int = option(64, section=EVAL, min=1, help="Examples per forward and generation on one rank.")
+    eval_batch_size: int | None = option(
+        None, section=EVAL, min=1, help="Questions answered at once on one rank; default: 64, short ones up to 256."
+    )
     max_new_tokens: int | None = option(
         None, section=EVAL, min=1, help="Tokens generated; default: the longest answer's."
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,14 +12,16 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from accel_sft.batching import Batching
-from accel_sft.chat import Encoded, end_of_turn_ids
+from accel_sft.chat import Encoded
 from accel_sft.checkpoint import decided_by_main
 from accel_sft.config import TrainConfig
+from accel_sft.generate import Generator
 from accel_sft.loss import nll_sum
 from accel_sft.options import UserError
 from accel_sft.report import COSTS
 from accel_sft.system import peak_memory_gib, reset_peak_memory
 from accel_sft.task import Task
+from accel_sft.terminal import terminal, wrapped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +55,9 @@ class Evaluator:
     ) -> None:
         self.accelerator, self.tokenizer, self.task, self.examples = accelerator, tokenizer, task, examples
         self.encoded = list(encoded[: config.eval_limit])
-        self.batch_size = config.eval_batch_size
         longest_answer = max(example.supervised_tokens for example in self.encoded)
-        self.max_new_tokens = config.max_new_tokens or max_new_tokens or longest_answer
+        most = config.max_new_tokens or max_new_tokens or longest_answer
+        self.generator = Generator(accelerator, tokenizer, config.eval_batch_size, most)
 
     def __call__(self, model: torch.nn.Module, batching: Batching) -> Evaluation:
         """Validation loss, then greedy answers, scored where they were generated and gathered once.
@@ -69,13 +70,17 @@ class Evaluator:
         was_training = model.training
         model.eval()
         reset_peak_memory(self.accelerator.device)
-        with torch.no_grad():
-            eval_loss = self._loss(model, batching)
-            self.accelerator.wait_for_everyone()
-            started = time.perf_counter()
-            generated = self._generate(model)
-            seconds = time.perf_counter() - started
-        model.train(was_training)
+        try:
+            with torch.no_grad():
+                eval_loss = self._loss(model, batching)
+                if self.generator.choose(model, self.encoded) and self.accelerator.is_main_process:
+                    print(wrapped(self.generator.told), file=terminal())
+                self.accelerator.wait_for_everyone()
+                started = time.perf_counter()
+                generated = [self._sample(*answered) for answered in self.generator(model, self.encoded)]
+                seconds = time.perf_counter() - started
+        finally:
+            model.train(was_training)
         peaks = largest(peak_memory_gib(self.accelerator.device), "generate_")
         gathered = gather_object([{**sample, "seconds": seconds} for sample in generated])
         samples = sorted(gathered, key=lambda sample: sample["index"])
@@ -92,15 +97,6 @@ class Evaluator:
         }
         return Evaluation({**metrics, **speed, **peaks}, samples)
 
-    def _batches(self) -> list[tuple[list[Encoded], bool]]:
-        """This rank's (examples, wanted) longest first; ranks run equally many, a spare one is not wanted (ZeRO-3)."""
-        ordered = sorted(self.encoded, key=lambda example: (-example.prompt_length, example.index))
-        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
-        count = math.ceil(math.ceil(len(ordered) / ranks) / self.batch_size)
-        mine = ordered[rank::ranks]
-        batches = [mine[at : at + self.batch_size] for at in range(0, len(mine), self.batch_size)]
-        return [(batch, True) for batch in batches] + [(ordered[-1:], False)] * (count - len(batches))
-
     def _loss(self, model: torch.nn.Module, batching: Batching) -> float:
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         total = torch.zeros(2, dtype=torch.float64)
@@ -109,15 +105,6 @@ class Evaluator:
             total += torch.tensor([nll.item(), sum(example.supervised_tokens for example in rows)]).double()
         nll, tokens = self.accelerator.reduce(total.to(self.accelerator.device), reduction="sum").tolist()
         return nll / tokens
-
-    def _generate(self, model: torch.nn.Module) -> list[dict[str, Any]]:
-        unwrapped = self.accelerator.unwrap_model(model)
-        settings = greedy(self.tokenizer, unwrapped, self.max_new_tokens)
-        samples = []
-        for batch, wanted in self._batches():
-            answers = generate(unwrapped, self.tokenizer, settings, batch, self.accelerator.device)
-            samples += [self._sample(example, ids) for example, ids in zip(batch, answers, strict=True) if wanted]
-        return samples
 
     def _sample(self, encoded: Encoded, answer: list[int]) -> dict[str, Any]:
         example = self.examples[encoded.index]
@@ -167,35 +154,3 @@ def largest(readings: dict[str, float | None], prefix: str = "") -> dict[str, fl
     """The largest of all ranks' readings, by name, with `prefix` before each; None where no rank has one."""
     every = gather_object([readings])
     return {prefix + key: max((e[key] for e in every if e[key] is not None), default=None) for key in readings}
-
-
-def greedy(tokenizer: Any, model: Any, max_new_tokens: int) -> Any:
-    """Generation settings for greedy answers; what the model's own file says of sampling or penalties is overruled."""
-    from transformers import GenerationConfig
-
-    return GenerationConfig(
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=sorted(end_of_turn_ids(tokenizer, model.generation_config)),
-        pad_token_id=tokenizer.pad_token_id,
-        use_cache=True,
-    )
-
-
-def generate(
-    model: Any, tokenizer: Any, settings: Any, batch: Sequence[Encoded], device: torch.device
-) -> list[list[int]]:
-    """Answers' token ids (end-of-turn included), one per example, from left-padded prompts in one batch."""
-    longest = max(example.prompt_length for example in batch)
-    rows = [example.input_ids[: example.prompt_length] for example in batch]
-    input_ids = torch.tensor([[tokenizer.pad_token_id] * (longest - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)  # (B, T)
-    output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=settings)
-    ends = set(settings.eos_token_id)
-    answers = []
-    for ids in output[:, longest:].tolist():
-        stop = next((at for at, token in enumerate(ids) if token in ends), len(ids) - 1)
-        answers.append(ids[: stop + 1])
-    return answers

@@ -76,14 +76,14 @@ def exact_batchings(
     return found or [whole], reasons
 
 
-def _arguments(model: torch.nn.Module) -> set[str]:
+def arguments(model: torch.nn.Module) -> set[str]:
     """Names that the causal model's forward takes, below an adapter."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return set(inspect.signature(base.forward).parameters)
 
 
 def _heads(model: torch.nn.Module, device: torch.device) -> list[str]:
-    if "logits_to_keep" not in _arguments(model):
+    if "logits_to_keep" not in arguments(model):
         return ["everywhere"]
     return [head for head in HEADS if head != "fused" or fused_kernel(device)]
 
@@ -106,7 +106,7 @@ def _cannot(model: torch.nn.Module, layout: str, examples: Sequence[Encoded], tr
     if not _attentions(model, layout):
         implementation = getattr(config, "_attn_implementation", None)
         return f"attention {implementation} cannot be told who sees whom; sdpa and flex_attention can"
-    if "position_ids" not in _arguments(model):
+    if "position_ids" not in arguments(model):
         return "the model takes no positions"
     other = sorted({kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"})
     window = getattr(config, "sliding_window", None)

@@ -1,0 +1,189 @@
+"""Greedy answers of a batch of rows behind one copy of their common prefix; rows that have ended are let go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from accel_sft.attention import Prefix, install
+
+ROOM = 32
+"""Tokens that the cache grows by: concatenating for every token would copy all of it every time."""
+DROPPED_AT = 8
+"""Ended rows are let go when they are one in so many: letting go copies the others' cache."""
+
+
+class Decoder:
+    """A model that has read the prefix, and a batch of rows behind it: `start`, then `step` and `keep`.
+
+    Rows are padded at the left, so that all write the same column of the cache; no row sees another's or its own
+    padding. The model is called as a whole, so that whatever gathers its weights (ZeRO-3, FSDP) does, equally often on
+    every rank that calls the same methods.
+
+    Args:
+        model: with sdpa attention that takes `position_ids` and a plain cache; in eval mode.
+        prefix: token ids that all rows begin with; none is all right.
+        logits_to_keep: whether the model's forward can leave out the logits of all but the last token.
+    """
+
+    def __init__(self, model: Any, prefix: Sequence[int], device: torch.device, *, logits_to_keep: bool) -> None:
+        install()
+        self.model, self.device, self.length = model, device, len(prefix)
+        self.shared: dict[str, Any] = (
+            {"use_cache": True, "logits_to_keep": 1} if logits_to_keep else {"use_cache": True}
+        )
+        if prefix:
+            cache = DynamicCache()
+            self.model(input_ids=torch.tensor([prefix], device=device), past_key_values=cache, **self.shared)
+            self.shared["prefix"] = Prefix(
+                [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
+            )
+
+    def start(self, rows: Sequence[Sequence[int]], forwards: int = 1) -> torch.Tensor:
+        """Read what rows have behind the prefix, at least a token each; logits of what comes next, (B, vocabulary).
+
+        Args:
+            forwards: the rows are divided among so many; neighbours should be of like length.
+        """
+        parts = [[rows[at] for at in part] for part in np.array_split(np.arange(len(rows)), forwards)]
+        longest = max(map(len, rows))
+        lengths = torch.tensor([len(row) for row in rows], device=self.device)
+        columns = torch.arange(self.length + longest, device=self.device)
+        self.seen = (columns < self.length) | (columns >= self.length + longest - lengths[:, None])  # (B, P + T)
+        self.position = self.length + lengths[:, None]  # of the next token
+        read = [self._read(part) for part in parts]
+        layers = zip(*(cache.layers for _, cache in read), strict=True)
+        self.cache = Cache(layers=[_Columns(of_parts, longest) for of_parts in layers])
+        return torch.cat([logits for logits, _ in read])
+
+    def _read(self, rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, DynamicCache]:
+        longest = max(map(len, rows))
+        ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=self.device)
+        padding = torch.tensor([longest - len(row) for row in rows], device=self.device)[:, None]
+        column = torch.arange(longest, device=self.device)
+        own = (column >= padding)[:, None] & (column <= column[:, None]) | (column == column[:, None])  # (B, T, T)
+        before = own.new_ones(len(rows), longest, self.length)
+        cache = DynamicCache()
+        logits = self.model(
+            input_ids=ids,
+            position_ids=(self.length + column - padding).clamp(min=0),
+            attention_mask=torch.cat([before, own], dim=-1)[:, None],
+            past_key_values=cache,
+            **self.shared,
+        ).logits
+        return logits[:, -1], cache
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Read one more token of each row, (B,); logits of what comes next, (B, vocabulary)."""
+        self.seen = torch.cat([self.seen, self.seen.new_ones(len(tokens), 1)], dim=1)
+        logits = self.model(
+            input_ids=tokens[:, None],
+            position_ids=self.position,
+            attention_mask=self.seen[:, None, None],
+            past_key_values=self.cache,
+            **self.shared,
+        ).logits
+        self.position = self.position + 1
+        return logits[:, -1]
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Go on with these rows of the batch alone."""
+        self.seen, self.position = self.seen[rows], self.position[rows]
+        for layer in self.cache.layers:
+            layer.keep(rows)
+
+    def answers(
+        self,
+        rows: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        ends: Collection[int],
+        *,
+        forwards: int = 1,
+        anyone: Callable[[bool], bool] = bool,
+    ) -> list[list[int]]:
+        """The most likely token again and again, up to one of `ends`, which is part of the answer.
+
+        Args:
+            forwards: of `start`.
+            anyone: whether any rank goes on, given whether this one does; where ranks share weights all go on as long
+                as one does.
+        """
+        answers: list[list[int]] = [[] for _ in rows]
+        going = list(range(len(rows)))  # the row in each place of the batch; None: it has ended
+        logits = self.start(rows, forwards)
+        for _ in range(max_new_tokens - 1):
+            tokens = self._take(logits, answers, going, ends)
+            places = [place for place, row in enumerate(going) if row is not None]
+            if not anyone(bool(places)):
+                return answers
+            if DROPPED_AT * (len(going) - len(places)) >= len(going) > 1:
+                places = places or [0]  # a rank that has ended goes on with the least
+                kept = torch.tensor(places, device=self.device)
+                going, tokens = [going[place] for place in places], tokens[kept]
+                self.keep(kept)
+            logits = self.step(tokens)
+        self._take(logits, answers, going, ends)
+        return answers
+
+    def _take(
+        self, logits: torch.Tensor, answers: list[list[int]], going: list[int | None], ends: Collection[int]
+    ) -> torch.Tensor:
+        tokens = logits.argmax(dim=-1)
+        for place, token in enumerate(tokens.tolist()):
+            if (row := going[place]) is not None:
+                answers[row].append(token)
+                if token in ends:
+                    going[place] = None
+        return tokens
+
+
+class _Columns(DynamicLayer):
+    """A layer's keys and values with room for more, so that a token is written and nothing copied.
+
+    Args:
+        parts: the layers of rows that were read apart; theirs are freed.
+        longest: columns of the longest.
+    """
+
+    def __init__(self, parts: Sequence[DynamicLayer], longest: int) -> None:
+        super().__init__()
+        self.is_initialized, self.length = True, longest
+        self._rooms = [self._joined([getattr(part, name) for part in parts], longest) for name in ("keys", "values")]
+        for part in parts:
+            part.keys = part.values = None
+        self._show()
+
+    @staticmethod
+    def _joined(parts: Sequence[torch.Tensor], longest: int) -> torch.Tensor:
+        first = parts[0]
+        room = first.new_zeros(
+            sum(map(len, parts)), first.shape[1], longest + ROOM, first.shape[3]
+        )  # zeros: no nan is masked
+        at = 0
+        for part in parts:
+            room[at : at + len(part), :, longest - part.shape[2] : longest] = part
+            at += len(part)
+        return room
+
+    def _show(self) -> None:
+        self.keys, self.values = (room[:, :, : self.length] for room in self._rooms)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Write the columns of new tokens; keys and values of all."""
+        new = slice(self.length, self.length + key_states.shape[2])
+        if new.stop > self._rooms[0].shape[2]:
+            self._rooms = [torch.nn.functional.pad(room, (0, 0, 0, ROOM)) for room in self._rooms]
+        for room, states in zip(self._rooms, (key_states, value_states), strict=True):
+            room[:, :, new] = states
+        self.length = new.stop
+        self._show()
+        return self.keys, self.values
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Go on with these rows alone."""
+        self._rooms = [room[rows] for room in self._rooms]
+        self._show()

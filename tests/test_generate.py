@@ -1,0 +1,278 @@
+"""Answers are those of plain, separate generation, and generating leaves no trace in the model (laws 3 and 4)."""
+
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import accel_sft
+from models import Sums, make_tiny
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GenerationConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+)
+
+from accel_sft import generate
+from accel_sft.batching import Batching
+from accel_sft.chat import Encoded, encode, end_of_turn_ids
+from accel_sft.config import TrainConfig
+from accel_sft.evaluate import Evaluator
+from accel_sft.generate import Generator, common_prefix, divide
+from accel_sft.merging import merged
+from accel_sft.options import UserError
+
+NEW_TOKENS = 12
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "base")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    return AutoTokenizer.from_pretrained(tiny)
+
+
+@pytest.fixture(scope="module")
+def examples(tokenizer):
+    """Prompts of several lengths behind one instruction."""
+    numbers = [7, 12, 123, 5, 48, 1234, 12, 99, 31, 8]
+    eos = {tokenizer.eos_token_id}
+    kept = encode(tokenizer, Sums(), numbers, "validation", eos_ids=eos, max_length=99, truncation="drop").kept
+    assert len({example.prompt_length for example in kept}) == 4
+    return kept
+
+
+class Strict(Qwen2ForCausalLM):
+    """Takes no arguments that it does not know."""
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        use_cache=None,
+        logits_to_keep=0,
+        return_dict=None,
+    ):
+        names = ("position_ids", "past_key_values", "use_cache", "logits_to_keep")
+        given = {name: value for name, value in locals().items() if name in names}
+        return super().forward(input_ids, attention_mask, **given)
+
+
+class Lost(Qwen2ForCausalLM):
+    """Takes positions, and does not look at them."""
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        return super().forward(input_ids, **kwargs)
+
+
+def build(kind, tiny, vocabulary):
+    """A small model; its weights are large enough for answers to depend on all of the prompt."""
+    torch.manual_seed(1)
+    common = {**SMALL, "vocab_size": vocabulary, "initializer_range": 0.2}
+    classes = {"tiny": Qwen2ForCausalLM, "lora": Qwen2ForCausalLM, "lost": Lost, "strict": Strict}
+    if kind in classes:
+        model = classes[kind].from_pretrained(tiny)
+    elif kind == "eager":
+        model = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="eager")
+    elif kind == "convolution":
+        types = ["conv", "full_attention"]
+        model = Lfm2ForCausalLM(Lfm2Config(**common, num_key_value_heads=2, layer_types=types, block_multiple_of=32))
+    elif kind == "llama":  # queries share heads of keys
+        model = LlamaForCausalLM(LlamaConfig(**common, num_key_value_heads=2))
+    elif kind == "gemma":  # heads wider than the model
+        model = GemmaForCausalLM(GemmaConfig(**common, num_key_value_heads=1, head_dim=32))
+    else:
+        window = int(kind.removeprefix("window of "))
+        model = MistralForCausalLM(MistralConfig(**common, num_key_value_heads=2, sliding_window=window))
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))  # tied, it repeats what it reads
+    if kind == "lora":
+        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    return model.eval()
+
+
+def separately(model, tokenizer, examples, new_tokens=NEW_TOKENS):
+    """Each question alone, by transformers' own `generate`, and end of turn as the model's file says."""
+    ends = sorted(end_of_turn_ids(tokenizer, model.generation_config))
+    settings = GenerationConfig(
+        do_sample=False, max_new_tokens=new_tokens, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
+    )
+    answers = {}
+    for example in examples:
+        ids = torch.tensor([example.input_ids[: example.prompt_length]])
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        answers[example.index] = output[0, ids.shape[1] :].tolist()
+    return answers
+
+
+def end_early(model, tokenizer, examples):
+    """Let some frequent tokens end a turn, so that answers have several lengths; the answers then."""
+    whole = separately(model, tokenizer, examples)
+    ends = {answer[min(2 + number, len(answer) - 1)] for number, answer in enumerate(list(whole.values())[:4])}
+    model.generation_config.eos_token_id = sorted(ends)
+    answers = separately(model, tokenizer, examples)
+    assert len({len(answer) for answer in answers.values()}) >= 3
+    return answers
+
+
+def generated(model, tokenizer, examples, batch_size=64, new_tokens=NEW_TOKENS):
+    generator = Generator(Accelerator(cpu=True), tokenizer, batch_size, new_tokens)
+    with torch.no_grad():
+        return {example.index: ids for example, ids in generator(model, examples)}, generator
+
+
+@pytest.mark.parametrize("kind", ["tiny", "llama", "gemma", "lora", "window of 4096"])
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_answers_behind_a_shared_prefix_are_those_of_separate_questions(kind, batch_size, tiny, tokenizer, examples):
+    model = build(kind, tiny, len(tokenizer))
+    expected = end_early(model, tokenizer, examples)
+    answers, generator = generated(model, tokenizer, examples, batch_size)
+    prefix = common_prefix(examples)
+    assert generator.told == f"answers: the {prefix} tokens that all prompts begin with are computed once"
+    assert answers == expected
+
+
+def test_long_answers_to_questions_read_in_several_forwards_are_the_same(tiny, tokenizer, examples, monkeypatch):
+    model = build("tiny", tiny, len(tokenizer))
+    model.generation_config.eos_token_id = None
+    monkeypatch.setattr(generate, "READ_TOKENS", 40)
+    answers, _ = generated(model, tokenizer, examples, new_tokens=70)
+    assert max(map(len, answers.values())) == 70
+    assert answers == separately(model, tokenizer, examples, new_tokens=70)
+
+
+def test_questions_without_a_common_beginning_are_answered_in_the_same_way(tiny, tokenizer, examples):
+    model = build("llama", tiny, len(tokenizer))
+    bare = [
+        Encoded(example.index, example.input_ids[example.index :], example.prompt_length - example.index)
+        for example in examples
+    ]
+    expected = end_early(model, tokenizer, bare)
+    answers, generator = generated(model, tokenizer, bare)
+    assert generator.told == "answers: prompts begin with nothing in common"
+    assert answers == expected
+
+
+def test_a_question_that_all_others_begin_with_keeps_a_token_of_its_own(tiny, tokenizer, examples):
+    model = build("tiny", tiny, len(tokenizer))
+    ids = examples[0].input_ids
+    nested = [Encoded(index, ids, 20 + index) for index in range(5)]
+    assert common_prefix(nested) == 19
+    answers, _ = generated(model, tokenizer, nested)
+    assert answers == separately(model, tokenizer, nested)
+
+
+REFUSED = {
+    "window of 8": "the model's cache has layers of another kind (DynamicSlidingWindowLayer)",
+    "convolution": "the model's cache has layers of another kind (LinearAttentionLayer)",
+    "eager": "attention eager takes no shared prefix, sdpa does",
+    "lost": "its predictions behind a shared prefix are not those of single rows (off by ",
+    "strict": "the model takes no shared prefix (",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_cannot_share_is_left_to_transformers_with_the_reason(kind, tiny, tokenizer, examples):
+    model = build(kind, tiny, len(tokenizer))
+    expected = end_early(model, tokenizer, examples)
+    answers, generator = generated(model, tokenizer, examples, batch_size=4)
+    assert generator.told.startswith(f"answers by transformers' generate, as {REFUSED[kind]}")
+    assert answers == expected
+
+
+@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 4), (2, 3), (3, 64), (16, 2)])
+def test_every_rank_gets_its_share_of_every_batch(ranks, batch_size, examples):
+    batches = divide(examples, ranks, batch_size)
+    found = [row.index for batch in batches for rows in batch for row in rows]
+    assert sorted(found) == [example.index for example in examples]
+    for batch in batches:
+        assert len(batch) == ranks
+        assert max(map(len, batch)) <= batch_size
+        assert max(map(len, batch)) - min(map(len, batch)) <= 1
+    work = [sum(len(row.input_ids) for batch in batches for row in batch[rank]) for rank in range(ranks)]
+    assert max(work) - min(work) <= 2 * max(len(example.input_ids) for example in examples)
+
+
+def test_an_adapter_is_merged_for_the_answers_without_a_bit_being_written(tiny, tokenizer, examples):
+    model = build("lora", tiny, len(tokenizer))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    ids = torch.tensor([examples[0].input_ids])
+    counted = []
+    model.get_submodule("base_model.model.model.layers.0.mlp.up_proj.lora_A.default").register_forward_hook(
+        lambda *_: counted.append(1)
+    )
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert len(counted) == 1
+        with pytest.raises(ZeroDivisionError), merged(model) as reason:  # noqa: PT012 - what raises is inside
+            assert reason is None
+            assert not torch.equal(model(ids).logits, expected)  # as rounding has it
+            torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-3)
+            assert len(counted) == 1, "the adapter was computed apart"
+            raise ZeroDivisionError
+        assert torch.equal(model(ids).logits, expected)
+        generated(model, tokenizer, examples)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_an_adapter_that_would_be_rounded_stays_apart_with_the_reason(tiny, tokenizer, examples):
+    model = build("lora", tiny, len(tokenizer)).to(torch.bfloat16)
+    _, generator = generated(model, tokenizer, examples)
+    assert generator.told.endswith("; the adapter stays apart, as its sum with the weights would be rounded")
+
+
+def evaluated(model, tokenizer, examples, task):
+    config = TrainConfig(max_new_tokens=3).resolved({})
+    evaluator = Evaluator(Accelerator(cpu=True), tokenizer, task, range(len(examples)), examples, config)
+    return evaluator(model, Batching("shared", 256))
+
+
+def test_an_evaluation_leaves_mode_gradients_and_random_state_as_they_were(tiny, tokenizer, examples, capsys):
+    model = build("lora", tiny, len(tokenizer)).train()
+    state = torch.get_rng_state()
+    evaluated(model, tokenizer, examples, Sums())
+    assert capsys.readouterr().out.startswith("answers: the ")
+    failing = type("Failing", (Sums,), {"score": lambda *_: None})()
+    with pytest.raises(UserError, match="expected a dict"):
+        evaluated(model, tokenizer, examples, failing)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_ranks_that_share_their_weights_give_the_same_answers(tiny, tokenizer, examples, tmp_path):
+    model = build("tiny", tiny, len(tokenizer))
+    model.config.tie_word_embeddings = False
+    end_early(model, tokenizer, examples)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    arguments = ("evaluate", "math", "--model", str(tmp_path / "model"), "--validation-examples", "9")
+    arguments += ("--max-new-tokens", "12", "--eval-batch-size", "3")
+    said = {}
+    for yaml in (None, "z3"):
+        launcher = ("--mixed_precision", "no") if yaml else ()
+        run = accel_sft(*arguments, yaml=yaml, launcher=launcher, run_dir=tmp_path / str(yaml))
+        assert run.status == 0, run.output
+        assert "tokens that all prompts begin with are computed once" in run.output
+        lines = (run.run_dir / "samples-tuned.jsonl").read_text().splitlines()
+        said[yaml] = [json.loads(line)["generated"] for line in lines]
+    assert len(set(said[None])) > 3
+    assert said["z3"] == said[None]
