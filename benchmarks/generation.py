@@ -1,0 +1,171 @@
+"""Answers per second of accel_sft's evaluation and of plain transformers, on the same questions and the same model.
+
+    python benchmarks/generation.py [--shape NAME ...] [--questions 128] [--rounds 3] [--lora]
+
+All ways answer in turns in one process, in every round; medians over the rounds and their ratios are printed as a
+table. They must give the same tokens: the same work is done.
+
+Random weights hardly ever end a turn. Here the head is made, in place of the random one, so that an answer counts down
+from the question's last word and ends after zero: a question says how long its answer is. The rest is computed as ever.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from accel_sft.environment import prepare_environment
+
+prepare_environment()  # as the command line does before torch is imported
+
+import torch  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig  # noqa: E402
+
+import shapes  # noqa: E402
+from accel_sft.chat import Encoded  # noqa: E402
+from accel_sft.generate import Generator, common_prefix  # noqa: E402
+
+SHAPES = {
+    "series-a": shapes.SHAPES["series-a"],  # 20 + 8 + 18
+    "long-instruction": shapes.SHAPES["long-instruction"],  # 300 + 30 + 20
+    "mixed-answers": shapes.Shape(20, (5, 12), (2, 121), 0, 0, "log"),  # 20 + 8 + 2 to 120
+}
+EMBEDDINGS_TIMES = 10
+"""So that the last word decides what comes next, whatever random layers add to it."""
+
+
+def count_down(model: torch.nn.Module, words: list[int], end: int) -> None:
+    """Give the model a head after which word n - 1 follows word n, and the end follows word 0."""
+    embeddings = model.get_input_embeddings().weight.data.mul_(EMBEDDINGS_TIMES)
+    head = embeddings.clone()
+    head[words[:-1]] = embeddings[words[1:]]
+    head[words[-1]] = 0
+    head[end] = embeddings[words[0]]
+    model.lm_head.weight = torch.nn.Parameter(head)
+
+
+def questions(shape: shapes.Shape, count: int, tokenizer: object, words: list[int]) -> list[Encoded]:
+    """Rows of a shape, the last word of each question being as far from zero as its answer is long."""
+    rows = shapes.make_rows(dataclasses.replace(shape, batch=count))
+    found = []
+    for index, row in enumerate(rows):
+        tokens = len(row["answer"]) // 5 + 1  # a word has five characters; and the end
+        prompt = tokenizer(row["instruction"] + row["question"])["input_ids"]
+        prompt[-1] = words[tokens - 1]
+        found.append(Encoded(index, [*prompt, *words[: tokens - 1][::-1], tokenizer.eos_token_id], len(prompt)))
+    return found
+
+
+class Transformers:
+    """Plain `generate`, so many questions at a time, perhaps with what they share in the cache already."""
+
+    def __init__(self, model: torch.nn.Module, tokenizer: object, rows: int, most: int, prefix: int = 0) -> None:
+        self.model, self.tokenizer, self.rows, self.prefix = model, tokenizer, rows, prefix
+        self.settings = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=most,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+
+    def __call__(self, examples: list[Encoded]) -> dict[int, list[int]]:
+        ordered = sorted(examples, key=lambda example: -example.prompt_length) if self.rows > 1 else examples
+        answers = {}
+        for at in range(0, len(ordered), self.rows):
+            batch = ordered[at : at + self.rows]
+            prompts = [example.input_ids[: example.prompt_length] for example in batch]
+            longest = max(map(len, prompts))
+            pads = [longest - len(prompt) for prompt in prompts]
+            before, pad = prompts[0][: self.prefix], [self.tokenizer.pad_token_id]
+            ids = [before + pad * n + prompt[self.prefix :] for n, prompt in zip(pads, prompts, strict=True)]
+            mask = [[1] * self.prefix + [0] * n + [1] * (longest - n - self.prefix) for n in pads]
+            cache = {"past_key_values": self._cache(before, len(batch))} if self.prefix else {}
+            output = self.model.generate(
+                torch.tensor(ids), attention_mask=torch.tensor(mask), generation_config=self.settings, **cache
+            )
+            for example, answer in zip(batch, output[:, longest:].tolist(), strict=True):
+                end = self.tokenizer.eos_token_id
+                answers[example.index] = answer[: answer.index(end) + 1] if end in answer else answer
+        return answers
+
+    def _cache(self, prefix: list[int], rows: int) -> DynamicCache:
+        cache = DynamicCache(config=self.model.config)
+        self.model(input_ids=torch.tensor([prefix]), past_key_values=cache, logits_to_keep=1)
+        cache.batch_repeat_interleave(rows)
+        return cache
+
+
+def contestants(model: torch.nn.Module, tokenizer: object, examples: list[Encoded]) -> dict[str, Callable]:
+    """The ways to answer, by name, ours first."""
+    most = max(example.supervised_tokens for example in examples)
+    generator = Generator(Accelerator(cpu=True), tokenizer, None, most)
+    started = time.perf_counter()
+    generator.choose(model, examples)
+    print(f"{generator.told}; checked once, in {time.perf_counter() - started:.1f} s\n")
+    shared = common_prefix(examples)
+    return {
+        "accel_sft": lambda rows: {example.index: answer for example, answer in generator(model, rows)},
+        "`generate`, 64 rows behind a cached instruction": Transformers(model, tokenizer, 64, most, shared),
+        "`generate`, 64 rows": Transformers(model, tokenizer, 64, most),
+        "`generate`, one question at a time": Transformers(model, tokenizer, 1, most),
+    }
+
+
+@torch.no_grad()
+def measure(ways: dict[str, Callable], examples: list[Encoded], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every round, by name."""
+    expected = {example.index: example.input_ids[example.prompt_length :] for example in examples}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for answer in ways.values():
+        answer(examples[:8])
+    for _ in range(rounds):
+        for name, answer in ways.items():
+            started = time.perf_counter()
+            answers = answer(examples)
+            seconds[name].append(time.perf_counter() - started)
+            if answers != expected:
+                raise SystemExit(f"{name}: other answers than the questions ask for")
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", choices=SHAPES)
+    parser.add_argument("--questions", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--lora", action="store_true", help="With an adapter of rank 8 on all linear layers.")
+    args = parser.parse_args()
+    torch.set_num_threads(os.cpu_count())
+    with tempfile.TemporaryDirectory() as folder:
+        shapes.make_model(Path(folder))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    words = tokenizer.convert_tokens_to_ids([f"w{n:04}" for n in range(shapes.WORDS)])
+    count_down(model, words, tokenizer.eos_token_id)
+    if args.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")).eval()
+    for name in args.shape or SHAPES:
+        examples = questions(SHAPES[name], args.questions, tokenizer, words)
+        prompts = sum(example.prompt_length for example in examples)
+        answered = sum(example.supervised_tokens for example in examples)
+        print(f"\n## {name}: {len(examples)} questions, {prompts:,} tokens of prompts, {answered:,} of answers\n")
+        seconds = measure(contestants(model, tokenizer, examples), examples, args.rounds)
+        print("| way | answers/s | generated tokens/s | accel_sft is |\n|---|---|---|---|")
+        ours = statistics.median(seconds["accel_sft"])
+        for way, taken in seconds.items():
+            median = statistics.median(taken)
+            speeds = f"{len(examples) / median:,.1f} | {answered / median:,.0f}"
+            print(f"| {way} | {speeds} | {median / ours:.2f}x |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
