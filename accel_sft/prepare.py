@@ -24,7 +24,7 @@ from accel_sft.tiny import build_tiny
 from accel_sft.tokens import SplitEncoder
 
 _TINY_EXAMPLES = 1 << 15
-"""Training examples that tiny's tokenizer is made from at most; more do not change it, and cost time on every start."""
+"""Training examples that tiny's tokenizer is made from at most: more hardly change it, and take time on every start."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ class Task(abc.ABC):
     """Subclass it as a keyword-only dataclass; every field made with `option` is a command-line option too.
 
     An example may be any object; the trainer only hands it back to the methods below. All methods must be pure:
-    every rank calls them and must see the same.
+    every rank calls them and must see the same, and what they gave is kept for later runs.
     """
 
     main_metric: ClassVar[str]
@@ -24,7 +24,11 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def dataset(self, split: str) -> Sequence[Any]:
-        """The examples of `split`, "train" or "validation". Raise UserError for data that cannot be used."""
+        """The examples of `split`, "train" or "validation". Raise UserError for data that cannot be used.
+
+        A sequence may have an attribute `fingerprint`, a text that changes whenever an example does (what `read_rows`
+        returns has one): then a later start need not read every message and target to see that none has changed.
+        """
 
     @abc.abstractmethod
     def messages(self, example: Any) -> list[dict[str, str]]:

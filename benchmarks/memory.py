@@ -7,7 +7,8 @@ Each run is the command line itself (`accel_sft math --train-file`), in one proc
 second starts take turns: every size once a round. Unique memory (USS: what would be free without the process) is
 sampled ten times a second from the first step on; with several ranks the largest one's counts. Another trainer stands
 still meanwhile, so that the libraries' code is shared and does not count, whatever else runs on the machine. The start
-is timed from the command to the first line of metrics.jsonl.
+is timed from the command to the first line of metrics.jsonl; the CPU time of all its processes says the same where the
+machine is busy.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ PREFIX = "王大丫丫的回答是--->"
 
 @dataclasses.dataclass
 class Start:
-    """One run: seconds from the command to the first step, and unique memory in training, in MiB."""
+    """One run: seconds, and CPU seconds, from the command to the first step; unique memory in training, in MiB."""
 
     seconds: float
+    cpu_seconds: float
     median_mib: float
     peak_mib: float
 
@@ -69,21 +71,26 @@ def ranks_of(process: psutil.Process) -> list[psutil.Process]:
 def to_first_step(command: list[str], folder: Path, cache: Path) -> tuple[subprocess.Popen, float]:
     """A run in `folder` that has made its first step, and seconds since the command."""
     environment = {**os.environ, "ACCEL_SFT_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
-    metrics, log = folder / "metrics.jsonl", tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+    metrics, log = folder / "metrics.jsonl", folder.with_suffix(".log")
     begun = time.perf_counter()
-    process = subprocess.Popen([*command, "--output-dir", str(folder)], env=environment, stdout=log, stderr=log)
+    with log.open("wb") as output:
+        command = [*command, "--output-dir", str(folder)]
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
     while process.poll() is None:
         if metrics.exists() and metrics.stat().st_size:
             return process, time.perf_counter() - begun
         time.sleep(0.01)
-    log.seek(0)
-    raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{log.read().decode()[-3000:]}")
+    raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-3000:]}")
 
 
-def run(command: list[str], folder: Path, cache: Path) -> Start:
-    """Train in `folder` and watch."""
+def run(command: list[str], folder: Path, cache: Path, again: bool) -> Start:
+    """Train in `folder` and watch; `again`: the tokens must be there."""
     process, seconds = to_first_step(command, folder, cache)
+    if (folder.with_suffix(".log").read_text().count("tokens read from") == 2) != again:
+        process.kill()
+        raise SystemExit(f"{folder}: tokens were {'not ' if again else ''}read from the cache")
     watched, samples = psutil.Process(process.pid), []
+    times = [each.cpu_times() for each in (watched, *watched.children(recursive=True))]
     while process.poll() is None:
         try:
             samples.append(max(rank.memory_full_info().uss for rank in ranks_of(watched)) / 2**20)
@@ -93,7 +100,8 @@ def run(command: list[str], folder: Path, cache: Path) -> Start:
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
     samples = samples[: -max(len(samples) // 10, 1)]  # while weights are exported nothing is trained
-    return Start(seconds, statistics.median(samples), max(samples))
+    cpu_seconds = sum(time.user + time.system for time in times)
+    return Start(seconds, cpu_seconds, statistics.median(samples), max(samples))
 
 
 def main() -> None:
@@ -123,27 +131,30 @@ def main() -> None:
             launcher = args.launcher or [sys.executable]
             for number in range(-1, args.rounds):
                 for count in args.rows:
-                    found = run(command(count, args.steps, launcher), folder / f"{count}-{number}", folder / "cache")
-                    if number < 0:
+                    again, place = number >= 0, folder / f"{count}-{number}"
+                    found = run(command(count, args.steps, launcher), place, folder / "cache", again)
+                    if not again:
                         firsts[count] = found
                     else:
                         seconds[count].append(found)
         finally:
             still.kill()
-        print("| rows | first start | second start | USS median | USS peak | USS median, first start | peak |")
-        print("|---|---|---|---|---|---|---|")
+        print(
+            "| rows | first start | second start | its CPU time | USS median | USS peak | after a first start | peak |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
         for count in args.rows:
             first, again = firsts[count], seconds[count]
             middle = {
                 field.name: statistics.median(getattr(each, field.name) for each in again)
                 for field in dataclasses.fields(Start)
             }
-            print(
-                f"| {count:,} | {first.seconds:.1f} s | {middle['seconds']:.2f} s | {middle['median_mib']:,.0f} MiB "
-                f"| {middle['peak_mib']:,.0f} MiB | {first.median_mib:,.0f} MiB | {first.peak_mib:,.0f} MiB |",
-                flush=True,
-            )
-            print(f"seconds of each second start: {', '.join(f'{e.seconds:.2f}' for e in again)}", file=sys.stderr)
+            cells = [f"{count:,}", f"{first.seconds:.1f} s", f"{middle['seconds']:.2f} s"]
+            cells.append(f"{middle['cpu_seconds']:.2f} s")
+            memory = (middle["median_mib"], middle["peak_mib"], first.median_mib, first.peak_mib)
+            print(f"| {' | '.join([*cells, *(f'{mib:,.0f} MiB' for mib in memory)])} |", flush=True)
+            told = ", ".join(f"{each.seconds:.2f} ({each.cpu_seconds:.2f})" for each in again)
+            print(f"seconds (CPU seconds) of each second start: {told}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,26 @@ def test_what_changes_the_tokens_misses_the_cache(tokenizer, tmp_path):
     assert keys[0] == encoder(AutoTokenizer.from_pretrained(tokenizer.name_or_path)).key(list(EXAMPLES), "train")
 
 
+def test_what_has_a_fingerprint_is_not_read_to_be_known(tokenizer):
+    class Unread(list):
+        def __getitem__(self, index):
+            raise AssertionError("read")
+
+    class Dataset(Unread):
+        __module__ = "datasets.arrow_dataset"
+
+    keys = []
+    for cls, name in ((Unread, "fingerprint"), (Dataset, "_fingerprint")):
+        for fingerprint in ("a", "b"):
+            rows = cls(EXAMPLES)
+            setattr(rows, name, fingerprint)
+            keys.append(encoder(tokenizer).key(rows, "train"))
+    assert len(set(keys)) == 2
+    local = type("Local", (Sums,), {})()  # a class that no name leads to: then everything is read
+    with pytest.raises(UserError, match="read"):
+        encoder(tokenizer, local).key(rows, "train")
+
+
 def flipped(file):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
