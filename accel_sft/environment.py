@@ -13,7 +13,7 @@ from pathlib import Path
 from accel_sft.launched import launcher_arguments
 
 _QUIET = {
-    "TOKENIZERS_PARALLELISM": "false",  # a fork after its threads have started may hang
+    "TOKENIZERS_PARALLELISM": "false",  # a fork after its threads have started may hang; ranks share the cores
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",

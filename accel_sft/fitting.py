@@ -31,9 +31,6 @@ from accel_sft.system import peak_memory_gib
 from accel_sft.task import Task
 from accel_sft.tracking import Tracker
 
-_TRIED_EXAMPLES = 4096
-"""Training examples among which those are chosen that layouts are tried with."""
-
 
 class Fitting:
     """A prepared model and what it takes to fit, judge and save it; `fit` is the loop."""
@@ -113,7 +110,7 @@ class Fitting:
         """Rows laid out as before the run stopped, unless asked for otherwise now; else what is exact and fast here."""
         kept = Batching(**before["chosen"]) if before and before["asked"] == self.batching_asked else None
         accelerator, pad_token_id = self.accelerator, self.prepared.tokenizer.pad_token_id
-        some = self.train.some(_TRIED_EXAMPLES)
+        some = self.train.some()
         batching, told = choose_batching(accelerator, self.model, self.config, some, pad_token_id, before=kept)
         self.tracker.say(told)
         return Learner(accelerator, self.model, self.stepper, batching, pad_token_id, self.run_dir, self.tracker.say)

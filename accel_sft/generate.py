@@ -94,7 +94,7 @@ class Generator:
         if self.plain:
             line = f"answers by transformers' generate, as {self.plain}"
         elif not prefix:
-            line = "answers: prompts begin with nothing in common"
+            line = f"answers: prompts have fewer than {SHORTEST_PREFIX} first tokens in common"
         return f"{line}; the adapter stays apart, as {adapter}" if adapter else line
 
     def _decoder(self, model: Any, prefix: Sequence[int]) -> Decoder:
@@ -126,7 +126,8 @@ class Generator:
     def _why_plain(self, model: Any, examples: Sequence[Encoded], prefix: int) -> str | None:
         """Why the model is left to transformers' `generate`, on all ranks; None if it need not be."""
         longest = max(example.prompt_length for example in examples) + self.max_new_tokens
-        reason = _cannot(model, longest) or self._differs(model, examples, prefix)
+        empty = "a prompt is empty" if any(example.prompt_length == 0 for example in examples) else None
+        reason = empty or _cannot(model, longest) or self._differs(model, examples, prefix)
         return next(filter(None, gather_object([reason])), None)
 
     def _differs(self, model: Any, examples: Sequence[Encoded], prefix: int) -> str | None:

@@ -102,8 +102,8 @@ class TokenStore(Sequence[Encoded]):
     def _firsts(self) -> list[int]:
         return [int(indices[0]) for _, indices, *_ in self._batches]
 
-    def some(self, count: int) -> list[Encoded]:
-        """All examples, or about `count`: the first ones, others from all over the data, and the longest."""
+    def some(self, count: int = 4096) -> list[Encoded]:
+        """All examples, or about `count` of them: the first ones, others from all over the data, and the longest."""
         if len(self) <= count:
             return self[:]
         first, spread = range(count // 8), range(0, len(self), -(-len(self) // count))
