@@ -17,11 +17,11 @@ from accel_sft.exactness import exact_batchings
 from accel_sft.loss import nll_sum
 from accel_sft.options import UserError
 
-TRIED_FORWARDS = {"mask": (256, 512, 1024), "rows": (512, 1024, 2048, 4096), "padded": (1024, 4096)}
+TRIED_FORWARDS = {"mask": (256, 512, 1024), "rows": (1024, 2048, 4096), "padded": (1024, 4096)}
 """Tokens in one forward that a CPU is tried with: there the fastest is not the largest."""
 TRIED_ON_DEVICE = tuple(2**power for power in range(10, 18))
 """The same on any other device, as far as its memory goes."""
-TRIED_TOKENS, TRIED_SECONDS, MOST_ROUNDS, NEAR = {"cpu": 2048}, 6.0, 3, 2.0
+TRIED_TOKENS, TRIED_SECONDS, MOST_ROUNDS, NEAR = {"cpu": 2048}, 10.0, 3, 2.0
 """What each rank tries them on (other devices: the largest forward), how long trying each once may take, and how often
 those are tried that need no more than NEAR times the least."""
 UNTRIED_FORWARD = {"mask": 1024, "rows": 2048, "padded": 1024}
@@ -60,11 +60,11 @@ def choose_batching(
     elif config.micro_batch_size != "auto":
         batching = dataclasses.replace(exact[0], rows=int(config.micro_batch_size))
     else:
-        trial = Trial(accelerator, model, config, examples, pad_token_id)
+        trial = Trial(accelerator, model, config, examples, pad_token_id, train=train)
         if on_cpu:
             sizes = [dataclasses.replace(b, tokens=n) for b in exact for n in TRIED_FORWARDS[_kind(b)]]
         else:
-            sizes = trial.within_memory(exact, TRIED_ON_DEVICE, train=train)
+            sizes = trial.within_memory(exact, TRIED_ON_DEVICE)
         batching = trial.fastest(sizes) or trial.least_computed(
             [dataclasses.replace(b, tokens=UNTRIED_FORWARD[_kind(b)]) for b in exact] if on_cpu else sizes
         )
@@ -79,7 +79,11 @@ def _kind(batching: Batching) -> str:
 
 
 class Trial:
-    """Runs candidates on this model and these examples; all ranks together, and all come to the same answer."""
+    """Runs candidates on this model and these examples; all ranks together, and all come to the same answer.
+
+    Args:
+        train: whether a backward goes with each forward.
+    """
 
     def __init__(
         self,
@@ -88,12 +92,14 @@ class Trial:
         config: TrainConfig,
         examples: Sequence[Encoded],
         pad_token_id: int,
+        *,
+        train: bool,
     ) -> None:
-        self.accelerator, self.model, self.examples = accelerator, model, examples
+        self.accelerator, self.model, self.examples, self.train = accelerator, model, examples, train
         self.pad_token_id, self.device = pad_token_id, accelerator.device
         self.step_size = config.global_batch_size or len(examples)
 
-    def within_memory(self, exact: Sequence[Batching], sizes: Sequence[int], *, train: bool) -> list[Batching]:
+    def within_memory(self, exact: Sequence[Batching], sizes: Sequence[int]) -> list[Batching]:
         """Those whose heaviest forward goes there and back, with room for the optimizer's state, on every rank.
 
         Sizes are tried upwards, the longest examples together, until one does not fit, or takes in a whole step.
@@ -103,7 +109,7 @@ class Trial:
             for tokens in sizes:
                 sized = dataclasses.replace(batching, tokens=tokens)
                 rows = self._heaviest(sized)
-                fits = self._agreed(self._fits(sized, rows, train=train))
+                fits = self._agreed(self._fits(sized, rows))
                 if not fits:
                     break
                 fitting.append(sized)
@@ -119,24 +125,20 @@ class Trial:
         return fitting
 
     def fastest(self, candidates: Sequence[Batching]) -> Batching | None:
-        """The quickest at going forward through some of the examples; None where trials would take too long."""
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                return self._fastest(candidates, self._like_a_step(candidates))
-        finally:
-            self.model.train(was_training)
-
-    def _fastest(self, candidates: Sequence[Batching], some: Sequence[Encoded]) -> Batching | None:
+        """The quickest to go through some of the examples; None where trials would take too long."""
+        some = self._like_a_step(candidates)
         first = [self._seconds(candidates[0], some) for _ in range(2)][1]  # the first time warms up
         if first * len(candidates) > TRIED_SECONDS:
             return None
         took = {batching: self._seconds(batching, some) for batching in candidates}
         near = [batching for batching in candidates if took[batching] <= NEAR * min(took.values())]
+        spent = sum(took.values())
         for _ in range(MOST_ROUNDS - 1 if len(near) > 1 else 0):
-            for batching in near:
-                took[batching] = min(took[batching], self._seconds(batching, some))
+            if spent > TRIED_SECONDS / 2:
+                break
+            again = {batching: self._seconds(batching, some) for batching in near}
+            spent += sum(again.values())
+            took = {batching: min(took[batching], seconds) for batching, seconds in again.items()}
         return min(near, key=took.__getitem__)
 
     def least_computed(self, candidates: Sequence[Batching]) -> Batching:
@@ -146,10 +148,8 @@ class Trial:
     def _seconds(self, batching: Batching, examples: Sequence[Encoded]) -> float:
         self.accelerator.wait_for_everyone()
         started = time.perf_counter()
-        loss = torch.zeros((), device=self.device)
         for rows in batching.divide(examples, self.accelerator.num_processes)[self.accelerator.process_index]:
-            loss += nll_sum(self.model, batching.batch(rows, self.pad_token_id, self.device))
-        loss.item()  # a device answers when it is done
+            self._run(batching, rows)
         mine = torch.tensor([time.perf_counter() - started], device=self.device)
         return self.accelerator.gather(mine).max().item()
 
@@ -175,29 +175,39 @@ class Trial:
     def _length(self, at: int) -> int:
         return len(self.examples[at].input_ids)
 
-    def _fits(self, batching: Batching, rows: list[Encoded], *, train: bool) -> bool:
-        """Whether a forward of these, and a backward through all but the weights, finds room on this rank.
+    def _run(self, batching: Batching, rows: list[Encoded]) -> None:
+        """One forward and, in training, a backward through all but the weights, until the device is done.
 
-        The model runs outside what wraps it, and gradients of weights are counted, not computed: what exchanges or
-        divides them between ranks must not see this backward.
+        The model runs outside what wraps it, and gradients of weights are not computed: what exchanges or divides them
+        between ranks must not see this backward. Random state and mode are put back.
         """
-        hold: list[torch.Tensor] = []
         model = self.accelerator.unwrap_model(self.model)
         embedded: list[torch.Tensor] = []
         handle = model.get_input_embeddings().register_forward_hook(
             lambda _, __, out: embedded.append(out.detach().requires_grad_()) or embedded[-1]
         )
+        was_training = model.training
+        model.train(self.train)  # activations are recomputed in training only
         try:
-            if train:
-                self._reserve(hold)
-            with torch.set_grad_enabled(train):
+            with torch.random.fork_rng(), torch.set_grad_enabled(self.train):
                 loss = nll_sum(model, batching.batch(rows, self.pad_token_id, self.device))
-            if train:
-                torch.autograd.grad(loss, embedded)
+                if self.train:
+                    torch.autograd.grad(loss, embedded)
+            loss.item()
+        finally:
+            handle.remove()
+            model.train(was_training)
+
+    def _fits(self, batching: Batching, rows: list[Encoded]) -> bool:
+        """Whether `_run` finds room on this rank, beside what the first update will want."""
+        hold: list[torch.Tensor] = []
+        try:
+            if self.train:
+                self._reserve(hold)
+            self._run(batching, rows)
         except torch.OutOfMemoryError:
             return False
         finally:
-            handle.remove()
             hold.clear()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

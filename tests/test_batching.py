@@ -399,9 +399,9 @@ def room_for(tokens):
     handle.remove()
 
 
-def trial(model, examples, **settings):
+def trial(model, examples, train=True, **settings):
     config = TrainConfig(**settings).resolved({})
-    return Trial(Accelerator(cpu=True), model, config, examples, 0)
+    return Trial(Accelerator(cpu=True), model, config, examples, 0, train=train)
 
 
 @pytest.mark.parametrize("train", [False, True])
@@ -409,21 +409,19 @@ def test_the_largest_forward_that_goes_there_and_back_bounds_what_is_tried(model
     model = copy.deepcopy(model).train()
     exact = [Batching("shared", 0), Batching("padded", 0)]
     with room_for(300):
-        sizes = trial(model, rows(200)).within_memory(exact, (64, 128, 256, 512, 1024), train=train)
+        sizes = trial(model, rows(200), train).within_memory(exact, (64, 128, 256, 512, 1024))
     assert [(b.layout, b.tokens) for b in sizes] == [(b.layout, n) for b in exact for n in (64, 128, 256)]
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_sizes_above_a_whole_step_are_not_tried(model):
-    sizes = trial(model, rows(200), global_batch_size=4).within_memory(
-        [Batching("packed", 0)], (64, 128, 256, 512), train=True
-    )
+    sizes = trial(model, rows(200), global_batch_size=4).within_memory([Batching("packed", 0)], (64, 128, 256, 512))
     assert [batching.tokens for batching in sizes] == [64, 128, 256]
 
 
 def test_a_device_without_room_for_the_smallest_forward_is_an_error_that_names_the_longest_example(model):
     with room_for(20), pytest.raises(UserError, match=r"not even 64 tokens .*the longest example, \d+, has 5\d\)"):
-        trial(model, rows(200)).within_memory([Batching("shared", 0)], (64, 128), train=True)
+        trial(model, rows(200)).within_memory([Batching("shared", 0)], (64, 128))
 
 
 class Unaware(torch.nn.Module):

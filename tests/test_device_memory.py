@@ -41,7 +41,7 @@ class Tried(Shipped):
         fastest = layout.Trial.fastest
 
         def after_memory(trial, candidates):
-            sizes = trial.within_memory(candidates[-1:], (64, 128), train=True)
+            sizes = trial.within_memory(candidates[-1:], (64, 128))
             assert [size.tokens for size in sizes] == [64, 128]
             Path("PROOF").touch()
             return fastest(trial, sizes)
