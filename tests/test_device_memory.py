@@ -60,7 +60,7 @@ def plugin(tmp_path, name, source):
 
 def test_a_step_without_room_is_repeated_in_smaller_forwards_with_the_same_curve(launched, tmp_path):
     options = plugin(tmp_path, "cramped", CRAMPED.replace("ROOM", "40"))
-    run = accel_sft("cramped", *JOB[1:], *ONCE, **options)
+    run = accel_sft("cramped", *JOB[1:], *ONCE, "--micro-batch-size", "10", **options)
     assert run.status == 0, run.output
     assert "step 1: out of device memory in a forward of" in run.output
     assert "the step is repeated with at most" in run.output
@@ -71,7 +71,7 @@ def test_a_step_without_room_is_repeated_in_smaller_forwards_with_the_same_curve
 @pytest.mark.parametrize("yaml", ["ddp", "z2"])
 def test_ranks_that_wait_for_each_other_end_with_the_way_to_go_on(tmp_path, yaml):
     options = plugin(tmp_path, "cramped", CRAMPED.replace("ROOM", "40"))
-    run = accel_sft("cramped", *JOB[1:], *ONCE, yaml=yaml, launcher=FP32, **options)
+    run = accel_sft("cramped", *JOB[1:], *ONCE, "--micro-batch-size", "5", yaml=yaml, launcher=FP32, **options)
     assert run.status == 1
     assert "step 1: out of device memory in a forward of 5 examples" in run.output
     assert f"go on with --resume auto --output-dir {tmp_path / 'run'} --micro-batch-size 2" in run.output
