@@ -72,17 +72,29 @@ class Evaluator:
         reset_peak_memory(self.accelerator.device)
         try:
             with torch.no_grad():
-                eval_loss = self._loss(model, batching)
+                eval_loss = self.loss(model, batching)
                 if self.generator.choose(model, self.encoded) and self.accelerator.is_main_process:
                     print(wrapped(self.generator.told), file=terminal())
                 self.accelerator.wait_for_everyone()
                 started = time.perf_counter()
-                generated = [self._sample(*answered) for answered in self.generator(model, self.encoded)]
+                answers = self.generator(model, self.encoded)
                 seconds = time.perf_counter() - started
         finally:
             model.train(was_training)
         peaks = largest(peak_memory_gib(self.accelerator.device), "generate_")
-        gathered = gather_object([{**sample, "seconds": seconds} for sample in generated])
+        evaluation = self.judge(eval_loss, answers, seconds)
+        return dataclasses.replace(evaluation, metrics={**evaluation.metrics, **peaks})
+
+    def judge(self, eval_loss: float, answers: Sequence[tuple[Encoded, list[int]]], seconds: float) -> Evaluation:
+        """Every rank's answers scored and gathered, wherever they come from.
+
+        Args:
+            answers: this rank's share of `encoded`, each example with the token ids of its answer.
+            seconds: it took to get them.
+        Raises:
+            UserError: the task's score() or aggregate() returned something unusable.
+        """
+        gathered = gather_object([{**self._sample(*answer), "seconds": seconds} for answer in answers])
         samples = sorted(gathered, key=lambda sample: sample["index"])
         assert [s["index"] for s in samples] == sorted(e.index for e in self.encoded), "an example was lost or doubled"
         seconds = max(sample.pop("seconds") for sample in samples)
@@ -95,9 +107,10 @@ class Evaluator:
             "generate_tokens_per_second": tokens / seconds,
             "seconds_per_answer": seconds / len(samples),
         }
-        return Evaluation({**metrics, **speed, **peaks}, samples)
+        return Evaluation({**metrics, **speed}, samples)
 
-    def _loss(self, model: torch.nn.Module, batching: Batching) -> float:
+    def loss(self, model: torch.nn.Module, batching: Batching) -> float:
+        """Validation loss in nats a supervised token, over all ranks; for a model in eval mode, without gradients."""
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         total = torch.zeros(2, dtype=torch.float64)
         for rows in batching.divide(self.encoded, ranks)[rank]:
