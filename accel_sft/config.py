@@ -81,6 +81,12 @@ class TrainConfig:
     max_new_tokens: int | None = option(
         None, section=EVAL, min=1, help="Tokens generated; default: the longest answer's."
     )
+    generate_with: str = option(
+        "transformers",
+        section=EVAL,
+        choices=("transformers", "vllm"),
+        help="What generates the answers; vllm: `evaluate` only, by the `vllm` on PATH or in $ACCEL_SFT_VLLM.",
+    )
     patience: int | None = option(
         None, section=EVAL, min=1, help="Stop after N evaluations without a better main metric."
     )
@@ -152,7 +158,7 @@ _USUAL: dict[str, Any] = {
 LAYOUT = frozenset(
     {"micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every"}
     | {"tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every"}
-    | {"patience", "batching", "compile"}
+    | {"patience", "batching", "compile", "generate_with"}
 )
 """Settings that decide how a run is executed or watched, not what a step learns: a resume may change them."""
 

@@ -56,8 +56,8 @@ class Evaluator:
         self.accelerator, self.tokenizer, self.task, self.examples = accelerator, tokenizer, task, examples
         self.encoded = list(encoded[: config.eval_limit])
         longest_answer = max(example.supervised_tokens for example in self.encoded)
-        most = config.max_new_tokens or max_new_tokens or longest_answer
-        self.generator = Generator(accelerator, tokenizer, config.eval_batch_size, most)
+        self.max_new_tokens = config.max_new_tokens or max_new_tokens or longest_answer
+        self.generator = Generator(accelerator, tokenizer, config.eval_batch_size, self.max_new_tokens)
 
     def __call__(self, model: torch.nn.Module, batching: Batching) -> Evaluation:
         """Validation loss, then greedy answers, scored where they were generated and gathered once.

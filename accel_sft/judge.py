@@ -7,11 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from accelerate.utils.memory import clear_device_cache
 from rich.console import Console
 
-from accel_sft import report, terminal
+from accel_sft import report, terminal, vllm
+from accel_sft.chat import end_of_turn_ids
 from accel_sft.checkpoint import decided_by_main
 from accel_sft.config import TrainConfig
 from accel_sft.evaluate import Evaluation, Evaluator, largest
@@ -34,9 +37,12 @@ def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None
     if config.model == "tiny":
         raise UserError("--model: name what to evaluate: a run's folder, saved weights, an adapter or a hub id")
     config = _as_trained(config).resolved({})
-    for model in filter(None, (base, config.model)):
-        find_source(config, model)
+    sources = [find_source(config, model) for model in filter(None, (base, config.model))]
+    for source in sources if config.generate_with == "vllm" else ():
+        vllm.refuse(source)
     accelerator = start(config)
+    if config.generate_with == "vllm":
+        decided_by_main(accelerator, vllm.find_program)
     if config.dry_run:
         return
     if config.output_dir:
@@ -49,6 +55,7 @@ def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None
             "status": "complete",
             "task": task_name,
             "model": config.model,
+            "generate_with": config.generate_with,
             "before": before.metrics if before else {},
             "after": after.metrics,
         }
@@ -98,9 +105,33 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: s
     load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
     some = encoding.kept.some()
     batching, _ = choose_batching(accelerator, prepared, config, some, tokenizer.pad_token_id, train=False)
-    evaluation = Evaluator(accelerator, tokenizer, task, examples, encoding.kept, config)(prepared, batching)
-    accelerator.free_memory(loaded, prepared)
+    evaluator = Evaluator(accelerator, tokenizer, task, examples, encoding.kept, config)
+    if config.generate_with == "transformers":
+        evaluation = evaluator(prepared, batching)
+        _release(accelerator, loaded)
+    else:
+        prepared.eval()
+        with torch.no_grad():
+            eval_loss = evaluator.loss(prepared, batching)
+        dtype, ends = loaded.dtype, end_of_turn_ids(tokenizer, loaded.generation_config)
+        _release(accelerator, loaded)
+        del loaded, prepared
+        clear_device_cache(garbage_collection=True)  # the server takes what it finds free
+        most = evaluator.max_new_tokens
+        answers, seconds = vllm.answer(
+            accelerator, config, source, evaluator.encoded, dtype=dtype, max_new_tokens=most, stop_token_ids=ends
+        )
+        evaluation = evaluator.judge(eval_loss, answers, seconds)
     return Evaluation({**evaluation.metrics, **load_peaks}, evaluation.samples)
+
+
+def _release(accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """Let go of a model but for the caller's own reference."""
+    accelerator.free_memory()
+    for parameter in model.parameters():
+        if hasattr(parameter, "ds_tensor"):  # DeepSpeed keeps its engine for good, and the engine its model
+            for tensor in (parameter, parameter.ds_tensor):
+                tensor.data = tensor.data.new_empty(0)
 
 
 def _write(folder: Path, result: dict[str, Any], before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:

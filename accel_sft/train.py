@@ -27,6 +27,11 @@ def run(task_name: str, task: Task, config: TrainConfig) -> None:
     Raises:
         UserError: anything the person at the terminal can mend.
     """
+    if config.generate_with == "vllm":
+        raise UserError(
+            "--generate-with vllm: it reads weights from a folder, and those of a run change with every step; leave it "
+            f"out, and afterwards: accel-sft evaluate {task_name} --model RUN --generate-with vllm"
+        )
     config = config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
     accelerator = start(config)
     if config.dry_run:

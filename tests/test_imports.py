@@ -10,16 +10,16 @@ from fake_plugins import accel_sft, install
 
 PACKAGE = Path(__file__).parent.parent / "accel_sft"
 GROUPS = [
-    {"options"},
+    {"options", "keeper"},
     {"identity", "json_stream", "markdown", "progress", "launched", "terminal"},
     {"cache", "operators", "environment"},
     {"rows", "task", "config"},
     {"registry", "chat", "tiny", "memory", "report", "console", "attention", "merging"},
-    {"audit", "system", "metrics_file", "dashboards", "collate", "card", "store", "decoding"},
+    {"audit", "system", "metrics_file", "dashboards", "collate", "card", "store", "decoding", "server"},
     {"batching", "data", "model", "optim", "loss", "launch", "tracking", "checkpoint", "tokens"},
     {"prepare", "exactness", "learning"},
     {"generate", "run_folder", "layout"},
-    {"evaluate"},
+    {"evaluate", "vllm"},
     {"fitting"},
     {"train", "judge", "compare"},
     {"failure"},
@@ -27,7 +27,17 @@ GROUPS = [
     {"cli"},
     {"__main__"},
 ]
-STANDARD_LIBRARY_ONLY = ("options", "progress", "identity", "json_stream", "cache", "rows", "task", "registry")
+STANDARD_LIBRARY_ONLY = (
+    "options",
+    "keeper",
+    "progress",
+    "identity",
+    "json_stream",
+    "cache",
+    "rows",
+    "task",
+    "registry",
+)
 NO_TORCH = (
     "config",
     "report",
