@@ -65,7 +65,7 @@ def test_a_step_without_room_is_repeated_in_smaller_forwards_with_the_same_curve
     assert "step 1: out of device memory in a forward of" in run.output
     assert "the step is repeated with at most" in run.output
     same_curve(layout(launched, "plain").lines(), run.lines())
-    assert run.result()["batching"]["tokens"] <= 40
+    assert run.result()["batching"]["tokens"] < 80  # half of what found no room, or of half of that
 
 
 @pytest.mark.parametrize("yaml", ["ddp", "z2"])
