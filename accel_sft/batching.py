@@ -27,6 +27,9 @@ from accel_sft.attention import install
 from accel_sft.chat import Encoded
 from accel_sft.collate import Batch
 
+FILLED = 2
+"""Times a forward's tokens that its rows, filled up to the longest of them, may take in attention row by row."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Batching:
@@ -81,7 +84,7 @@ class Batching:
         if self.rows:
             count = world_size * math.ceil(math.ceil(len(examples) / world_size) / self.rows)
             return [[examples[row] for row in rows] for rows in np.array_split(np.arange(len(examples)), count)]
-        if world_size == 1 and self.tokens_in(examples) <= self.tokens:
+        if world_size == 1 and self.tokens_in(examples) <= self.tokens and self._even(examples):
             return [examples]
         alone = [[example] for example in examples if len(example.input_ids) > self.tokens]
         examples = [example for example in examples if len(example.input_ids) <= self.tokens]
@@ -93,8 +96,17 @@ class Batching:
         while True:
             ends = _least_largest(lengths, common, count, self.tokens, padded=self.layout == "padded")
             if ends is not None:
-                return alone + [examples[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+                groups = [examples[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+                if count >= len(examples) or all(map(self._even, groups)):
+                    return alone + groups
             count += world_size
+
+    def _even(self, examples: Sequence[Encoded]) -> bool:
+        """Whether attention row by row, which fills rows up to the longest, stays near the forward's size."""
+        if self.attention != "rows" or not examples:
+            return True
+        own = max(len(example.input_ids) for example in examples) - min(self._common(examples)[1:], default=0)
+        return len(examples) * own <= max(FILLED * self.tokens, own)
 
     def _common(self, examples: Sequence[Encoded]) -> list[int]:
         """Leading tokens of each row that stand there already when it is its turn."""

@@ -16,6 +16,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from accel_sft.options import UserError
+
 ABOUT = "about.json"
 _BLOCK = 1 << 20
 _ABANDONED_SECONDS = 3600
@@ -141,14 +143,26 @@ def publish(made: Path, kind: str, key: str) -> Path:
 
 
 def discard(kind: str, key: str) -> None:
-    """Take away an entry that is whole but wrong."""
+    """Take away an entry that is whole but wrong.
+
+    Raises:
+        UserError: it cannot be taken away.
+    """
     import shutil
 
     path = folder() / kind / key
-    with contextlib.suppress(OSError):
-        aside = partial(kind) / "discarded"
-        path.rename(aside)
-        shutil.rmtree(aside.parent)
+    try:
+        made = partial(kind)
+        try:
+            path.rename(made / "discarded")
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    except OSError as error:
+        if path.exists():
+            raise UserError(
+                f"{path}: holds what does not belong there, and cannot be removed ({error.strerror}); remove it, or "
+                "name another folder in ACCEL_SFT_CACHE"
+            ) from None
 
 
 def tell(line: str) -> None:

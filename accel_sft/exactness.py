@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from accel_sft.batching import Batching
 from accel_sft.chat import Encoded
@@ -66,7 +67,8 @@ def exact_batchings(
             for attention in () if reason else _attentions(unwrapped, layout):
                 for head in heads:
                     batching = Batching(layout, UNLIMITED, attention=attention, head=head)
-                    reason = differs(batching, alone)
+                    # ranks that came to different answers would run different forwards
+                    reason = next(filter(None, gather_object([differs(batching, alone)])), None)
                     if not reason:
                         found.append(batching)
                         break
@@ -142,6 +144,8 @@ def _differs(
     most_logits = 1 if batching.head == "pieces" else None  # pieces as small as can be
     try:
         together = nll(model, batch, most_logits)
+    except torch.OutOfMemoryError:  # a RuntimeError, and no matter of what the model can take
+        raise
     except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
         return f"the model does not take it ({str(error).splitlines()[0][:100]})"
     difference = abs(alone - (together * batch.weights).sum().item()) / batch.weights.sum().item()

@@ -108,7 +108,9 @@ class Fitting:
 
     def new_learner(self, before: dict[str, Any] | None) -> Learner:
         """Rows laid out as before the run stopped, unless asked for otherwise now; else what is exact and fast here."""
-        kept = Batching(**before["chosen"]) if before and before["asked"] == self.batching_asked else None
+        same = before and before["asked"] == self.batching_asked
+        named = {field.name for field in dataclasses.fields(Batching)}  # an earlier version's may be others
+        kept = Batching(**before["chosen"]) if same and before["chosen"].keys() == named else None
         accelerator, pad_token_id = self.accelerator, self.prepared.tokenizer.pad_token_id
         some = self.train.some()
         batching, told = choose_batching(accelerator, self.model, self.config, some, pad_token_id, before=kept)

@@ -60,7 +60,8 @@ class Generator:
             for ranks in divide(examples, self.accelerator.num_processes, self._rows_at_once(examples, prefix)):
                 rows = ranks[self.accelerator.process_index]
                 # a rank that has run out of rows answers any, for the ranks share their weights
-                answers = self._answers(unwrapped, decoder, rows or ranks[0][:1], _forwards(ranks, prefix))
+                some = rows or next(filter(None, ranks))[:1]
+                answers = self._answers(unwrapped, decoder, some, _forwards(ranks, prefix))
                 answered += zip(rows, answers, strict=False)
         return answered
 

@@ -22,6 +22,11 @@ _MOST_BYTES = 64 << 20
 """Of one package's files: reading more on every start would take longer than what it is to save."""
 
 
+_UNTOLD = {"open", "read_text", "read_bytes", "__file__", "environ", "getenv", "import_module", "__import__"}
+_UNTOLD |= {"exec", "eval", "urlopen", "files", "run", "Popen", "check_output"}
+"""Names by which a source may reach what its imports do not tell."""
+
+
 class _Doubt(Exception):
     """Something decides that neither a name, nor a plain value, nor a source file tells."""
 
@@ -35,7 +40,7 @@ def identity(*values: Any) -> str | None:
     names: set[str] = set()
     try:
         told = [[_told(value, names) for value in values], _sources(names), sys.version_info[:2]]
-    except (_Doubt, OSError):
+    except (_Doubt, OSError, RecursionError):
         return None
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
@@ -140,11 +145,19 @@ def _files(places: list[Path]) -> list[Path]:
 
 
 def _imported(source: bytes) -> set[str]:
-    """Top-level names of the modules that a source imports, anywhere in it."""
+    """Top-level names of the modules that a source imports, anywhere in it.
+
+    Raises:
+        _Doubt: it reaches for what no import names: files, the environment, code by name.
+    """
     try:
         nodes = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError):
         raise _Doubt from None
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    used |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    if used & _UNTOLD:
+        raise _Doubt
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     others = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level and node.module}
     return {name.partition(".")[0] for name in plain | others}

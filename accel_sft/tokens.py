@@ -243,7 +243,11 @@ def _vocabulary(tokenizer: Any) -> str:
         return _sha256(tokenizer.backend_tokenizer.to_str().encode())
     with tempfile.TemporaryDirectory() as folder:  # a tokenizer in Python: nothing else tells all about it
         tokenizer.save_pretrained(folder)
-        return _sha256(b"".join(path.name.encode() + path.read_bytes() for path in sorted(Path(folder).iterdir())))
+        return _sha256(
+            b"".join(
+                path.name.encode() + path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()
+            )
+        )
 
 
 def _sha256(content: bytes) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -204,9 +205,9 @@ def test_what_is_shared_is_computed_once():
 # --- what a model can take ---
 
 
-def chosen(model, examples=None, **settings):
+def chosen(model, examples=None, train=True, **settings):
     config = TrainConfig(**settings).resolved({})
-    return choose_batching(Accelerator(cpu=True), model, config, examples or rows(), 0)
+    return choose_batching(Accelerator(cpu=True), model, config, examples or rows(), 0, train=train)
 
 
 def test_a_plain_model_shares_prefixes(model):
@@ -320,9 +321,9 @@ def test_flex_attention_is_given_blocks_of_the_tree(model):
     flexing = copy.deepcopy(model)
     flexing.set_attn_implementation("flex_attention")
     with torch.compiler.set_stance("force_eager"):  # the same arithmetic without a compiler's minute
-        batching, told = chosen(flexing, batching="shared")
+        batching, told = chosen(flexing, train=False, batching="shared")  # on a CPU it has no backward
         assert (batching.layout, batching.attention) == ("shared", "blocks"), told
-        with torch.no_grad():  # on a CPU it has no backward
+        with torch.no_grad():
             forwards = (batching.batch(forward, 0, CPU) for forward in batching.divide(rows(), 1)[0])
             got = sum(nll_sum(flexing, batch).item() for batch in forwards)
     assert got == pytest.approx(sum(by_hand(model, example) for example in rows()), rel=1e-5)
@@ -424,12 +425,36 @@ def test_a_device_without_room_for_the_smallest_forward_is_an_error_that_names_t
         trial(model, rows(200)).within_memory([Batching("shared", 0)], (64, 128))
 
 
-class Unaware(torch.nn.Module):
-    """A model whose attention knows no `rows`: the mask over the whole sequence is left."""
+def test_a_reason_on_another_rank_rules_a_layout_out_on_all(model, monkeypatch):
+    monkeypatch.setattr(exactness, "gather_object", lambda reasons: [*reasons, "the other rank says so"])
+    batching, told = chosen(model)
+    assert (batching.layout, batching.head) == ("padded", "everywhere")
+    assert "not shared: the other rank says so" in told
+
+
+def test_one_long_row_does_not_fill_many_short_ones_up():
+    examples = [Encoded(0, [1] * 2000, 1), *(Encoded(index, [2, index], 1) for index in range(1, 300))]
+    batching = batching_of(("shared", "rows"), 4096)
+    forwards = batching.divide(examples, 1)[0]
+    assert sorted(example.index for forward in forwards for example in forward) == list(range(300))
+    for forward in forwards:
+        rows_in = batching.batch(forward, 0, CPU).inputs.get("rows")
+        assert rows_in is None or math.prod(rows_in.shape) <= 2 * 4096
+
+
+class Wrapped(torch.nn.Module):
+    """The real model, asked by another one of these classes."""
 
     def __init__(self, model):
         super().__init__()
         self.model, self.config = model, model.config
+
+    def get_input_embeddings(self):
+        return self.model.get_input_embeddings()
+
+
+class Unaware(Wrapped):
+    """A model whose attention knows no `rows`: the mask over the whole sequence is left."""
 
     def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None, **_):
         return self.model(
@@ -446,12 +471,8 @@ def test_a_model_that_knows_no_rows_gets_a_mask(model):
     assert (batching.layout, batching.attention) == ("shared", "mask"), told
 
 
-class Leaking(torch.nn.Module):
+class Leaking(Wrapped):
     """A model whose attention ignores the mask it is given, as some do; all else is the real model."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model, self.config = model, model.config
 
     def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None):
         mask = None if attention_mask is not None and attention_mask.ndim == 4 else attention_mask
@@ -485,12 +506,8 @@ def test_examples_that_would_see_each_other_are_found_out(model):
     assert "not packed: a change in one row changes another" in told
 
 
-class WholeHead(torch.nn.Module):
+class WholeHead(Wrapped):
     """A model of the kind that knows no logits_to_keep."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model, self.config = model, model.config
 
     def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None):
         return self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)

@@ -276,3 +276,13 @@ def test_ranks_that_share_their_weights_give_the_same_answers(tiny, tokenizer, e
         said[yaml] = [json.loads(line)["generated"] for line in lines]
     assert len(set(said[None])) > 3
     assert said["z3"] == said[None]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_every_batch_has_a_row_for_ranks_that_have_run_out(ranks):
+    for count in range(1, 20):
+        for size in (1, 2, 3):
+            examples = [Encoded(index, [1] * (5 + index % 4), 4) for index in range(count)]
+            batches = divide(examples, ranks, size)
+            assert all(any(batch) for batch in batches)
+            assert sorted(e.index for batch in batches for rows in batch for e in rows) == list(range(count))

@@ -104,6 +104,20 @@ def test_in_doubt_nothing_is_known(modules):
     assert [identity(value) for value in in_doubt] == [None] * len(in_doubt)
 
 
+@pytest.mark.parametrize(
+    "reaching", ["import importlib\nlate = importlib.import_module('later')", "TEXT = open(__file__).read()"]
+)
+def test_a_source_that_reaches_for_what_no_import_names_is_in_doubt(modules, reaching):
+    having = modules(**{**SOURCES, "helping": f"{reaching}\nPREFIX = 'a'\n"})
+    assert identity(having.Thing()) is None
+
+
+def test_values_that_hold_each_other_are_in_doubt(modules):
+    thing = modules(**SOURCES).Thing()
+    thing.names = [thing]
+    assert identity(thing) is None
+
+
 def test_it_is_the_same_in_another_process_however_that_orders_its_sets(modules, tmp_path):
     having = modules(**SOURCES)
     code = "import having; from accel_sft.identity import identity; print(identity(having.Thing(), having.parse))"
