@@ -33,7 +33,7 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
 
     Accumulation boundaries and the schedule are the trainer's: DeepSpeed is told one micro-batch a step, and never
     the real batch. Clipping and offload details are written into its configuration, since the yaml cannot hold them.
-    Rank 0 first tells the terminal what DeepSpeed will compile: it compiles in here and in `prepare`, for minutes.
+    The first rank of each machine tells the terminal what DeepSpeed will compile, in here and in `prepare`.
 
     Raises:
         UserError: the ranks do not form one group.
@@ -45,7 +45,7 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
     launch = read_launch()
     devices = device_count()
     torch.set_num_threads(threads_per_process())
-    if launch.environment.get("RANK", "0") == "0":
+    if launch.environment.get("LOCAL_RANK", "0") == "0":  # each machine compiles for itself
         for finding in audit_compilation(launch, devices):
             print(f"{finding.level}: {finding}", file=terminal(), flush=True)
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # the yaml's value beats any argument

@@ -22,6 +22,9 @@ OPERATORS = {
 }
 """DeepSpeed operators that our configurations need, compiled on first use and kept per user."""
 
+_LOCAL = {"apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "hfs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+"""File systems of which this machine alone writes the files."""
+
 
 def operators(launch: Launch, devices: int) -> list[str]:
     """The DeepSpeed operators this launch needs, by name."""
@@ -62,13 +65,20 @@ def audit_operators(launch: Launch, devices: int) -> list[Finding]:
 
 
 def audit_compilation(launch: Launch, devices: int) -> list[Finding]:
-    """What this launch will wait for: operators not compiled yet, and locks that a killed compilation left behind."""
+    """What this launch will wait for: operators not compiled yet, and other launches that compile them.
+
+    The lock of a compilation that was killed is removed: torch would wait for it for ever.
+    """
     found, uncompiled = [], []
     for name in operators(launch, devices):
         folder = extensions_folder() / name
         lock = folder / "lock"
+        if _abandoned(lock):
+            lock.unlink(missing_ok=True)
+            what = f"{lock}: a compilation of {name} was killed and left it behind"
+            found.append(Finding("note", what, "it is removed"))
         if lock.exists() and time.time() - lock.stat().st_mtime > 60:  # younger: another rank of this launch
-            what = f"{lock}: another process compiles {name}, or was killed while it did; this run will wait for it"
+            what = f"{lock}: another process compiles {name}; this run will wait for it"
             found.append(Finding("warning", what, "delete the file if no other launch is running"))
         elif not (folder / f"{name}.so").is_file():
             uncompiled.append(f"{name} ({OPERATORS[name]})")
@@ -76,6 +86,33 @@ def audit_compilation(launch: Launch, devices: int) -> list[Finding]:
         what = f"DeepSpeed compiles on first use, once per machine, {', '.join(uncompiled)}"
         found.append(Finding("note", what, "nothing to do but wait"))
     return found
+
+
+def _abandoned(lock: Path) -> bool:
+    """Whether nobody compiles behind this lock: its maker would hold it open, and ninja would run in its folder.
+
+    Never said of another user's lock, nor of one that a process on another machine may have made.
+    """
+    import psutil
+
+    for attempt in range(2):  # its maker closes it a moment before it removes it
+        if attempt:
+            time.sleep(1)
+        try:
+            if lock.stat().st_uid != os.getuid():
+                return False
+            places = [(Path(part.mountpoint), part.fstype) for part in psutil.disk_partitions(all=True)]
+            folder = lock.parent.resolve()
+        except (OSError, AttributeError):  # there is no lock, or Windows
+            return False
+        mounts = [(len(place.parts), kind) for place, kind in places if folder.is_relative_to(place)]
+        if not mounts or max(mounts)[1] not in _LOCAL:
+            return False
+        for process in psutil.process_iter(["cwd", "open_files"]):
+            opened = [file.path for file in process.info["open_files"] or []]
+            if process.info["cwd"] == str(folder) or str(folder / lock.name) in opened:
+                return False
+    return True
 
 
 def extensions_folder() -> Path:

@@ -260,16 +260,45 @@ def test_old_gcc_is_refused(tmp_path, monkeypatch):
     assert any("GCC 8" in line for line in lines(found, "error"))
 
 
-def test_a_lock_left_behind_is_named(tmp_path, monkeypatch):
+def test_a_lock_left_behind_is_removed(tmp_path, monkeypatch):
+    """torch waits for such a lock for ever: a run after a Ctrl-C in a compilation would never start."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "deepspeed_shm_comm").mkdir()
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    launch = seen_by_a_rank(written(tmp_path, Z2))
+    holder = (
+        "import os, sys, time; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print('held', flush=True); time.sleep(99)"
+    )
+    with subprocess.Popen([sys.executable, "-c", holder, str(lock)], stdout=subprocess.PIPE) as compiling:
+        assert compiling.stdout.readline() == b"held\n"
+        assert lines(operators.audit_compilation(launch, 0), "warning") == []  # young: this launch's other rank
+        os.utime(lock, (0, 0))
+        (line,) = lines(operators.audit_compilation(launch, 0), "warning")
+        assert "this run will wait for it" in line
+        compiling.kill()
+    assert lock.exists()
+    removed, announced = lines(operators.audit_compilation(launch, 0), "note")
+    assert "was killed and left it behind" in removed
+    assert "compiles on first use" in announced
+    assert not lock.exists()
+
+
+@pytest.mark.parametrize("whose", ["another machine", "another user", "ninja"])
+def test_a_lock_that_may_be_in_use_stays(tmp_path, monkeypatch, whose):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     (tmp_path / "deepspeed_shm_comm").mkdir()
     lock = tmp_path / "deepspeed_shm_comm" / "lock"
     lock.touch()
-    launch = seen_by_a_rank(written(tmp_path, Z2))
-    assert lines(operators.audit_compilation(launch, 0), "warning") == []  # this launch's other rank
     os.utime(lock, (0, 0))
-    (line,) = lines(operators.audit_compilation(launch, 0), "warning")
-    assert "delete the file" in line
+    if whose == "another machine":
+        monkeypatch.setattr(operators, "_LOCAL", set())
+    elif whose == "another user":
+        monkeypatch.setattr(os, "getuid", lambda: lock.stat().st_uid + 1)
+    else:
+        monkeypatch.chdir(lock.parent)
+    (line,) = lines(operators.audit_compilation(seen_by_a_rank(written(tmp_path, Z2)), 0), "warning")
+    assert "delete the file if no other launch is running" in line
+    assert lock.exists()
 
 
 def test_what_is_compiled_already_is_not_announced(tmp_path, monkeypatch):

@@ -7,10 +7,9 @@ import random
 import threading
 
 import pytest
+from parsers import CALLS, answer, other_answer
 
-from accel_sft import RowProblem, UserError, json_stream, read_rows, rows
-
-CALLS = []
+from accel_sft import UserError, json_stream, read_rows, rows
 
 
 @pytest.fixture(autouse=True, params=["held", "from the file"])
@@ -21,13 +20,6 @@ def way(request, tmp_path, monkeypatch):
         monkeypatch.setattr(rows, "IN_MEMORY_BYTES", 0)
         monkeypatch.setattr(json_stream, "_BLOCK", 7)
     return request.param
-
-
-def answer(row):
-    CALLS.append(row)
-    if not isinstance(row.get("answer"), str):
-        raise RowProblem("answer", f"text, got {type(row.get('answer')).__name__}")
-    return row["answer"]
 
 
 @pytest.fixture
@@ -95,10 +87,6 @@ def test_the_fingerprint_is_of_the_rows_and_the_parser(file):
     assert len(set(fingerprints)) == 5
     assert read_rows(file('{"answer": "1"}\n{"answer": "2"}\n'), answer).fingerprint == fingerprints[0]
     assert read_rows(path, lambda row: row["answer"]).fingerprint is None  # another lambda looks the same
-
-
-def other_answer(prefix, row):
-    return prefix + answer(row)
 
 
 def test_a_large_file_is_checked_once(file, way, tmp_path, capsys):
