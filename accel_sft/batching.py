@@ -105,7 +105,10 @@ class Batching:
         """Whether attention row by row, which fills rows up to the longest, stays near the forward's size."""
         if self.attention != "rows" or not examples:
             return True
-        own = max(len(example.input_ids) for example in examples) - min(self._common(examples)[1:], default=0)
+        longest = max(len(example.input_ids) for example in examples)
+        if len(examples) * longest <= FILLED * self.tokens:
+            return True
+        own = longest - min(self._common(examples)[1:], default=0)
         return len(examples) * own <= max(FILLED * self.tokens, own)
 
     def _common(self, examples: Sequence[Encoded]) -> list[int]:

@@ -21,6 +21,8 @@ from accel_sft.options import UserError
 ABOUT = "about.json"
 _BLOCK = 1 << 20
 _ABANDONED_SECONDS = 3600
+UNUSED_DAYS = 30
+"""After which an entry is removed, when another one is made."""
 
 
 class Damaged(Exception):
@@ -53,7 +55,12 @@ def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
     """The entry's folder and what was written about it; None if it is not there, or damaged, which is told."""
     try:
         path = folder() / kind / key
-        return (path, _checked(path)) if path.exists() else None
+        if not path.exists():
+            return None
+        about = _checked(path)
+        with contextlib.suppress(OSError):  # of a cache that may be read only
+            os.utime(path)
+        return path, about
     except Damaged as defect:
         tell(f"{path}: damaged ({defect}); it is made again")
     except OSError as error:
@@ -85,7 +92,7 @@ def _checked(path: Path) -> dict[str, Any]:
 
 
 def partial(kind: str) -> Path:
-    """A new folder to fill, `seal` and `publish`; those that dead processes of this machine left are removed.
+    """A new folder to fill, `seal` and `publish`; what dead processes left, or nobody has used for long, is removed.
 
     Raises:
         OSError: the cache cannot be written.
@@ -101,6 +108,10 @@ def partial(kind: str) -> Path:
             newest = max(path.stat().st_mtime for path in (left, *left.iterdir()))
             if dead and Path("/proc/self").exists() and newest < time.time() - _ABANDONED_SECONDS:
                 shutil.rmtree(left, ignore_errors=True)
+    for entry in (folder() / kind).glob("[!.]*"):
+        with contextlib.suppress(OSError):
+            if entry.stat().st_mtime < time.time() - UNUSED_DAYS * 86400:
+                shutil.rmtree(entry)  # a run that has it open keeps what it holds
     return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=folder() / kind))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_sft.options import UserError
 from accel_sft.task import Task
@@ -15,8 +15,7 @@ _PART_EXAMPLES, _PART_CHARACTERS = 512, 1 << 18
 """Examples that are tokenized together at most, and when there are enough: memory does not grow with the data."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Encoded:
+class Encoded(NamedTuple):
     """One example as token ids: the first `prompt_length` are the prompt, the rest carry loss.
 
     The last id is the end-of-turn token unless the example was cut (`--truncation right`).

@@ -111,7 +111,9 @@ def _in_one_sequence(
 ) -> Batch:
     """Tokens (T,) with their positions; `weight` rows learn each of them, from the token at `source`."""
     (labelled,) = weight.nonzero()
-    keep, sources = np.unique(source[labelled], return_inverse=True)
+    keep, sources = source[labelled], None
+    if not (np.diff(keep) > 0).all():  # else no position predicts two tokens, and they stand in order
+        keep, sources = np.unique(keep, return_inverse=True)
     inputs = {"input_ids": ids[None], "position_ids": position[None]}
     return _tensors(inputs, keep, device, sources=sources, targets=ids[labelled], weights=weight[labelled])
 
@@ -177,8 +179,6 @@ def _tensors(
     def tensor(array: np.ndarray | None) -> torch.Tensor:
         return torch.from_numpy(np.zeros(0, np.int64) if array is None else array).to(device, non_blocking=True)
 
-    if sources is not None and len(sources) == len(keep):  # no position predicts two tokens, and np.unique sorts
-        sources = None if (np.diff(sources) > 0).all() else sources
     return Batch(
         {"attention_mask": None, **{name: tensor(array) for name, array in inputs.items()}},
         tensor(keep),

@@ -79,6 +79,11 @@ class Evaluator:
                 started = time.perf_counter()
                 answers = self.generator(model, self.encoded)
                 seconds = time.perf_counter() - started
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"evaluation: out of device memory ({str(error).splitlines()[0][:100]}); lower --eval-batch-size or "
+                "--max-new-tokens, or choose a higher ZeRO stage"
+            ) from error
         finally:
             model.train(was_training)
         peaks = largest(peak_memory_gib(self.accelerator.device), "generate_")

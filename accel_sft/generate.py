@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from accel_sft.chat import Encoded, end_of_turn_ids
 from accel_sft.decoding import Decoder
 from accel_sft.exactness import REDUCED_TOLERANCE, TOLERANCE, arguments
-from accel_sft.merging import merged
+from accel_sft.merging import merged, why_not
 
 SHORTEST_PREFIX = 8
 """Common tokens below which there is nothing to save."""
@@ -87,8 +87,11 @@ class Generator:
                 yield "the weights are shared out"
             elif self.accelerator.mixed_precision != "no":
                 yield "its sum with the weights would be rounded"
-            else:
-                yield stack.enter_context(merged(model))
+            else:  # where memory is short on one rank, all leave it, so that all answer alike
+                reason = next(filter(None, gather_object([why_not(model)])), None)
+                if not reason:
+                    stack.enter_context(merged(model))
+                yield reason
 
     def _line(self, prefix: int, adapter: str | None) -> str:
         line = f"answers: the {prefix} tokens that all prompts begin with are computed once"

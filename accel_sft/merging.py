@@ -16,25 +16,22 @@ SPARE = 2
 
 
 @contextlib.contextmanager
-def merged(model: torch.nn.Module) -> Iterator[str | None]:
+def merged(model: torch.nn.Module) -> Iterator[None]:
     """Inside, each linear layer with LoRA or AdaLoRA multiplies once, by base and adapter together.
 
     The sums are tensors of their own, and every parameter stays what and where it is: there is nothing to take back,
     also when the block raises.
 
     Args:
-        model: whole, in float32: a sum that is rounded to fewer bits gives other answers than the parts.
-    Yields:
-        why the adapter is left as it is; None if it is merged, or if there is none.
+        model: one of which `why_not` has nothing to say.
     """
     layers = _layers(model)
-    reason = _cannot(layers)
     try:
-        for layer in () if reason else layers:
+        for layer in layers:
             base = layer.get_base_layer()
             delta = functools.reduce(torch.add, map(layer.get_delta_weight, _active(layer)))
             layer.forward = functools.partial(_linear, (base.weight + delta).detach(), base.bias)
-        yield reason
+        yield
     finally:
         for layer in layers:
             layer.__dict__.pop("forward", None)
@@ -69,8 +66,13 @@ def _layers(model: torch.nn.Module) -> list[Any]:
     ]
 
 
-def _cannot(layers: list[Any]) -> str | None:
-    weights = [layer.get_base_layer().weight for layer in layers]
+def why_not(model: torch.nn.Module) -> str | None:
+    """Why an adapter is better left apart: sums would be rounded, or there is no room; None if nothing speaks so.
+
+    Args:
+        model: whole, not sharded.
+    """
+    weights = [layer.get_base_layer().weight for layer in _layers(model)]
     if any(weight.dtype != torch.float32 for weight in weights):
         return "its sum with the weights would be rounded"
     needed = sum(weight.numel() * weight.element_size() for weight in weights)

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from accel_sft.config import TrainConfig
+from accel_sft.launched import device_count
 from accel_sft.options import UserError
 from accel_sft.report import read_json
 
@@ -103,6 +104,8 @@ def load_model(source: Source, config: TrainConfig, *, precision: str, deepspeed
     """
     from transformers import AutoModelForCausalLM
 
+    if config.attn_implementation == "flex_attention" and total_steps and not device_count():
+        raise UserError("--attn-implementation flex_attention: it has no backward on a CPU; leave it out, or use sdpa")
     model = _loading(
         source.weights,
         lambda: AutoModelForCausalLM.from_pretrained(
@@ -159,6 +162,8 @@ def _loading(name: str, load: Any) -> Any:
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "trust_remote_code" in str(error):
             cause = "it needs its own code to run; read that code, then pass --trust-remote-code"
+        if "attn_implementation" in str(error):
+            raise UserError(f"--attn-implementation: {cause}") from error
         raise UserError(f"--model {name}: cannot be loaded: {cause}") from error
 
 

@@ -35,6 +35,7 @@ class TokenStore(Sequence[Encoded]):
             self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         reader = pa.ipc.open_file(pa.py_buffer(self._map))
         self._batches = [_columns(reader.get_batch(number)) for number in range(reader.num_record_batches)]
+        self._views = [tuple(map(memoryview, columns)) for columns in self._batches]  # whose elements are plain int
         sizes = [len(prompts) for prompts, *_ in self._batches]
         self._starts = [0, *np.cumsum(sizes, dtype=np.int64).tolist()]
 
@@ -59,9 +60,9 @@ class TokenStore(Sequence[Encoded]):
         found = []
         for row in rows:
             number = bisect_right(self._starts, row) - 1
-            prompts, indices, offsets, ids = self._batches[number]
+            prompts, indices, offsets, ids = self._views[number]
             at = row - self._starts[number]
-            found.append(Encoded(int(indices[at]), ids[offsets[at] : offsets[at + 1]].tolist(), int(prompts[at])))
+            found.append(Encoded(indices[at], ids[offsets[at] : offsets[at + 1]].tolist(), prompts[at]))
         self._give_back()
         return found
 

@@ -84,6 +84,8 @@ class SplitEncoder:
         """
         team = self.team
         keys = team.all(lambda: self.key(examples, split))
+        if len(set(keys)) > 1:  # a fingerprint that is drawn at random, where none could be computed, or other examples
+            keys = team.all(lambda: self.key(examples, split, read=True))
         if len(set(keys)) > 1:
             raise UserError(
                 "ranks got different examples from dataset() (a set's order, an unseeded random?), or run different "
@@ -109,9 +111,9 @@ class SplitEncoder:
             )
         return encoding
 
-    def key(self, examples: Sequence[Any], split: str) -> str:
-        """Of the SHA-256 over all that decides the tokens, enough to be unique."""
-        decided = [self._decided, len(examples), examples_key(self.task, examples, split)]
+    def key(self, examples: Sequence[Any], split: str, *, read: bool = False) -> str:
+        """Of the SHA-256 over all that decides the tokens, enough to be unique; `read`: no fingerprint is believed."""
+        decided = [self._decided, len(examples), examples_key(self.task, examples, split, read=read)]
         return _sha256(json.dumps(decided, sort_keys=True).encode())[:32]
 
     def _agrees(self, encoding: Encoding, examples: Sequence[Any]) -> bool:
@@ -153,8 +155,10 @@ class SplitEncoder:
             _Unwritable: on every rank, if one could not write.
         """
         team = self.team
-        folder = _written(team.firsts(_writing(place)))[team.rank]
+        folders = team.firsts(_writing(place))
+        folder = folders[team.rank]
         try:
+            _written(folders)
             shares = _written(team.all(_writing(lambda: self._share(folder, examples, split))))
             whole = Encoding(split, [], {}, [])
             for rank in team.here:
@@ -173,7 +177,7 @@ class SplitEncoder:
 
             return self._opened(*_written(team.firsts(_writing(merged)))[team.rank], split)
         finally:  # what has its name by now is not there any more under this one
-            if team.rank == team.first:
+            if team.rank == team.first and isinstance(folder, Path):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _share(self, folder: Path, examples: Sequence[Any], split: str) -> tuple[Encoding, int]:
@@ -225,7 +229,8 @@ def _decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
     cls, template = type(tokenizer), json.dumps(tokenizer.chat_template)
     own_code = None
     if not cls.__module__.startswith("transformers."):  # it came with the model
-        own_code = _sha256(Path(sys.modules[cls.__module__].__file__ or "").read_bytes())
+        beside = Path(sys.modules[cls.__module__].__file__ or "").parent.glob("*.py")
+        own_code = _sha256(b"".join(path.name.encode() + path.read_bytes() for path in sorted(beside)))
     return [
         _FORMAT,
         {name: importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")},
@@ -254,14 +259,15 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def examples_key(task: Task, examples: Sequence[Any], split: str) -> str:
+def examples_key(task: Task, examples: Sequence[Any], split: str, *, read: bool = False) -> str:
     """What identifies the messages and targets of a split.
 
-    Where the sequence has a fingerprint and the task's code can be told, these; else every message and target is read.
+    Where the sequence has a fingerprint and the task's code can be told, these; else, or to `read` them, every message
+    and target.
     """
     of_datasets = type(examples).__module__.partition(".")[0] == "datasets"
     fingerprint = getattr(examples, "_fingerprint" if of_datasets else "fingerprint", None)
-    if isinstance(fingerprint, str) and fingerprint and (known := identity(task)):
+    if not read and isinstance(fingerprint, str) and fingerprint and (known := identity(task)):
         return f"{fingerprint} {known}"
     digest = hashlib.sha256()
     for index in range(len(examples)):

@@ -29,7 +29,7 @@ from accel_sft.chat import Encoded, encode, end_of_turn_ids
 from accel_sft.config import TrainConfig
 from accel_sft.evaluate import Evaluator
 from accel_sft.generate import Generator, common_prefix, divide
-from accel_sft.merging import merged
+from accel_sft.merging import merged, why_not
 from accel_sft.options import UserError
 
 NEW_TOKENS = 12
@@ -222,8 +222,8 @@ def test_an_adapter_is_merged_for_the_answers_without_a_bit_being_written(tiny, 
     with torch.no_grad():
         expected = model(ids).logits
         assert len(counted) == 1
-        with pytest.raises(ZeroDivisionError), merged(model) as reason:  # noqa: PT012 - what raises is inside
-            assert reason is None
+        assert why_not(model) is None
+        with pytest.raises(ZeroDivisionError), merged(model):  # noqa: PT012 - what raises is inside
             assert not torch.equal(model(ids).logits, expected)  # as rounding has it
             torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-3)
             assert len(counted) == 1, "the adapter was computed apart"
@@ -237,6 +237,19 @@ def test_an_adapter_that_would_be_rounded_stays_apart_with_the_reason(tiny, toke
     model = build("lora", tiny, len(tokenizer)).to(torch.bfloat16)
     _, generator = generated(model, tokenizer, examples)
     assert generator.told.endswith("; the adapter stays apart, as its sum with the weights would be rounded")
+
+
+def test_an_adapter_stays_apart_on_all_ranks_where_one_has_no_room(tiny, tokenizer, examples, monkeypatch):
+    model = build("lora", tiny, len(tokenizer))
+    monkeypatch.setattr(generate, "gather_object", lambda mine: [*mine, "it has no room"])
+    counted = []
+    model.get_submodule("base_model.model.model.layers.0.mlp.up_proj.lora_A.default").register_forward_hook(
+        lambda *_: counted.append(1)
+    )
+    generator = Generator(Accelerator(cpu=True), tokenizer, 4, 3)
+    with generator._ready(model) as reason, torch.no_grad():
+        model(torch.tensor([examples[0].input_ids]))
+    assert (reason, counted) == ("it has no room", [1])
 
 
 def evaluated(model, tokenizer, examples, task):
@@ -256,6 +269,16 @@ def test_an_evaluation_leaves_mode_gradients_and_random_state_as_they_were(tiny,
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_evaluation_without_memory_ends_with_one_line(tiny, tokenizer, examples, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    model = build("tiny", tiny, len(tokenizer))
+    monkeypatch.setattr(Generator, "__call__", full)
+    with pytest.raises(UserError, match=r"evaluation: out of device memory \(no room\); lower --eval-batch-size"):
+        evaluated(model, tokenizer, examples, Sums())
 
 
 def test_ranks_that_share_their_weights_give_the_same_answers(tiny, tokenizer, examples, tmp_path):

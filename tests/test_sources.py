@@ -6,10 +6,11 @@ import json
 
 import pytest
 import torch
+from models import make_tiny
 
-from accel_sft import UserError
+from accel_sft import UserError, model
 from accel_sft.config import TrainConfig
-from accel_sft.model import compile_blocks, find_source
+from accel_sft.model import compile_blocks, find_source, load_model
 
 
 def adapter(run, base):
@@ -42,3 +43,25 @@ def test_what_is_no_folder_is_named(name):
 def test_a_model_that_names_no_repeated_blocks_is_not_compiled():
     with pytest.raises(UserError, match=r"--compile: the model does not name its repeated blocks"):
         compile_blocks(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "told"),
+    [("nosuch", "--attn-implementation: "), ("flex_attention", "it has no backward on a CPU")],
+)
+def test_an_attention_that_cannot_be_used_is_named(tmp_path, monkeypatch, implementation, told):
+    monkeypatch.setattr(model, "device_count", lambda: 0)
+    folder = make_tiny(tmp_path / "model")
+    config = TrainConfig(attn_implementation=implementation).resolved({})
+    source = find_source(config, str(folder))
+    with pytest.raises(UserError, match=told) as caught:
+        load_model(source, config, precision="no", deepspeed=False, total_steps=1)
+    assert "--model" not in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+def test_flex_attention_may_evaluate_on_a_cpu(tmp_path):
+    folder = make_tiny(tmp_path / "model")
+    config = TrainConfig(attn_implementation="flex_attention").resolved({})
+    loaded = load_model(find_source(config, str(folder)), config, precision="no", deepspeed=False)
+    assert loaded.config._attn_implementation == "flex_attention"

@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from fake_plugins import install
 from models import Sums, make_tiny
 from transformers import AutoTokenizer
 
-from accel_sft import UserError, cache
+from accel_sft import UserError, cache, tokens
 from accel_sft.chat import Rules, encode, end_of_turn_ids
 from accel_sft.tokens import FILE, KIND, SplitEncoder
 from accel_sft_math import Math
@@ -53,6 +55,59 @@ def encoder(tokenizer, task=None, **changes):
 
 def entries(folder):
     return sorted(path.name for path in (folder / KIND).iterdir())
+
+
+@pytest.fixture
+def two_ranks(tokenizer, monkeypatch):
+    """Encodes each rank's rows, in a thread for each rank; the results, an error where there was one."""
+    barrier, mine, rank = threading.Barrier(2, timeout=60), {}, threading.local()
+
+    def gather(objects):
+        barrier.wait()
+        mine[rank.number] = objects
+        barrier.wait()
+        return mine[0] + mine[1]
+
+    monkeypatch.setattr(tokens, "gather_object", gather)
+
+    def run(*rows):
+        results = {}
+
+        def encoded(number):
+            rank.number = number
+            place = SimpleNamespace(process_index=number, local_process_index=number, is_main_process=number == 0)
+            try:
+                results[number] = SplitEncoder(place, tokenizer, Sums(), rules(tokenizer))(rows[number], "train")
+            except UserError as error:
+                results[number] = error
+
+        threads = [threading.Thread(target=encoded, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results[0], results[1]
+
+    return run
+
+
+class Drawn(list):
+    """Rows with a fingerprint that is another one in each process, as datasets' is where it cannot be computed."""
+
+    @property
+    def fingerprint(self):
+        return str(id(self))
+
+
+def test_ranks_whose_fingerprints_were_drawn_at_random_compare_their_rows(two_ranks, tokenizer):
+    first, second = two_ranks(Drawn(EXAMPLES), Drawn(EXAMPLES))
+    expected = encode(tokenizer, Sums(), EXAMPLES, "train", **vars(rules(tokenizer))).kept
+    assert list(first.kept) == list(second.kept) == expected
+
+
+def test_ranks_with_other_rows_are_refused(two_ranks):
+    for error in two_ranks(Drawn(EXAMPLES), Drawn(EXAMPLES[1:])):
+        assert "ranks got different examples" in str(error)
 
 
 @pytest.mark.parametrize("truncation", ["drop", "right"])
@@ -268,6 +323,24 @@ def test_what_a_dead_process_left_is_removed(own_cache):
     os.utime(alive, (0, 0))
     cache.partial("things")
     assert (dead.exists(), alive.exists()) == (False, True)
+
+
+def test_what_nobody_has_used_for_long_is_removed_when_something_is_made(tokenizer, own_cache):
+    encoder(tokenizer)(EXAMPLES, "train")
+    used = encoder(tokenizer)(EXAMPLES[1:], "train")
+    unused, kept = sorted((own_cache / KIND).iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    long_ago = time.time() - (cache.UNUSED_DAYS + 1) * 86400
+    for path in (unused, kept):
+        os.utime(path, (long_ago, long_ago))
+    encoder(tokenizer)(EXAMPLES[1:], "train")  # uses one of them
+    assert {unused.name, kept.name} == set(entries(own_cache))
+    encoder(tokenizer)(EXAMPLES[2:], "train")
+    assert (unused.exists(), kept.exists()) == (False, True)
+    assert len(entries(own_cache)) == 2
+    os.utime(kept, (long_ago, long_ago))
+    encoder(tokenizer)(EXAMPLES[3:], "train")
+    assert not kept.exists()
+    assert len(list(used.kept)) == len(EXAMPLES) - 1  # a run that had it open keeps it
 
 
 @pytest.mark.skipif(
