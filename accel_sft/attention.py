@@ -6,8 +6,10 @@ import dataclasses
 from typing import Any
 
 import torch
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
+
+from accel_sft.cascade import cascade, cut_rows, usable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,14 +17,15 @@ class Rows:
     """Where the rows of a sequence stand: `prefix` tokens seen by all, then each row's own tokens, one after another.
 
     Attributes:
-        shape: rows R, and tokens L of the longest.
-        own: positions of each row's own tokens in the sequence, (R * L,); a shorter row repeats its last one.
+        longest: tokens L of the longest row.
+        own: which token behind the prefix stands in each place of R rows filled up to the longest, (R * L,); a shorter
+            row repeats its last one.
         back: where in `own` each token behind the prefix stands, (T - prefix,).
         seen: which of prefix and own tokens a row's token sees, (L, prefix + L); None without a prefix.
     """
 
     prefix: int
-    shape: tuple[int, int]
+    longest: int
     own: torch.Tensor
     back: torch.Tensor
     seen: torch.Tensor | None
@@ -68,23 +71,21 @@ def rows_attention(
     if rows is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
     kwargs.pop("is_causal", None)
-    count, longest = rows.shape
-    cut = [_cut(tensor, rows.own, count, longest) for tensor in (query, key, value)]
+    plain = not (any(args) or kwargs.get("dropout") or kwargs.get("position_bias") is not None)
+    if rows.prefix and plain and usable(query, key, value):
+        key, value = (repeat_kv(tensor, query.shape[1] // key.shape[1]) for tensor in (key, value))
+        places = rows.prefix, rows.own, rows.back, rows.longest
+        return cascade(query, key, value, *places, kwargs.get("scaling")), None
+    cut = [cut_rows(tensor[:, :, rows.prefix :], rows.own, rows.longest) for tensor in (query, key, value)]
     if not rows.prefix:
         output, _ = sdpa_attention_forward(module, *cut, None, *args, is_causal=True, **kwargs)
         return output.flatten(0, 1)[rows.back][None], None
     before = [tensor[:, :, : rows.prefix] for tensor in (query, key, value)]
     for at in (1, 2):
-        cut[at] = torch.cat([before[at].expand(count, -1, -1, -1), cut[at]], dim=2)
+        cut[at] = torch.cat([before[at].expand(len(cut[at]), -1, -1, -1), cut[at]], dim=2)
     output, _ = sdpa_attention_forward(module, *cut, rows.seen, *args, is_causal=False, **kwargs)
     first, _ = sdpa_attention_forward(module, *before, None, *args, is_causal=True, **kwargs)
     return torch.cat([first, output.flatten(0, 1)[rows.back][None]], dim=1), None
-
-
-def _cut(tensor: torch.Tensor, own: torch.Tensor, count: int, longest: int) -> torch.Tensor:
-    """(1, heads, T, D) -> (R, heads, L, D)."""
-    heads, size = tensor.shape[1], tensor.shape[3]
-    return tensor[0].index_select(1, own).view(heads, count, longest, size).transpose(0, 1)
 
 
 def _behind(

@@ -142,11 +142,11 @@ def _rows(sizes: np.ndarray, starts: np.ndarray, prefix: int, device: torch.devi
     """Rows of these sizes that start there, behind `prefix` tokens."""
     longest = int(sizes.max())
     step = np.arange(longest)
-    own = starts[:, None] + np.minimum(step, sizes[:, None] - 1)
+    own = (starts - prefix)[:, None] + np.minimum(step, sizes[:, None] - 1)
     (back,) = (step < sizes[:, None]).ravel().nonzero()
     seen = np.tri(longest, prefix + longest, prefix, dtype=bool)
     own, back, seen = (torch.from_numpy(array).to(device) for array in (own.ravel(), back, seen))
-    return Rows(prefix, (len(sizes), longest), own, back, seen if prefix else None)
+    return Rows(prefix, longest, own, back, seen if prefix else None)
 
 
 def padded(rows: Sequence[Encoded], pad_token_id: int, device: torch.device) -> Batch:

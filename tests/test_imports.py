@@ -10,7 +10,7 @@ from fake_plugins import accel_sft, install
 
 PACKAGE = Path(__file__).parent.parent / "accel_sft"
 GROUPS = [
-    {"options", "keeper"},
+    {"options", "keeper", "cascade"},
     {"identity", "json_stream", "markdown", "progress", "launched", "terminal"},
     {"cache", "operators", "environment"},
     {"rows", "task", "config"},

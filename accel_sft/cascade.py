@@ -1,0 +1,139 @@
+"""Attention of many rows to one prefix and to themselves on a CPU, without a copy of the prefix for each row.
+
+Both parts are computed by themselves, each with the logarithm of its weights' sum, and added up in those proportions
+("cascade", as in Ye et al., FlashInfer, 2024). With the proportions of the whole, each part's gradient is its part of
+the whole's ("ring", as in Liu et al., 2023, arXiv 2310.01889), so nothing but the whole's output is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+_TOLERANCE = 1e-4
+"""Relative difference to plain attention at which torch's kernels are no longer what is built upon here."""
+
+
+def cascade(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    prefix: int,
+    own: torch.Tensor,
+    back: torch.Tensor,
+    longest: int,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Causal attention in a sequence of a prefix, which all that follows sees, and rows, which do not see each other.
+
+    Args:
+        query: (1, heads, P + N, D), as are key and value: the prefix, then the N tokens of all rows.
+        prefix: its tokens, P, at least one.
+        own: which of the N tokens stand in each of the R * L places of rows filled up to the longest, L.
+        back: in which of these places each of the N tokens stands.
+        scale: of the products; None: 1 / sqrt(D).
+    Returns:
+        (1, P + N, heads, D).
+    """
+    return _Cascade.apply(query, key, value, prefix, own, back, longest, scale)
+
+
+def usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether these tensors may be given to `cascade`, and torch has the kernels it is made of."""
+    return (
+        query.device.type == "cpu"
+        and query.dtype == key.dtype == value.dtype
+        and query.shape[-1] == value.shape[-1]
+        and not (torch.is_autocast_enabled("cpu") and query.dtype == torch.float32)  # which would reduce them
+        and _kernels_are_known()
+    )
+
+
+class _Cascade(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        prefix: int,
+        own: torch.Tensor,
+        back: torch.Tensor,
+        longest: int,
+        scale: float | None,
+    ) -> torch.Tensor:
+        kernel = functools.partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, scale=scale)
+        before, behind = _parts(prefix, query, key, value)
+        alone, alone_sum = kernel(*before, is_causal=True)
+        first, first_sum = kernel(behind[0], *before[1:])
+        second, second_sum = kernel(*(cut_rows(tensor, own, longest) for tensor in behind), is_causal=True)
+        first, first_sum = first.transpose(1, 2), first_sum.transpose(1, 2)
+        second, second_sum = (_back(tensor, back) for tensor in (second, second_sum))
+        whole = torch.logaddexp(first_sum, second_sum)  # (1, N, heads)
+        rows = first * (first_sum - whole).exp()[..., None] + second * (second_sum - whole).exp()[..., None]
+        output = torch.cat([alone.transpose(1, 2), rows.to(query.dtype)], dim=1)
+        sums = torch.cat([alone_sum.transpose(1, 2), whole], dim=1)
+        ctx.save_for_backward(query, key, value, own, back, output, sums)
+        ctx.prefix, ctx.longest, ctx.scale = prefix, longest, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, own, back, *rest = ctx.saved_tensors
+        kernel = functools.partial(
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, dropout_p=0.0, scale=ctx.scale
+        )
+        # what the kernel takes, in its order: gradient, query, key, value, output, sums, each (1, heads, T, ...)
+        output, sums = (tensor.transpose(1, 2) for tensor in rest)
+        before, behind = _parts(ctx.prefix, gradients[0].transpose(1, 2), query, key, value, output, sums)
+        alone = kernel(*before, is_causal=True)
+        first = kernel(*behind[:2], *before[2:4], *behind[4:], is_causal=False)
+        cut = [cut_rows(tensor, own, ctx.longest) for tensor in behind[1:]]
+        # places that only fill a row up are given no gradient, so they give none
+        filled = behind[0].new_zeros(len(own), query.shape[1], query.shape[3])
+        filled[back] = behind[0][0].transpose(0, 1)
+        second = kernel(filled.unflatten(0, (-1, ctx.longest)).transpose(1, 2), *cut, is_causal=True)
+        queries, keys, values = (_back(gradient, back).transpose(1, 2) for gradient in second)
+        return (
+            torch.cat([alone[0], first[0] + queries], dim=2),
+            torch.cat([alone[1] + first[1], keys], dim=2),
+            torch.cat([alone[2] + first[2], values], dim=2),
+            *(None,) * 5,
+        )
+
+
+def _parts(prefix: int, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What is of the prefix, and what is of the rows: (1, heads, T, ...)."""
+    return [tensor[:, :, :prefix] for tensor in tensors], [tensor[:, :, prefix:] for tensor in tensors]
+
+
+def cut_rows(tensor: torch.Tensor, own: torch.Tensor, longest: int) -> torch.Tensor:
+    """Rows filled up to the longest, L: (1, heads, N, ...) -> (R, heads, L, ...); `own` as `cascade` has it."""
+    return tensor[0].transpose(0, 1).index_select(0, own).unflatten(0, (-1, longest)).transpose(1, 2)
+
+
+def _back(rows: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    """(R, heads, L, ...) -> (1, N, heads, ...)."""
+    return rows.transpose(1, 2).flatten(0, 1).index_select(0, back)[None]
+
+
+@functools.cache
+def _kernels_are_known() -> bool:
+    """Whether torch has the kernels, and they give a small example's attention and gradients."""
+    drawn = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, 2, 8, 8, generator=drawn, requires_grad=True) for _ in range(3)]
+    row = torch.tensor([-1, -1, -1, 0, 0, 0, 1, 1])  # three tokens that all see, three and two that do not
+    seen = ((row[None] == -1) | (row[:, None] == row[None])).tril()
+    own, back = torch.tensor([0, 1, 2, 3, 4, 4]), torch.tensor([0, 1, 2, 3, 4])
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        plain = functional.scaled_dot_product_attention(*tensors, attn_mask=seen).transpose(1, 2)
+        expected = [plain, *torch.autograd.grad(plain.square().sum(), tensors)]
+        try:
+            ours = cascade(*tensors, 3, own, back, 3)
+            found = [ours, *torch.autograd.grad(ours.square().sum(), tensors)]
+        except (AttributeError, RuntimeError, TypeError, ValueError, IndexError):
+            return False
+    return all((a - b).norm() <= _TOLERANCE * b.norm() for a, b in zip(found, expected, strict=True))
