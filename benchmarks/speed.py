@@ -10,17 +10,23 @@ loss, which must be the same: the same work is done.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import shapes
 
 HERE = Path(__file__).parent
+
+
+class Ended(Exception):
+    """What a contestant said before it ended by itself."""
 
 
 class Contestant:
@@ -53,7 +59,8 @@ class Contestant:
         line = self.process.stdout.readline()
         if not line:
             self.log.seek(0)
-            raise SystemExit(f"{self.name} ended:\n{self.log.read().decode()[-3000:]}")
+            told = self.log.read().decode(errors="replace").strip()
+            raise Ended(f"{self.name} ended: {told[-3000:]}")
         return json.loads(line)
 
     def run(self, steps: int, tokens: int) -> None:
@@ -81,7 +88,8 @@ def field(args: argparse.Namespace, shape: shapes.Shape) -> list[tuple]:
             ("TRL, packed", args.peers, "trl_sft.py", {**packs, "options": packed}),
         ]
     if args.llamafactory:
-        script, packed = "llamafactory_sft.py", {"packing": True, "cutoff_len": longest}
+        # it fills packs up to a multiple of 8, but not their positions
+        script, packed = "llamafactory_sft.py", {"packing": True, "cutoff_len": -(-longest // 8) * 8}
         found += [
             ("LLaMA-Factory", args.llamafactory, script, small),
             ("LLaMA-Factory, grouped by length", args.llamafactory, script, {**small, "options": grouped}),
@@ -94,6 +102,18 @@ def field(args: argparse.Namespace, shape: shapes.Shape) -> list[tuple]:
             ),
         ]
     return found
+
+
+@contextlib.contextmanager
+def leaving_out(contestants: list[Contestant], name: str) -> Iterator[None]:
+    """A peer that ends by itself is told of and left out; accel_sft ending ends all."""
+    try:
+        yield
+    except (Ended, BrokenPipeError) as error:
+        if name == "accel_sft":
+            raise SystemExit(str(error)) from None
+        contestants[:] = [contestant for contestant in contestants if contestant.name != name]
+        print(f"{name} is left out: {str(error).splitlines()[-1] if str(error) else 'it ended'}\n", flush=True)
 
 
 def main() -> None:
@@ -118,10 +138,12 @@ def main() -> None:
             common = {"model": str(folder / "model"), "rows": str(folder / f"{chosen}.json"), "batch": shape.batch}
             contestants = []
             for label, python, script, settings in field(args, shape):
-                contestants.append(Contestant(label, python, script, **{**common, **settings}))
+                with leaving_out(contestants, label):
+                    contestants.append(Contestant(label, python, script, **{**common, **settings}))
             for _ in range(args.rounds):
-                for contestant in contestants:
-                    contestant.run(shape.steps, tokens)
+                for contestant in list(contestants):
+                    with leaving_out(contestants, contestant.name):
+                        contestant.run(shape.steps, tokens)
             print("| trainer | real tokens/s | supervised/s | accel_sft is | first loss |")
             print("|---|---|---|---|---|")
             best = statistics.median(contestants[0].speeds)

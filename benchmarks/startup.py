@@ -2,7 +2,8 @@
 
     python benchmarks/startup.py [--rounds 3] [--imports] [-- OPTION ...]
 
-Launches take turns: without a launcher, ZeRO-2 on one process, ZeRO-2 on two. What stands behind `--` goes to the
+Launches take turns: without a launcher, ZeRO-2 on one process, ZeRO-2 on two; each once with an empty cache and once
+more with what that start kept. What stands behind `--` goes to the
 trainer. Medians over the rounds, of rank 0. With `--imports`, one more start of each with `-X importtime` says which
 packages the imports are of, and within which phase (they take a little longer so).
 """
@@ -27,11 +28,13 @@ ZERO2 += [str(HERE.parent / "accelerate_configs" / "z2.yaml"), "--num_processes"
 LAUNCHES = {"no launcher": [sys.executable], "z2, one process": [*ZERO2, "1"], "z2, two processes": [*ZERO2, "2"]}
 
 
-def start(launch: list[str], options: list[str], importtime: bool = False) -> tuple[dict[str, float], list[str]]:
+def start(
+    launch: list[str], options: list[str], cache: str, importtime: bool = False
+) -> tuple[dict[str, float], list[str]]:
     """Phases and their seconds, in order; and the lines of `-X importtime`, if asked for."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
-        environment = {**os.environ, "FIRST_STEP_FOLDER": folder}
+        environment = {**os.environ, "FIRST_STEP_FOLDER": folder, "ACCEL_SFT_CACHE": cache}
         command = [*launch, FIRST_STEP, "math", "--output-dir", f"{folder}/run", *options]
         if importtime:
             environment["PYTHONPROFILEIMPORTTIME"] = "1"
@@ -46,6 +49,12 @@ def start(launch: list[str], options: list[str], importtime: bool = False) -> tu
         rank = json.loads(answer.read_text())
     before = {"launcher and interpreter": rank["began"] - started}
     return {**before, **rank["parts"], "in all": rank["stepped"] - started}, said
+
+
+def first_and_second(name: str, options: list[str]) -> dict[str, dict[str, float]]:
+    """Phases of a launch's start with an empty cache, and of the next."""
+    with tempfile.TemporaryDirectory() as cache:
+        return {f"{name}, {which}": start(LAUNCHES[name], options, cache)[0] for which in ("first", "again")}
 
 
 def packages(lines: list[str]) -> dict[str, dict[str, float]]:
@@ -70,19 +79,26 @@ def main() -> None:
     parser.add_argument("--imports", action="store_true")
     parser.add_argument("options", nargs="*", help="The trainer's own, behind `--`.")
     args = parser.parse_args()
-    for launch in LAUNCHES.values():
-        start(launch, args.options)  # reads all files once, and compiles DeepSpeed's operators
-    runs = [{name: start(launch, args.options)[0] for name, launch in LAUNCHES.items()} for _ in range(args.rounds)]
-    phases = list(dict.fromkeys(phase for run in runs for name in LAUNCHES for phase in run[name] if phase != "in all"))
-    print("| seconds | " + " | ".join(LAUNCHES) + " |")
-    print("|---|" + "---|" * len(LAUNCHES))
+    for name in LAUNCHES:
+        first_and_second(name, args.options)  # reads all files once, and compiles DeepSpeed's operators
+    runs: list[dict[str, dict[str, float]]] = []
+    for _ in range(args.rounds):
+        runs.append({})
+        for name in LAUNCHES:
+            runs[-1].update(first_and_second(name, args.options))
+    starts = list(runs[0])
+    phases = list(dict.fromkeys(phase for run in runs for name in starts for phase in run[name] if phase != "in all"))
+    print("| seconds | " + " | ".join(starts) + " |")
+    print("|---|" + "---|" * len(starts))
     for phase in ["in all", *phases]:
-        medians = [statistics.median(run[name].get(phase, 0.0) for run in runs) for name in LAUNCHES]
+        medians = [statistics.median(run[name].get(phase, 0.0) for run in runs) for name in starts]
         if max(medians) >= 0.005:
             print(f"| {phase} | " + " | ".join(f"{seconds:.2f}" for seconds in medians) + " |")
     for name, launch in LAUNCHES.items() if args.imports else ():
         print(f"\nImports, {name}: seconds by phase and package (0.05 s and more; all processes of it together)\n")
-        for phase, each in packages(start(launch, args.options, importtime=True)[1]).items():
+        with tempfile.TemporaryDirectory() as cache:
+            lines = start(launch, args.options, cache, importtime=True)[1]
+        for phase, each in packages(lines).items():
             shown = sorted(((s, package) for package, s in each.items() if s >= 0.05), reverse=True)
             if shown:
                 print(f"- {phase}: {sum(each.values()):.2f} ({', '.join(f'{p} {s:.2f}' for s, p in shown)})")

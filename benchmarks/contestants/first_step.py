@@ -46,7 +46,7 @@ from accel_sft.environment import prepare_environment  # noqa: E402
 prepare_environment()  # as the command line does before torch is imported
 Ours.libraries()
 
-from accel_sft import __main__, evaluate, fitting, prepare, train  # noqa: E402
+from accel_sft import __main__, fitting, generate, prepare, train  # noqa: E402
 
 for owner, name, part in (
     (prepare, "audit", "audit of the launch"),
@@ -56,7 +56,8 @@ for owner, name, part in (
     (prepare, "read_split", "data: the task's rows"),
     (prepare, "build_tiny", "data: building tiny"),
     (prepare, "load_tokenizer", "data: tokenizer"),
-    (prepare, "encode", "data: encoding"),
+    (prepare.SplitEncoder, "__init__", "data: encoding"),
+    (prepare.SplitEncoder, "__call__", "data: encoding"),
     (train, "prepare_data", "data: the rest"),
     (train, "write_run_record", "run record"),
     (train.Tracker, "__init__", "trackers"),
@@ -64,7 +65,7 @@ for owner, name, part in (
     (fitting.launch, "prepare", "model: accelerator.prepare"),
     (fitting.Fitting, "__init__", "model: the rest"),
     (fitting.Fitting, "new_learner", "layout trials"),
-    (evaluate, "generate", "evaluation: generating"),
+    (generate.Generator, "__call__", "evaluation: generating"),
     (fitting.Fitting, "evaluate", "evaluation: the rest"),
     (fitting.Fitting, "resume", "records of the start"),
 ):
