@@ -7,26 +7,18 @@ that is killed, leave nothing half done. Standard library only.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import socket
 import time
-import zlib
 from pathlib import Path
 from typing import Any
 
+from accel_sft import sealed
 from accel_sft.options import UserError
 
-ABOUT = "about.json"
-_BLOCK = 1 << 20
 _ABANDONED_SECONDS = 3600
 UNUSED_DAYS = 30
 """After which an entry is removed, when another one is made."""
-
-
-class Damaged(Exception):
-    """Why an entry is not what was written."""
 
 
 def folder() -> Path:
@@ -57,42 +49,19 @@ def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
         path = folder() / kind / key
         if not path.exists():
             return None
-        about = _checked(path)
+        about = sealed.check(path)
         with contextlib.suppress(OSError):  # of a cache that may be read only
             os.utime(path)
         return path, about
-    except Damaged as defect:
+    except sealed.Damaged as defect:
         tell(f"{path}: damaged ({defect}); it is made again")
     except OSError as error:
         tell(f"{error.filename}: cannot be read ({error.strerror}); it is made again")
     return None
 
 
-def _checked(path: Path) -> dict[str, Any]:
-    """What was written about the entry, every byte of which is as it was written."""
-    try:
-        sealed = json.loads((path / ABOUT).read_text(encoding="utf-8"))
-        if sealed["sha256"] != _sha256(sealed["content"]):
-            raise Damaged(f"{ABOUT} is not what was written")
-        files = sealed["content"]["files"].items()
-    except FileNotFoundError:
-        raise Damaged(f"no {ABOUT}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise Damaged(f"{ABOUT} cannot be understood") from None
-    for name, (size, checksum) in files:
-        try:
-            there = (path / name).stat().st_size
-        except FileNotFoundError:
-            raise Damaged(f"{name} is missing") from None
-        if there != size:
-            raise Damaged(f"{name} has {there} bytes, {size} were written")
-        if _checksum(path / name) != checksum:
-            raise Damaged(f"{name} has other bytes than were written")
-    return sealed["content"]["about"]
-
-
 def partial(kind: str) -> Path:
-    """A new folder to fill, `seal` and `publish`; what dead processes left, or nobody has used for long, is removed.
+    """A new folder to fill, seal and `publish`; what dead processes left, or nobody has used for long, is removed.
 
     Raises:
         OSError: the cache cannot be written.
@@ -115,19 +84,6 @@ def partial(kind: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=folder() / kind))
 
 
-def seal(made: Path, about: dict[str, Any]) -> None:
-    """Write `about` (JSON) with sizes and checksums of all files in `made`, and see everything on the disk."""
-    files = {}
-    for path in sorted(made.iterdir()):
-        _sync(path)
-        files[path.name] = [path.stat().st_size, _checksum(path)]
-    content = {"files": files, "about": about}
-    text = json.dumps({"sha256": _sha256(content), "content": content}, ensure_ascii=False)
-    (made / ABOUT).write_text(text, encoding="utf-8")
-    _sync(made / ABOUT)
-    _sync(made)
-
-
 def publish(made: Path, kind: str, key: str) -> Path:
     """Give a sealed folder its name, in the place of a damaged one; one that another run has put there stays."""
     import shutil
@@ -137,16 +93,16 @@ def publish(made: Path, kind: str, key: str) -> Path:
     while True:
         try:
             made.rename(target)
-            _sync(target.parent)
+            sealed.sync(target.parent)
             break
         except OSError:
             if not target.exists():
                 raise
         try:
-            _checked(target)
+            sealed.check(target)
             shutil.rmtree(made)
             break
-        except Damaged:
+        except sealed.Damaged:
             with contextlib.suppress(FileNotFoundError):  # another run was quicker
                 target.rename(aside)
                 shutil.rmtree(aside)
@@ -182,24 +138,3 @@ def tell(line: str) -> None:
 
     if os.environ.get("RANK", "0") == "0":
         print(line, file=terminal(), flush=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _checksum(path: Path) -> int:
-    """CRC-32 of a file: against accidents, at the speed of memory, and without mapping the file into it."""
-    found, block = 0, memoryview(bytearray(_BLOCK))
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(block):
-            found = zlib.crc32(block[:size], found)
-    return found
-
-
-def _sha256(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

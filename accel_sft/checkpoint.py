@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +12,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 
+from accel_sft import sealed
 from accel_sft.options import UserError
+from accel_sft.report import write_atomically
 
-STATE = "state.json"
+POINTER = "latest"
+"""The file beside the checkpoints that names the newest; written last."""
+SPARE_BYTES = 64 << 20
+"""Left free beside a checkpoint, for what else a run writes."""
 Result = TypeVar("Result")
 
 
@@ -35,7 +39,10 @@ def decided_by_main(accelerator: Accelerator, decide: Callable[[], Result]) -> R
 
 @contextlib.contextmanager
 def replacing(accelerator: Accelerator, target: Path) -> Iterator[Path]:
-    """A folder beside `target` to fill from all ranks; it takes `target`'s place only when all are done."""
+    """A folder beside `target` to fill from all ranks; it takes `target`'s place when it is whole and on the disk.
+
+    What a kill leaves behind is put right by `settle`.
+    """
     partial = target.with_name(f".{target.name}.partial")
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
@@ -44,16 +51,53 @@ def replacing(accelerator: Accelerator, target: Path) -> Iterator[Path]:
     yield partial
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        for path in (*partial.rglob("*"), partial):
+            sealed.sync(path)
         outgoing = target.with_name(f".{target.name}.outgoing")
         shutil.rmtree(outgoing, ignore_errors=True)
         if target.exists():
             target.rename(outgoing)
         partial.rename(target)
+        sealed.sync(target.parent)
         shutil.rmtree(outgoing, ignore_errors=True)
     accelerator.wait_for_everyone()
 
 
-def save(accelerator: Accelerator, run_dir: Path, state: dict[str, Any], keep: int) -> Path:
+def settle(run_dir: Path) -> None:
+    """Put right what a kill amid `replacing` left: the old folder back where the new one had not come yet."""
+    for folder in (run_dir, run_dir / "checkpoints"):
+        for outgoing in folder.glob(".*.outgoing"):
+            target = folder / outgoing.name.removeprefix(".").removesuffix(".outgoing")
+            if target.exists():
+                shutil.rmtree(outgoing)
+            else:
+                outgoing.rename(target)
+        for partial in folder.glob(".*.partial"):
+            shutil.rmtree(partial)
+
+
+def hold_room(accelerator: Accelerator, model: torch.nn.Module, run_dir: Path) -> None:
+    """See that a checkpoint of this model has room.
+
+    Raises:
+        UserError: on every rank, if it has not.
+    """
+    each = 12 if _deepspeed(accelerator) else 2 * 4  # of AdamW's state, with DeepSpeed's own copy of the weights
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    needed = sum(getattr(p, "ds_numel", p.numel()) * (p.element_size() + each) for p in trained) + SPARE_BYTES
+
+    def decide() -> None:
+        free = shutil.disk_usage(run_dir).free
+        if free < needed:
+            raise UserError(
+                f"{run_dir}: a checkpoint takes {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB of the disk are "
+                "free; free space (then go on with --resume auto), name another --output-dir, or --save-every off"
+            )
+
+    decided_by_main(accelerator, decide)
+
+
+def save(accelerator: Accelerator, model: torch.nn.Module, run_dir: Path, state: dict[str, Any], keep: int) -> Path:
     """Write `checkpoints/step-<step>`: weights, optimizer and random state of all ranks, and `state`; prune after.
 
     Frozen weights are left out: the run's source still has them.
@@ -63,6 +107,7 @@ def save(accelerator: Accelerator, run_dir: Path, state: dict[str, Any], keep: i
         keep: newest checkpoints left.
     """
     target = run_dir / "checkpoints" / f"step-{state['step']:06d}"
+    hold_room(accelerator, model, run_dir)
     layout = _layout(accelerator)
     with replacing(accelerator, target) as partial:
         frozen_left_out = {"exclude_frozen_parameters": True} if _deepspeed(accelerator) else {}
@@ -71,10 +116,9 @@ def save(accelerator: Accelerator, run_dir: Path, state: dict[str, Any], keep: i
         hook.remove()
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            sizes = {str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()}
-            content = {**state, "layout": layout, "files": sizes}
-            (partial / STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
+            sealed.seal(partial, {**state, "layout": layout})
     if accelerator.is_main_process:
+        write_atomically(target.parent / POINTER, target.name + "\n")
         # later ones are damaged, or of a run that was resumed from before them: they do not count as newest
         for old in [path for path in checkpoints(run_dir) if _step(path) <= state["step"]][:-keep]:
             shutil.rmtree(old)
@@ -113,16 +157,11 @@ def newest(run_dir: Path, resume: str) -> tuple[Path | None, list[str]]:
 
 def _defect(path: Path) -> str | None:
     try:
-        files = json.loads((path / STATE).read_text(encoding="utf-8"))["files"]
-    except OSError:
-        return f"no {STATE}, so it is not a complete checkpoint"
-    except (ValueError, KeyError, TypeError):
-        return f"{STATE} cannot be read"
-    for name, size in files.items():
-        if not (path / name).is_file():
-            return f"{name} is missing"
-        if (path / name).stat().st_size != size:
-            return f"{name} has {(path / name).stat().st_size} bytes, {size} were written"
+        sealed.check(path)
+    except sealed.Damaged as damage:
+        return str(damage)
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
     return None
 
 
@@ -132,7 +171,7 @@ def load(accelerator: Accelerator, path: Path) -> dict[str, Any]:
     Raises:
         UserError: the checkpoint was written under another layout (ranks, ZeRO stage, precision).
     """
-    state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    state = sealed.read(path)
     here = _layout(accelerator)
     if state["layout"] != here:
         told = [

@@ -70,6 +70,12 @@ class TrainConfig:
     adam_beta1: float = option(0.9, section=OPTIM, min=0, max=0.9999, help="AdamW's first moment decay.")
     adam_beta2: float | None = option(None, section=OPTIM, min=0, max=0.9999, help="AdamW's second moment decay.")
     max_grad_norm: float = option(1.0, section=OPTIM, min=0, help="Clip the gradient to this norm; 0: never.")
+    on_nonfinite: str = option(
+        "stop",
+        section=OPTIM,
+        choices=("stop", "skip"),
+        help="A step whose loss or gradient is no number is never learnt from: stop there, or skip it.",
+    )
 
     eval_every: str = option(
         "auto", section=EVAL, help="Steps between evaluations, epoch, off, or auto (about 4 a run)."
@@ -119,8 +125,6 @@ class TrainConfig:
             found.append("--patience needs evaluations: set --eval-every")
         if self.init_from and self.model != "tiny":
             found.append("--init-from takes the model of the earlier run: leave --model out")
-        if self.init_from and self.resume != "off":
-            found.append("--init-from starts a new run, --resume continues an old one: give one of them")
         if self.resume != "off" and not self.output_dir:
             found.append(f"--resume {self.resume}: name the run's folder with --output-dir")
         return found
@@ -158,7 +162,7 @@ _USUAL: dict[str, Any] = {
 LAYOUT = frozenset(
     {"micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every"}
     | {"tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every"}
-    | {"patience", "batching", "compile", "generate_with"}
+    | {"patience", "batching", "compile", "generate_with", "on_nonfinite"}
 )
 """Settings that decide how a run is executed or watched, not what a step learns: a resume may change them."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class Evaluator:
     Args:
         encoded: the validation examples that can be used, by their index in `examples`.
         max_new_tokens: tokens generated at most; None: the longest answer's, its end-of-turn token included.
+        between: called by every rank between two batches of answers; may end the evaluation by raising.
+        say: tells a line, on rank 0; by default at the terminal.
     """
 
     def __init__(
@@ -52,12 +54,15 @@ class Evaluator:
         encoded: Sequence[Encoded],
         config: TrainConfig,
         max_new_tokens: int | None = None,
+        between: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
+        self.say = say or (lambda line: print(wrapped(line), file=terminal()))
         self.accelerator, self.tokenizer, self.task, self.examples = accelerator, tokenizer, task, examples
         self.encoded = list(encoded[: config.eval_limit])
         longest_answer = max(example.supervised_tokens for example in self.encoded)
         self.max_new_tokens = config.max_new_tokens or max_new_tokens or longest_answer
-        self.generator = Generator(accelerator, tokenizer, config.eval_batch_size, self.max_new_tokens)
+        self.generator = Generator(accelerator, tokenizer, config.eval_batch_size, self.max_new_tokens, between)
 
     def __call__(self, model: torch.nn.Module, batching: Batching) -> Evaluation:
         """Validation loss, then greedy answers, scored where they were generated and gathered once.
@@ -74,7 +79,7 @@ class Evaluator:
             with torch.no_grad():
                 eval_loss = self.loss(model, batching)
                 if self.generator.choose(model, self.encoded) and self.accelerator.is_main_process:
-                    print(wrapped(self.generator.told), file=terminal())
+                    self.say(self.generator.told)
                 self.accelerator.wait_for_everyone()
                 started = time.perf_counter()
                 answers = self.generator(model, self.encoded)

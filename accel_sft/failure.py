@@ -18,6 +18,7 @@ from typing import NoReturn
 import click
 
 from accel_sft.options import UserError
+from accel_sft.postmortem import lost_ranks
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for SIGINT and SIGPIPE
 
@@ -46,8 +47,8 @@ class Ending(contextlib.AbstractContextManager["Ending"]):
         if isinstance(error, BrokenPipeError) and _stdout_is_closed():
             _leave(BROKEN_PIPE)
         if isinstance(error, (KeyboardInterrupt, click.Abort)):
-            _print_once("interrupted")
-            _leave(INTERRUPTED)
+            _print_once(str(error) or "interrupted")
+            _leave(getattr(error, "status", INTERRUPTED))
         if isinstance(error, click.ClickException):
             shown = io.StringIO()
             error.show(shown)
@@ -66,7 +67,9 @@ class Ending(contextlib.AbstractContextManager["Ending"]):
         summary = f"{type(error).__name__}: {error}".rstrip(": \n")
         message = f"{summary} ({_place(error)})"
         others = {text for _, text in _earlier_failures()}
-        if (
+        if not others and not self.debug and (lost := lost_ranks(_attempt_directory())):
+            _report(f"Error: {lost}", lost)
+        elif (
             others - {message} and not self.debug
         ):  # a peer's death breaks the collectives of this rank: no cause to show
             _report(f"Error: {_rank()} ended after another rank had failed ({summary.splitlines()[0]})", message)

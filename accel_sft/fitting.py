@@ -13,19 +13,19 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 
-from accel_sft import checkpoint, launch, report, terminal
+from accel_sft import checkpoint, launch, outcome, report, terminal
 from accel_sft.batching import Batching
-from accel_sft.card import model_card
 from accel_sft.config import TrainConfig
 from accel_sft.data import StepPlan
 from accel_sft.evaluate import Evaluation, Evaluator, largest
+from accel_sft.health import Health
 from accel_sft.layout import choose_batching
 from accel_sft.learning import Learner
-from accel_sft.model import compile_blocks, compile_seconds, load_model, trainable_parameters
+from accel_sft.model import compile_blocks, load_model, trainable_parameters
 from accel_sft.optim import Stepper, adamw, learning_rate
-from accel_sft.options import UserError
 from accel_sft.prepare import Prepared
 from accel_sft.progress import Progress
+from accel_sft.stopping import Interruption, Stopping
 from accel_sft.store import TokenStore
 from accel_sft.system import peak_memory_gib
 from accel_sft.task import Task
@@ -44,12 +44,17 @@ class Fitting:
         config: TrainConfig,
         prepared: Prepared,
         tracker: Tracker,
+        stopping: Stopping,
     ) -> None:
+        self.stopping = stopping
         self.accelerator, self.run_dir, self.task_name, self.task = accelerator, run_dir, task_name, task
         self.config, self.prepared, self.tracker = config, prepared, tracker
         self.plan: StepPlan = prepared.plan
         self.train: TokenStore = prepared.train.kept
         self.progress = Progress()
+        self.health = Health(
+            run_dir, config, accelerator.mixed_precision, tracker.say, writes=accelerator.is_main_process
+        )
         self.batching_asked = [config.batching, config.micro_batch_size]
 
         deepspeed = accelerator.state.deepspeed_plugin is not None
@@ -81,6 +86,8 @@ class Fitting:
             prepared.validation.kept,
             config,
             prepared.longest_answer,
+            self.between_answers,
+            tracker.say,
         )
         set_seed(config.seed, device_specific=True)  # dropout masks differ between ranks
 
@@ -103,8 +110,9 @@ class Fitting:
             self.tracker.say(f"resumed {path} at step {self.progress.step} of {self.plan.total_steps}")
         self.tracker.phase("ready")
         self.tracker.phases()
-        if path is None and self.config.eval_every != "off":
-            self.evaluate()
+        self.saved_step = self.progress.step
+        if self.config.save_every != "off":
+            checkpoint.hold_room(self.accelerator, self.model, self.run_dir)
 
     def new_learner(self, before: dict[str, Any] | None) -> Learner:
         """Rows laid out as before the run stopped, unless asked for otherwise now; else what is exact and fast here."""
@@ -118,7 +126,18 @@ class Fitting:
         return Learner(accelerator, self.model, self.stepper, batching, pad_token_id, self.run_dir, self.tracker.say)
 
     def fit(self) -> None:
-        """The loop: learn from one global batch, look, evaluate, save."""
+        """The loop: learn from one global batch, look, evaluate, save. A signal ends it in order."""
+        self.stopping.deferred = True
+        try:
+            self.judge_and_save()  # a run starts with a judgement, or was stopped before one
+            self.loop()
+        except Interruption:
+            self.save()
+            raise
+        finally:
+            self.stopping.deferred = False
+
+    def loop(self) -> None:
         plan, stepper, progress, config = self.plan, self.stepper, self.progress, self.config
         self.model.train()
         with self.tracker.profiler() as profiler:
@@ -132,27 +151,41 @@ class Fitting:
                 grad_norm = stepper.update(progress.step)
                 progress.step += 1
 
-                loss, system = self.gather(share)
-                if not math.isfinite(loss):
-                    raise UserError(
-                        f"step {progress.step}: the loss is {loss}; lower --learning-rate or --max-grad-norm, "
-                        "or go on from the last checkpoint with another --seed in a new run (--init-from)"
-                    )
+                loss, signal, system = self.gather(share)
+                self.health.look(progress.step, loss, grad_norm, lambda rows=rows: self.train.take(rows.tolist()))
                 seconds = time.perf_counter() - started
                 self.record(loss, grad_norm, rate, tokens, supervised_tokens, seconds, system)
                 profiler.step()
-                if self.due(config.eval_every) or (progress.step == plan.total_steps and config.eval_every != "off"):
-                    self.evaluate()
-                if self.due(config.save_every):
-                    self.save()
+                self.stop_if(signal)
+                self.judge_and_save()
 
-    def gather(self, share: torch.Tensor) -> tuple[float, list[list[float]]]:
-        """The step's loss summed over ranks, and every rank's system readings, in one collective."""
+    def judge_and_save(self) -> None:
+        """The evaluation and the checkpoint that are due at this step, unless they were made."""
+        progress, config = self.progress, self.config
+        judged = progress.step in (0, self.plan.total_steps) and config.eval_every != "off"
+        if progress.evaluated_step != progress.step and (judged or self.due(config.eval_every)):
+            self.evaluate()
+        if self.saved_step != progress.step and self.due(config.save_every):
+            self.save()
+
+    def gather(self, share: torch.Tensor) -> tuple[float, int, list[list[float]]]:
+        """The step's loss summed over ranks, a signal that any of them got, and every rank's system readings."""
+        self.stopping.hold()
         if self.accelerator.num_processes == 1:
-            return share.item(), [self.tracker.system()]
-        mine = torch.tensor([[share.item(), *self.tracker.system()]], device=self.accelerator.device)
-        gathered = self.accelerator.gather(mine)
-        return gathered[:, 0].sum().item(), gathered[:, 1:].tolist()
+            return share.item(), self.stopping.asked, [self.tracker.system()]
+        mine = [share.item(), self.stopping.asked, *self.tracker.system()]
+        gathered = self.accelerator.gather(torch.tensor([mine], device=self.accelerator.device))
+        return gathered[:, 0].sum().item(), int(gathered[:, 1].max()), gathered[:, 2:].tolist()
+
+    def stop_if(self, signal: int) -> None:
+        """Raise Interruption if there was a signal, which all ranks know of."""
+        if signal:
+            raise Interruption(signal, self.progress.step)
+
+    def between_answers(self) -> None:
+        """Let a signal end an evaluation, on all ranks, before its next batch of answers."""
+        asked = torch.tensor([self.stopping.asked], device=self.accelerator.device)
+        self.stop_if(int(self.accelerator.gather(asked).max()))
 
     def record(
         self,
@@ -205,17 +238,8 @@ class Fitting:
             self.export("best", evaluation)
 
     def export(self, name: str, evaluation: Evaluation | None = None) -> None:
-        config, after = self.config, evaluation.metrics if evaluation else self.progress.latest
-        card = model_card(
-            base_model=config.init_from or config.model,
-            task=self.task_name,
-            adapter=config.adapter,
-            messages=self.task.messages(self.prepared.validation_examples[self.prepared.validation.kept[0].index]),
-            data=self.prepared.counts(),
-            settings={**config.as_dict(), **dataclasses.asdict(self.task)},
-            result={"before": self.progress.before or {}, "after": after or {}},
-            versions=launch.versions(),
-        )
+        after = evaluation.metrics if evaluation else self.progress.latest
+        card = outcome.card(self.config, self.task_name, self.task, self.prepared, self.progress.before, after)
         checkpoint.export(self.accelerator, self.model, self.prepared.tokenizer, self.run_dir / name, card)
 
     def save(self) -> None:
@@ -223,29 +247,21 @@ class Fitting:
             "asked": self.batching_asked,
             "chosen": dataclasses.asdict(self.learner.batching),
         }  # measured, so it is kept (law 3)
+        self.stopping.hold()
         state = {"step": self.progress.step, "progress": dataclasses.asdict(self.progress), "batching": batching}
         self.tracker.flush()
-        checkpoint.save(self.accelerator, self.run_dir, state, self.config.keep_checkpoints)
+        checkpoint.save(self.accelerator, self.model, self.run_dir, state, self.config.keep_checkpoints)
+        self.saved_step = self.progress.step
 
     def finish(self) -> None:
         """Export final/, write result.json and report.md, and show before beside after."""
         progress, accelerator = self.progress, self.accelerator
         self.export("final")
         result = {
-            "status": "complete",
-            "task": self.task_name,
-            "model": self.config.init_from or self.config.model,
-            "steps": progress.step,
-            "stopped_early": progress.step < self.plan.total_steps,
-            "train_seconds": progress.seconds,
-            "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else None,
+            **outcome.summary(self.config, self.task_name, self.task, progress, self.plan.total_steps),
             **largest(self.tracker.peak()),
             "trained_parameters": self.trained_parameters,
-            **({"compile_seconds": compile_seconds()} if self.config.compile else {}),
             "batching": dataclasses.asdict(self.learner.batching),
-            "best": {"step": progress.best_step, self.task.main_metric: progress.best},
-            "before": progress.before,
-            "after": progress.latest,
             "phases": self.tracker.phases(),
         }
         if accelerator.is_main_process:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,9 +36,18 @@ class Generator:
     Args:
         batch_size: rows answered at once on one rank; None: by their length.
         max_new_tokens: of an answer, its end-of-turn token included.
+        between: called by every rank before each batch of answers.
     """
 
-    def __init__(self, accelerator: Accelerator, tokenizer: Any, batch_size: int | None, max_new_tokens: int) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        tokenizer: Any,
+        batch_size: int | None,
+        max_new_tokens: int,
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.between = between
         self.accelerator, self.tokenizer = accelerator, tokenizer
         self.batch_size, self.max_new_tokens = batch_size, max_new_tokens
         plugin = accelerator.state.deepspeed_plugin
@@ -58,6 +67,7 @@ class Generator:
             decoder = None if self.plain else self._decoder(unwrapped, examples[0].input_ids[:prefix])
             answered = []
             for ranks in divide(examples, self.accelerator.num_processes, self._rows_at_once(examples, prefix)):
+                self.between()
                 rows = ranks[self.accelerator.process_index]
                 # a rank that has run out of rows answers any, for the ranks share their weights
                 some = rows or next(filter(None, ranks))[:1]
@@ -98,7 +108,7 @@ class Generator:
         if self.plain:
             line = f"answers by transformers' generate, as {self.plain}"
         elif not prefix:
-            line = f"answers: prompts have fewer than {SHORTEST_PREFIX} first tokens in common"
+            line = f"answers: prompts begin with fewer than {SHORTEST_PREFIX} common tokens; each is computed whole"
         return f"{line}; the adapter stays apart, as {adapter}" if adapter else line
 
     def _decoder(self, model: Any, prefix: Sequence[int]) -> Decoder:

@@ -40,11 +40,14 @@ def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None
     sources = [find_source(config, model) for model in filter(None, (base, config.model))]
     for source in sources if config.generate_with == "vllm" else ():
         vllm.refuse(source)
-    accelerator = start(config)
+    accelerator = start(config, train=False)
     if config.generate_with == "vllm":
         decided_by_main(accelerator, vllm.find_program)
     if config.dry_run:
         return
+    if accelerator.is_main_process:
+        for line in _differences(config.model, task_name, accelerator.mixed_precision):
+            print(terminal.wrapped(line), file=terminal.terminal())
     if config.output_dir:
         decided_by_main(accelerator, lambda: _claim(Path(config.output_dir)))
     with terminal.quiet(None, config.debug):
@@ -68,14 +71,37 @@ def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None
 
 def _as_trained(config: TrainConfig) -> TrainConfig:
     """With the lengths that the run in `--model`, or around it, was trained and judged with, where none are given."""
-    folder = Path(config.model).expanduser()
-    record = next((path for path in (folder / "run.json", folder.parent / "run.json") if path.is_file()), None)
-    if record is None:
+    run = _record(config.model)
+    if run is None:
         return config
-    run = read_json(record)
     judged = {"max_length": run["config"]["max_length"]}
     judged["max_new_tokens"] = run["config"]["max_new_tokens"] or run["max_new_tokens"]
     return dataclasses.replace(config, **{key: n for key, n in judged.items() if getattr(config, key) is None})
+
+
+def _record(model: str) -> dict[str, Any] | None:
+    """The run.json of the run that `model` is, or is a folder of."""
+    folder = Path(model).expanduser()
+    record = next((path for path in (folder / "run.json", folder.parent / "run.json") if path.is_file()), None)
+    return read_json(record) if record else None
+
+
+def _differences(model: str, task_name: str, precision: str) -> list[str]:
+    """In what this evaluation is not the one that the run made of itself."""
+    run = _record(model)
+    if run is None:
+        return []
+    found, trained = [], run.get("launch", {}).get("precision", precision)
+    if run["task"] != task_name:
+        found.append(f"note: {model} was trained for {run['task']}, and is scored as {task_name}")
+    if trained != precision:
+        before, now = ("float32" if name == "no" else name for name in (trained, precision))
+        found.append(
+            f"note: the run computed in {before}, this evaluation does in {now} and may answer differently; for "
+            f"the run's own numbers: accelerate launch --mixed_precision {trained} "
+            "--num_processes 1 -m accel_sft evaluate ..."
+        )
+    return found
 
 
 def _claim(folder: Path) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_sft.config import TrainConfig
 from accel_sft.environment import threads_per_process, usable_cores
-from accel_sft.launched import Launch, device_count, read_launch
+from accel_sft.launched import Launch, device_count, read_launch, restarts
 from accel_sft.operators import audit_compilation
 from accel_sft.options import UserError
 from accel_sft.terminal import terminal
@@ -41,6 +41,7 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
     import torch
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+    from torch.distributed import register_rendezvous_handler
 
     launch = read_launch()
     devices = device_count()
@@ -50,22 +51,39 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
             print(f"{finding.level}: {finding}", file=terminal(), flush=True)
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # the yaml's value beats any argument
     options: dict[str, Any] = {"gradient_accumulation_steps": 1}
+    group: dict[str, Any] = {}
+    if restarts():
+        register_rendezvous_handler(_ATTEMPT, _rendezvous_of_this_attempt)
+        group["init_method"] = f"{_ATTEMPT}://"
     if launch.backend == "deepspeed":
         if not devices:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
-            options["kwargs_handlers"] = [InitProcessGroupKwargs(backend="gloo")]
+            group["backend"] = "gloo"
         plugin = DeepSpeedPlugin(gradient_accumulation_steps=1)
         _write_deepspeed_config(plugin.deepspeed_config, launch, config, devices)
         options["deepspeed_plugin"] = plugin
     elif launch.backend == "ddp" and not devices:
         options["cpu"] = True
-    accelerator = Accelerator(**options)
+    accelerator = Accelerator(**options, kwargs_handlers=[InitProcessGroupKwargs(**group)] if group else None)
     if accelerator.num_processes != launch.world_size:
         raise UserError(
             f"{launch.config_file or 'the launch'}: {launch.world_size} processes were started, and each would train "
             "alone: use accelerate_configs/ddp.yaml or one of z0.yaml to z3.yaml as a model"
         )
     return accelerator
+
+
+_ATTEMPT = "attempt"
+
+
+def _rendezvous_of_this_attempt(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    """Where ranks that were started again meet: the launcher's store still has the addresses of those before them."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    environment = os.environ
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), world_size, is_master=False)
+    yield PrefixStore(f"attempt-{restarts()}", store), rank, world_size
 
 
 def _write_deepspeed_config(resolved: dict[str, Any], launch: Launch, config: TrainConfig, devices: int) -> None:
@@ -214,7 +232,7 @@ def launch_record(accelerator: Accelerator) -> dict[str, Any]:
         "communication": accelerator.state.backend,
         "device": _device_name(accelerator),
         "host": {"platform": platform.platform(), "cores": usable_cores()},
-        "deepspeed_config": _plain(plugin.deepspeed_config) if plugin else None,
+        "deepspeed_config": recordable(plugin.deepspeed_config) if plugin else None,
         "versions": versions(),
     }
 
@@ -222,11 +240,12 @@ def launch_record(accelerator: Accelerator) -> dict[str, Any]:
 _SECRET = "key|token|secret|password"
 
 
-def _plain(value: Any, name: str = "") -> Any:
+def recordable(value: Any, name: str = "") -> Any:
+    """`value` as JSON can hold it, at any depth; text whose name says that it is a secret is left out."""
     if isinstance(value, dict):
-        return {key: _plain(item, str(key)) for key, item in value.items()}
+        return {key: recordable(item, str(key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [recordable(item) for item in value]
     if isinstance(value, str) and re.search(_SECRET, name, re.IGNORECASE):
         return "***"
     return value if value is None or isinstance(value, (bool, int, str)) or math.isfinite(value) else str(value)

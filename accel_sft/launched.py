@@ -164,9 +164,19 @@ def launcher_arguments() -> dict[str, str]:
     return _arguments(_launcher()[0])
 
 
+def under_launcher() -> bool:
+    """Whether a launcher started this process, going by what it left in the environment."""
+    return "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+
+
+def restarts() -> int:
+    """How often the launcher has started the ranks again after a failure (`--max_restarts`)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def _launcher() -> tuple[list[str], Path | None]:
     """Command line and folder of the `accelerate launch` that started this process, ([], None) without one."""
-    if "LOCAL_RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" not in os.environ:
+    if not under_launcher():
         return [], None
     import psutil
 

@@ -59,8 +59,12 @@ class Learner:
                     batch = self.batching.batch(rows, self.pad_token_id, self.accelerator.device)
                     with self.stepper.boundary(last=number == len(forwards)):
                         nll = nll_sum(self.model, batch)
-                        self.stepper.backward(nll * (ranks / supervised_tokens))  # ranks' gradients are averaged
-                    share += nll.detach()
+                        value = nll.detach()
+                        # 1, or not a number: a loss that is none makes every gradient none, on all ranks, and such
+                        # gradients are not learnt from; by itself an infinite loss may have finite ones
+                        sound = value - value + 1
+                        self.stepper.backward(nll * (sound * ranks / supervised_tokens))  # gradients are averaged
+                    share += value
                 return share / supervised_tokens
             except torch.OutOfMemoryError as error:
                 smaller = self._smaller(rows, step, error)

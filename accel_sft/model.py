@@ -164,7 +164,8 @@ def _loading(name: str, load: Any) -> Any:
             cause = "it needs its own code to run; read that code, then pass --trust-remote-code"
         if "attn_implementation" in str(error):
             raise UserError(f"--attn-implementation: {cause}") from error
-        raise UserError(f"--model {name}: cannot be loaded: {cause}") from error
+        where = "" if Path(name).exists() else "no such folder here, and as a hub id "
+        raise UserError(f"--model {name}: {where}cannot be loaded: {cause}") from error
 
 
 def _with_adapter(model: Any, adapter: str, config: TrainConfig, train: bool) -> Any:

@@ -72,15 +72,26 @@ class Stepper:
             self.accelerator.backward(loss)
 
     def update(self, step: int) -> float:
-        """Clip, step and clear the gradients; the gradient's norm before clipping."""
+        """Clip, step and clear the gradients; the gradient's norm before clipping.
+
+        Where that is no number, the weights stay as they were; DeepSpeed sees to it by itself, where it has an
+        optimizer of its own.
+        """
         if self.engine is not None:
             norm = self._unmanaged_norm()
+            if norm is not None and not math.isfinite(norm):
+                self.engine.zero_grad()
+                return norm
             self.engine.step()
             managed = self.engine.get_global_grad_norm()
-            return float(managed if managed is not None else norm)
+            return float(managed if managed is not None else math.nan if norm is None else norm)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or math.inf)
-        self.optimizer.step()
-        if self.reallocate is not None:  # AdaLoRA ranks its directions by the gradients, which are cleared next
+        finite = bool(norm.isfinite())
+        if finite or self.accelerator.scaler is not None:  # which looks for itself, and learns its scale
+            self.optimizer.step()
+        if (
+            finite and self.reallocate is not None
+        ):  # AdaLoRA ranks its directions by the gradients, which are cleared next
             self.reallocate(step)
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
@@ -96,9 +107,9 @@ class Stepper:
         if self.accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _unmanaged_norm(self) -> float:
+    def _unmanaged_norm(self) -> float | None:
         """The norm where no DeepSpeed optimizer keeps it (stage 0 in float32): gradients are whole and averaged."""
         if self.engine.zero_optimization_stage() > 0:
-            return math.nan
+            return None
         grads = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
-        return torch.nn.utils.get_total_norm(grads).item() if grads else math.nan
+        return torch.nn.utils.get_total_norm(grads).item() if grads else None

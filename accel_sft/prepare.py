@@ -13,11 +13,11 @@ from accelerate import Accelerator
 from accel_sft.audit import audit, refuse
 from accel_sft.chat import Encoding, Rules, conversation, end_of_turn_ids
 from accel_sft.checkpoint import checkpoints, decided_by_main, replacing
-from accel_sft.config import TrainConfig
+from accel_sft.config import EVAL, MODEL, TrainConfig
 from accel_sft.data import StepPlan
 from accel_sft.launch import create_accelerator, describe
 from accel_sft.model import Source, find_source, load_tokenizer
-from accel_sft.options import UserError
+from accel_sft.options import UserError, settings
 from accel_sft.task import Task
 from accel_sft.terminal import quiet, wrapped
 from accel_sft.tiny import build_tiny
@@ -80,9 +80,11 @@ class Prepared:
         return hashlib.sha256(both.encode()).hexdigest()
 
 
-def start(config: TrainConfig) -> Accelerator:
+def start(config: TrainConfig, *, train: bool = True) -> Accelerator:
     """Audit the launch, build its Accelerator, and print once what both resolved to.
 
+    Args:
+        train: else only the settings that an evaluation heeds are shown.
     Raises:
         UserError: every error of the audit.
     """
@@ -102,14 +104,17 @@ def start(config: TrainConfig) -> Accelerator:
                 print(wrapped(f"{name:<{width}}  {value}", width + 2), file=terminal)
             for finding in findings:
                 print(wrapped(f"{finding.level}: {finding}"), file=terminal)
-            print(wrapped("settings  " + _settings_line(config), 10), file=terminal)
+            print(wrapped("settings  " + _settings_line(config, train), 10), file=terminal)
     return accelerator
 
 
-def _settings_line(config: TrainConfig) -> str:
+def _settings_line(config: TrainConfig, train: bool) -> str:
     """The settings that are not what the bare trainer has, or that were resolved."""
-    usual = TrainConfig()
-    differing = {k: v for k, v in config.as_dict().items() if v != getattr(usual, k) or k in ("model", "seed")}
+    usual, values = TrainConfig(), config.as_dict()
+    if not train:
+        heeded = {setting.name for setting in settings(TrainConfig) if setting.section in (MODEL, EVAL)}
+        values = {k: v for k, v in values.items() if k in heeded | {"max_length", "output_dir"}}
+    differing = {k: v for k, v in values.items() if v != getattr(usual, k) or k in ("model", "seed")}
     return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in differing.items())
 
 

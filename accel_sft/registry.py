@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import importlib.metadata
 import inspect
+import os
 import re
 import traceback
 from collections.abc import Iterable
@@ -21,6 +22,8 @@ from accel_sft.options import UserError, settings
 from accel_sft.task import Task
 
 GROUP = "accel_sft.tasks"
+ALLOWED = "ACCEL_SFT_TASKS"
+"""The variable that names the tasks whose code may run, commas between; unset: all that are installed."""
 SHIPPED = {"math": "accel-sft-math", "ner": "accel-sft-ner"}
 """Task names that belong to the distributions this project ships."""
 RESERVED = frozenset(("tasks", "check", "plan", "compare", "evaluate", "generate", "merge", "new-task", "doctor"))
@@ -62,7 +65,15 @@ class Plugin:
 def plugins() -> list[Plugin]:
     """Every entry point of the group, sorted by name, with the faults that metadata alone shows. Imports none."""
     found = sorted(_entry_points(), key=lambda plugin: (plugin.name, plugin.distribution, plugin.target))
-    return [dataclasses.replace(p, fault=p.fault or _naming_fault(p, found)) for p in found]
+    return [dataclasses.replace(p, fault=_disallowed(p) or p.fault or _naming_fault(p, found)) for p in found]
+
+
+def _disallowed(plugin: Plugin) -> str:
+    """Why a plugin's code may not run here, where only certain tasks may."""
+    allowed = os.environ.get(ALLOWED)
+    if allowed is None or plugin.name in [name.strip() for name in allowed.split(",")]:
+        return ""
+    return f"not among the tasks that {ALLOWED} allows ({allowed or 'none'})"
 
 
 def names() -> dict[str, str]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, overload
 
-from accel_sft import cache
+from accel_sft import cache, sealed
 from accel_sft.identity import identity
 from accel_sft.json_stream import Malformed, located
 from accel_sft.options import UserError
@@ -201,7 +201,7 @@ def _keep(places: _Held, key: str) -> _File | _Held:
     try:
         made = cache.partial("rows")
         (made / _PLACES).write_bytes(places.content)
-        cache.seal(made, {})
+        sealed.seal(made, {})
         cache.publish(made, "rows", key)
     except OSError as error:
         cache.tell(f"{cache.where()}: rows cannot be kept here ({error.strerror}); they are checked on every start")

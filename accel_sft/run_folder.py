@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,66 @@ from typing import Any
 from accelerate import Accelerator
 
 from accel_sft import config as configuration
-from accel_sft.checkpoint import checkpoints, decided_by_main
+from accel_sft.checkpoint import checkpoints, decided_by_main, settle
 from accel_sft.config import TrainConfig
-from accel_sft.launch import launch_record
+from accel_sft.launch import launch_record, recordable
+from accel_sft.launched import restarts
 from accel_sft.options import UserError, settings
 from accel_sft.prepare import Prepared
 from accel_sft.report import read_json, read_status, write_atomically, write_result
 from accel_sft.task import Task
+
+_LOCK_SECONDS = 8
+"""To wait for a folder whose owner may be about to end: a rank that lost its launcher takes some seconds."""
+_EARLIER = "accel_sft-run-dir"
+_held: list[int] = []
+
+
+def _launch_file() -> Path | None:
+    """A file that all attempts of one launch share, in torchrun's own temporary folder."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(file).parents[2] / _EARLIER if file else None
+
+
+def _name(task_name: str, config: TrainConfig) -> str:
+    """The folder's name: as asked for, as at this launch's first attempt, or by the time."""
+    shared = _launch_file()
+    if config.output_dir:
+        return config.output_dir
+    if restarts() and shared and shared.is_file():
+        return shared.read_text(encoding="utf-8")
+    return f"runs/{task_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _lock(path: Path) -> None:
+    """Hold the folder itself for this process until it ends, however it does; nothing is written into it.
+
+    Raises:
+        UserError: a living process holds it.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    until = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > until:
+                os.close(descriptor)
+                raise UserError(
+                    f"--output-dir {path}: another process is working in this folder; wait for it or end it, or name "
+                    "another folder"
+                ) from None
+            time.sleep(0.2)
+        except OSError:  # a file system without locks
+            break
+    _held.append(descriptor)
+
+
+def release() -> None:
+    """Let go of the folder that this process claimed."""
+    while _held:
+        os.close(_held.pop())
 
 
 def claim_run_dir(accelerator: Accelerator, task_name: str, task: Task, config: TrainConfig) -> tuple[Path, bool]:
@@ -27,10 +82,17 @@ def claim_run_dir(accelerator: Accelerator, task_name: str, task: Task, config: 
     """
 
     def claim() -> tuple[Path, bool]:
-        name = config.output_dir or f"runs/{task_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name = _name(task_name, config)
         path = Path(name).expanduser().absolute()
+        if config.resume not in ("off", "auto") and Path(config.resume).resolve().parent.parent != path.resolve():
+            raise UserError(
+                f"--resume {config.resume}: not a checkpoint of the run in --output-dir {name}; "
+                "to start a new run from another one's weights, use --init-from"
+            )
         try:
-            occupied = path.exists() and any(path.iterdir())
+            path.mkdir(parents=True, exist_ok=True)
+            _lock(path)
+            occupied = any(path.iterdir())
             failed_before_it_began = (
                 occupied and read_status(path) == "failed" and not (path / "metrics.jsonl").exists()
             )
@@ -40,12 +102,9 @@ def claim_run_dir(accelerator: Accelerator, task_name: str, task: Task, config: 
                 )
             if occupied and not (path / "run.json").exists() and not (path / "result.json").exists():
                 raise UserError(f"--output-dir {name}: not empty, and not a run of accel_sft; name another folder")
-            if config.resume not in ("off", "auto") and Path(config.resume).resolve().parent.parent != path.resolve():
-                raise UserError(
-                    f"--resume {config.resume}: not a checkpoint of the run in --output-dir {name}; "
-                    "to start a new run from another one's weights, use --init-from"
-                )
-            path.mkdir(parents=True, exist_ok=True)
+            if shared := _launch_file():
+                shared.write_text(str(path), encoding="utf-8")
+            settle(path)
             if read_status(path) is None:  # whatever happens next, the folder is known as a run's
                 write_result(path, {"status": "running"})
             (path / "logs").mkdir(exist_ok=True)
@@ -99,15 +158,16 @@ def _hold_to(before: dict[str, Any], now: dict[str, Any], run_dir: Path) -> None
     if not different and before["data_sha256"] != now["data_sha256"]:
         different.append("the data is not what the run was started with")
     if different:
+        start = f", or start a new run from its weights: --init-from {run_dir}" if (run_dir / "final").is_dir() else ""
         raise UserError(
             *different,
             f"{run_dir}: a resumed run computes what it would have without the stop, schedule included; "
-            f"give the settings it was started with, or start a new run from its weights: --init-from {run_dir}",
+            f"give the settings it was started with{start}",
         )
 
 
 def _options(task: Task) -> dict[str, Any]:
-    return {setting.name: getattr(task, setting.name) for setting in settings(type(task))}
+    return recordable({setting.name: getattr(task, setting.name) for setting in settings(type(task))})
 
 
 def _changes(before: dict[str, Any], config: dict[str, Any], task_options: dict[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from accel_sft import cache
+from accel_sft import cache, sealed
 from accel_sft.chat import Encoded, Encoding, Rules, conversation, encode_parts
 from accel_sft.identity import identity
 from accel_sft.options import UserError
@@ -97,7 +97,7 @@ class SplitEncoder:
             folder, about = found[team.rank]
             encoding = self._opened(folder, about, split)
             if all(team.all(lambda: self._agrees(encoding, examples))):
-                encoding.told.append(f"{split}: {len(encoding.kept):,} examples, tokens read from {folder}")
+                encoding.told.append(f"{split}: {len(encoding.kept):,} examples, tokens from the cache")
                 return encoding
             cache.tell(f"{folder}: not what the task makes of its rows now; it is made again")
             team.firsts(lambda: cache.discard(KIND, key))
@@ -172,7 +172,7 @@ class SplitEncoder:
                     part.unlink()
                 if key is None:
                     return folder, about
-                cache.seal(folder, about)
+                sealed.seal(folder, about)
                 return cache.publish(folder, KIND, key), about
 
             return self._opened(*_written(team.firsts(_writing(merged)))[team.rank], split)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from accelerate import Accelerator
 from accel_sft import report, terminal
 from accel_sft.config import TrainConfig
 from accel_sft.fitting import Fitting
+from accel_sft.launched import restarts
 from accel_sft.model import is_tiny
 from accel_sft.options import UserError
 from accel_sft.prepare import prepare_data, start
-from accel_sft.run_folder import claim_run_dir, write_run_record
+from accel_sft.run_folder import claim_run_dir, release, write_run_record
+from accel_sft.stopping import Stopping
 from accel_sft.task import Task
 from accel_sft.tiny import TINY_DEFAULTS
 from accel_sft.tracking import Tracker
@@ -33,6 +36,17 @@ def run(task_name: str, task: Task, config: TrainConfig) -> None:
             f"out, and afterwards: accel-sft evaluate {task_name} --model RUN --generate-with vllm"
         )
     config = config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
+    if restarts() and config.resume == "off":
+        config = dataclasses.replace(config, resume="auto")
+    with Stopping() as stopping:
+        try:
+            _claimed(task_name, task, config, stopping)
+        finally:
+            release()
+
+
+def _claimed(task_name: str, task: Task, config: TrainConfig, stopping: Stopping) -> None:
+    """The run in a folder that is its own, whose record says how it ended."""
     accelerator = start(config)
     if config.dry_run:
         return
@@ -42,7 +56,7 @@ def run(task_name: str, task: Task, config: TrainConfig) -> None:
         return
     try:
         try:
-            _run(accelerator, run_dir, task_name, task, config)
+            _run(accelerator, run_dir, task_name, task, config, stopping)
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"out of device memory ({str(error).splitlines()[0]}); the loss does not depend on it: lower "
@@ -65,7 +79,9 @@ def run(task_name: str, task: Task, config: TrainConfig) -> None:
         raise
 
 
-def _run(accelerator: Accelerator, run_dir: Path, task_name: str, task: Task, config: TrainConfig) -> None:
+def _run(
+    accelerator: Accelerator, run_dir: Path, task_name: str, task: Task, config: TrainConfig, stopping: Stopping
+) -> None:
     with terminal.quiet(run_dir / "logs" / f"rank-{accelerator.process_index}.log", config.debug):
         prepared = prepare_data(accelerator, run_dir, task, config)
         plan = prepared.plan
@@ -81,7 +97,7 @@ def _run(accelerator: Accelerator, run_dir: Path, task_name: str, task: Task, co
             for line in prepared.lines:
                 tracker.say(line)
             tracker.phase("data")
-            fitting = Fitting(accelerator, run_dir, task_name, task, config, prepared, tracker)
+            fitting = Fitting(accelerator, run_dir, task_name, task, config, prepared, tracker, stopping)
             fitting.resume()
             fitting.fit()
             fitting.finish()

@@ -46,7 +46,6 @@ def test_the_defaults_have_no_problems():
         ({"micro_batch_size": "-1"}, "--micro-batch-size -1"),
         ({"patience": 2, "eval_every": "off"}, "--patience"),
         ({"init_from": "runs/a", "model": "x"}, "--init-from"),
-        ({"init_from": "runs/a", "resume": "auto", "output_dir": "runs/b"}, "--init-from"),
         ({"resume": "auto"}, "--resume auto"),
         ({"learning_rate": -1.0}, "--learning-rate -1.0"),
         ({"adapter": "lara"}, "--adapter lara"),
@@ -142,3 +141,7 @@ def test_yaml_without_names_is_refused(yaml, text):
 def test_what_is_not_yaml_or_not_there_is_refused(yaml, tmp_path):
     assert refused(yaml("seed: [1"))[0].startswith("not YAML: ")
     assert refused(str(tmp_path / "none"))[0].startswith("cannot be read (No such file")
+
+
+def test_a_run_from_earlier_weights_may_be_started_or_resumed_by_one_command():
+    assert TrainConfig(init_from="runs/a", resume="auto", output_dir="runs/b").problems() == []

@@ -10,15 +10,15 @@ from fake_plugins import accel_sft, install
 
 PACKAGE = Path(__file__).parent.parent / "accel_sft"
 GROUPS = [
-    {"options", "keeper", "cascade"},
+    {"options", "keeper", "cascade", "sealed", "postmortem"},
     {"identity", "json_stream", "markdown", "progress", "launched", "terminal"},
-    {"cache", "operators", "environment"},
+    {"cache", "operators", "environment", "stopping"},
     {"rows", "task", "config"},
     {"registry", "chat", "tiny", "memory", "report", "console", "attention", "merging"},
-    {"audit", "system", "metrics_file", "dashboards", "collate", "card", "store", "decoding", "server"},
+    {"audit", "system", "metrics_file", "dashboards", "collate", "card", "store", "decoding", "server", "health"},
     {"batching", "data", "model", "optim", "loss", "launch", "tracking", "checkpoint", "tokens"},
     {"prepare", "exactness", "learning"},
-    {"generate", "run_folder", "layout"},
+    {"generate", "run_folder", "layout", "outcome"},
     {"evaluate", "vllm"},
     {"fitting"},
     {"train", "judge", "compare"},
@@ -30,6 +30,7 @@ GROUPS = [
 STANDARD_LIBRARY_ONLY = (
     "options",
     "keeper",
+    "sealed",
     "progress",
     "identity",
     "json_stream",

@@ -10,6 +10,7 @@ from models import make_tiny
 
 from accel_sft import UserError, model
 from accel_sft.config import TrainConfig
+from accel_sft.judge import _differences
 from accel_sft.model import compile_blocks, find_source, load_model
 
 
@@ -65,3 +66,15 @@ def test_flex_attention_may_evaluate_on_a_cpu(tmp_path):
     config = TrainConfig(attn_implementation="flex_attention").resolved({})
     loaded = load_model(find_source(config, str(folder)), config, precision="no", deepspeed=False)
     assert loaded.config._attn_implementation == "flex_attention"
+
+
+def test_an_evaluation_says_in_what_it_differs_from_the_runs_own(tmp_path):
+    (tmp_path / "final").mkdir()
+    (tmp_path / "run.json").write_text(json.dumps({"task": "math", "launch": {"precision": "bf16"}}))
+    for folder in (tmp_path, tmp_path / "final"):
+        assert _differences(str(folder), "math", "bf16") == []
+        other_task, other_precision = _differences(str(folder), "ner", "no")
+        assert other_task.endswith("was trained for math, and is scored as ner")
+        assert "the run computed in bf16, this evaluation does in float32" in other_precision
+        assert "--mixed_precision bf16" in other_precision
+    assert _differences("Qwen/Qwen2.5-0.5B-Instruct", "ner", "no") == []

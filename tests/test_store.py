@@ -21,7 +21,7 @@ from fake_plugins import install
 from models import Sums, make_tiny
 from transformers import AutoTokenizer
 
-from accel_sft import UserError, cache, tokens
+from accel_sft import UserError, cache, sealed, tokens
 from accel_sft.chat import Rules, encode, end_of_turn_ids
 from accel_sft.tokens import FILE, KIND, SplitEncoder
 from accel_sft_math import Math
@@ -135,7 +135,7 @@ def test_a_second_start_reads_what_the_first_kept(tokenizer, own_cache):
     (name,) = entries(own_cache)
     written = (own_cache / KIND / name / FILE).stat()
     second = encoder(tokenizer)(EXAMPLES, "train")
-    assert second.lines() == [f"train: {len(EXAMPLES):,} examples, tokens read from {own_cache / KIND / name}"]
+    assert second.lines() == [f"train: {len(EXAMPLES):,} examples, tokens from the cache"]
     assert (own_cache / KIND / name / FILE).stat() == written
     assert second.kept.fingerprint == first.kept.fingerprint
     assert list(second.kept) == list(first.kept)
@@ -199,8 +199,8 @@ DAMAGES = {
     "a bit": (FILE, flipped, "tokens.arrow has other bytes than were written"),
     "cut off": (FILE, lambda file: os.truncate(file, file.stat().st_size - 8), "bytes, "),
     "gone": (FILE, lambda file: file.unlink(), "tokens.arrow is missing"),
-    "what is known of it": (cache.ABOUT, flipped, "about.json"),
-    "nothing is known of it": (cache.ABOUT, lambda file: file.unlink(), "no about.json"),
+    "what is known of it": (sealed.MANIFEST, flipped, "manifest.json"),
+    "nothing is known of it": (sealed.MANIFEST, lambda file: file.unlink(), "no manifest.json"),
 }
 
 
@@ -215,7 +215,7 @@ def test_what_is_damaged_is_found_and_made_again(tokenizer, own_cache, capsys, n
     assert told in said
     assert "it is made again" in said
     assert again.kept.fingerprint == first.kept.fingerprint
-    assert "tokens read from" in encoder(tokenizer)(EXAMPLES, "train").lines()[0]
+    assert "tokens from the cache" in encoder(tokenizer)(EXAMPLES, "train").lines()[0]
     assert entries(own_cache) == [entry]
 
 
@@ -226,7 +226,7 @@ def test_tokens_that_the_task_no_longer_makes_are_made_again(tokenizer, own_cach
     again = encoder(tokenizer)(rows, "train")
     assert "not what the task makes of its rows now" in capsys.readouterr().out
     assert tokenizer.decode(again.kept[0].input_ids).endswith("another answer<|im_end|>")
-    assert "tokens read from" in encoder(tokenizer)(rows, "train").lines()[0]
+    assert "tokens from the cache" in encoder(tokenizer)(rows, "train").lines()[0]
 
 
 def test_a_task_that_is_not_pure_is_refused(tokenizer, monkeypatch):
@@ -300,7 +300,7 @@ def test_the_second_to_publish_takes_what_is_there_or_replaces_what_is_damaged(o
     def made():
         folder = cache.partial("things")
         (folder / "thing").write_bytes(b"content")
-        cache.seal(folder, {"made by": folder.name})
+        sealed.seal(folder, {"made by": folder.name})
         return folder
 
     first, second, third = made(), made(), made()

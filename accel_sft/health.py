@@ -1,0 +1,86 @@
+"""Losses and gradients that are no numbers, or out of all proportion: named with their examples, not learnt from."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_sft.config import TrainConfig
+from accel_sft.options import UserError
+from accel_sft.report import json_safe
+
+FILE = "nonfinite.jsonl"
+MOST_IN_A_ROW = 10
+"""Steps left out one after the other before `--on-nonfinite skip` gives up."""
+WINDOW, FEWEST, DEVIATIONS = 64, 16, 10.0
+"""A loss is a spike if it stands so many median absolute deviations above the median of the losses before it."""
+_SHOWN = 8
+
+
+class Health:
+    """Looks at every step's numbers, which are the same on every rank.
+
+    Args:
+        precision: the launch's; under fp16 gradients overflow while the scale of the loss is found.
+        say: tells a line.
+        writes: whether this rank writes the file.
+    """
+
+    def __init__(
+        self, run_dir: Path, config: TrainConfig, precision: str, say: Callable[[str], None], writes: bool
+    ) -> None:
+        self.file, self.config, self.precision = run_dir / FILE, config, precision
+        self.say, self.writes = say, writes
+        self._losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
+        self._in_a_row = 0
+
+    def look(self, step: int, loss: float, grad_norm: float, examples: Callable[[], Sequence[Any]]) -> None:
+        """Take note of a step; one that is not finite was not learnt from.
+
+        Args:
+            step: from 1.
+            examples: the step's, asked for only where they are to be named.
+        Raises:
+            UserError: it is not finite, and the run is to stop, or has left out too many.
+        """
+        if not math.isfinite(loss) or (not math.isfinite(grad_norm) and self.precision != "fp16"):
+            self._not_finite(step, loss, grad_norm, examples())
+            return
+        self._in_a_row = 0
+        if self._is_spike(loss):
+            usual = statistics.median(self._losses)
+            self.say(f"step {step}: the loss is {loss:.4g}, {usual:.4g} being usual; examples {_listed(examples())}")
+        self._losses.append(loss)
+
+    def _not_finite(self, step: int, loss: float, grad_norm: float, examples: Sequence[Any]) -> None:
+        indices = [example.index for example in examples]
+        if self.writes:
+            record = json_safe({"step": step, "loss": loss, "grad_norm": grad_norm, "examples": indices})
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        what = f"the gradient's norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
+        told = f"step {step}: {what}, and nothing was learnt from it; its training examples are {_listed(examples)}"
+        self._in_a_row += 1
+        mend = "look at these examples, and go on with --resume auto --on-nonfinite skip; or lower --learning-rate"
+        if self.config.on_nonfinite == "stop":
+            raise UserError(f"{told} (all in {self.file}); {mend}")
+        if self._in_a_row >= MOST_IN_A_ROW:
+            raise UserError(f"{told}; that was the {MOST_IN_A_ROW}th in a row (all in {self.file}); {mend}")
+        self.say(f"{told} (all in {self.file}); left out")
+
+    def _is_spike(self, loss: float) -> bool:
+        if len(self._losses) < FEWEST:
+            return False
+        usual = statistics.median(self._losses)
+        deviation = statistics.median(abs(each - usual) for each in self._losses)
+        return loss > usual + DEVIATIONS * max(deviation, 0.01 * usual)
+
+
+def _listed(examples: Sequence[Any]) -> str:
+    shown = ", ".join(str(example.index) for example in examples[:_SHOWN])
+    return f"{shown} and {len(examples) - _SHOWN} more" if len(examples) > _SHOWN else shown

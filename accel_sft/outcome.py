@@ -1,0 +1,52 @@
+"""What a run says of itself when it hands out weights: the model card, and the summary in result.json."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from accel_sft import launch
+from accel_sft.card import model_card
+from accel_sft.config import TrainConfig
+from accel_sft.model import compile_seconds
+from accel_sft.prepare import Prepared
+from accel_sft.progress import Progress
+from accel_sft.task import Task
+
+
+def card(
+    config: TrainConfig,
+    task_name: str,
+    task: Task,
+    prepared: Prepared,
+    before: dict[str, float] | None,
+    after: dict[str, float] | None,
+) -> str:
+    """The README.md beside weights that scored `after`, where the untrained ones scored `before`."""
+    return model_card(
+        base_model=config.init_from or config.model,
+        task=task_name,
+        adapter=config.adapter,
+        messages=task.messages(prepared.validation_examples[prepared.validation.kept[0].index]),
+        data=prepared.counts(),
+        settings=launch.recordable({**config.as_dict(), **dataclasses.asdict(task)}),
+        result={"before": before or {}, "after": after or {}},
+        versions=launch.versions(),
+    )
+
+
+def summary(config: TrainConfig, task_name: str, task: Task, progress: Progress, total_steps: int) -> dict[str, Any]:
+    """What is known of a finished run without asking a device or another rank."""
+    return {
+        "status": "complete",
+        "task": task_name,
+        "model": config.init_from or config.model,
+        "steps": progress.step,
+        "stopped_early": progress.step < total_steps,
+        "train_seconds": progress.seconds,
+        "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else None,
+        **({"compile_seconds": compile_seconds()} if config.compile else {}),
+        "best": {"step": progress.best_step, task.main_metric: progress.best},
+        "before": progress.before,
+        "after": progress.latest,
+    }

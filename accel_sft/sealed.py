@@ -1,0 +1,111 @@
+"""Folders that are whole, or known not to be: each file's size and SHA-256 stand in a manifest, written last.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+_BLOCK = 1 << 20
+_THREADS = 8
+"""Files that are read at once: hashing releases the interpreter, and one core hashes slower than disks read."""
+
+
+class Damaged(Exception):
+    """Why a folder is not what was sealed."""
+
+
+def seal(folder: Path, about: dict[str, Any]) -> None:
+    """Write `about` (JSON) with size and SHA-256 of every file below `folder`, and see everything on the disk.
+
+    Raises:
+        OSError: something cannot be written.
+    """
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(_THREADS) as threads:
+        files = dict(zip(names, threads.map(lambda name: _written(folder / name), names), strict=True))
+    (folder / MANIFEST).write_text(_text({"files": files, "about": about}), encoding="utf-8")
+    sync(folder / MANIFEST)
+    for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        sync(path)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """What was written about a sealed folder, whose files are not looked at.
+
+    Raises:
+        Damaged: the manifest is not there, or is not what was written.
+    """
+    return _content(folder)["about"]
+
+
+def check(folder: Path) -> dict[str, Any]:
+    """What was written about a sealed folder, every byte of which is as it was written.
+
+    Raises:
+        Damaged: something is missing or has changed.
+        OSError: something cannot be read.
+    """
+    content = _content(folder)
+    for name, (size, _) in content["files"].items():
+        try:
+            there = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise Damaged(f"{name} is missing") from None
+        if there != size:
+            raise Damaged(f"{name} has {there} bytes, {size} were written")
+    with ThreadPoolExecutor(_THREADS) as threads:
+        names = list(content["files"])
+        for name, digest in zip(names, threads.map(lambda name: _digest(folder / name), names), strict=True):
+            if digest != content["files"][name][1]:
+                raise Damaged(f"{name} has other bytes than were written")
+    return content["about"]
+
+
+def sync(path: Path) -> None:
+    """See a file, or a folder's names, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    try:
+        text = (folder / MANIFEST).read_text(encoding="utf-8")
+        content = json.loads(text)["content"]
+        if text != _text(content):
+            raise Damaged(f"{MANIFEST} is not what was written")
+        return content
+    except FileNotFoundError:
+        raise Damaged(f"no {MANIFEST}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise Damaged(f"{MANIFEST} cannot be understood") from None
+
+
+def _written(path: Path) -> list[Any]:
+    sync(path)
+    return [path.stat().st_size, _digest(path)]
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of a file, without mapping it into memory."""
+    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(block):
+            digest.update(block[:size])
+    return digest.hexdigest()
+
+
+def _text(content: dict[str, Any]) -> str:
+    """The manifest, to the byte: an escape or a space that was changed is a change too."""
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return json.dumps({"sha256": digest, "content": content}, indent=1) + "\n"

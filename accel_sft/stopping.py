@@ -1,0 +1,88 @@
+"""How a run is stopped from outside: a signal ends it in order, a launcher that is gone at once (law 3)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from types import FrameType
+
+from accel_sft.launched import under_launcher
+from accel_sft.terminal import terminal
+
+WATCH_SECONDS = 1.0
+"""Between looks at whether the launcher is still there."""
+GONE = 1
+"""Exit status of a rank without a launcher."""
+_DEFERRED = "{name}: this step is finished, and a checkpoint written; once more ends at once\n"
+
+
+class Interruption(KeyboardInterrupt):
+    """A signal was followed: the run has a checkpoint, and ends.
+
+    Attributes:
+        status: the exit status a shell reports for the signal.
+    """
+
+    def __init__(self, number: int, step: int) -> None:
+        super().__init__(
+            f"stopped by {signal.Signals(number).name} after step {step}, with a checkpoint; to go on: the same "
+            "command with --resume auto and this run's --output-dir"
+        )
+        self.status = 128 + number
+
+
+class Stopping(contextlib.AbstractContextManager["Stopping"]):
+    """Inside, SIGTERM and SIGINT end the process, or while `deferred` says so are noted; a second one ends it at once.
+
+    A rank whose launcher is gone ends within two seconds, without a word in any file: a later run may already write
+    there. One that was told to stop before that is left to write its checkpoint.
+
+    Attributes:
+        asked: number of the signal that came while `deferred`; 0: none.
+        deferred: whether signals are noted, for a loop that looks at `asked`.
+    """
+
+    def __init__(self) -> None:
+        self.asked, self.deferred = 0, False
+        self._launcher = os.getppid() if under_launcher() else None
+        self._before: dict[int, object] = {}
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Stopping:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._heard) for number in (signal.SIGTERM, signal.SIGINT)}
+        if self._launcher is not None:
+            threading.Thread(target=self._watch, name="launcher-watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def hold(self) -> None:
+        """End now if the launcher is gone: to be called before anything is written."""
+        if self._launcher is not None and os.getppid() != self._launcher and not self.asked:
+            _tell("the launcher is gone: this rank ends without writing anything more\n")
+            os._exit(GONE)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(WATCH_SECONDS):
+            self.hold()
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            os._exit(128 + number)
+        self.asked = number
+        if not self.deferred:
+            raise KeyboardInterrupt
+        if os.environ.get("RANK", "0") == "0":
+            _tell(_DEFERRED.format(name=signal.Signals(number).name))
+
+
+def _tell(line: str) -> None:
+    """At the terminal, from wherever the program is: print() could be amid another print()."""
+    with contextlib.suppress(OSError, ValueError):
+        os.write(terminal().fileno(), line.encode())

@@ -1,0 +1,119 @@
+"""A checkpoint is whole or passed over: no changed, missing or cut byte goes unseen, and no kill leaves half of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+
+import pytest
+from test_laws import layout
+
+from accel_sft import checkpoint, sealed
+from accel_sft.checkpoint import newest, settle
+
+FLIPS = 1000
+
+
+@pytest.fixture(scope="module")
+def checkpoints(launched, tmp_path_factory):
+    """A run's folder with the checkpoints of steps 3 and 6."""
+    run_dir = tmp_path_factory.mktemp("damaged") / "run"
+    shutil.copytree(layout(launched, "plain").run_dir / "checkpoints", run_dir / "checkpoints")
+    return run_dir
+
+
+def flipped(path, at, bit):
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
+def test_whole_ones_are_taken(checkpoints):
+    path, skipped = newest(checkpoints, "auto")
+    assert (path.name, skipped) == ("step-000006", [])
+    assert (checkpoints / "checkpoints" / "latest").read_text() == "step-000006\n"
+
+
+def test_every_byte_of_the_manifest_counts(checkpoints):
+    folder, draw = checkpoints / "checkpoints" / "step-000006", random.Random(0)
+    manifest = folder / sealed.MANIFEST
+    for at in range(manifest.stat().st_size):
+        bit = draw.randrange(8)
+        flipped(manifest, at, bit)
+        with pytest.raises(sealed.Damaged):
+            sealed.check(folder)
+        flipped(manifest, at, bit)
+    sealed.check(folder)
+
+
+def test_a_flipped_bit_anywhere_is_found_and_the_checkpoint_before_is_taken(checkpoints):
+    folder, draw = checkpoints / "checkpoints" / "step-000006", random.Random(1)
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != sealed.MANIFEST]
+    sizes = [path.stat().st_size for path in files]
+    for number in range(FLIPS):
+        path = files[number] if number < len(files) else draw.choices(files, sizes)[0]
+        at, bit = draw.randrange(path.stat().st_size), draw.randrange(8)
+        flipped(path, at, bit)
+        with pytest.raises(sealed.Damaged, match="other bytes than were written"):
+            sealed.check(folder)
+        if number % 100 == 0:
+            found, (line,) = newest(checkpoints, "auto")
+            assert found.name == "step-000003"
+            assert f"{folder}: passed over: {path.relative_to(folder)} has other bytes" in line
+        flipped(path, at, bit)
+    assert newest(checkpoints, "auto")[0] == folder
+
+
+def test_every_file_that_was_cut_or_is_gone_is_named(checkpoints):
+    folder, draw = checkpoints / "checkpoints" / "step-000006", random.Random(2)
+    for path in [path for path in sorted(folder.rglob("*")) if path.is_file()]:
+        content = path.read_bytes()
+        os.truncate(path, draw.randrange(len(content)))
+        found, (line,) = newest(checkpoints, "auto")
+        assert found.name == "step-000003"
+        assert f"passed over: {path.relative_to(folder)}" in line
+        path.unlink()
+        found, (line,) = newest(checkpoints, "auto")
+        assert found.name == "step-000003"
+        assert path.name in line
+        path.write_bytes(content)
+    assert newest(checkpoints, "auto")[0] == folder
+
+
+def test_what_a_kill_amid_a_replacement_left_is_put_right(tmp_path):
+    for name in (".best.outgoing", ".final.outgoing", "final", ".best.partial", "checkpoints/.step-000003.outgoing"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "file").write_text(name)
+    settle(tmp_path)
+    found = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("file")}
+    assert found == {
+        "best/file": ".best.outgoing",
+        "final/file": "final",
+        "checkpoints/step-000003/file": "checkpoints/.step-000003.outgoing",
+    }
+
+
+def test_a_manifest_that_is_no_manifest_is_damage(tmp_path):
+    for content in (b"", b"null", b"[]", b"\xff", b'{"content": 1, "sha256": 2}', json.dumps({"content": {}}).encode()):
+        (tmp_path / sealed.MANIFEST).write_bytes(content)
+        with pytest.raises(sealed.Damaged):
+            sealed.check(tmp_path)
+
+
+def test_a_checkpoint_without_room_is_not_begun(launched, tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    import torch
+    from accelerate import Accelerator
+
+    from accel_sft import UserError
+
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1024, 1024)
+    checkpoint.hold_room(accelerator, model, tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=70 << 20))
+    with pytest.raises(UserError, match=r"a checkpoint takes 0.07 GiB, and 0.07 GiB of the disk are free; free space"):
+        checkpoint.hold_room(accelerator, model, tmp_path)

@@ -1,0 +1,162 @@
+"""A step whose numbers are none is named with its examples and never learnt from, on every rank and at every stage."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import pytest
+import torch
+from conftest import accel_sft
+from fake_plugins import install
+from safetensors.torch import load_file
+
+from accel_sft import UserError
+from accel_sft.config import TrainConfig
+from accel_sft.health import MOST_IN_A_ROW, Health
+
+BAD = 13
+"""Index of the example whose rank spoils the step it is in."""
+SPOILED = """
+import math
+from dataclasses import dataclass
+
+import torch
+
+import accel_sft.learning
+from accel_sft import option
+from accel_sft_math import Math as Shipped
+
+nll_sum, batch_of = accel_sft.learning.nll_sum, accel_sft.learning.Batching.batch
+
+@dataclass(kw_only=True)
+class Spoiled(Shipped):
+    \"\"\"Math with an example that spoils the loss, or a gradient, of whatever forward it is in.\"\"\"
+    how: str = option("loss", help="What is spoiled.")
+
+    def __post_init__(self):
+        seen = []
+
+        def batch(batching, rows, *rest):
+            seen[:] = [any(row.index == 13 for row in rows)]
+            return batch_of(batching, rows, *rest)
+
+        def nll(model, forward):
+            value = nll_sum(model, forward)
+            if not seen[0] or not model.training or not torch.is_grad_enabled():
+                return value
+            if self.how == "gradient":  # the loss itself is finite
+                value.register_hook(lambda gradient: gradient * math.inf)
+                return value
+            return value + math.inf  # whose gradients are finite
+
+        accel_sft.learning.Batching.batch, accel_sft.learning.nll_sum = batch, nll
+"""
+JOB = ("spoiled", "--max-steps", "8", "--global-batch-size", "10", "--train-examples", "40", "--seed", "7")
+JOB += ("--validation-examples", "7", "--eval-every", "off", "--micro-batch-size", "5", "--save-every", "1")
+
+
+def seeing(tmp_path):
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(tmp_path / "site"), os.environ.get("PYTHONPATH"))))}
+
+
+def launched_so(tmp_path, how, yaml, precision, *more):
+    (tmp_path / "site").mkdir()
+    install(tmp_path / "site", "accel-sft-spoiled", "spoiled = accel_sft_spoiled:Spoiled", SPOILED)
+    options = {"yaml": yaml, "launcher": ("--mixed_precision", precision)} if yaml else {}
+    return accel_sft(*JOB, "--how", how, *more, run_dir=tmp_path / "run", environment=seeing(tmp_path), **options)
+
+
+@pytest.mark.parametrize(
+    ("yaml", "precision", "how"),
+    [
+        (None, "no", "loss"),
+        ("ddp", "no", "gradient"),
+        ("z0", "no", "gradient"),
+        ("z0", "bf16", "loss"),
+        ("z2", "no", "loss"),
+        ("z3", "bf16", "gradient"),
+    ],
+)
+def test_a_step_that_is_not_finite_is_left_out_on_every_rank(tmp_path, how, yaml, precision):
+    run = launched_so(tmp_path, how, yaml, precision, "--on-nonfinite", "skip", "--keep-checkpoints", "99")
+    assert run.status == 0, run.output
+    left_out = [json.loads(line) for line in (run.run_dir / "nonfinite.jsonl").read_text().splitlines()]
+    assert len(left_out) == 2  # in each of two epochs
+    for record in left_out:
+        assert BAD in record["examples"]
+        assert len(record["examples"]) == 10
+        assert (record["loss"] is None) == (how == "loss")
+        step = record["step"]
+        what = "the loss is inf" if how == "loss" else "the gradient's norm is "
+        assert f"step {step}: {what}" in run.output
+        if step > 1 and yaml is None and step + 1 not in [other["step"] for other in left_out]:
+            folders = [run.run_dir / "checkpoints" / f"step-{number:06d}" for number in (step - 1, step, step + 1)]
+            before, after, later = (load_file(folder / "model.safetensors") for folder in folders if folder.exists())
+            assert all(torch.equal(before[key], after[key]) for key in before)
+            assert not all(torch.equal(after[key], later[key]) for key in after)
+    final = load_file(run.run_dir / "final" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in final.values())
+    assert [line["step"] for line in run.lines()] == list(range(1, 9))
+    others = [line for line in run.lines() if line["step"] not in {record["step"] for record in left_out}]
+    assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in others)
+
+
+def test_by_default_it_stops_the_run_which_may_go_on(tmp_path):
+    run = launched_so(tmp_path, "loss", None, "no")
+    assert run.status == 1
+    (record,) = map(json.loads, (run.run_dir / "nonfinite.jsonl").read_text().splitlines())
+    assert f"step {record['step']}: the loss is inf, and nothing was learnt from it" in run.output
+    assert run.result()["status"] == "failed"
+    assert not (run.run_dir / "final").exists()
+    again = accel_sft(
+        *run.arguments,
+        "--resume",
+        "auto",
+        "--on-nonfinite",
+        "skip",
+        run_dir=run.run_dir,
+        environment=seeing(tmp_path),
+        **run.options,
+    )
+    assert again.status == 0, again.output
+    assert len(again.lines()) == 8
+
+
+class Example:
+    def __init__(self, index):
+        self.index = index
+
+
+def health(tmp_path, said, **settings):
+    return Health(tmp_path, TrainConfig(**settings), "no", said.append, writes=True)
+
+
+def test_a_run_that_only_leaves_out_ends(tmp_path):
+    said = []
+    watched = health(tmp_path, said, on_nonfinite="skip")
+    for step in range(1, MOST_IN_A_ROW):
+        watched.look(step, math.nan, math.nan, lambda: [Example(3)])
+    with pytest.raises(UserError, match=f"the {MOST_IN_A_ROW}th in a row"):
+        watched.look(MOST_IN_A_ROW, math.nan, math.nan, lambda: [Example(3)])
+    assert len(said) == MOST_IN_A_ROW - 1
+
+
+def test_an_overflow_under_fp16_is_the_search_for_its_scale(tmp_path):
+    watched = Health(tmp_path, TrainConfig(), "fp16", print, writes=True)
+    watched.look(1, 2.0, math.inf, lambda: pytest.fail("asked for examples"))
+    with pytest.raises(UserError, match="the loss is nan"):
+        watched.look(2, math.nan, math.inf, lambda: [Example(1)])
+
+
+def test_a_loss_out_of_all_proportion_is_told_with_its_examples(tmp_path):
+    said = []
+    watched = health(tmp_path, said)
+    for step in range(1, 60):
+        watched.look(step, 2.0 - step / 100 + 0.05 * (step % 3), 1.0, lambda: pytest.fail("asked for examples"))
+    assert said == []
+    watched.look(60, 9.0, 1.0, lambda: [Example(index) for index in range(20)])
+    (line,) = said
+    assert line.startswith("step 60: the loss is 9, 1.")
+    assert line.endswith("being usual; examples 0, 1, 2, 3, 4, 5, 6, 7 and 12 more")

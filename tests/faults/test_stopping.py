@@ -1,0 +1,171 @@
+"""A run that is told to stop ends in order and goes on to the same bits; one that lost its launcher writes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import CONFIGS, accel_sft
+from safetensors.torch import load_file
+
+STEPS = 40
+JOB = ("math", "--max-steps", str(STEPS), "--global-batch-size", "10", "--validation-examples", "7", "--seed", "7")
+JOB += ("--max-new-tokens", "6", "--micro-batch-size", "5", "--eval-every", "20", "--save-every", "15")
+LAUNCHES = {"plain": None, "z2": "z2"}
+
+
+@contextlib.contextmanager
+def started(run_dir, yaml=None, *more):
+    """The job in the background; killed in the end with all that it started."""
+    command = [sys.executable, "-m", "accel_sft"]
+    if yaml:
+        command = [str(Path(sysconfig.get_path("scripts"), "accelerate")), "launch"]
+        command += ["--config_file", str(CONFIGS / f"{yaml}.yaml"), "--mixed_precision", "no"]
+        command += ["--main_process_port", str(20000 + os.getpid() % 20000), *more, "-m", "accel_sft"]
+    with open(f"{run_dir}.log", "ab") as log:
+        process = subprocess.Popen([*command, *JOB, "--output-dir", str(run_dir)], stdout=log, stderr=log)
+    family: list[psutil.Process] = []
+    process.family = family
+    try:
+        yield process
+    finally:
+        for each in {psutil.Process(process.pid), *family} if process.poll() is None else family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait()
+
+
+def steps_done(run_dir):
+    file = run_dir / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return max((json.loads(line)["step"] for line in lines if '"loss"' in line and line.endswith("}")), default=0)
+
+
+def wait_for(condition, seconds=240):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not come to that"
+        time.sleep(0.01)
+
+
+def ranks(process):
+    """The processes that train, of whatever launcher; remembered, to be killed in the end."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.family += children
+    found = [child for child in children if child.is_running() and "accel_sft" in " ".join(child.cmdline())]
+    return sorted(found, key=lambda child: int(child.environ().get("RANK", "0"))) or [psutil.Process(process.pid)]
+
+
+def whole(launched, name):
+    yaml = LAUNCHES[name]
+    options = {"yaml": yaml, "launcher": ("--mixed_precision", "no")} if yaml else {}
+    return launched(f"{name}, {STEPS} steps", *JOB, **options)
+
+
+def same_end(run, run_dir):
+    for name in ("final", "best"):
+        expected, got = (load_file(folder / name / "model.safetensors") for folder in (run.run_dir, run_dir))
+        assert all(torch.equal(expected[key], got[key]) for key in expected)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    assert losses == [(line["step"], line["loss"]) for line in run.lines()]
+    judged = [(line["step"], line["accuracy"]) for line in lines if "eval_loss" in line]
+    assert judged == [(line["step"], line["accuracy"]) for line in run.lines("eval_loss")]
+
+
+@pytest.mark.parametrize(("name", "number"), [("z2", signal.SIGTERM), ("plain", signal.SIGINT)])
+def test_a_signal_ends_the_step_with_a_checkpoint_and_the_run_goes_on_to_the_same_bits(
+    launched, tmp_path, name, number
+):
+    run, run_dir = whole(launched, name), tmp_path / "run"
+    with started(run_dir, LAUNCHES[name]) as process:
+        wait_for(lambda: steps_done(run_dir) >= 3)
+        process.send_signal(number)
+        status = process.wait(60)
+    said = (tmp_path / "run.log").read_text()
+    assert status == (128 + number if name == "plain" else 1), said
+    result = json.loads((run_dir / "result.json").read_text())
+    assert result["status"] == "interrupted"
+    step = steps_done(run_dir)
+    assert f"stopped by {number.name} after step {step}, with a checkpoint" in result["error"]
+    assert result["error"] in said
+    assert (run_dir / "checkpoints" / "latest").read_text() == f"step-{step:06d}\n"
+    resumed = accel_sft(*run.arguments, "--resume", "auto", run_dir=run_dir, **run.options)
+    assert resumed.status == 0, resumed.output
+    same_end(run, run_dir)
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    run_dir = tmp_path / "run"
+    with started(run_dir) as process:
+        wait_for(lambda: steps_done(run_dir) >= 3)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    assert json.loads((run_dir / "result.json").read_text())["status"] == "running"
+
+
+def test_ranks_whose_launcher_was_killed_end_and_write_nothing_more(launched, tmp_path):
+    run, run_dir = whole(launched, "z2"), tmp_path / "run"
+    with started(run_dir, "z2") as process:
+        wait_for(lambda: steps_done(run_dir) >= 3)
+        orphans = ranks(process)
+        assert len(orphans) == 2
+        process.kill()
+        process.wait()
+        killed = time.monotonic()
+        before = {path: path.stat().st_mtime_ns for path in sorted(run_dir.rglob("*")) if "logs" not in path.parts}
+        wait_for(lambda: not any(orphan.is_running() for orphan in orphans), seconds=5)
+        assert time.monotonic() - killed < 5
+    after = {path: path.stat().st_mtime_ns for path in sorted(run_dir.rglob("*")) if "logs" not in path.parts}
+    changed = {str(path.relative_to(run_dir)) for path in before | after if before.get(path) != after.get(path)}
+    assert changed <= {"metrics.jsonl"} | {name for name in changed if "tfevents" in name}  # the step they were in
+    resumed = accel_sft(*run.arguments, "--resume", "auto", run_dir=run_dir, **run.options)
+    assert resumed.status == 0, resumed.output
+    same_end(run, run_dir)
+
+
+def test_a_killed_rank_is_started_again_and_goes_on_from_the_last_checkpoint(launched, tmp_path):
+    run, run_dir = whole(launched, "z2"), tmp_path / "run"
+    with started(run_dir, "z2", "--max_restarts", "1") as process:
+        wait_for(lambda: steps_done(run_dir) >= 18)
+        ranks(process)[1].kill()
+        assert process.wait(200) == 0, (tmp_path / "run.log").read_text()
+    assert "resumed" in (tmp_path / "run.log").read_text()
+    same_end(run, run_dir)
+
+
+def test_a_folder_in_which_a_run_lives_is_left_to_it_and_free_once_it_is_dead(launched, tmp_path):
+    run, run_dir = whole(launched, "plain"), tmp_path / "run"
+    with started(run_dir) as process:
+        wait_for(lambda: steps_done(run_dir) >= 16)
+        process.send_signal(signal.SIGSTOP)
+        refused = accel_sft(*run.arguments, "--resume", "auto", run_dir=run_dir)
+        assert refused.status == 1
+        assert "another process is working in this folder" in refused.output
+        process.kill()
+    resumed = accel_sft(*run.arguments, "--resume", "auto", run_dir=run_dir)
+    assert resumed.status == 0, resumed.output
+    same_end(run, run_dir)
+
+
+def test_a_rank_that_was_killed_is_named_with_the_memory_there_was(tmp_path):
+    run_dir = tmp_path / "run"
+    with started(run_dir, "z2") as process:
+        wait_for(lambda: steps_done(run_dir) >= 3)
+        ranks(process)[1].kill()
+        assert process.wait(60) != 0
+    said = (tmp_path / "run.log").read_text()
+    assert "Error: rank 1 was killed (signal 9, as the system does when memory runs out); host memory now: " in said
+    assert "Traceback (most recent call last):\n  File" not in said.split("Error: rank 1")[0]
+    assert json.loads((run_dir / "result.json").read_text())["status"] == "failed"
