@@ -138,6 +138,7 @@ class Fitting:
             self.stopping.deferred = False
 
     def loop(self) -> None:
+        """Steps to the end, or until patience runs out or a signal comes."""
         plan, stepper, progress, config = self.plan, self.stepper, self.progress, self.config
         self.model.train()
         with self.tracker.profiler() as profiler:
@@ -197,6 +198,7 @@ class Fitting:
         seconds: float,
         system: list[list[float]],
     ) -> None:
+        """Count the step, and hand its numbers to the tracker."""
         progress = self.progress
         progress.seconds += seconds
         progress.tokens += tokens
@@ -238,11 +240,13 @@ class Fitting:
             self.export("best", evaluation)
 
     def export(self, name: str, evaluation: Evaluation | None = None) -> None:
+        """The weights as they are, with a card, for plain transformers or peft."""
         after = evaluation.metrics if evaluation else self.progress.latest
         card = outcome.card(self.config, self.task_name, self.task, self.prepared, self.progress.before, after)
         checkpoint.export(self.accelerator, self.model, self.prepared.tokenizer, self.run_dir / name, card)
 
     def save(self) -> None:
+        """A checkpoint of this step, with what was measured and judged so far."""
         batching = {
             "asked": self.batching_asked,
             "chosen": dataclasses.asdict(self.learner.batching),

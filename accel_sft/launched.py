@@ -165,8 +165,8 @@ def launcher_arguments() -> dict[str, str]:
 
 
 def under_launcher() -> bool:
-    """Whether a launcher started this process, going by what it left in the environment."""
-    return "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+    """Whether a launcher that still runs started this process: torchrun, or `accelerate launch` above it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or bool(_launcher()[0])
 
 
 def restarts() -> int:
@@ -176,7 +176,7 @@ def restarts() -> int:
 
 def _launcher() -> tuple[list[str], Path | None]:
     """Command line and folder of the `accelerate launch` that started this process, ([], None) without one."""
-    if not under_launcher():
+    if "LOCAL_RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" not in os.environ:
         return [], None
     import psutil
 
