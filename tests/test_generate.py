@@ -167,7 +167,7 @@ def test_questions_without_a_common_beginning_are_answered_in_the_same_way(tiny,
     ]
     expected = end_early(model, tokenizer, bare)
     answers, generator = generated(model, tokenizer, bare)
-    assert generator.told == "answers: prompts have fewer than 8 first tokens in common"
+    assert generator.told == "answers: prompts begin with fewer than 8 common tokens; each is computed whole"
     assert answers == expected
 
 
