@@ -20,7 +20,7 @@ from accel_sft.data import StepPlan
 from accel_sft.evaluate import Evaluation, Evaluator, largest
 from accel_sft.health import Health
 from accel_sft.layout import choose_batching
-from accel_sft.learning import Learner
+from accel_sft.learning import Learner, NoRoom
 from accel_sft.model import compile_blocks, load_model, trainable_parameters
 from accel_sft.optim import Stepper, adamw, learning_rate
 from accel_sft.prepare import Prepared
@@ -148,11 +148,14 @@ class Fitting:
                 tokens, supervised_tokens = int(plan.lengths[rows].sum()), int(plan.supervised[rows].sum())
                 rate = learning_rate(progress.step, plan.total_steps, config)
                 stepper.set_learning_rate(rate)
-                share = self.learner.learn(self.train.take(rows.tolist()), supervised_tokens, progress.step + 1)
+                share, no_room = self.learner.learn(self.train.take(rows.tolist()), supervised_tokens, progress.step + 1)
+                loss, no_room, signal, system = self.gather(share, no_room)
+                if no_room.tokens:
+                    self.learner.again(no_room, progress.step + 1)
+                    continue
                 grad_norm = stepper.update(progress.step)
                 progress.step += 1
 
-                loss, signal, system = self.gather(share)
                 self.health.look(progress.step, loss, grad_norm, lambda rows=rows: self.train.take(rows.tolist()))
                 seconds = time.perf_counter() - started
                 self.record(loss, grad_norm, rate, tokens, supervised_tokens, seconds, system)
@@ -169,14 +172,18 @@ class Fitting:
         if self.saved_step != progress.step and self.due(config.save_every):
             self.save()
 
-    def gather(self, share: torch.Tensor) -> tuple[float, int, list[list[float]]]:
-        """The step's loss summed over ranks, a signal that any of them got, and every rank's system readings."""
+    def gather(self, share: torch.Tensor, no_room: NoRoom) -> tuple[float, NoRoom, int, list[list[float]]]:
+        """The step's loss summed over ranks, a forward that found no room on one of them, a signal that one of them
+        got, and every rank's system readings."""
         self.stopping.hold()
         if self.accelerator.num_processes == 1:
-            return share.item(), self.stopping.asked, [self.tracker.system()]
-        mine = [share.item(), self.stopping.asked, *self.tracker.system()]
-        gathered = self.accelerator.gather(torch.tensor([mine], device=self.accelerator.device))
-        return gathered[:, 0].sum().item(), int(gathered[:, 1].max()), gathered[:, 2:].tolist()
+            return share.item(), no_room, self.stopping.asked, [self.tracker.system()]
+        mine = [share.item(), self.stopping.asked, *no_room, *self.tracker.system()]
+        # float64: the largest index is exact
+        gathered = self.accelerator.gather(torch.tensor([mine], device=self.accelerator.device, dtype=torch.float64))
+        without = [NoRoom(*map(int, row)) for row in gathered[:, 2:5].tolist() if row[0]]
+        loss, signal = gathered[:, 0].sum().item(), int(gathered[:, 1].max())
+        return loss, min(without, default=NoRoom()), signal, gathered[:, 5:].tolist()
 
     def stop_if(self, signal: int) -> None:
         """Raise Interruption if there was a signal, which all ranks know of."""

@@ -40,7 +40,7 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
     """
     import torch
     from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+    from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
     from torch.distributed import register_rendezvous_handler
 
     launch = read_launch()
@@ -64,7 +64,11 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
         options["deepspeed_plugin"] = plugin
     elif launch.backend == "ddp" and not devices:
         options["cpu"] = True
-    accelerator = Accelerator(**options, kwargs_handlers=[InitProcessGroupKwargs(**group)] if group else None)
+    # Buffers are the same everywhere (angles of positions): no rank waits for another in a forward.
+    handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False)]
+    if group:
+        handlers.append(InitProcessGroupKwargs(**group))
+    accelerator = Accelerator(**options, kwargs_handlers=handlers)
     if accelerator.num_processes != launch.world_size:
         raise UserError(
             f"{launch.config_file or 'the launch'}: {launch.world_size} processes were started, and each would train "

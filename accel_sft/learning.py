@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -14,6 +17,29 @@ from accel_sft.chat import Encoded
 from accel_sft.loss import nll_sum
 from accel_sft.optim import Stepper
 from accel_sft.options import UserError
+from accel_sft.report import write_atomically
+
+CAP_FILE = "most-tokens.json"
+"""In a run's folder, where a forward found no room and the step could not be repeated: what a resumed run keeps to."""
+
+
+class NoRoom(NamedTuple):
+    """A forward that the device had no memory for; all zero: there was none. Numbers, so that ranks can exchange it.
+
+    Attributes:
+        tokens: that it would have computed.
+        longest, length: index and tokens of its longest training example.
+    """
+
+    tokens: int = 0
+    longest: int = 0
+    length: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"out of device memory in a forward of {self.tokens:,} tokens; the longest of its rows, training example "
+            f"{self.longest}, has {self.length:,}"
+        )
 
 
 class Learner:
@@ -37,11 +63,17 @@ class Learner:
         run_dir: Path,
         say: Callable[[str], None],
     ) -> None:
-        self.accelerator, self.model, self.stepper, self.batching = accelerator, model, stepper, batching
+        self.accelerator, self.model, self.stepper = accelerator, model, stepper
         self.pad_token_id, self.run_dir, self.say = pad_token_id, run_dir, say
+        file = run_dir / CAP_FILE
+        if file.exists():
+            most = json.loads(file.read_text(encoding="utf-8"))["tokens"]
+            batching = _at_most(batching, most if batching.rows else min(batching.tokens, most))
+        self.batching = batching
 
-    def learn(self, examples: list[Encoded], supervised_tokens: int, step: int) -> torch.Tensor:
-        """This rank's part of the step's loss, shape (); its gradients are added to the model's.
+    def learn(self, examples: list[Encoded], supervised_tokens: int, step: int) -> tuple[torch.Tensor, NoRoom]:
+        """This rank's part of the step's loss, shape (), its gradients being added to the model's; and where it found
+        no room: what is in the gradients then is none, on all ranks, and `again` makes the step repeatable.
 
         Args:
             supervised_tokens: of the whole step, over all ranks.
@@ -49,41 +81,69 @@ class Learner:
         Raises:
             UserError: out of device memory, and the step cannot be repeated with smaller forwards.
         """
-        while True:
-            rows: list[Encoded] = []
-            try:
-                share = torch.zeros((), device=self.accelerator.device)
-                ranks = self.accelerator.num_processes
-                forwards = self.batching.divide(examples, ranks)[self.accelerator.process_index]
-                for number, rows in enumerate(forwards, 1):
-                    batch = self.batching.batch(rows, self.pad_token_id, self.accelerator.device)
-                    with self.stepper.boundary(last=number == len(forwards)):
-                        nll = nll_sum(self.model, batch)
-                        value = nll.detach()
-                        # 1, or not a number: a loss that is none makes every gradient none, on all ranks, and such
-                        # gradients are not learnt from; by itself an infinite loss may have finite ones
-                        sound = value - value + 1
-                        self.stepper.backward(nll * (sound * ranks / supervised_tokens))  # gradients are averaged
-                    share += value
-                return share / supervised_tokens
-            except torch.OutOfMemoryError as error:
-                smaller = self._smaller(rows, step, error)
-            self.stepper.forget()  # behind `except`, which holds the tensors of the forward that failed
-            self.batching = smaller
+        share = torch.zeros((), device=self.accelerator.device)
+        ranks, no_room = self.accelerator.num_processes, NoRoom()
+        forwards = self.batching.divide(examples, ranks)[self.accelerator.process_index]
+        for number, rows in enumerate(forwards, 1):
+            with self.stepper.boundary(last=number == len(forwards)):
+                nll = None if no_room.tokens else self._nll(rows, step)
+                if nll is None:
+                    # Other ranks exchange gradients in this backward: one row takes part in it, with what is no number.
+                    no_room = no_room if no_room.tokens else self._about(rows)
+                    nll = self._nll(sorted(rows, key=_length)[:1], step, repeatable=False) * math.nan
+                value = nll.detach()
+                # 1, or not a number: a loss that is none makes every gradient none, on all ranks, and such
+                # gradients are not learnt from; by itself an infinite loss may have finite ones
+                sound = value - value + 1
+                loss = nll * (sound * ranks / supervised_tokens)  # gradients are averaged
+                try:
+                    self.stepper.backward(loss)
+                except torch.OutOfMemoryError as error:
+                    if not self.stepper.alone or len(rows) == 1:
+                        raise self._unrepeatable(rows, step) from error
+                    no_room = self._about(rows)
+                del nll, loss
+            share += value
+        return share / supervised_tokens, no_room
 
-    def _smaller(self, rows: list[Encoded], step: int, error: torch.OutOfMemoryError) -> Batching:
-        """Forwards of half the size from here on: the same mathematics, unless other ranks wait for this one."""
-        if not rows:
-            raise error
-        tokens, longest = self.batching.tokens_in(rows), max(rows, key=lambda row: len(row.input_ids))
-        what = (
-            f"step {step}: out of device memory in a forward of {len(rows)} examples, {tokens:,} tokens; the longest, "
-            f"training example {longest.index}, has {len(longest.input_ids):,}"
+    def again(self, no_room: NoRoom, step: int) -> None:
+        """Have the step repeated, and the next ones done, in forwards of half the size: the same mathematics."""
+        self.stepper.forget()
+        self.batching = _at_most(self.batching, no_room.tokens // 2)
+        self.say(
+            f"step {step}: {no_room}; the step is repeated with at most {self.batching.tokens:,} tokens a forward, "
+            "as are the next"
         )
-        if len(rows) > 1 and self.stepper.can_forget:
-            self.say(f"{what}; the step is repeated with at most {tokens // 2:,} tokens a forward, as are the next")
-            return dataclasses.replace(self.batching, rows=None, tokens=tokens // 2)
+
+    def _nll(self, rows: list[Encoded], step: int, repeatable: bool = True) -> torch.Tensor | None:
+        """Of one forward; None where it found no room, and the step can be repeated. Behind this function nothing holds
+        the tensors of a forward that failed."""
+        try:
+            return nll_sum(self.model, self.batching.batch(rows, self.pad_token_id, self.accelerator.device))
+        except torch.OutOfMemoryError as error:
+            if not (repeatable and self.stepper.forwards_alone and len(rows) > 1):
+                raise self._unrepeatable(rows, step) from error
+        return None
+
+    def _about(self, rows: list[Encoded]) -> NoRoom:
+        longest = max(rows, key=_length)
+        return NoRoom(self.batching.tokens_in(rows), longest.index, _length(longest))
+
+    def _unrepeatable(self, rows: list[Encoded], step: int) -> UserError:
+        if not rows:
+            return UserError(f"step {step}: out of device memory; choose a higher ZeRO stage or --adapter lora")
+        no_room = self._about(rows)
         mend = "add --gradient-checkpointing, or choose a higher ZeRO stage or --adapter lora"
         if len(rows) > 1:
-            mend = f"go on with --resume auto --output-dir {self.run_dir} --micro-batch-size {len(rows) // 2}"
-        raise UserError(f"{what}; {mend}") from error
+            most = no_room.tokens // 2
+            write_atomically(self.run_dir / CAP_FILE, json.dumps({"tokens": most}) + "\n")
+            mend = f"go on with --resume auto --output-dir {self.run_dir}: it keeps to {most:,} tokens a forward"
+        return UserError(f"step {step}: {no_room}; {mend}")
+
+
+def _at_most(batching: Batching, tokens: int) -> Batching:
+    return dataclasses.replace(batching, rows=None, tokens=tokens)
+
+
+def _length(row: Encoded) -> int:
+    return len(row.input_ids)

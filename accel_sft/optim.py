@@ -97,12 +97,21 @@ class Stepper:
         return float(norm)
 
     @property
-    def can_forget(self) -> bool:
-        """Whether a step that broke off can be begun again: no engine and no other rank has seen a part of it."""
+    def alone(self) -> bool:
+        """Whether a step may break off anywhere: no engine and no other rank has seen a part of it."""
         return self.engine is None and self.accelerator.num_processes == 1
 
+    @property
+    def forwards_alone(self) -> bool:
+        """Whether a forward may break off: ranks wait for each other in backwards only."""
+        if self.engine is not None:
+            return self.engine.zero_optimization_stage() < 3
+        return self.accelerator.distributed_type != DistributedType.FSDP
+
     def forget(self) -> None:
-        """Drop what a step that broke off has left."""
+        """Drop the gradients of a step that is to be repeated; with an engine they must be no numbers, on all ranks."""
+        if self.engine is not None:
+            self.update(0)
         self.optimizer.zero_grad(set_to_none=True)
         if self.accelerator.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -61,13 +61,10 @@ def accel_sft(
     command += arguments
     if run_dir:
         command += ["--output-dir", str(run_dir)]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=timeout_seconds,
-        env={**os.environ, "COLUMNS": "100", **(environment or {})},
-    )
+    env = {**os.environ, "COLUMNS": "100", **(environment or {})}
+    if environment and "PYTHONPATH" in environment:  # the caller's stays beside it
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (environment["PYTHONPATH"], os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, env=env)
     again = {"yaml": yaml, "launcher": launcher}
     return Launched(run_dir or Path(), done.returncode, done.stdout + done.stderr, arguments, again)
 

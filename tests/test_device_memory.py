@@ -8,6 +8,7 @@ from fake_plugins import install
 from test_laws import FP32, JOB, ONCE, layout, same_curve
 
 CRAMPED = """
+import os
 from dataclasses import dataclass
 from accel_sft_math import Math as Shipped
 
@@ -19,11 +20,18 @@ class Cramped(Shipped):
         import torch
 
         def look(module, inputs):
-            if isinstance(module, torch.nn.Embedding) and torch.is_grad_enabled() and inputs[0].numel() > ROOM:
+            cramped = os.environ.get("RANK", "LAST") == "LAST"
+            if cramped and (torch.is_grad_enabled() or "WHEN" == "backward") and isinstance(module, torch.nn.Embedding) and inputs[0].numel() > ROOM:
                 raise torch.OutOfMemoryError("no room")
 
-        if split == "train":
+        def look_back(module, inputs, output):
+            if torch.is_grad_enabled() and isinstance(module, torch.nn.Embedding):
+                output.register_hook(lambda gradient: look(module, inputs))
+
+        if split == "train" and "WHEN" == "forward":
             torch.nn.modules.module.register_module_forward_pre_hook(look)
+        elif split == "train":
+            torch.nn.modules.module.register_module_forward_hook(look_back)
         return super().dataset(split)
 """
 TRIED = """
@@ -58,9 +66,14 @@ def plugin(tmp_path, name, source):
     return {"environment": {"PYTHONPATH": str(tmp_path / "site")}, "run_dir": tmp_path / "run"}
 
 
-def test_a_step_without_room_is_repeated_in_smaller_forwards_with_the_same_curve(launched, tmp_path):
-    options = plugin(tmp_path, "cramped", CRAMPED.replace("ROOM", "40"))
-    run = accel_sft("cramped", *JOB[1:], *ONCE, "--micro-batch-size", "10", **options)
+def cramped(tmp_path, rank=0, when="forward"):
+    source = CRAMPED.replace("ROOM", "40").replace("LAST", str(rank)).replace("WHEN", when)
+    return plugin(tmp_path, "cramped", source)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_step_without_room_is_repeated_in_smaller_forwards_with_the_same_curve(launched, tmp_path, when):
+    run = accel_sft("cramped", *JOB[1:], *ONCE, "--micro-batch-size", "10", **cramped(tmp_path, when=when))
     assert run.status == 0, run.output
     assert "step 1: out of device memory in a forward of" in run.output
     assert "the step is repeated with at most" in run.output
@@ -68,13 +81,27 @@ def test_a_step_without_room_is_repeated_in_smaller_forwards_with_the_same_curve
     assert run.result()["batching"]["tokens"] < 80  # half of what found no room, or of half of that
 
 
-@pytest.mark.parametrize("yaml", ["ddp", "z2"])
-def test_ranks_that_wait_for_each_other_end_with_the_way_to_go_on(tmp_path, yaml):
-    options = plugin(tmp_path, "cramped", CRAMPED.replace("ROOM", "40"))
-    run = accel_sft("cramped", *JOB[1:], *ONCE, "--micro-batch-size", "5", yaml=yaml, launcher=FP32, **options)
+@pytest.mark.parametrize("yaml", ["ddp", "z0", "z2"])
+def test_all_ranks_repeat_the_step_where_one_of_them_finds_no_room(launched, tmp_path, yaml):
+    arguments = ("cramped", *JOB[1:], *ONCE, "--micro-batch-size", "5")
+    run = accel_sft(*arguments, yaml=yaml, launcher=FP32, **cramped(tmp_path, rank=1))
+    assert run.status == 0, run.output
+    assert "step 1: out of device memory in a forward of" in run.output
+    assert "the longest of its rows, training example" in run.output
+    same_curve(layout(launched, "plain").lines(), run.lines())
+    assert run.result()["batching"]["tokens"] < 80
+
+
+def test_ranks_that_wait_for_each_other_amid_a_forward_end_and_a_resumed_run_keeps_to_smaller_ones(launched, tmp_path):
+    options = {"yaml": "z3", "launcher": FP32, **cramped(tmp_path, rank=1)}
+    arguments = ("cramped", *JOB[1:], *ONCE, "--micro-batch-size", "2")
+    run = accel_sft(*arguments, **options)
     assert run.status == 1
-    assert "step 1: out of device memory in a forward of 5 examples" in run.output
-    assert f"go on with --resume auto --output-dir {tmp_path / 'run'} --micro-batch-size 2" in run.output
+    assert "step 1: out of device memory in a forward of" in run.output
+    assert f"go on with --resume auto --output-dir {tmp_path / 'run'}: it keeps to" in run.output
+    run = accel_sft(*arguments, "--resume", "auto", **options)
+    assert run.status == 0, run.output
+    same_curve(layout(launched, "plain").lines(), run.lines())
 
 
 @pytest.mark.parametrize("yaml", [None, "z2", "z3"])
