@@ -9,6 +9,7 @@ import torch
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
+from accel_sft import cascade as kernels
 from accel_sft.cascade import cascade, cut_rows, usable
 
 
@@ -41,6 +42,7 @@ class Prefix:
 
 def install() -> None:
     """Let every model with sdpa attention take `rows` or `prefix` among its arguments; without them nothing changes."""
+    kernels.install()
     AttentionInterface.register("sdpa", rows_attention)
 
 
@@ -71,7 +73,8 @@ def rows_attention(
     if rows is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
     kwargs.pop("is_causal", None)
-    plain = not (any(args) or kwargs.get("dropout") or kwargs.get("position_bias") is not None)
+    others = (kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux"))
+    plain = not (any(args) or kwargs.get("dropout") or any(others))
     if rows.prefix and plain and usable(query, key, value):
         key, value = (repeat_kv(tensor, query.shape[1] // key.shape[1]) for tensor in (key, value))
         places = rows.prefix, rows.own, rows.back, rows.longest

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import broadcast_object_list
 
-from accel_sft import sealed
+from accel_sft import sealed, shards
 from accel_sft.options import UserError
 from accel_sft.report import write_atomically
 
@@ -82,9 +82,8 @@ def hold_room(accelerator: Accelerator, model: torch.nn.Module, run_dir: Path) -
     Raises:
         UserError: on every rank, if it has not.
     """
-    each = 12 if _deepspeed(accelerator) else 2 * 4  # of AdamW's state, with DeepSpeed's own copy of the weights
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    needed = sum(getattr(p, "ds_numel", p.numel()) * (p.element_size() + each) for p in trained) + SPARE_BYTES
+    needed = sum(getattr(p, "ds_numel", p.numel()) for p in trained) * shards.BYTES + SPARE_BYTES
 
     def decide() -> None:
         free = shutil.disk_usage(run_dir).free
@@ -97,10 +96,13 @@ def hold_room(accelerator: Accelerator, model: torch.nn.Module, run_dir: Path) -
     decided_by_main(accelerator, decide)
 
 
-def save(accelerator: Accelerator, model: torch.nn.Module, run_dir: Path, state: dict[str, Any], keep: int) -> Path:
-    """Write `checkpoints/step-<step>`: weights, optimizer and random state of all ranks, and `state`; prune after.
+def save(
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, run_dir: Path, state: dict[str, Any], keep: int
+) -> Path:
+    """Write `checkpoints/step-<step>`: what training has changed, by parameter, and `state`; prune after.
 
-    Frozen weights are left out: the run's source still has them.
+    Frozen weights are left out: the run's source still has them. Random state is none to keep: a step's is made from
+    the seed, the step and the rank.
 
     Args:
         state: JSON-able, with the key `step`.
@@ -108,15 +110,12 @@ def save(accelerator: Accelerator, model: torch.nn.Module, run_dir: Path, state:
     """
     target = run_dir / "checkpoints" / f"step-{state['step']:06d}"
     hold_room(accelerator, model, run_dir)
-    layout = _layout(accelerator)
+    about = {**state, "layout": layout(accelerator), "loss_scale": shards.loss_scale(accelerator, model)}
     with replacing(accelerator, target) as partial:
-        frozen_left_out = {"exclude_frozen_parameters": True} if _deepspeed(accelerator) else {}
-        hook = accelerator.register_save_state_pre_hook(_drop_frozen)
-        accelerator.save_state(str(partial), **frozen_left_out)
-        hook.remove()
+        shards.write(accelerator, model, optimizer, partial)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            sealed.seal(partial, {**state, "layout": layout})
+            sealed.seal(partial, about)
     if accelerator.is_main_process:
         write_atomically(target.parent / POINTER, target.name + "\n")
         # later ones are damaged, or of a run that was resumed from before them: they do not count as newest
@@ -165,26 +164,21 @@ def _defect(path: Path) -> str | None:
     return None
 
 
-def load(accelerator: Accelerator, path: Path) -> dict[str, Any]:
-    """Put weights, optimizer and random state back; the `state` that was saved with them.
+def load(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, path: Path) -> dict[str, Any]:
+    """Put weights and optimizer back, written under whatever layout; the `state` that was saved with them.
 
     Raises:
-        UserError: the checkpoint was written under another layout (ranks, ZeRO stage, precision).
+        UserError: it was written under another precision, or is of another model.
     """
     state = sealed.read(path)
-    here = _layout(accelerator)
-    if state["layout"] != here:
-        told = [
-            f"{key} {state['layout'].get(key)}, now {here[key]}"
-            for key in here
-            if state["layout"].get(key) != here[key]
-        ]
+    before, here = state["layout"].get("precision"), layout(accelerator)["precision"]
+    if before != here:
         raise UserError(
-            f"{path}: written under another layout ({'; '.join(told)}); resume it as it was launched, "
-            "or start a new run from its weights with --init-from"
+            f"{path}: written under precision {before}, and this launch has {here}: the same steps would compute other "
+            f"numbers; resume it with --mixed_precision {before}, or start a new run from its weights with --init-from"
         )
-    partial = {"load_module_strict": False} if _deepspeed(accelerator) else {"strict": False}
-    accelerator.load_state(str(path), **partial)
+    shards.read(accelerator, model, optimizer, path)
+    shards.set_loss_scale(accelerator, model, state.get("loss_scale"))
     return state
 
 
@@ -222,18 +216,8 @@ def _gathered(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManage
     return deepspeed.zero.GatheredParameters([parameter])
 
 
-def _drop_frozen(models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
-    for model, state in zip(models, weights, strict=False):
-        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-        for name in frozen & state.keys():
-            del state[name]
-
-
-def _deepspeed(accelerator: Accelerator) -> bool:
-    return accelerator.distributed_type == DistributedType.DEEPSPEED
-
-
-def _layout(accelerator: Accelerator) -> dict[str, Any]:
+def layout(accelerator: Accelerator) -> dict[str, Any]:
+    """How this launch shares the run out between processes, and in which precision it computes."""
     plugin = accelerator.state.deepspeed_plugin
     return {
         "ranks": accelerator.num_processes,

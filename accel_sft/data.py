@@ -53,6 +53,10 @@ class StepPlan:
         epochs, offsets = np.divmod(positions, len(self.lengths))
         return np.concatenate([self._permutation(e)[offsets[epochs == e]] for e in range(epochs[0], epochs[-1] + 1)])
 
+    def seed_of(self, step: int, rank: int) -> int:
+        """Of what a rank draws at random in a step, which is dropout: so no random state has to outlive a stop."""
+        return int(np.random.SeedSequence([self.seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)
+
     def epoch(self, step: int) -> float:
         """Passes over the data finished when `step` steps are done."""
         end = math.inf if self.stream_length is None else self.stream_length

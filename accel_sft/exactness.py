@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from accel_sft.batching import Batching
 from accel_sft.chat import Encoded
@@ -35,6 +36,8 @@ def exact_batchings(
 ) -> tuple[list[Batching], list[str]]:
     """What the model can take of what was asked for, or else of what comes after it; and why not the others.
 
+    Args:
+        examples: the longest row that is to be laid out among them.
     Returns:
         batchings without a limit of tokens, at least one, and `layout: reason` of each layout that is not exact.
     """
@@ -43,32 +46,41 @@ def exact_batchings(
     asked = layouts if config.batching == "auto" else layouts[layouts.index(config.batching) :]
     heads = _heads(unwrapped, accelerator.device)
     full = accelerator.mixed_precision == "no" and config.dtype in ("auto", "float32")
-    among = sorted(examples[:CHECKED_AMONG], key=lambda example: (len(example.input_ids), example.index))
-    rows = sorted(among[:CHECKED_ROWS], key=lambda example: (example.input_ids, example.index))
+    trials = _trials(examples)
     differs = functools.partial(
         _differs,
         model=model,
-        rows=rows,
         pad_token_id=pad_token_id,
         device=accelerator.device,
         tolerance=TOLERANCE if full else REDUCED_TOLERANCE,
     )
+    where = pad_token_id, accelerator.device
     # padded rows are what every model is trained with; numbers that differ are its own (a router's capacity, noise)
     whole = Batching("padded", UNLIMITED, head="everywhere")
     found, reasons = [], []
     was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        alone = sum(nll(model, whole.batch([row], pad_token_id, accelerator.device)).sum().item() for row in rows)
+    with torch.no_grad(), torch.random.fork_rng():
+        model.train()
+        dropout = _dropout(unwrapped, _is_random(model, whole.batch(trials[0][:1], *where))) if train else None
+        model.eval()
+        # the longest row's logits everywhere might not fit; what it is there for does not depend on the head
+        lean = dataclasses.replace(whole, head="labelled" if "labelled" in heads else "everywhere")
+        alone = [
+            sum(nll(model, way.batch([row], *where)).sum().item() for row in rows)
+            for way, rows in zip((whole, lean), trials, strict=True)
+        ]
         for layout in asked:
             if found and (layout == "packed" or config.batching != "auto"):  # sharing includes packing
                 continue
-            reason, before = _cannot(unwrapped, layout, examples, train), len(found)
+            reason, before = _cannot(unwrapped, layout, examples), len(found)
+            if layout == "shared" and dropout and not reason:
+                reason = f"rows of a step would share their dropout ({dropout})"
             for attention in () if reason else _attentions(unwrapped, layout):
                 for head in heads:
                     batching = Batching(layout, UNLIMITED, attention=attention, head=head)
                     # ranks that came to different answers would run different forwards
-                    reason = next(filter(None, gather_object([differs(batching, alone)])), None)
+                    mine = [differs(batching, *trial) for trial in zip(alone, trials, strict=True)]
+                    reason = next(filter(None, gather_object(mine)), None)
                     if not reason:
                         found.append(batching)
                         break
@@ -100,41 +112,66 @@ def _attentions(model: torch.nn.Module, layout: str) -> tuple[str, ...]:
     return {"sdpa": ("rows", "mask"), "flex_attention": ("blocks",)}.get(implementation, ())
 
 
-def _cannot(model: torch.nn.Module, layout: str, examples: Sequence[Encoded], train: bool) -> str | None:
+def limited_layers(model: torch.nn.Module, longest: int) -> str | None:
+    """What keeps a token of a row so long from seeing all before it in some layers, or carries more than that along:
+    the kinds of these layers, as transformers makes caches for them; None: nothing does."""
+    try:
+        layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        return f"unknown, {type(error).__name__}: {error}"
+    kinds = {
+        type(layer).__name__.removeprefix("Dynamic")
+        for layer in layers
+        if type(layer) is not DynamicLayer
+        and not (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= longest)
+    }
+    return ", ".join(sorted(kinds)) or None
+
+
+def _cannot(model: torch.nn.Module, layout: str, examples: Sequence[Encoded]) -> str | None:
     """Why the model's architecture or settings rule a layout out, as far as its configuration tells."""
     if layout == "padded":
         return None
-    config = model.config
     if not _attentions(model, layout):
-        implementation = getattr(config, "_attn_implementation", None)
+        implementation = getattr(model.config, "_attn_implementation", None)
         return f"attention {implementation} cannot be told who sees whom; sdpa and flex_attention can"
     if "position_ids" not in arguments(model):
         return "the model takes no positions"
-    other = sorted({kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"})
-    window = getattr(config, "sliding_window", None)
-    if other and not (other == ["sliding_attention"] and window and window >= max(len(e.input_ids) for e in examples)):
-        return f"the model has layers of {', '.join(other)}"
-    if layout == "shared" and train and (dropout := _dropout(model)):
-        return f"rows of a step would share their dropout ({dropout})"
-    return None
+    limited = limited_layers(model, max(len(example.input_ids) for example in examples))
+    return f"the model has layers of another kind ({limited})" if limited else None
 
 
-def _dropout(model: torch.nn.Module) -> str | None:
+def _trials(examples: Sequence[Encoded]) -> list[list[Encoded]]:
+    """Some short rows; and the shortest with the longest, which reaches what short rows do not, a window's end."""
+    among = sorted(examples[:CHECKED_AMONG], key=lambda example: (len(example.input_ids), example.index))
+    longest = max(examples, key=lambda example: (len(example.input_ids), example.index))
+    trials = [among[:CHECKED_ROWS], [among[0], longest]]
+    return [sorted(rows, key=lambda example: (example.input_ids, example.index)) for rows in trials]
+
+
+def _is_random(model: torch.nn.Module, batch: Batch) -> bool:
+    """Whether two forwards of the same rows differ in training, on any rank."""
+    return any(gather_object([not torch.equal(nll(model, batch), nll(model, batch))]))
+
+
+def _dropout(model: torch.nn.Module, is_random: bool) -> str | None:
+    """Where dropout is, as far as modules and configuration tell (an adapter's changes nothing before the first step),
+    or that it must be somewhere."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and module.p > 0:
             return name
     for name in ("attention_dropout", "attn_pdrop"):
         if getattr(model.config, name, 0):
             return name
-    return None
+    return "its forward is random in training" if is_random else None
 
 
 def _differs(
     batching: Batching,
     alone: float,
+    rows: Sequence[Encoded],
     *,
     model: torch.nn.Module,
-    rows: Sequence[Encoded],
     pad_token_id: int,
     device: torch.device,
     tolerance: float,

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from rich.console import Console
 
 from accel_sft import checkpoint, launch, outcome, report, terminal
@@ -89,7 +88,6 @@ class Fitting:
             self.between_answers,
             tracker.say,
         )
-        set_seed(config.seed, device_specific=True)  # dropout masks differ between ranks
 
     def resume(self) -> None:
         """Continue from the newest whole checkpoint where `--resume` asks for it; else judge the untrained model."""
@@ -100,14 +98,18 @@ class Fitting:
             )
             for line in skipped:
                 self.tracker.say(line)
-        state = checkpoint.load(self.accelerator, path) if path else {}
-        self.learner = self.new_learner(state.get("batching"))
+        state = checkpoint.load(self.accelerator, self.model, self.optimizer, path) if path else {}
+        here = checkpoint.layout(self.accelerator)
+        before = state.get("layout", here)
+        self.learner = self.new_learner(state["batching"] if path and before == here else None)
         if path is None:
             self.tracker.rewind(0)
         else:
             self.progress = Progress(**state["progress"])
             self.tracker.rewind(self.progress.step)
-            self.tracker.say(f"resumed {path} at step {self.progress.step} of {self.plan.total_steps}")
+            other = [f"{key} {before.get(key)}, now {here[key]}" for key in here if before.get(key) != here[key]]
+            told = f"; written under another layout ({', '.join(other)})" if other else ""
+            self.tracker.say(f"resumed {path} at step {self.progress.step} of {self.plan.total_steps}{told}")
         self.tracker.phase("ready")
         self.tracker.phases()
         self.saved_step = self.progress.step
@@ -120,8 +122,11 @@ class Fitting:
         named = {field.name for field in dataclasses.fields(Batching)}  # an earlier version's may be others
         kept = Batching(**before["chosen"]) if same and before["chosen"].keys() == named else None
         accelerator, pad_token_id = self.accelerator, self.prepared.tokenizer.pad_token_id
-        some = self.train.some()
-        batching, told = choose_batching(accelerator, self.model, self.config, some, pad_token_id, before=kept)
+        some, judged = self.train.some(), self.prepared.validation.kept
+        longest = [judged[int(judged.lengths.argmax())]] if len(judged) else []  # its loss is taken in the same layout
+        batching, told = choose_batching(
+            accelerator, self.model, self.config, some, pad_token_id, before=kept, also=longest
+        )
         self.tracker.say(told)
         return Learner(accelerator, self.model, self.stepper, batching, pad_token_id, self.run_dir, self.tracker.say)
 
@@ -148,7 +153,9 @@ class Fitting:
                 tokens, supervised_tokens = int(plan.lengths[rows].sum()), int(plan.supervised[rows].sum())
                 rate = learning_rate(progress.step, plan.total_steps, config)
                 stepper.set_learning_rate(rate)
-                share, no_room = self.learner.learn(self.train.take(rows.tolist()), supervised_tokens, progress.step + 1)
+                torch.manual_seed(plan.seed_of(progress.step, self.accelerator.process_index))  # dropout masks
+                examples = self.train.take(rows.tolist())
+                share, no_room = self.learner.learn(examples, supervised_tokens, progress.step + 1)
                 loss, no_room, signal, system = self.gather(share, no_room)
                 if no_room.tokens:
                     self.learner.again(no_room, progress.step + 1)
@@ -156,7 +163,7 @@ class Fitting:
                 grad_norm = stepper.update(progress.step)
                 progress.step += 1
 
-                self.health.look(progress.step, loss, grad_norm, lambda rows=rows: self.train.take(rows.tolist()))
+                self.health.look(progress.step, loss, grad_norm, examples)
                 seconds = time.perf_counter() - started
                 self.record(loss, grad_norm, rate, tokens, supervised_tokens, seconds, system)
                 profiler.step()
@@ -261,7 +268,7 @@ class Fitting:
         self.stopping.hold()
         state = {"step": self.progress.step, "progress": dataclasses.asdict(self.progress), "batching": batching}
         self.tracker.flush()
-        checkpoint.save(self.accelerator, self.model, self.run_dir, state, self.config.keep_checkpoints)
+        checkpoint.save(self.accelerator, self.model, self.optimizer, self.run_dir, state, self.config.keep_checkpoints)
         self.saved_step = self.progress.step
 
     def finish(self) -> None:

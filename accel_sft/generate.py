@@ -12,11 +12,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
 from transformers import GenerationConfig
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from accel_sft.chat import Encoded, end_of_turn_ids
 from accel_sft.decoding import Decoder
-from accel_sft.exactness import REDUCED_TOLERANCE, TOLERANCE, arguments
+from accel_sft.exactness import REDUCED_TOLERANCE, TOLERANCE, arguments, limited_layers
 from accel_sft.merging import merged, why_not
 
 SHORTEST_PREFIX = 8
@@ -209,17 +208,8 @@ def _cannot(model: Any, longest: int) -> str | None:
         return f"attention {attention} takes no shared prefix, sdpa does"
     if "position_ids" not in arguments(model):
         return "the model takes no positions"
-    try:
-        layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    except (AttributeError, TypeError, ValueError, KeyError) as error:
-        return f"the model's cache is not known ({type(error).__name__}: {error})"
-    kinds = {
-        type(layer).__name__
-        for layer in layers
-        if type(layer) is not DynamicLayer
-        and not (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= longest)
-    }
-    return f"the model's cache has layers of another kind ({', '.join(sorted(kinds))})" if kinds else None
+    limited = limited_layers(model, longest)
+    return f"the model's cache has layers of another kind ({limited})" if limited else None
 
 
 def greedy(tokenizer: Any, model: Any, max_new_tokens: int) -> Any:

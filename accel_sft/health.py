@@ -39,22 +39,22 @@ class Health:
         self._losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
         self._in_a_row = 0
 
-    def look(self, step: int, loss: float, grad_norm: float, examples: Callable[[], Sequence[Any]]) -> None:
+    def look(self, step: int, loss: float, grad_norm: float, examples: Sequence[Any]) -> None:
         """Take note of a step; one that is not finite was not learnt from.
 
         Args:
             step: from 1.
-            examples: the step's, asked for only where they are to be named.
+            examples: the step's.
         Raises:
             UserError: it is not finite, and the run is to stop, or has left out too many.
         """
         if not math.isfinite(loss) or (not math.isfinite(grad_norm) and self.precision != "fp16"):
-            self._not_finite(step, loss, grad_norm, examples())
+            self._not_finite(step, loss, grad_norm, examples)
             return
         self._in_a_row = 0
         if self._is_spike(loss):
             usual = statistics.median(self._losses)
-            self.say(f"step {step}: the loss is {loss:.4g}, {usual:.4g} being usual; examples {_listed(examples())}")
+            self.say(f"step {step}: the loss is {loss:.4g}, {usual:.4g} being usual; examples {_listed(examples)}")
         self._losses.append(loss)
 
     def _not_finite(self, step: int, loss: float, grad_norm: float, examples: Sequence[Any]) -> None:

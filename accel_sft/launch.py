@@ -40,7 +40,7 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
     """
     import torch
     from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
+    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
     from torch.distributed import register_rendezvous_handler
 
     launch = read_launch()
@@ -64,11 +64,7 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
         options["deepspeed_plugin"] = plugin
     elif launch.backend == "ddp" and not devices:
         options["cpu"] = True
-    # Buffers are the same everywhere (angles of positions): no rank waits for another in a forward.
-    handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False)]
-    if group:
-        handlers.append(InitProcessGroupKwargs(**group))
-    accelerator = Accelerator(**options, kwargs_handlers=handlers)
+    accelerator = Accelerator(**options, kwargs_handlers=[InitProcessGroupKwargs(**group)] if group else None)
     if accelerator.num_processes != launch.world_size:
         raise UserError(
             f"{launch.config_file or 'the launch'}: {launch.world_size} processes were started, and each would train "
@@ -161,6 +157,9 @@ def prepare(
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     model, optimizer = accelerator.prepare(model, optimizer)
+    if accelerator.distributed_type.value.startswith("MULTI_"):
+        # buffers (angles of positions) are the same everywhere, and so no rank waits for another in a forward
+        model.broadcast_buffers = False
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     if type(optimizer.optimizer).__name__ in ("FP16_UnfusedOptimizer", "FP16_Optimizer"):

@@ -39,6 +39,7 @@ def choose_batching(
     *,
     train: bool = True,
     before: Batching | None = None,
+    also: Sequence[Encoded] = (),
 ) -> tuple[Batching, str]:
     """The fastest layout that this model computes as it does single rows, by trial, in the memory there is.
 
@@ -48,12 +49,13 @@ def choose_batching(
         model: prepared.
         train: whether a backward follows, and dropout will be on.
         before: what a resumed run had chosen; kept if it is still exact.
+        also: rows that will be laid out so too, and are not timed.
     Returns:
         the batching, and a line that says what was chosen, and why not what was asked for.
     Raises:
         UserError: not even the smallest forward fits into the device's memory.
     """
-    exact, reasons = exact_batchings(accelerator, model, config, examples, pad_token_id, train)
+    exact, reasons = exact_batchings(accelerator, model, config, [*examples, *also], pad_token_id, train)
     on_cpu = accelerator.device.type == "cpu"
     if before in (dataclasses.replace(b, tokens=before.tokens, rows=before.rows) for b in exact if before):
         batching = before

@@ -18,6 +18,10 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3NextConfig,
@@ -264,6 +268,35 @@ def test_a_sliding_window_that_rows_do_not_reach_is_no_hindrance_and_one_they_re
         assert batching.layout == layout, told
 
 
+@pytest.mark.parametrize("window", [16, 512])
+def test_a_window_that_all_layers_have_is_seen_and_so_is_a_longer_row_that_is_only_judged(window):
+    torch.manual_seed(0)
+    model = MistralForCausalLM(small(MistralConfig, sliding_window=window))
+    short = [row for row in rows(64, instruction=4, longest=8) if len(row.input_ids) <= 16]
+    (longer,) = rows(1, instruction=40, longest=8)
+    assert chosen(model, short)[0].layout == "shared"
+    config = TrainConfig().resolved({})
+    batching, told = choose_batching(Accelerator(cpu=True), model, config, short, 0, also=[longer])
+    assert batching.layout == ("padded" if window == 16 else "shared"), told
+
+
+def test_a_window_that_the_configuration_does_not_tell_of_is_found_by_the_longest_row(monkeypatch):
+    torch.manual_seed(0)
+    model = MistralForCausalLM(small(MistralConfig, sliding_window=16, initializer_range=0.5))
+    monkeypatch.setattr("accel_sft.exactness.limited_layers", lambda model, longest: None)
+    batching, told = chosen(model, rows(64, instruction=4, longest=40))
+    assert batching.layout == "padded"
+    assert "its loss is not that of single rows" in told
+
+
+def test_dropout_that_is_no_module_is_found_by_two_forwards():
+    torch.manual_seed(0)
+    model = OPTForCausalLM(OPTConfig(vocab_size=128, hidden_size=32, ffn_dim=64, num_attention_heads=2, dropout=0.1))
+    batching, told = chosen(model)
+    assert batching.layout != "shared"
+    assert "would share their dropout (its forward is random in training)" in told
+
+
 def test_a_model_that_carries_a_state_along_gets_padded_rows():
     torch.manual_seed(0)
     config = small(
@@ -280,7 +313,7 @@ def test_a_model_that_carries_a_state_along_gets_padded_rows():
     )
     batching, told = chosen(Qwen3NextForCausalLM(config))
     assert batching.layout == "padded"
-    assert "layers of linear_attention" in told
+    assert "layers of another kind (" in told
 
 
 def varlen_attention(module, query, key, value, attention_mask, *, cu_seq_lens_q, max_length_q, **kwargs):
@@ -425,7 +458,9 @@ def test_a_device_without_room_for_the_smallest_forward_is_an_error_that_names_t
 
 
 def test_a_reason_on_another_rank_rules_a_layout_out_on_all(model, monkeypatch):
-    monkeypatch.setattr(exactness, "gather_object", lambda reasons: [*reasons, "the other rank says so"])
+    monkeypatch.setattr(
+        exactness, "gather_object", lambda mine: mine if mine == [False] else [*mine, "the other rank says so"]
+    )
     batching, told = chosen(model)
     assert (batching.layout, batching.head) == ("padded", "everywhere")
     assert "not shared: the other rank says so" in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,11 +11,12 @@ import torch
 from torch.nn import functional
 
 from accel_sft import cascade as module
-from accel_sft.attention import rows_attention
+from accel_sft.attention import install, rows_attention
 from accel_sft.cascade import cascade, usable
 from accel_sft.collate import _rows
 
 CPU = torch.device("cpu")
+install()
 
 
 def sequence(prefix, sizes, heads, key_heads, size, dtype=torch.float32):
@@ -82,12 +84,17 @@ def test_reduced_precision_keeps_its_type_and_is_as_near_as_plain_attention():
         assert (found - true).norm() <= 0.02 * true.norm()
 
 
+def forget(monkeypatch):
+    """Ask anew what torch has, for this test alone."""
+    monkeypatch.setattr(module, "_known", None)
+    module.install()
+
+
 @pytest.mark.parametrize("change", ["gone", "backward", "forward"])
 def test_kernels_that_are_gone_or_mean_something_else_are_found_out(change, monkeypatch):
     tensors, _ = sequence(7, [5, 3], 2, 2, 16)
-    module._kernels_are_known.cache_clear()
+    forget(monkeypatch)
     assert usable(*tensors)
-    module._kernels_are_known.cache_clear()
     aten = torch.ops.aten
     forward = aten._scaled_dot_product_flash_attention_for_cpu
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -101,7 +108,23 @@ def test_kernels_that_are_gone_or_mean_something_else_are_found_out(change, monk
             return [2 * gradient if change == "backward" else gradient for gradient in backward(*args, **kwargs)]
 
     monkeypatch.setattr(torch.ops, "aten", object() if change == "gone" else Changed())
+    forget(monkeypatch)
     assert not usable(*tensors)
-    monkeypatch.undo()
-    module._kernels_are_known.cache_clear()
+
+
+@pytest.mark.parametrize("mode", ["inference", "meta", "bfloat16", "no gradients"])
+def test_the_kernels_are_found_whatever_goes_on_around(mode, monkeypatch):
+    tensors, _ = sequence(7, [5, 3], 2, 2, 16)
+    with contextlib.ExitStack() as stack:
+        if mode == "bfloat16":
+            torch.set_default_dtype(torch.bfloat16)
+            stack.callback(torch.set_default_dtype, torch.float32)
+        else:
+            modes = {
+                "inference": torch.inference_mode,
+                "meta": lambda: torch.device("meta"),
+                "no gradients": torch.no_grad,
+            }
+            stack.enter_context(modes[mode]())
+        forget(monkeypatch)
     assert usable(*tensors)

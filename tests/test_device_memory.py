@@ -20,8 +20,9 @@ class Cramped(Shipped):
         import torch
 
         def look(module, inputs):
-            cramped = os.environ.get("RANK", "LAST") == "LAST"
-            if cramped and (torch.is_grad_enabled() or "WHEN" == "backward") and isinstance(module, torch.nn.Embedding) and inputs[0].numel() > ROOM:
+            forward = torch.is_grad_enabled() or "WHEN" == "backward"
+            cramped = forward and os.environ.get("RANK", "LAST") == "LAST"
+            if cramped and isinstance(module, torch.nn.Embedding) and inputs[0].numel() > ROOM:
                 raise torch.OutOfMemoryError("no room")
 
         def look_back(module, inputs, output):

@@ -41,16 +41,20 @@ DDP = {key: value for key, value in Z2.items() if key != "deepspeed_config"} | {
 JSON = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
 
 
-def seen_by_a_rank(config_file, *flags, world_size=2, machines=1):
-    """The launch as Accelerate's own launcher would hand it to a rank, without starting any."""
+def environment_of_a_rank(config_file, *flags):
+    """What Accelerate's own launcher would hand to a rank, without starting any."""
     args = launcher.launch_command_parser().parse_args(["--config_file", str(config_file), *flags, "train.py"])
     args, defaults, precision_from_file = launcher._validate_launch_command(args)
     if args.use_deepspeed:
         fields = [*defaults.deepspeed_config, *(["mixed_precision"] if precision_from_file else [])]
         args.deepspeed_fields_from_accelerate_config = ",".join(fields)
-        environment = prepare_deepspeed_cmd_env(args)[1]
-    else:
-        environment = prepare_multi_gpu_env(args)
+        return prepare_deepspeed_cmd_env(args)[1]
+    return prepare_multi_gpu_env(args)
+
+
+def seen_by_a_rank(config_file, *flags, world_size=2, machines=1):
+    """The launch as such a rank reads it."""
+    environment = environment_of_a_rank(config_file, *flags)
     environment |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size // machines), "LOCAL_RANK": "0"}
     command = ["python", "accelerate", "launch", "--config_file", str(config_file), *flags, "train.py"]
     return read_launch(environment, command, Path.cwd())

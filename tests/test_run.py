@@ -25,7 +25,7 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", RESUMABLE)
+@pytest.mark.parametrize("name", ["z2"])  # the others: tests/faults/test_resume.py
 def test_a_resumed_run_ends_with_the_same_bits(launched, tmp_path, name):
     whole = layout(launched, name)
     broken_off = tmp_path / "run"
@@ -92,22 +92,12 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(launched, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(whole.run_dir, copy)
     (copy / "result.json").unlink()
-    damaged = copy / "checkpoints" / "step-000006" / "optimizer.bin"
+    damaged = copy / "checkpoints" / "step-000006" / "rank-0000-000.safetensors"
     os.truncate(damaged, damaged.stat().st_size - 1)
     resumed = accel_sft(*whole.arguments, "--resume", "auto", run_dir=copy)
     assert resumed.status == 0, resumed.output
-    assert "step-000006: passed over: optimizer.bin has" in resumed.output
+    assert "step-000006: passed over: rank-0000-000.safetensors has" in resumed.output
     assert "step-000003 at step 3" in resumed.output
-
-
-def test_another_layout_is_refused(launched, tmp_path):
-    whole = layout(launched, "z2")
-    copy = tmp_path / "run"
-    shutil.copytree(whole.run_dir, copy)
-    (copy / "result.json").unlink()
-    refused = accel_sft(*whole.arguments, "--resume", "auto", run_dir=copy)
-    assert refused.status == 1
-    assert "written under another layout (ranks 2, now 1" in refused.output
 
 
 @pytest.mark.parametrize("name", RESUMABLE)

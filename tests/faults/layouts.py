@@ -1,0 +1,152 @@
+"""Run by two real ranks: one small job under many layouts in turn, each of which also goes on from another's state.
+
+    accelerate launch --config_file accelerate_configs/ddp.yaml tests/faults/layouts.py FOLDER
+
+Writes FOLDER/found.json: for each layout the losses of an uninterrupted run, and digests of its final weights and of
+those after a stop; and the losses of runs that go on under it from what every other layout had written.
+"""
+
+# ruff: noqa: E402, the environment comes before torch
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from accel_sft.environment import prepare_environment
+
+prepare_environment()
+
+import torch
+from accelerate.state import AcceleratorState
+from test_launch import environment_of_a_rank
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from accel_sft import checkpoint, launch
+from accel_sft.batching import Batching
+from accel_sft.chat import Encoded
+from accel_sft.config import TrainConfig
+from accel_sft.learning import Learner
+from accel_sft.optim import Stepper, adamw
+
+CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
+STEPS, STOP = 4, 2
+ROWS = [Encoded(index, [3 + (7 * index + at) % 60 for at in range(6 + index % 3)], 2) for index in range(6)]
+
+
+class Job:
+    """A model under a layout, at step 0."""
+
+    def __init__(self, yaml: str, precision: str, dropout: float, folder: Path) -> None:
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+            del os.environ[name]
+        told = environment_of_a_rank(CONFIGS / f"{yaml}.yaml", "--mixed_precision", precision)
+        os.environ.update({name: value for name, value in told.items() if name.startswith("ACCELERATE_")})
+        AcceleratorState._reset_state(reset_partial_state=True)
+        config = TrainConfig(adapter="none").resolved({})
+        self.accelerator = launch.create_accelerator(config)
+        torch.manual_seed(0)
+        shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 64}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": dropout}
+        model = LlamaForCausalLM(LlamaConfig(**shape, **heads))
+        model.lm_head.weight.requires_grad_(False)  # frozen weights are the source's
+        if precision == "bf16" and os.environ.get("ACCELERATE_USE_DEEPSPEED"):
+            model.to(torch.bfloat16)
+        self.model, self.optimizer = launch.prepare(self.accelerator, model.train(), adamw(model, config), config)
+        self.stepper = Stepper(self.accelerator, self.model, self.optimizer, config.max_grad_norm)
+        padded = Batching("padded", 0, rows=2)
+        self.learner = Learner(self.accelerator, self.model, self.stepper, padded, 0, folder, print)
+
+    def steps(self, begin: int, end: int) -> list[float]:
+        losses, rank = [], self.accelerator.process_index
+        for step in range(begin, end):
+            torch.manual_seed(100 * step + rank)
+            supervised = sum(row.supervised_tokens for row in ROWS)
+            share, _ = self.learner.learn(list(ROWS), supervised, step)
+            losses.append(self.accelerator.gather(share.reshape(1)).sum().item())
+            self.stepper.set_learning_rate(0.01)
+            self.stepper.update(step)
+        return losses
+
+    def save(self, run_dir: Path) -> Path:
+        return checkpoint.save(self.accelerator, self.model, self.optimizer, run_dir, {"step": STOP}, 1)
+
+    def load(self, path: Path) -> None:
+        checkpoint.load(self.accelerator, self.model, self.optimizer, path)
+
+    def digest(self) -> str:
+        """Of the weights that compute, whole, in their own precision."""
+        digest = hashlib.sha256()
+        for name, weight in sorted((self.accelerator.get_state_dict(self.model) or {}).items()):
+            digest.update(name.encode() + weight.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def by_fsdp(path: Path, folder: Path) -> bool:
+    """Whether FSDP's shards hold what plain data parallelism wrote, and the other way round; without a step, for CPUs
+    are not what FSDP is for."""
+    plain = Job("ddp", "no", 0.0, folder)
+    plain.load(path)
+    sharded = Job("ddp", "no", 0.0, folder)
+    model = sharded.accelerator.unwrap_model(sharded.model)
+    for layer in (*model.model.layers, model):
+        fully_shard(layer)
+    sharded.model, sharded.optimizer = model, adamw(model, TrainConfig().resolved({}))
+    sharded.load(path)
+    whole = dict(sharded.model.named_parameters())
+    pairs = [
+        (parameter, whole[name]) for name, parameter in plain.accelerator.unwrap_model(plain.model).named_parameters()
+    ]
+    alike = [torch.equal(ours, theirs.full_tensor()) for ours, theirs in pairs]
+    for ours, theirs in pairs:
+        if ours.requires_grad:
+            state, shard = plain.optimizer.state[ours], sharded.optimizer.state[theirs]
+            alike += [torch.equal(state[key], shard[key].full_tensor()) for key in ("exp_avg", "exp_avg_sq")]
+            alike.append(torch.equal(state["step"], shard["step"]))
+    again = Job("ddp", "no", 0.0, folder)
+    again.load(sharded.save(folder / "by-fsdp"))
+    return all(alike) and again.digest() == plain.digest()
+
+
+def main(folder: Path, layouts: list[str]) -> None:
+    found = {}
+    for precision in ("no", "bf16"):
+        for yaml in layouts:
+            run_dir = folder / f"{yaml}-{precision}"
+            run_dir.mkdir(exist_ok=True)
+            job = Job(yaml, precision, 0.2, run_dir)
+            losses = job.steps(0, STOP)
+            path = job.save(run_dir)
+            losses += job.steps(STOP, STEPS)
+            whole = job.digest()
+            again = Job(yaml, precision, 0.2, run_dir)
+            again.load(path)
+            assert again.steps(STOP, STEPS) == losses[STOP:], f"{yaml} {precision}: other losses"
+            found[f"{yaml} {precision}"] = {"losses": losses, "whole": whole, "resumed": again.digest()}
+    written = {}
+    for yaml in layouts:
+        job = Job(yaml, "no", 0.0, folder)
+        (folder / f"plain-{yaml}").mkdir(exist_ok=True)
+        losses = job.steps(0, STOP)
+        written[yaml] = job.save(folder / f"plain-{yaml}"), losses + job.steps(STOP, STEPS)
+    for at, yaml in enumerate(layouts):
+        source = layouts[at - 1]  # each is written once and read once by another
+        job = Job(yaml, "no", 0.0, folder)
+        job.load(written[source][0])
+        found[f"{source} to {yaml}"] = {"expected": written[yaml][1][STOP:], "got": job.steps(STOP, STEPS)}
+    if "ddp" in layouts:
+        (folder / "by-fsdp").mkdir(exist_ok=True)
+        found["fsdp"] = by_fsdp(written["ddp"][0], folder)
+    if job.accelerator.is_main_process:
+        (folder / "found.json").write_text(json.dumps(found))
+    job.accelerator.wait_for_everyone()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,124 @@
+"""A run goes on where it stopped, to the bit, and under another layout than its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import CONFIGS, accel_sft
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_laws import FP32, JOB, layout, same_curve
+
+LAYOUTS = ["ddp", "z0", "z1", "z2", "z2_offload", "z3", "z3_offload"]
+
+
+def found(folder, *layouts):
+    """What two real ranks found out under these layouts, one after the other in the same processes."""
+    accelerate, port = Path(sysconfig.get_path("scripts")) / "accelerate", str(20000 + os.getpid() % 20000)
+    command = [sys.executable, str(accelerate), "launch", "--config_file", str(CONFIGS / "ddp.yaml")]
+    command += ["--main_process_port", port, str(Path(__file__).parent / "layouts.py"), str(folder), *layouts]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=folder)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def everywhere(tmp_path_factory):
+    return found(tmp_path_factory.mktemp("layouts"), *LAYOUTS)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_resumed_run_ends_with_the_same_bits_at_every_stage_and_offload_with_dropout(everywhere, name, precision):
+    run = everywhere[f"{name} {precision}"]
+    assert run["resumed"] == run["whole"]
+    assert len(set(run["losses"])) == len(run["losses"])
+
+
+@pytest.mark.parametrize("at", range(len(LAYOUTS)))
+def test_what_one_layout_wrote_another_goes_on_from(everywhere, at):
+    run = everywhere[f"{LAYOUTS[at - 1]} to {LAYOUTS[at]}"]
+    assert run["got"] == pytest.approx(run["expected"], rel=1e-6)
+
+
+def test_shards_of_fsdp_hold_what_was_written_elsewhere_and_the_other_way_round(everywhere):
+    assert everywhere["fsdp"]
+
+
+@pytest.mark.nvme
+def test_what_is_on_a_disk_meanwhile_comes_back_too(tmp_path):
+    there = found(tmp_path, "z3_nvme", "z2")
+    for precision in ("no", "bf16"):
+        assert there[f"z3_nvme {precision}"]["resumed"] == there[f"z3_nvme {precision}"]["whole"]
+    for way in ("z3_nvme to z2", "z2 to z3_nvme"):
+        assert there[way]["got"] == pytest.approx(there[way]["expected"], rel=1e-6)
+
+
+def stopped(whole, folder, step):
+    """A copy of a run as it was when the checkpoint of this step was its newest."""
+    shutil.copytree(whole.run_dir, folder)
+    for path in (folder / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    shutil.rmtree(folder / "final")
+    (folder / "result.json").write_text('{"status": "running"}')
+    return folder
+
+
+@pytest.mark.parametrize("name", ["z2", "plain"])
+def test_a_run_goes_on_under_another_launch_with_the_same_curve(launched, tmp_path, name):
+    run_dir = stopped(layout(launched, name), tmp_path / "run", 3)
+    arguments = (*layout(launched, name).arguments, "--resume", "auto", "--micro-batch-size", "1")
+    elsewhere = {} if name != "plain" else {"yaml": "z3", "launcher": FP32}
+    resumed = accel_sft(*arguments, run_dir=run_dir, **elsewhere)
+    assert resumed.status == 0, resumed.output
+    assert "at step 3 of 6; written under another layout (ranks" in " ".join(resumed.output.split())
+    same_curve(layout(launched, "plain").lines(), resumed.lines())
+
+
+def test_another_precision_is_refused_with_the_way_out(launched, tmp_path):
+    run_dir = stopped(layout(launched, "z2"), tmp_path / "run", 3)
+    refused = accel_sft(*layout(launched, "z2").arguments, "--resume", "auto", run_dir=run_dir, yaml="z2")
+    assert refused.status == 1
+    assert "written under precision no, and this launch has bf16" in refused.output
+    assert "--mixed_precision no" in refused.output
+
+
+def curves(folder):
+    """Steps and values of every TensorBoard curve, but for those of time and memory."""
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    kept = [tag for tag in events.Tags()["scalars"] if tag.split("/")[-1] in ("loss", "grad_norm", "accuracy", "epoch")]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in kept}
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_an_epochs_end_the_best_so_far_and_the_curves_are_as_if_it_had_not_stopped(launched, tmp_path, step):
+    job = (*JOB, "--train-examples", "25", "--save-every", "2", "--eval-every", "1", "--keep-checkpoints", "9")
+    whole = launched("epochs", *job)  # of two steps and a half
+    run_dir = stopped(whole, tmp_path / "run", step)
+    resumed = accel_sft(*job, "--resume", "auto", run_dir=run_dir)
+    assert resumed.status == 0, resumed.output
+    expected, got = (load_file(folder / "final" / "model.safetensors") for folder in (whole.run_dir, run_dir))
+    assert all(torch.equal(expected[key], got[key]) for key in expected)
+    for kind in ("loss", "eval_loss"):
+        varying = ("seconds", "tokens_per_second")
+        told, retold = (
+            [{k: v for k, v in line.items() if not k.endswith(varying)} for line in run.lines(kind)]
+            for run in (whole, resumed)
+        )
+        assert [line["step"] for line in told] == [line["step"] for line in retold]
+        assert [(line.get("loss"), line.get("accuracy"), line.get("epoch")) for line in told] == [
+            (line.get("loss"), line.get("accuracy"), line.get("epoch")) for line in retold
+        ]
+    assert curves(run_dir) == curves(whole.run_dir)
+    assert curves(run_dir)
+    assert resumed.result().get("best_step") == whole.result().get("best_step")
