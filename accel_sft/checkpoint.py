@@ -15,11 +15,10 @@ from accelerate.utils import broadcast_object_list
 from accel_sft import sealed, shards
 from accel_sft.options import UserError
 from accel_sft.report import write_atomically
+from accel_sft.room import hold_disk
 
 POINTER = "latest"
 """The file beside the checkpoints that names the newest; written last."""
-SPARE_BYTES = 64 << 20
-"""Left free beside a checkpoint, for what else a run writes."""
 Result = TypeVar("Result")
 
 
@@ -76,26 +75,6 @@ def settle(run_dir: Path) -> None:
             shutil.rmtree(partial)
 
 
-def hold_room(accelerator: Accelerator, model: torch.nn.Module, run_dir: Path) -> None:
-    """See that a checkpoint of this model has room.
-
-    Raises:
-        UserError: on every rank, if it has not.
-    """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    needed = sum(getattr(p, "ds_numel", p.numel()) for p in trained) * shards.BYTES + SPARE_BYTES
-
-    def decide() -> None:
-        free = shutil.disk_usage(run_dir).free
-        if free < needed:
-            raise UserError(
-                f"{run_dir}: a checkpoint takes {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB of the disk are "
-                "free; free space (then go on with --resume auto), name another --output-dir, or --save-every off"
-            )
-
-    decided_by_main(accelerator, decide)
-
-
 def save(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, run_dir: Path, state: dict[str, Any], keep: int
 ) -> Path:
@@ -109,7 +88,7 @@ def save(
         keep: newest checkpoints left.
     """
     target = run_dir / "checkpoints" / f"step-{state['step']:06d}"
-    hold_room(accelerator, model, run_dir)
+    hold_disk(accelerator, model, run_dir)
     about = {**state, "layout": layout(accelerator), "loss_scale": shards.loss_scale(accelerator, model)}
     with replacing(accelerator, target) as partial:
         shards.write(accelerator, model, optimizer, partial)

@@ -104,6 +104,9 @@ class TrainConfig:
     )
     keep_checkpoints: int = option(2, section=RUN, min=1, help="Newest checkpoints kept.")
     resume: str = option("off", section=RUN, help="auto (newest complete checkpoint), a checkpoint's folder, or off.")
+    hang_timeout: int = option(
+        1800, section=RUN, min=0, help="Seconds in which no rank gets on before the run ends, naming who; 0: wait."
+    )
     log_every: int = option(10, section=RUN, min=1, help="Steps between console lines (files get every step).")
     tracker: str = option(
         "tensorboard", section=RUN, help="Accelerate's trackers by name, commas between: tensorboard, wandb, ...; none."
@@ -162,7 +165,7 @@ _USUAL: dict[str, Any] = {
 LAYOUT = frozenset(
     {"micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every"}
     | {"tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every"}
-    | {"patience", "batching", "compile", "generate_with", "on_nonfinite"}
+    | {"patience", "batching", "compile", "generate_with", "on_nonfinite", "hang_timeout"}
 )
 """Settings that decide how a run is executed or watched, not what a step learns: a resume may change them."""
 

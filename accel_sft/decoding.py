@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from accel_sft.attention import Prefix, install
+from accel_sft.watch import beat
 
 ROOM = 32
 """Tokens that the cache grows by: concatenating for every token would copy all of it every time."""
@@ -116,6 +117,7 @@ class Decoder:
         going = list(range(len(rows)))  # the row in each place of the batch; None: it has ended
         logits = self.start(rows, forwards)
         for _ in range(max_new_tokens - 1):
+            beat()
             tokens = self._take(logits, answers, going, ends)
             places = [place for place, row in enumerate(going) if row is not None]
             if not anyone(bool(places)):

@@ -22,6 +22,7 @@ from accel_sft.report import COSTS
 from accel_sft.system import peak_memory_gib, reset_peak_memory
 from accel_sft.task import Task
 from accel_sft.terminal import terminal, wrapped
+from accel_sft.watch import beat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +131,7 @@ class Evaluator:
         return nll / tokens
 
     def _sample(self, encoded: Encoded, answer: list[int]) -> dict[str, Any]:
+        beat()
         example = self.examples[encoded.index]
         text = self.tokenizer.decode(answer, skip_special_tokens=True)
         try:

@@ -13,7 +13,7 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import click
 
@@ -52,7 +52,7 @@ class Ending(contextlib.AbstractContextManager["Ending"]):
         if isinstance(error, click.ClickException):
             shown = io.StringIO()
             error.show(shown)
-            _report(shown.getvalue().rstrip(), error.format_message())
+            report(shown.getvalue().rstrip(), error.format_message())
             _leave(error.exit_code)
         if isinstance(error, UserError):
             self._user_error(error)
@@ -60,7 +60,7 @@ class Ending(contextlib.AbstractContextManager["Ending"]):
 
     def _user_error(self, error: UserError) -> NoReturn:
         trace = "".join(traceback.format_exception(error)) if self.debug else ""
-        _report(trace + "\n".join(f"Error: {line}" for line in error.problems), str(error))
+        report(trace + "\n".join(f"Error: {line}" for line in error.problems), str(error))
         _leave(1)
 
     def _unexpected(self, error: BaseException) -> NoReturn:
@@ -68,14 +68,14 @@ class Ending(contextlib.AbstractContextManager["Ending"]):
         message = f"{summary} ({_place(error)})"
         others = {text for _, text in _earlier_failures()}
         if not others and not self.debug and (lost := lost_ranks(_attempt_directory())):
-            _report(f"Error: {lost}", lost)
+            report(f"Error: {lost}", lost)
         elif (
             others - {message} and not self.debug
         ):  # a peer's death breaks the collectives of this rank: no cause to show
-            _report(f"Error: {_rank()} ended after another rank had failed ({summary.splitlines()[0]})", message)
+            report(f"Error: {_rank()} ended after another rank had failed ({summary.splitlines()[0]})", message)
         else:
             trace = "".join(traceback.format_exception(error))
-            _report(f"{trace}Error: unexpected in {_place(error)}: {summary}", message)
+            report(f"{trace}Error: unexpected in {_place(error)}: {summary}", message)
         _leave(1)
 
 
@@ -105,22 +105,26 @@ def _earlier_failures() -> list[tuple[int, str]]:
     return [(int(record["extraInfo"]["timestamp"]), record["message"]) for record in records]
 
 
-def _report(text: str, message: str) -> None:
-    """Tell torchrun, in the form of its own ErrorHandler (without a call stack it shows the message), then the user."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
+def report(text: str, message: str, file: TextIO | None = None) -> None:
+    """Tell torchrun, in the form of its own ErrorHandler (without a call stack it shows the message), then the user.
+
+    Args:
+        file: to print to, instead of standard error.
+    """
+    record_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if record_file:
         # torchrun's clock has whole seconds and it takes the earliest failure for the cause
         stamp = max([int(time.time()), *(1 + earlier for earlier, _ in _earlier_failures())])
         record = {"message": {"message": message, "extraInfo": {"timestamp": str(stamp)}}}
         try:
-            Path(f"{file}.new").write_text(json.dumps(record), encoding="utf-8")
-            os.replace(f"{file}.new", file)  # another rank may be reading
+            Path(f"{record_file}.new").write_text(json.dumps(record), encoding="utf-8")
+            os.replace(f"{record_file}.new", record_file)  # another rank may be reading
         except OSError as error:
             text += f"\n(torchrun could not be told: {error})"
-    _print_once(text)
+    _print_once(text, file)
 
 
-def _print_once(text: str) -> None:
+def _print_once(text: str, file: TextIO | None = None) -> None:
     """Print unless another rank of this machine has printed the same; the first rank to claim a message prints it."""
     directory, several = _attempt_directory(), int(os.environ.get("WORLD_SIZE", "1")) > 1
     if directory and directory.is_dir():
@@ -134,7 +138,7 @@ def _print_once(text: str) -> None:
     elif several and os.environ.get("RANK", "0") != "0":
         text = f"[{_rank()}] {text}"
     with contextlib.suppress(BrokenPipeError):
-        print(text, file=sys.stderr, flush=True)
+        print(text, file=file or sys.stderr, flush=True)
 
 
 def _place(error: BaseException) -> str:

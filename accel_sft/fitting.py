@@ -18,12 +18,14 @@ from accel_sft.config import TrainConfig
 from accel_sft.data import StepPlan
 from accel_sft.evaluate import Evaluation, Evaluator, largest
 from accel_sft.health import Health
+from accel_sft.launched import read_launch
 from accel_sft.layout import choose_batching
-from accel_sft.learning import Learner, NoRoom
+from accel_sft.learning import Learner, exchanged
 from accel_sft.model import compile_blocks, load_model, trainable_parameters
 from accel_sft.optim import Stepper, adamw, learning_rate
 from accel_sft.prepare import Prepared
 from accel_sft.progress import Progress
+from accel_sft.room import hold_disk, hold_memory
 from accel_sft.stopping import Interruption, Stopping
 from accel_sft.store import TokenStore
 from accel_sft.system import peak_memory_gib
@@ -74,6 +76,7 @@ class Fitting:
         self.load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
         self.trained_parameters = trainable_parameters(model)
         optimizer = adamw(model, config)
+        hold_memory(accelerator, model, read_launch())
         self.model, self.optimizer = launch.prepare(accelerator, model, optimizer, config)
         tracker.phase("sharded")
         self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm)
@@ -114,7 +117,7 @@ class Fitting:
         self.tracker.phases()
         self.saved_step = self.progress.step
         if self.config.save_every != "off":
-            checkpoint.hold_room(self.accelerator, self.model, self.run_dir)
+            hold_disk(self.accelerator, self.model, self.run_dir)
 
     def new_learner(self, before: dict[str, Any] | None) -> Learner:
         """Rows laid out as before the run stopped, unless asked for otherwise now; else what is exact and fast here."""
@@ -156,7 +159,9 @@ class Fitting:
                 torch.manual_seed(plan.seed_of(progress.step, self.accelerator.process_index))  # dropout masks
                 examples = self.train.take(rows.tolist())
                 share, no_room = self.learner.learn(examples, supervised_tokens, progress.step + 1)
-                loss, no_room, signal, system = self.gather(share, no_room)
+                self.stopping.hold()
+                mine = share, no_room, self.stopping.asked, self.tracker.system()
+                loss, no_room, signal, system = exchanged(self.accelerator, *mine)
                 if no_room.tokens:
                     self.learner.again(no_room, progress.step + 1)
                     continue
@@ -164,8 +169,16 @@ class Fitting:
                 progress.step += 1
 
                 self.health.look(progress.step, loss, grad_norm, examples)
-                seconds = time.perf_counter() - started
-                self.record(loss, grad_norm, rate, tokens, supervised_tokens, seconds, system)
+                record = progress.counted(
+                    epoch=plan.epoch(progress.step),
+                    loss=loss,
+                    grad_norm=grad_norm,
+                    learning_rate=rate,
+                    supervised_tokens=supervised_tokens,
+                    tokens=tokens,
+                    seconds=time.perf_counter() - started,
+                )
+                self.tracker.step(record, system)
                 profiler.step()
                 self.stop_if(signal)
                 self.judge_and_save()
@@ -179,19 +192,6 @@ class Fitting:
         if self.saved_step != progress.step and self.due(config.save_every):
             self.save()
 
-    def gather(self, share: torch.Tensor, no_room: NoRoom) -> tuple[float, NoRoom, int, list[list[float]]]:
-        """The step's loss summed over ranks, a forward that found no room on one of them, a signal that one of them
-        got, and every rank's system readings."""
-        self.stopping.hold()
-        if self.accelerator.num_processes == 1:
-            return share.item(), no_room, self.stopping.asked, [self.tracker.system()]
-        mine = [share.item(), self.stopping.asked, *no_room, *self.tracker.system()]
-        # float64: the largest index is exact
-        gathered = self.accelerator.gather(torch.tensor([mine], device=self.accelerator.device, dtype=torch.float64))
-        without = [NoRoom(*map(int, row)) for row in gathered[:, 2:5].tolist() if row[0]]
-        loss, signal = gathered[:, 0].sum().item(), int(gathered[:, 1].max())
-        return loss, min(without, default=NoRoom()), signal, gathered[:, 5:].tolist()
-
     def stop_if(self, signal: int) -> None:
         """Raise Interruption if there was a signal, which all ranks know of."""
         if signal:
@@ -201,32 +201,6 @@ class Fitting:
         """Let a signal end an evaluation, on all ranks, before its next batch of answers."""
         asked = torch.tensor([self.stopping.asked], device=self.accelerator.device)
         self.stop_if(int(self.accelerator.gather(asked).max()))
-
-    def record(
-        self,
-        loss: float,
-        grad_norm: float,
-        rate: float,
-        tokens: int,
-        supervised_tokens: int,
-        seconds: float,
-        system: list[list[float]],
-    ) -> None:
-        """Count the step, and hand its numbers to the tracker."""
-        progress = self.progress
-        progress.seconds += seconds
-        progress.tokens += tokens
-        record = {
-            "step": progress.step,
-            "epoch": self.plan.epoch(progress.step),
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "learning_rate": rate,
-            "supervised_tokens": supervised_tokens,
-            "tokens": tokens,
-            "seconds": seconds,
-        }
-        self.tracker.step(record, system)
 
     def due(self, setting: str) -> bool:
         """Whether `--eval-every` or `--save-every` asks for it now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
 import importlib.metadata
 import math
 import os
@@ -26,6 +27,9 @@ from accel_sft.terminal import terminal
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
+
+LEAST_COLLECTIVE_SECONDS = 3600
+"""That a rank waits for others, one of which may be loading a model from afar."""
 
 
 def create_accelerator(config: TrainConfig) -> Accelerator:
@@ -55,6 +59,8 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
     if restarts():
         register_rendezvous_handler(_ATTEMPT, _rendezvous_of_this_attempt)
         group["init_method"] = f"{_ATTEMPT}://"
+    if launch.world_size > 1:  # whoever hangs is named before the libraries give up, which cannot say who it was
+        group["timeout"] = datetime.timedelta(seconds=max(config.hang_timeout + 300, LEAST_COLLECTIVE_SECONDS))
     if launch.backend == "deepspeed":
         if not devices:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -141,6 +141,21 @@ class Learner:
         return UserError(f"step {step}: {no_room}; {mend}")
 
 
+def exchanged(
+    accelerator: Accelerator, share: torch.Tensor, no_room: NoRoom, signal: int, system: list[float]
+) -> tuple[float, NoRoom, int, list[list[float]]]:
+    """What every rank knows after a step's backwards: its loss, summed over ranks; a forward that found no room on one
+    of them; a signal that one of them got; and all ranks' system readings."""
+    if accelerator.num_processes == 1:
+        return share.item(), no_room, signal, [system]
+    mine = [share.item(), signal, *no_room, *system]
+    # float64: the largest index is exact
+    gathered = accelerator.gather(torch.tensor([mine], device=accelerator.device, dtype=torch.float64))
+    without = [NoRoom(*map(int, row)) for row in gathered[:, 2:5].tolist() if row[0]]
+    loss, signal = gathered[:, 0].sum().item(), int(gathered[:, 1].max())
+    return loss, min(without, default=NoRoom()), signal, gathered[:, 5:].tolist()
+
+
 def _at_most(batching: Batching, tokens: int) -> Batching:
     return dataclasses.replace(batching, rows=None, tokens=tokens)
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
-CGROUP = Path("/sys/fs/cgroup")
+from accel_sft import host
 
 
 def lost_ranks(attempt: Path | None) -> str:
@@ -31,27 +31,4 @@ def lost_ranks(attempt: Path | None) -> str:
     if not alive or not lost:
         return ""
     names = " and ".join(f"rank {first + number}" for number in lost)
-    return f"{names} was killed (signal 9, as the system does when memory runs out); host memory now: {_memory()}"
-
-
-def _memory() -> str:
-    """Host memory, and this container's limit and kills where there is one."""
-    import psutil
-
-    now = psutil.virtual_memory()
-    told = f"{now.available / 2**30:.1f} of {now.total / 2**30:.1f} GiB free"
-    limit, used = _number("memory.max"), _number("memory.current")
-    if limit is not None and used is not None:
-        told += f", {used / 2**30:.1f} of the container's {limit / 2**30:.1f} GiB used"
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        events = dict(line.split() for line in (CGROUP / "memory.events").read_text().splitlines())
-        if int(events.get("oom_kill", 0)):
-            told += f", {events['oom_kill']} processes killed for it so far"
-    return told
-
-
-def _number(name: str) -> int | None:
-    try:
-        return int((CGROUP / name).read_text())
-    except (OSError, ValueError):  # no such file, or "max"
-        return None
+    return f"{names} was killed (signal 9, as the system does when memory runs out); host memory now: {host.told()}"

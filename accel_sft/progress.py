@@ -29,6 +29,12 @@ class Progress:
     best_step: int | None = None
     without_better: int = 0
 
+    def counted(self, *, tokens: int, seconds: float, **numbers: float) -> dict[str, float]:
+        """Count a step that was just done; its line of metrics.jsonl."""
+        self.seconds += seconds
+        self.tokens += tokens
+        return {"step": self.step, **numbers, "tokens": tokens, "seconds": seconds}
+
     def judged(self, value: float, higher_is_better: bool) -> bool:
         """Take note of a main metric; whether it is the best so far (not a number never is)."""
         self.without_better += 1

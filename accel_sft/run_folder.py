@@ -105,7 +105,7 @@ def claim_run_dir(accelerator: Accelerator, task_name: str, task: Task, config: 
             if shared := _launch_file():
                 shared.write_text(str(path), encoding="utf-8")
             settle(path)
-            if read_status(path) is None:  # whatever happens next, the folder is known as a run's
+            if read_status(path) != "complete":  # whatever happens next, the folder is known as a run's
                 write_result(path, {"status": "running"})
             (path / "logs").mkdir(exist_ok=True)
         except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import shutil
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from accel_sft.stopping import Stopping
 from accel_sft.task import Task
 from accel_sft.tiny import TINY_DEFAULTS
 from accel_sft.tracking import Tracker
+from accel_sft.watch import Watch
 
 
 def run(task_name: str, task: Task, config: TrainConfig) -> None:
@@ -72,7 +74,8 @@ def _claimed(task_name: str, task: Task, config: TrainConfig, stopping: Stopping
         begun = (run_dir / "run.json").exists() or config.output_dir is not None
         if not begun and isinstance(error, UserError) and accelerator.is_main_process:
             shutil.rmtree(run_dir, ignore_errors=True)  # nobody named it, and the message says all there is
-        elif report.read_status(run_dir) != "complete":  # a finished run that a changed setting may not resume stays so
+        # a finished run that a changed setting may not resume stays so; of several ranks' errors the first is the cause
+        elif report.read_status(run_dir) == "running":
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             with contextlib.suppress(OSError):  # a disk that is full or gone must not hide the error itself
                 report.write_result(run_dir, {"status": status, "error": str(error) or type(error).__name__})
@@ -98,6 +101,11 @@ def _run(
                 tracker.say(line)
             tracker.phase("data")
             fitting = Fitting(accelerator, run_dir, task_name, task, config, prepared, tracker, stopping)
-            fitting.resume()
-            fitting.fit()
-            fitting.finish()
+            with Watch(config.hang_timeout, run_dir / "logs", functools.partial(_failed, run_dir)):
+                fitting.resume()
+                fitting.fit()
+                fitting.finish()
+
+
+def _failed(run_dir: Path, error: str) -> None:
+    report.write_result(run_dir, {"status": "failed", "error": error})

@@ -1,9 +1,9 @@
 """What a checkpoint by parameter, in safetensors, costs beside the library's own state of the same run.
 
-    accelerate launch --config_file accelerate_configs/z2.yaml --mixed_precision no benchmarks/checkpoint.py [--rounds 5]
+    accelerate launch --config_file accelerate_configs/z2.yaml --mixed_precision no benchmarks/checkpoint.py --rounds 5
 
 Both are written to the same disk in turns, each file on the disk and hashed before it counts, as a run's checkpoint is.
-The library's is `accelerator.save_state`: torch's or DeepSpeed's own files, bound to the layout they were written under.
+The library's is `accelerator.save_state`: torch's or DeepSpeed's own files, bound to the layout they are written under.
 """
 
 from __future__ import annotations

@@ -49,6 +49,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from accel_sft import fitting, learning, tracking, train
     from accel_sft.batching import Batching
     from accel_sft.data import StepPlan
+    from accel_sft.progress import Progress
     from accel_sft.store import TokenStore
 
     laps: list[dict[str, float]] = []  # the first one ends where the first step begins
@@ -79,9 +80,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         (TokenStore, "take", "TokenStore.take"),
         (Batching, "divide", "Batching.divide"),
         (Batching, "batch", "Batching.batch"),
-        (fitting.Fitting, "gather", "gather"),
+        (fitting, "exchanged", "gather"),
         (tracking.Tracker, "system", "system readings"),
-        (fitting.Fitting, "record", "record"),
+        (Progress, "counted", "record"),
         (tracking.Tracker, "step", "Tracker.step"),
         (tracking.MetricsFile, "append", "metrics.jsonl"),
         (tracking.Dashboards, "curves", "TensorBoard"),

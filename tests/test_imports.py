@@ -10,11 +10,12 @@ from fake_plugins import accel_sft, install
 
 PACKAGE = Path(__file__).parent.parent / "accel_sft"
 GROUPS = [
-    {"options", "keeper", "cascade", "sealed", "postmortem"},
-    {"identity", "json_stream", "markdown", "progress", "launched", "terminal"},
-    {"cache", "operators", "environment", "stopping"},
+    {"options", "keeper", "cascade", "sealed", "host"},
+    {"identity", "json_stream", "markdown", "progress", "launched", "terminal", "postmortem"},
+    {"cache", "operators", "environment", "stopping", "failure"},
+    {"watch"},
     {"rows", "task", "config"},
-    {"registry", "chat", "tiny", "memory", "report", "console", "attention", "merging"},
+    {"registry", "chat", "tiny", "memory", "report", "console", "attention", "merging", "holding"},
     {
         "audit",
         "system",
@@ -28,13 +29,13 @@ GROUPS = [
         "server",
         "health",
     },
+    {"room"},
     {"batching", "data", "model", "optim", "loss", "launch", "tracking", "checkpoint", "tokens"},
     {"prepare", "exactness", "learning"},
     {"generate", "run_folder", "layout", "outcome"},
     {"evaluate", "vllm"},
     {"fitting"},
     {"train", "judge", "compare"},
-    {"failure"},
     {"scaffold", "cli_options"},
     {"cli"},
     {"__main__"},

@@ -10,7 +10,7 @@ import shutil
 import pytest
 from test_laws import layout
 
-from accel_sft import checkpoint, sealed
+from accel_sft import sealed
 from accel_sft.checkpoint import newest, settle
 
 FLIPS = 1000
@@ -102,18 +102,3 @@ def test_a_manifest_that_is_no_manifest_is_damage(tmp_path):
         (tmp_path / sealed.MANIFEST).write_bytes(content)
         with pytest.raises(sealed.Damaged):
             sealed.check(tmp_path)
-
-
-def test_a_checkpoint_without_room_is_not_begun(launched, tmp_path, monkeypatch):
-    from types import SimpleNamespace
-
-    import torch
-    from accelerate import Accelerator
-
-    from accel_sft import UserError
-
-    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1024, 1024)
-    checkpoint.hold_room(accelerator, model, tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=70 << 20))
-    with pytest.raises(UserError, match=r"a checkpoint takes 0.07 GiB, and 0.07 GiB of the disk are free; free space"):
-        checkpoint.hold_room(accelerator, model, tmp_path)

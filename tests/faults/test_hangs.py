@@ -1,0 +1,97 @@
+"""A rank that stops answering is named with its place within the set timeout, and nobody waits for it any longer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import psutil
+from conftest import CONFIGS, accel_sft
+from fake_plugins import install
+
+TIMEOUT = 6
+PAST = 30
+"""Seconds after the timeout in which everything must be over."""
+JOB = ("--max-steps", "400", "--global-batch-size", "4", "--validation-examples", "4", "--max-new-tokens", "4")
+JOB += ("--micro-batch-size", "2", "--save-every", "2", "--hang-timeout", str(TIMEOUT))
+STUCK = '''
+import os, time
+from dataclasses import dataclass
+from pathlib import Path
+from accel_sft_math import Math as Shipped
+
+@dataclass(kw_only=True)
+class Stuck(Shipped):
+    """Math whose score never comes back on the last rank."""
+
+    def score(self, example, text):
+        if os.environ.get("RANK", "1") == "1":
+            Path("BEGAN").touch()
+            self.ponder()
+        return super().score(example, text)
+
+    def ponder(self):
+        while True:
+            time.sleep(0.05)
+'''
+
+
+def stuck(tmp_path):
+    (tmp_path / "site").mkdir()
+    source = STUCK.replace("BEGAN", str(tmp_path / "began"))
+    install(tmp_path / "site", "accel-sft-stuck", "stuck = accel_sft_stuck:Stuck", source)
+    return {"environment": {"PYTHONPATH": str(tmp_path / "site")}, "run_dir": tmp_path / "run"}
+
+
+def test_a_rank_that_stands_still_is_named_with_its_place_and_stack(tmp_path):
+    run = accel_sft("stuck", *JOB, yaml="z2", launcher=("--mixed_precision", "no"), **stuck(tmp_path))
+    took = time.time() - (tmp_path / "began").stat().st_mtime
+    assert run.status == 1
+    said = " ".join(run.output.split())
+    assert "rank 1 stands in ponder (" in said
+    assert "accel_sft_stuck.py:" in said
+    assert "go on with --resume auto" in said
+    assert "rank 0 stands" not in said
+    assert took < TIMEOUT + PAST
+    stack = (tmp_path / "run" / "logs" / "hang-rank-1.txt").read_text()
+    assert "in ponder" in stack
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["status"] == "failed"
+    assert "ponder" in result["error"]
+
+
+def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(tmp_path):
+    command = [str(Path(sysconfig.get_path("scripts"), "accelerate")), "launch", "--mixed_precision", "no"]
+    command += ["--config_file", str(CONFIGS / "ddp.yaml"), "--main_process_port", str(20000 + os.getpid() % 20000)]
+    command += ["-m", "accel_sft", "math", *JOB, "--eval-every", "off", "--output-dir", str(tmp_path / "run")]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log)
+    try:
+        until = time.monotonic() + 240
+        while not (tmp_path / "run" / "checkpoints" / "step-000002").exists():
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        (last,) = [p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1"]
+        last.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        process.wait(TIMEOUT + PAST)
+        took = time.monotonic() - began
+    finally:
+        for each in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        if process.poll() is None:
+            process.kill()
+    said = " ".join((tmp_path / "log").read_text().split())
+    assert process.returncode == 1
+    assert f"rank 1 says nothing any more (process {last.pid}, which is stopped), last seen in" in said
+    assert "rank 0" not in said.split("Error: nothing has moved")[1].split("stacks are in")[0]
+    assert TIMEOUT <= took < TIMEOUT + PAST

@@ -1,0 +1,117 @@
+"""What a run will need of disk and host memory is held against what there is before it begins."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import CONFIGS
+from test_launch import seen_by_a_rank
+
+from accel_sft import UserError, host, room
+
+GIB = 2**30
+
+
+def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1024, 1024)
+    room.hold_disk(accelerator, model, tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=70 << 20))
+    with pytest.raises(UserError, match=r"a checkpoint takes 0.07 GiB, and 0.07 GiB of the disk are free; free space"):
+        room.hold_disk(accelerator, model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("yaml", "world_size", "bytes_each"),
+    # AdamW's moments 8, a copy of the weights 4, gradients 4; a checkpoint's files 12
+    [("ddp", 2, 2 * (8 + 12)), ("z2", 2, 8 + 4 + 12), ("z2_offload", 2, 8 + 4 + 4 + 12), ("z3_nvme", 2, 12)],
+)
+def test_states_that_host_memory_cannot_take_are_not_begun(yaml, world_size, bytes_each, monkeypatch):
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1000, 999)
+    launch = seen_by_a_rank(CONFIGS / f"{yaml}.yaml", world_size=world_size)
+    monkeypatch.setattr(model, "bias", None)
+    monkeypatch.setattr(host, "free_bytes", lambda: bytes_each * 999_000)
+    room.hold_memory(accelerator, model, launch)
+    monkeypatch.setattr(host, "free_bytes", lambda: bytes_each * 999_000 - 1)
+    with pytest.raises(
+        UserError, match=r"host memory: 2 processes on this machine need at least 0.0\d GiB for optimizer"
+    ):
+        room.hold_memory(accelerator, model, launch)
+
+
+def control_groups(tmp_path, lines, files):
+    """A machine's files of control groups, as the kernel writes them."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal:       {64 * 2**20} kB\nMemFree: 1 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("".join(f"{line}\n" for line in lines))
+    for name, content in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return tmp_path
+
+
+def test_a_containers_limit_counts_and_what_the_system_would_give_back_does_not(tmp_path, monkeypatch):
+    files = {
+        "memory.max": "max\n",
+        "memory.current": f"{9 * GIB}\n",
+        "job/memory.max": f"{GIB}\n",
+        "job/memory.current": f"{GIB // 2}\n",
+        "job/memory.stat": f"anon 1\ninactive_file {GIB // 8}\nactive_file {GIB // 8}\n",
+        "job/memory.events": "low 0\noom 1\noom_kill 3\n",
+        "job/step/memory.max": f"{2 * GIB}\n",
+        "job/step/memory.current": f"{GIB // 2}\n",
+    }
+    monkeypatch.setattr(host, "SYSTEM", control_groups(tmp_path, ["0::/job/step"], files))
+    assert host.free_bytes() == GIB // 2 + GIB // 4
+    assert "0.2 of the container's 1.0 GiB used" in host.told()
+    assert host.told().endswith("3 processes killed for it so far")
+
+
+def test_the_first_version_of_control_groups_counts_too_where_only_its_root_is_seen(tmp_path, monkeypatch):
+    files = {
+        "memory/memory.limit_in_bytes": f"{GIB}\n",
+        "memory/memory.usage_in_bytes": f"{GIB // 4}\n",
+        "memory/memory.stat": "cache 5\ntotal_inactive_file 0\n",
+    }
+    lines = ["5:cpu:/", "4:memory:/docker/0a1b", "0::/"]
+    monkeypatch.setattr(host, "SYSTEM", control_groups(tmp_path, lines, files))
+    assert host.free_bytes() == GIB - GIB // 4
+
+
+def test_no_limit_leaves_the_machines_own(tmp_path, monkeypatch):
+    files = {"memory/memory.limit_in_bytes": "9223372036854771712\n", "memory/memory.usage_in_bytes": "1\n"}
+    monkeypatch.setattr(host, "SYSTEM", control_groups(tmp_path, ["4:memory:/"], files))
+    assert host.free_bytes() > GIB
+
+
+def test_a_real_containers_limit_is_seen_from_within():
+    root = Path("/sys/fs/cgroup")
+    name, limit = ("memory", "limit_in_bytes") if (root / "memory").is_dir() else ("", "max")
+    group = root / name / f"accel-sft-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / f"memory.{limit}").write_text(str(GIB))
+    except OSError:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        pytest.skip("control groups cannot be made here")
+    try:
+        told = subprocess.run(
+            [sys.executable, "-c", "from accel_sft import host; print(host.free_bytes())"],
+            preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    finally:
+        group.rmdir()
+    assert GIB // 2 < int(told.stdout) < GIB
