@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -67,6 +68,17 @@ def accel_sft(
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, env=env)
     again = {"yaml": yaml, "launcher": launcher}
     return Launched(run_dir or Path(), done.returncode, done.stdout + done.stderr, arguments, again)
+
+
+def stopped(whole, folder, step):
+    """A copy of a run as it was when the checkpoint of this step was its newest."""
+    shutil.copytree(whole.run_dir, folder)
+    for path in (folder / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    shutil.rmtree(folder / "final")
+    (folder / "result.json").write_text('{"status": "running"}')
+    return folder
 
 
 @pytest.fixture(scope="session")

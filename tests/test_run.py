@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from conftest import accel_sft
+from conftest import accel_sft, stopped
 from fake_plugins import install
 from safetensors.torch import load_file
 from test_laws import JOB, layout
@@ -290,8 +290,14 @@ def test_dry_run_stops_before_anything_is_made(tmp_path):
 
 
 def test_an_adapter_that_finds_its_ranks_itself_trains_without_deepspeed_only(launched, tmp_path):
-    run = launched("adalora", *JOB, "--adapter", "adalora", "--save-every", "off")
-    assert (run.run_dir / "final" / "adapter_model.safetensors").exists()
+    job = (*JOB, "--adapter", "adalora", "--save-every", "2", "--keep-checkpoints", "9", "--eval-every", "off")
+    run = launched("adalora", *job)
+    whole = load_file(run.run_dir / "final" / "adapter_model.safetensors")
+    for step in (2, 4):  # amid the steps in which it looks for them, and after
+        resumed = accel_sft(*job, "--resume", "auto", run_dir=stopped(run, tmp_path / str(step), step))
+        assert resumed.status == 0, resumed.output
+        again = load_file(tmp_path / str(step) / "final" / "adapter_model.safetensors")
+        assert all(torch.equal(whole[name], again[name]) for name in whole)
     refused = accel_sft(*JOB, "--adapter", "adalora", yaml="z2", run_dir=tmp_path / "run")
     assert refused.status == 1
     assert "--adapter adalora: " in refused.output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONFIGS, accel_sft
+from conftest import CONFIGS, accel_sft, stopped
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_laws import FP32, JOB, layout, same_curve
@@ -60,17 +59,6 @@ def test_what_is_on_a_disk_meanwhile_comes_back_too(tmp_path):
         assert there[f"z3_nvme {precision}"]["resumed"] == there[f"z3_nvme {precision}"]["whole"]
     for way in ("z3_nvme to z2", "z2 to z3_nvme"):
         assert there[way]["got"] == pytest.approx(there[way]["expected"], rel=1e-6)
-
-
-def stopped(whole, folder, step):
-    """A copy of a run as it was when the checkpoint of this step was its newest."""
-    shutil.copytree(whole.run_dir, folder)
-    for path in (folder / "checkpoints").glob("step-*"):
-        if int(path.name.removeprefix("step-")) > step:
-            shutil.rmtree(path)
-    shutil.rmtree(folder / "final")
-    (folder / "result.json").write_text('{"status": "running"}')
-    return folder
 
 
 @pytest.mark.parametrize("name", ["z2", "plain"])
