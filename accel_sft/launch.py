@@ -5,11 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
-import importlib.metadata
-import math
 import os
-import platform
-import re
 import shutil
 import socket
 import sys
@@ -18,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_sft.config import TrainConfig
-from accel_sft.environment import threads_per_process, usable_cores
+from accel_sft.environment import threads_per_process
 from accel_sft.launched import Launch, device_count, read_launch, restarts
 from accel_sft.operators import audit_compilation
 from accel_sft.options import UserError
@@ -195,83 +191,3 @@ def verify_engine(accelerator: Accelerator, model: torch.nn.Module, config: Trai
     wrong = [f"{name}: DeepSpeed runs {real}, asked for {asked}" for name, (asked, real) in pairs if asked != real]
     if wrong:
         raise UserError(*wrong)
-
-
-def describe(accelerator: Accelerator, config: TrainConfig) -> list[tuple[str, str]]:
-    """The resolved launch as (name, value) rows, for the table printed once."""
-    import torch
-
-    launch = read_launch()
-    value, source = launch.precision
-    offload = [f"{what} to {launch.offload(what)}" for what in ("optimizer", "param") if launch.offload(what) != "none"]
-    backend = {"plain": "one process", "ddp": "data parallel (ddp)", "fsdp": "FSDP"}.get(
-        launch.backend, f"DeepSpeed ZeRO-{launch.stage}" + (f", {', '.join(offload)}" if offload else "")
-    )
-    clip = f"{config.max_grad_norm:g}" if config.max_grad_norm else "off"
-    return [
-        ("yaml", str(launch.config_file or "none")),
-        *([("DeepSpeed JSON", str(launch.json_file))] if launch.json_file else []),
-        ("backend", backend),
-        ("processes", f"{accelerator.num_processes} on {launch.machines} machine(s)"),
-        ("device", _device_name(accelerator)),
-        ("precision", f"{'fp32' if value == 'no' else value} (from {source})"),
-        ("threads per process", str(torch.get_num_threads())),
-        ("clipping", clip),
-        ("communication", str(accelerator.state.backend or "none")),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions().items())),
-    ]
-
-
-def launch_record(accelerator: Accelerator) -> dict[str, Any]:
-    """The resolved launch for `run.json`: configuration, yaml text, versions, devices. Holds no secrets."""
-    import torch
-
-    launch = read_launch()
-    plugin = accelerator.state.deepspeed_plugin if launch.backend == "deepspeed" else None
-    return {
-        "yaml_path": str(launch.config_file) if launch.config_file else None,
-        "yaml": re.sub(rf"(?im)^(\s*\S*({_SECRET})\S*\s*:).*$", r"\1 ***", launch.text) or None,
-        "backend": launch.backend,
-        "zero_stage": launch.stage if plugin else None,
-        "offload": {what: launch.offload(what) for what in ("optimizer", "param")},
-        "processes": accelerator.num_processes,
-        "machines": launch.machines,
-        "precision": launch.precision[0],
-        "threads_per_process": torch.get_num_threads(),
-        "communication": accelerator.state.backend,
-        "device": _device_name(accelerator),
-        "host": {"platform": platform.platform(), "cores": usable_cores()},
-        "deepspeed_config": recordable(plugin.deepspeed_config) if plugin else None,
-        "versions": versions(),
-    }
-
-
-_SECRET = "key|token|secret|password"
-
-
-def recordable(value: Any, name: str = "") -> Any:
-    """`value` as JSON can hold it, at any depth; text whose name says that it is a secret is left out."""
-    if isinstance(value, dict):
-        return {key: recordable(item, str(key)) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [recordable(item) for item in value]
-    if isinstance(value, str) and re.search(_SECRET, name, re.IGNORECASE):
-        return "***"
-    return value if value is None or isinstance(value, (bool, int, str)) or math.isfinite(value) else str(value)
-
-
-def _device_name(accelerator: Accelerator) -> str:
-    import torch
-
-    if accelerator.device.type == "cuda":
-        return torch.cuda.get_device_name(accelerator.device)
-    return f"{accelerator.device.type} ({usable_cores()} cores)" if accelerator.device.type == "cpu" else "mps"
-
-
-def versions() -> dict[str, str]:
-    """Installed versions of what decides a run's numbers: Python, this package and the libraries below it."""
-    found = {"python": platform.python_version()}
-    for name in ("accel-sft", "torch", "transformers", "tokenizers", "accelerate", "deepspeed", "peft"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from accel_sft import launch
+from accel_sft import record
 from accel_sft.card import model_card
 from accel_sft.config import TrainConfig
 from accel_sft.model import compile_seconds
@@ -29,9 +29,9 @@ def card(
         adapter=config.adapter,
         messages=task.messages(prepared.validation_examples[prepared.validation.kept[0].index]),
         data=prepared.counts(),
-        settings=launch.recordable({**config.as_dict(), **dataclasses.asdict(task)}),
+        settings=record.recordable({**config.as_dict(), **dataclasses.asdict(task)}),
         result={"before": before or {}, "after": after or {}},
-        versions=launch.versions(),
+        versions=record.versions(),
     )
 
 

@@ -15,9 +15,10 @@ from accel_sft.chat import Encoding, Rules, conversation, end_of_turn_ids
 from accel_sft.checkpoint import checkpoints, decided_by_main, replacing
 from accel_sft.config import EVAL, MODEL, TrainConfig
 from accel_sft.data import StepPlan
-from accel_sft.launch import create_accelerator, describe
+from accel_sft.launch import create_accelerator
 from accel_sft.model import Source, find_source, load_tokenizer
 from accel_sft.options import UserError, settings
+from accel_sft.record import describe
 from accel_sft.task import Task
 from accel_sft.terminal import quiet, wrapped
 from accel_sft.tiny import build_tiny

@@ -14,10 +14,10 @@ from accelerate import Accelerator
 from accel_sft import config as configuration
 from accel_sft.checkpoint import checkpoints, decided_by_main, settle
 from accel_sft.config import TrainConfig
-from accel_sft.launch import launch_record, recordable
 from accel_sft.launched import restarts
 from accel_sft.options import UserError, settings
 from accel_sft.prepare import Prepared
+from accel_sft.record import launch_record, recordable
 from accel_sft.report import read_json, read_status, write_atomically, write_result
 from accel_sft.task import Task
 

@@ -29,7 +29,7 @@ GROUPS = [
         "server",
         "health",
     },
-    {"room"},
+    {"room", "record"},
     {"batching", "data", "model", "optim", "loss", "launch", "tracking", "checkpoint", "tokens"},
     {"prepare", "exactness", "learning"},
     {"generate", "run_folder", "layout", "outcome"},

@@ -462,7 +462,8 @@ RANK = """
 import json, os, sys
 from pathlib import Path
 from accel_sft.environment import prepare_environment
-from accel_sft.launch import create_accelerator, describe, launch_record, prepare, whole_weights
+from accel_sft.launch import create_accelerator, prepare, whole_weights
+from accel_sft.record import describe, launch_record
 from accel_sft.terminal import quiet
 
 prepare_environment()
