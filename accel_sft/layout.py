@@ -70,7 +70,7 @@ def choose_batching(
         batching = trial.fastest(sizes) or trial.least_computed(
             [dataclasses.replace(b, tokens=UNTRIED_FORWARD[_kind(b)]) for b in exact] if on_cpu else sizes
         )
-    what = {"shared": "one copy of what rows share", "packed": "rows in one sequence", "padded": "padded rows"}
+    what = {"shared": "one copy of what rows share", "packed": "rows in one sequence", "padded": "each row by itself"}
     size = f"{batching.rows} examples" if batching.rows else f"{batching.tokens:,} tokens"
     line = f"batching {batching.layout} ({what[batching.layout]}), up to {size} a forward"
     return batching, "; ".join([line, *(f"not {reason}" for reason in reasons)])

@@ -90,13 +90,17 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         self._over.set()
 
     def _watch(self) -> None:
-        pause, tick, seen, since, still = min(1.0, self.seconds / 4), 0, -1, time.monotonic(), None
+        pause, tick, seen, still = min(1.0, self.seconds / 4), 0, -1, None
+        since = awake = time.monotonic()
         with contextlib.ExitStack() as stack:
             stacks = stack.enter_context(self.file.open("w", encoding="utf-8"))
             stack.callback(faulthandler.cancel_dump_traceback_later)
             store = _store() if self.ranks > 1 else None
             while not self._over.wait(pause if tick else 0):
                 now, tick = time.monotonic(), tick + 1
+                if now - awake > SILENT_SECONDS:  # the whole process was stopped, and goes on
+                    since += now - awake
+                awake = now
                 if _beats != seen:
                     seen, since = _beats, now
                     # of its own accord and without the interpreter, which a main thread in C may be holding
@@ -125,7 +129,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
 
     def _end(self, store: Any, signs: dict[int, Sign]) -> None:
         """End this rank; one of all ranks names the culprit before."""
-        if store is None or store.add("spoken", 1) == 1:
+        if _speaks(store):
             message = self._message(signs)
             with contextlib.suppress(Exception):  # the disk may be what hangs
                 self.ended(message)
@@ -165,6 +169,14 @@ def _store() -> Any:
     return PrefixStore(f"watch-{restarts()}", store)
 
 
+def _speaks(store: Any) -> bool:
+    """Whether this rank is the first to know, or the only one left to say so."""
+    try:
+        return store is None or store.add("spoken", 1) == 1
+    except RuntimeError:
+        return True
+
+
 def _exchange(store: Any, sign: Sign, rank: int, ranks: int, ask: bool) -> dict[int, Sign]:
     """Tell this rank's sign; if asked to, what all ranks have told."""
     found = {rank: sign}
@@ -200,7 +212,7 @@ def _place(frame: FrameType | None) -> str:
     standard = sysconfig.get_path("stdlib")
     for each in _frames(frame):
         file = each.f_code.co_filename
-        own = "site-packages" in file or not file.startswith((standard, "<"))
+        own = "site-packages" in file or not file.startswith((standard, "<frozen"))
         if own and not any(part in file for part in _LIBRARIES):
             return f"{each.f_code.co_name} ({each.f_code.co_filename}:{each.f_lineno})"
     return "no line of Python"

@@ -95,3 +95,33 @@ def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(tmp_path):
     assert f"rank 1 says nothing any more (process {last.pid}, which is stopped), last seen in" in said
     assert "rank 0" not in said.split("Error: nothing has moved")[1].split("stacks are in")[0]
     assert TIMEOUT <= took < TIMEOUT + PAST
+
+
+SUSPENDED = """
+import os, signal, sys, time
+from pathlib import Path
+from accel_sft import watch
+
+watch.SILENT_SECONDS, watch.GRACE_SECONDS = 1.0, 0.0
+with watch.Watch(2, Path(sys.argv[1]), lambda message: None):
+    watch.beat()
+    time.sleep(0.6)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(1.0)
+    print("went on", flush=True)
+    time.sleep(9)
+"""
+
+
+def test_a_process_that_was_suspended_as_a_whole_goes_on_and_one_that_hangs_then_ends(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUSPENDED, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.05)
+    time.sleep(3)
+    process.send_signal(signal.SIGCONT)
+    said = process.communicate(timeout=PAST)[0]
+    assert "went on" in said
+    assert process.returncode == 1
+    assert "rank 0 stands in <module> (<string>:" in said
