@@ -109,7 +109,7 @@ class Fitting:
             self.tracker.rewind(0)
         else:
             self.progress = Progress(**state["progress"])
-            self.tracker.rewind(self.progress.step)
+            self.tracker.rewind(self.progress.step, judged=self.progress.evaluated_step == self.progress.step)
             other = [f"{key} {before.get(key)}, now {here[key]}" for key in here if before.get(key) != here[key]]
             told = f"; written under another layout ({', '.join(other)})" if other else ""
             self.tracker.say(f"resumed {path} at step {self.progress.step} of {self.plan.total_steps}{told}")

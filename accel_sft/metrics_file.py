@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,22 +25,36 @@ class MetricsFile:
         # Unbuffered and in one call: whoever kills the process leaves whole lines.
         self._file.write(json.dumps(json_safe(record)).encode() + b"\n")
 
-    def rewind(self, step: int) -> int:
-        """Drop every line after `step`. Returns how many other lines were dropped because they could not be read."""
+    def rewind(self, step: int, judged: bool = True) -> tuple[int, dict[str, Any] | None]:
+        """Drop every line after `step`, and unless it is `judged` an evaluation at that step.
+
+        Returns:
+            how many other lines were dropped because they could not be read, and the last training line if such an
+            evaluation was there.
+        """
         self.close()
         if not self.path.exists():
-            return 0
-        kept, unreadable = [], 0
+            return 0, None
+        kept, unreadable, trained, dropped = [], 0, None, False
         for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                wanted = json.loads(line)["step"] <= step
+                record = json.loads(line)
+                wanted = record["step"] <= step
+                undone = record["step"] == step and "loss" not in record and not judged
             except (ValueError, TypeError, KeyError):
                 unreadable += 1
                 continue
-            if wanted:
+            dropped = dropped or undone
+            if wanted and not undone:
                 kept.append(line + "\n")
+                trained = record if "loss" in record else trained
         write_atomically(self.path, "".join(kept))
-        return unreadable
+        return unreadable, trained if dropped else None
+
+    def sync(self) -> None:
+        """See every line on the disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """A later append opens it again."""

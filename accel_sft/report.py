@@ -11,6 +11,7 @@ from typing import Any
 
 from accel_sft.markdown import markdown_cell, markdown_table, one_line, shown
 from accel_sft.options import UserError
+from accel_sft.sealed import sync
 
 SHOWN_SAMPLES = 20
 """Answers listed in a report; all of them are in the run's samples folder."""
@@ -40,10 +41,11 @@ _TRAINING = {
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text`: whoever reads it, and whenever the process is killed, finds the old or the new."""
+    """Replace `path` by `text`: whenever the process or the machine ends, the old or the new is there."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -144,7 +144,7 @@ class Tracker:
         if record.get("seconds") and "tokens" in record:
             record.setdefault("tokens_per_second", record["tokens"] / record["seconds"])
         self._metrics.append(record)
-        curves = {_CURVES.get(key, f"train/{key}"): value for key, value in _numbers(record) if key != "step"}
+        curves = _training_curves(record)
         for rank, numbers in enumerate(system):
             if self._samples_drawn.get(rank) != numbers[0]:
                 self._samples_drawn[rank] = numbers[0]
@@ -184,25 +184,30 @@ class Tracker:
         self.say(line)
 
     def flush(self) -> None:
-        """Hand all curves to the operating system. Call it before a checkpoint: a resume from there finds them."""
+        """See every line on the disk, hand all curves to the system. To be called before a checkpoint: a resume from
+        there finds them."""
+        self._metrics.sync()
         self._dashboards.flush()
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, judged: bool = True) -> None:
         """Forget what was recorded after `step`, by a run that got further than the checkpoint now resumed.
 
-        Step 0 starts over: its evaluation is forgotten too.
+        Step 0 starts over: its evaluation is forgotten too. So is that of a step whose checkpoint does not know of it
+        (not `judged`), for it will be made again: a signal had ended the run before it, a kill the next one amid it.
         """
         self.start_step = self._line.done = step
         if not self._writes:
             return
         kept = step if step > 0 else -1
-        unreadable = self._metrics.rewind(kept)
+        unreadable, again = self._metrics.rewind(kept, judged)
         if unreadable:
             self.say(f"{self._metrics.path}: {unreadable} unreadable lines dropped")
         for samples in self.run_dir.glob("samples/step-*.jsonl"):
-            if int(samples.stem.removeprefix("step-")) > kept:
+            if int(samples.stem.removeprefix("step-")) > kept - (again is not None):
                 samples.unlink()
-        self._dashboards.rewind(kept)
+        self._dashboards.rewind(kept - (again is not None))
+        if again:  # TensorBoard forgets whole steps
+            self._dashboards.curves(_training_curves(again), kept)
         if kept < 0:
             self._show_settings()
 
@@ -249,6 +254,10 @@ class Tracker:
 class _NoProfiler:
     def step(self) -> None:
         """Nothing is traced."""
+
+
+def _training_curves(record: Mapping[str, Any]) -> dict[str, float]:
+    return {_CURVES.get(key, f"train/{key}"): value for key, value in _numbers(record) if key != "step"}
 
 
 def _numbers(values: Mapping[str, Any]) -> list[tuple[str, float]]:

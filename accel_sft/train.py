@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import shutil
+import traceback
 from pathlib import Path
 
 import torch
@@ -59,6 +60,11 @@ def _claimed(task_name: str, task: Task, config: TrainConfig, stopping: Stopping
     try:
         try:
             _run(accelerator, run_dir, task_name, task, config, stopping)
+        except SystemExit as error:  # a rank that just left, with status 0, would be waited for
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise UserError(
+                f"{frame.filename}:{frame.lineno}: sys.exit({error.code!r}) amid the run; raise an error instead"
+            ) from error
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"out of device memory ({str(error).splitlines()[0]}); the loss does not depend on it: lower "

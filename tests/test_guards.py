@@ -169,7 +169,7 @@ def test_a_damaged_later_checkpoint_pushes_no_good_one_out(copy):
     (folder / "result.json").unlink()
     later = folder / "checkpoints" / "step-000009"
     (folder / "checkpoints" / "step-000006").rename(later)
-    os.truncate(later / "model.safetensors", 10)
+    os.truncate(later / "rank-0000-000.safetensors", 10)
     resumed = accel_sft(*whole.arguments, "--resume", "auto", "--keep-checkpoints", "1", run_dir=folder)
     assert resumed.status == 0, resumed.output
     assert "step-000009: passed over" in resumed.output

@@ -315,14 +315,19 @@ class Failing(Shipped):
     def score(self, example, text):
         import os
         if os.environ.get("RANK") == "1":
-            raise RuntimeError("the judge is ill")
+            WHAT
         return super().score(example, text)
 """
 
 
-def test_a_rank_that_fails_alone_ends_the_run_at_once_with_its_message(tmp_path):
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [('raise RuntimeError("the judge is ill")', "score() failed"), ("raise SystemExit(0)", "accel_sft_failing.py:12")],
+)
+def test_a_rank_that_fails_alone_ends_the_run_at_once_with_its_message(tmp_path, what, told):
     (tmp_path / "site").mkdir()
-    install(tmp_path / "site", "accel-sft-failing", "failing = accel_sft_failing:Failing", FAILING)
+    source = FAILING.replace("WHAT", what)
+    install(tmp_path / "site", "accel-sft-failing", "failing = accel_sft_failing:Failing", source)
     started = time.monotonic()
     run = accel_sft(
         "failing", *JOB[1:], yaml="z2", run_dir=tmp_path / "run", environment={"PYTHONPATH": str(tmp_path / "site")}
@@ -330,6 +335,6 @@ def test_a_rank_that_fails_alone_ends_the_run_at_once_with_its_message(tmp_path)
     assert run.status != 0
     assert time.monotonic() - started < 120, "the other rank waited for the one that failed"
     summary = run.output[run.output.index("ChildFailedError") :]
-    assert "score() failed" in summary
-    assert "the judge is ill" in summary
+    assert told in summary
+    assert "the judge is ill" in summary or "sys.exit(0) amid the run; raise an error instead" in summary
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"

@@ -187,6 +187,28 @@ def test_a_resumed_run_has_no_doubled_points(tracked, capsys):
     assert points(resumed, "eval/accuracy") == [(4, 0.1), (8, 0.9)]
 
 
+def test_an_evaluation_that_no_checkpoint_knows_of_is_made_again_and_stands_once(tracked):
+    tracker = tracked()
+    for step in (1, 2, 3):
+        tracker.step(record(step))
+    tracker.evaluation(3, {"eval_loss": 1.0}, SAMPLES)
+    tracker.close()
+    for judged in (False, True):
+        resumed = tracked()
+        resumed.rewind(3, judged=judged)
+        assert list(resumed.run_dir.glob("samples/*")) == (
+            [resumed.run_dir / "samples/step-000003.jsonl"] if judged else []
+        )
+        if not judged:
+            resumed.evaluation(3, {"eval_loss": 2.0}, SAMPLES)
+        resumed.step(record(4))
+        resumed.close()
+        assert [line["eval_loss"] for line in lines(resumed) if "eval_loss" in line] == [2.0]
+        assert points(resumed, "eval/loss") == [(3, 2.0)]
+        assert [step for step, _ in points(resumed, "train/loss")] == [1, 2, 3, 4]
+        assert [line["step"] for line in lines(resumed) if "loss" in line] == [1, 2, 3, 4]
+
+
 def test_rewinding_drops_the_answers_of_steps_undone(tracked):
     tracker = tracked()
     for step in (4, 8):

@@ -16,7 +16,7 @@ import psutil
 from conftest import CONFIGS, accel_sft
 from fake_plugins import install
 
-TIMEOUT = 6
+TIMEOUT = 10
 PAST = 30
 """Seconds after the timeout in which everything must be over."""
 JOB = ("--max-steps", "400", "--global-batch-size", "4", "--validation-examples", "4", "--max-new-tokens", "4")
