@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from accel_sft.markdown import LONGEST_ERROR, one_line
 from accel_sft.options import UserError
 from accel_sft.task import Task
 
@@ -199,7 +200,9 @@ def conversation(task: Task, examples: Sequence[Any], split: str, index: int) ->
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{split} example {index}: the task failed: {type(error).__name__}: {error}") from error
+        raise UserError(
+            f"{split} example {index}: the task failed: {type(error).__name__}: {one_line(str(error), LONGEST_ERROR)}"
+        ) from error
     if not isinstance(target, str):
         raise UserError(f"{split} example {index}: target() gave {type(target).__name__}, expected text")
     valid = isinstance(turns, list) and all(

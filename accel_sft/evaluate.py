@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,11 +13,12 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from accel_sft.batching import Batching
-from accel_sft.chat import Encoded
+from accel_sft.chat import Encoded, conversation
 from accel_sft.checkpoint import decided_by_main
 from accel_sft.config import TrainConfig
 from accel_sft.generate import Generator
 from accel_sft.loss import nll_sum
+from accel_sft.markdown import LONGEST_ERROR, one_line
 from accel_sft.options import UserError
 from accel_sft.report import COSTS
 from accel_sft.system import peak_memory_gib, reset_peak_memory
@@ -105,7 +107,7 @@ class Evaluator:
         Raises:
             UserError: the task's score() or aggregate() returned something unusable.
         """
-        gathered = gather_object([{**self._sample(*answer), "seconds": seconds} for answer in answers])
+        gathered = self._gathered(answers, seconds)
         samples = sorted(gathered, key=lambda sample: sample["index"])
         assert [s["index"] for s in samples] == sorted(e.index for e in self.encoded), "an example was lost or doubled"
         seconds = max(sample.pop("seconds") for sample in samples)
@@ -130,6 +132,18 @@ class Evaluator:
         nll, tokens = self.accelerator.reduce(total.to(self.accelerator.device), reduction="sum").tolist()
         return nll / tokens
 
+    def _gathered(self, answers: Sequence[tuple[Encoded, list[int]]], seconds: float) -> list[dict[str, Any]]:
+        """Every rank's samples; what is wrong on the lowest rank that has something wrong, on all of them."""
+        samples: list[dict[str, Any]] = []
+        wrong: list[tuple[str, ...]] = []
+        try:
+            samples += ({**self._sample(*answer), "seconds": seconds} for answer in answers)
+        except UserError as error:
+            wrong.append(error.problems)
+        for problems in gather_object(wrong):
+            raise UserError(*problems)
+        return gather_object(samples)
+
     def _sample(self, encoded: Encoded, answer: list[int]) -> dict[str, Any]:
         beat()
         example = self.examples[encoded.index]
@@ -141,15 +155,25 @@ class Evaluator:
         except Exception as error:
             raise UserError(
                 f"validation example {encoded.index}: the task's score() failed on {text[:80]!r}: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {one_line(str(error), LONGEST_ERROR)}"
             ) from error
         if not isinstance(scores, dict):
-            raise UserError(f"validation example {encoded.index}: score() gave {scores!r}, expected a dict of numbers")
-        prompt = "\n".join(turn["content"] for turn in self.task.messages(example) if turn["role"] == "user")
+            raise UserError(
+                f"validation example {encoded.index}: score() gave {str(scores)[:80]!r}, expected a dict of numbers"
+            )
+        try:
+            json.dumps(scores, ensure_ascii=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(
+                f"validation example {encoded.index}: score() gave {str(scores)[:80]!r}, which JSON cannot hold "
+                f"({one_line(str(error), LONGEST_ERROR)}); give plain numbers and text"
+            ) from error
+        turns, target = conversation(self.task, self.examples, "validation", encoded.index)
+        prompt = "\n".join(turn["content"] for turn in turns if turn["role"] == "user")
         return {
             "index": encoded.index,
             "prompt": prompt,
-            "expected": self.task.target(example),
+            "expected": target,
             "generated": text,
             "scores": scores,
             "tokens": len(answer),
@@ -163,7 +187,7 @@ class Evaluator:
         except Exception as error:
             raise UserError(
                 f"the task's aggregate() failed, or gave something other than a number by name: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {one_line(str(error), LONGEST_ERROR)}"
             ) from error
         main = self.task.main_metric
         if main not in metrics:

@@ -13,6 +13,8 @@ from accel_sft.options import UserError
 
 _MAX_DEPTH = 100  # Python's own limit moves with its version and the caller's stack
 _BLOCK = 1 << 16
+_LONGEST_NAME = 80
+"""Characters of a field's name that a message repeats: a row may have as long a one as it likes."""
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
@@ -32,7 +34,8 @@ class Malformed(ValueError):
     """What is wrong with a field of an object, by its name."""
 
     def __init__(self, field: str, expected: str) -> None:
-        super().__init__(f"field {field!r}: expected {expected}")
+        told = repr(field) if len(field) <= _LONGEST_NAME else f"{field[:_LONGEST_NAME]!r}..."
+        super().__init__(f"field {told}: expected {expected}")
 
 
 def located(stream: BinaryIO, name: str) -> Iterator[Located]:

@@ -9,6 +9,8 @@ from typing import Any
 CELL_CHARACTERS = 300
 """Of a markdown cell; the rest is counted."""
 LINE_CHARACTERS = 60
+LONGEST_ERROR = 300
+"""Characters of a stranger's error that a message repeats."""
 _MARKUP = re.compile(r"[&<>|*`\\~$]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(\[:]")
 """What takes effect inside a cell: not an underscore within a word, not a bracket without a target behind it."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable
@@ -14,6 +15,8 @@ from typing import Any, get_args, get_origin
 
 _SCALARS = (str, int, float, bool)
 _EXPECTED = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+_SHOWN = 80
+"""Characters of a value that a message repeats at most."""
 
 
 class UserError(Exception):
@@ -78,11 +81,15 @@ class Setting:
         """What is wrong with `value` as this setting, or None."""
         if value is None:
             return None if self.optional else f"{self.flag}: a value is needed"
+        if isinstance(value, int) and value.bit_length() > 63:  # no tensor holds it, and Python may refuse to print it
+            return f"{self.flag}: a number of {value.bit_length()} bits; 63 are the most"
         accepted = (int, float) if self.type is float else (self.type,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and self.type is not bool):
-            return f"{self.flag} {value!r}: expected {_EXPECTED[self.type]}"
+            return f"{self.flag} {_represented(value)}: expected {_EXPECTED[self.type]}"
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):  # no file's name, and not to be recorded
+            return f"{self.flag} {shown(value)}: a NUL or bytes that are not UTF-8 are not text; remove them"
         if self.choices and value not in self.choices:
-            return f"{self.flag} {value}: not one of {', '.join(self.choices)}"
+            return f"{self.flag} {shown(value)}: not one of {', '.join(self.choices)}"
         if isinstance(value, float) and not math.isfinite(value):
             return f"{self.flag} {value}: not a finite number"
         if self.min is not None and value < self.min:
@@ -90,6 +97,19 @@ class Setting:
         if self.max is not None and value > self.max:
             return f"{self.flag} {value}: must be at most {self.max:g}"
         return None
+
+
+def shown(text: str) -> str:
+    """A value as a message repeats it: as it stands, unless it is empty, long, or would not stay on its line."""
+    return text if text and text.isprintable() and len(text) <= _SHOWN else _represented(text)
+
+
+def _represented(value: Any) -> str:
+    if isinstance(value, (list, tuple, set, dict)):  # may hold itself, or more than there is memory to write
+        return f"({type(value).__name__})"
+    if isinstance(value, (str, bytes)) and len(value) > _SHOWN:
+        return f"{value[:_SHOWN]!r}..."
+    return repr(value)
 
 
 def settings(cls: type) -> list[Setting]:

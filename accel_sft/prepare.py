@@ -16,9 +16,11 @@ from accel_sft.checkpoint import checkpoints, decided_by_main, replacing
 from accel_sft.config import EVAL, MODEL, TrainConfig
 from accel_sft.data import StepPlan
 from accel_sft.launch import create_accelerator
+from accel_sft.markdown import LONGEST_ERROR, one_line
 from accel_sft.model import Source, find_source, load_tokenizer
 from accel_sft.options import UserError, settings
 from accel_sft.record import describe
+from accel_sft.registry import what_and_where
 from accel_sft.task import Task
 from accel_sft.terminal import quiet, wrapped
 from accel_sft.tiny import build_tiny
@@ -151,8 +153,19 @@ def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: Tr
 
 
 def read_split(task: Task, split: str) -> Sequence[Any]:
-    """The task's examples of a split; none at all is a UserError."""
-    examples = task.dataset(split)
+    """The task's examples of a split.
+
+    Raises:
+        UserError: the task fails, gives something else, or none at all.
+    """
+    try:
+        examples = task.dataset(split)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"the task's dataset({split!r}) failed: {one_line(what_and_where(error), LONGEST_ERROR)}"
+        ) from error
     indexed = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
     if not indexed or isinstance(examples, (Mapping, str, bytes)):
         raise UserError(

@@ -115,7 +115,7 @@ def load_plugin(plugin: Plugin) -> type[Task]:
     try:
         cls = entry_point.load()
     except (Exception, SystemExit) as error:  # whatever a stranger's module does when imported
-        raise plugin.broken(f"cannot be imported: {_what_and_where(error)}") from error
+        raise plugin.broken(f"cannot be imported: {what_and_where(error)}") from error
     causes = contract_faults(cls)
     if causes:
         raise plugin.broken("; ".join(causes))
@@ -134,7 +134,7 @@ def build(name: str, cls: type[Task], values: dict[str, Any]) -> Task:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"task {name!r} fails on its options: {_what_and_where(error)}") from error
+        raise UserError(f"task {name!r} fails on its options: {what_and_where(error)}") from error
     if found:
         raise UserError(*found)
     return task
@@ -216,7 +216,8 @@ def _outdated(plugin: Plugin) -> str:
     return ""
 
 
-def _what_and_where(error: BaseException) -> str:
+def what_and_where(error: BaseException) -> str:
+    """A stranger's error, and the line of its source that raised it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).suffix == ".py"]
     frames = [f for f in frames if "importlib" not in Path(f.filename).parts and f.filename != __file__]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

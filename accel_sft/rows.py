@@ -134,7 +134,7 @@ def read_rows(path: str | Path, parse: Callable[[dict[str, Any]], Row]) -> Rows[
     """
     path, known = Path(path), identity(parse)
     try:
-        stream = path.open("rb")
+        stream = _opened(path)
         before = os.fstat(stream.fileno())
         held = before.st_size < IN_MEMORY_BYTES or not stat.S_ISREG(before.st_mode)  # what is piped in is read once
         file = _Held(stream.read()) if held else _File(stream)
@@ -152,6 +152,13 @@ def read_rows(path: str | Path, parse: Callable[[dict[str, Any]], Row]) -> Rows[
                 raise UserError(f"{path}: was changed while it was read; start again")
             places = _keep(places, key) if kept else places
     return Rows(str(path), file, places, parse, range(places.size // _PLACE.size), key if known else None)
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except ValueError as error:  # a NUL or a lone surrogate
+        raise UserError(f"{str(path)!r}: not a file's name ({error}); give an existing JSON or JSONL file") from None
 
 
 def _sha256(stream: BinaryIO) -> str:

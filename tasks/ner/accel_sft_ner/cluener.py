@@ -101,19 +101,21 @@ def _problems(row: dict[str, Any]) -> list[RowProblem]:
 def _span_problems(field: str, surface: str, spans: Any, text: str | None) -> list[RowProblem]:
     if not isinstance(spans, list) or not spans:
         return [RowProblem(field, f"a list of [first, last] with at least one, got {_short(spans)}")]
-    found = []
-    for position, span in enumerate(spans):
+    found, seen = [], set()
+    for span in spans:
         if not (isinstance(span, list) and len(span) == 2 and all(type(offset) is int for offset in span)):
             found.append(RowProblem(field, f"[first, last] as two integers, got {_short(span)}"))
-        elif span in spans[:position]:
+            continue
+        first, last = span
+        if (first, last) in seen:
             found.append(RowProblem(field, f"each span once, {span} stands here twice"))
         elif text is not None:
-            first, last = span
             if not 0 <= first <= last < len(text):
                 found.append(RowProblem(field, f"0 <= first <= last < {len(text)} (the text's length), got {span}"))
-            elif text[first : last + 1] != surface:
-                there = f"got {_short(text[first : last + 1])} at {span} (both ends inclusive)"
+            elif last - first + 1 != len(surface) or not text.startswith(surface, first):
+                there = f"got {_short(text[first : min(last + 1, first + 41)])} at {span} (both ends inclusive)"
                 found.append(RowProblem(field, f"the span to hold {_short(surface)}, {there}"))
+        seen.add((first, last))
     return found
 
 
