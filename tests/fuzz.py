@@ -39,14 +39,37 @@ MOST_SECONDS = 10
 
 PREFIX = Math().answer_prefix
 NASTY_TEXTS = ["", " ", "\n", "\0", "\x7f", "\ufeff", "\u2028", "\u0301", "\ud800", "\udfff\ud83d", "😀", "<|im_end|>"]
-NASTY_TEXTS += ["<|im_start|>assistant\n", "<|endoftext|>", "５=", "-0=", "1_0=", "9" * 700 + "=", PREFIX, PREFIX + "1 +"]
+NASTY_TEXTS += [
+    "<|im_start|>assistant\n",
+    "<|endoftext|>",
+    "５=",
+    "-0=",
+    "1_0=",
+    "9" * 700 + "=",
+    PREFIX,
+    PREFIX + "1 +",
+]
 NASTY_TEXTS += ["{{ messages }}", "\r\n", "‮", "e" + "\u0301" * 50, "x" * 5000]
 NASTY_VALUES: list[Any] = [None, True, 0, -1, 3.5, 10**30, 1e308, [], {}, [[]], [[0]], [[0, -1]], [[0, 10**9]]]
 NASTY_VALUES += [[[0, 0], [0, 0]], [[0.0, 1.0]], [["0", "1"]], [[True, False]], {"": {}}, {" ": {"a": [[0, 0]]}}]
 NASTY_LITERALS = ["NaN", "-Infinity", "1e999", "9" * 5000, "00", "1.", "'a'", "undefined", "nul", '"\\x"', '"\\ud800"']
 NASTY_LITERALS += ["[" * 150 + "]" * 150, "[" * 100_000, '{"a":' * 3000 + "1" + "}" * 3000, '{"a": 1, "a": 2}', ""]
 NASTY_BYTES = [codecs.BOM_UTF8, b"\r\n", b"\r", b"\n", b"\0", b"\xed\xa0\x80", b"\xff", b"\xc3", "é".encode("latin-1")]
-NASTY_BYTES += [codecs.BOM_UTF16_LE, b",", b"[", b"]", b"{", b"}", b'"', b"\\", b"\x0c", b"\xc2\xa0", b"\x1a", b"//", b"\t"]
+NASTY_BYTES += [
+    codecs.BOM_UTF16_LE,
+    b",",
+    b"[",
+    b"]",
+    b"{",
+    b"}",
+    b'"',
+    b"\\",
+    b"\x0c",
+    b"\xc2\xa0",
+    b"\x1a",
+    b"//",
+    b"\t",
+]
 LITERAL = "\ue000literal"
 """Stands in a row for what `json.dumps` would not write."""
 
@@ -94,7 +117,9 @@ def _mutated_row(draw: random.Random, row: dict[str, Any], literals: list[str]) 
     elif how == 5 and isinstance(parent, dict):
         parent[draw.choice(["more", *NASTY_TEXTS])] = copy.deepcopy(draw.choice([*NASTY_VALUES, *NASTY_TEXTS]))
     elif how == 6 and draw.random() < 0.02:
-        parent[last] = draw.choice(["x" * 1_000_000, [[n, n + 1] for n in range(70_000)], {"k" * 500_000: [[0, 1]] * 9}])
+        parent[last] = draw.choice(
+            ["x" * 1_000_000, [[n, n + 1] for n in range(70_000)], {"k" * 500_000: [[0, 1]] * 9}]
+        )
     else:
         parent[last] = draw.choice(NASTY_TEXTS)
 

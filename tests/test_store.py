@@ -70,14 +70,16 @@ def two_ranks(tokenizer, monkeypatch):
 
     monkeypatch.setattr(tokens, "gather_object", gather)
 
-    def run(*rows):
+    def run(*rows, task=None):
         results = {}
 
         def encoded(number):
             rank.number = number
             place = SimpleNamespace(process_index=number, local_process_index=number, is_main_process=number == 0)
             try:
-                results[number] = SplitEncoder(place, tokenizer, Sums(), rules(tokenizer))(rows[number], "train")
+                results[number] = SplitEncoder(place, tokenizer, task or Sums(), rules(tokenizer))(
+                    rows[number], "train"
+                )
             except UserError as error:
                 results[number] = error
 
@@ -107,6 +109,55 @@ def test_ranks_whose_fingerprints_were_drawn_at_random_compare_their_rows(two_ra
 
 def test_ranks_with_other_rows_are_refused(two_ranks):
     for error in two_ranks(Drawn(EXAMPLES), Drawn(EXAMPLES[1:])):
+        assert "ranks got different examples" in str(error)
+
+
+class Named(list):
+    """Rows that say they are the same on each rank, whatever they are."""
+
+    fingerprint = "named"
+
+
+class Recited(Sums):
+    """What an example has is what the methods give."""
+
+    def messages(self, example):
+        return example[0]
+
+    def target(self, example):
+        return example[1]
+
+
+TURNS = [{"role": "user", "content": "5="}]
+
+
+@pytest.mark.parametrize(
+    ("nonsense", "told"),
+    [
+        ((None, "5"), "messages() gave 'None'"),
+        (([], "5"), "messages() gave '[]'"),
+        (("5=", "5"), "messages() gave '5='"),
+        (([{"role": "user"}], "5"), "messages() gave"),
+        (([*TURNS, {"role": "assistant", "content": "5"}], "5"), "messages() ends with an assistant turn"),
+        ((TURNS, None), "target() gave NoneType"),
+        ((TURNS, 5), "target() gave int"),
+        ((TURNS, "\ud800"), "a lone surrogate"),
+        ((), "the task failed: IndexError: tuple index out of range"),
+        ((TURNS, ""), "gave something else the second time"),
+        ((TURNS, "6"), "gave something else the second time"),
+    ],
+)
+def test_what_a_task_gives_on_one_rank_only_is_refused_on_both(two_ranks, nonsense, told):
+    good = [(TURNS, "5")] * 4
+    for bad in (Named([*good[1:], nonsense]), Named([nonsense, *good[1:]])):  # in rank 1's share, and in rank 0's
+        first, second = two_ranks(Named(good), bad, task=Recited())
+        assert isinstance(first, UserError)
+        assert first.problems == second.problems
+        assert told in str(first)
+
+
+def test_more_rows_on_one_rank_are_refused_on_both(two_ranks):
+    for error in two_ranks(Named(EXAMPLES), Named([*EXAMPLES, EXAMPLES[0]])):
         assert "ranks got different examples" in str(error)
 
 

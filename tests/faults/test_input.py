@@ -1,0 +1,352 @@
+"""Whatever the bytes of a data file and the values of a configuration are: what they say, or one clear line each."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import re
+import time
+
+import click
+import fuzz
+import pytest
+import yaml
+from accel_sft_math import Math
+from conftest import accel_sft
+from fake_plugins import install
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from accel_sft import UserError, json_stream, read_rows, rows
+from accel_sft.cli_options import TaskCommand
+from accel_sft.config import TrainConfig, load_yaml
+from accel_sft.options import settings as settings_of
+
+LAW = settings(
+    max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+FLAGS = [setting.flag for setting in settings_of(TrainConfig)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("input") / "rows.json"
+
+
+@pytest.fixture(params=["held", "from the file"])
+def way(request, monkeypatch, tmp_path):
+    """Small files are held; large ones are read in blocks, which end anywhere."""
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "cache"))
+    if request.param != "held":
+        monkeypatch.setattr(rows, "IN_MEMORY_BYTES", 0)
+        monkeypatch.setattr(json_stream, "_BLOCK", 3)
+
+
+# --- rows ---
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda part: st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=9), part, max_size=3),
+    max_leaves=9,
+)
+in_pieces = st.lists(
+    st.sampled_from([*b'[]{}":,\\0', *b" \n\r\t\x0c"]).map(lambda byte: bytes([byte]))
+    | st.sampled_from(fuzz.NASTY_BYTES)
+    | st.sampled_from(
+        [b'"text"', b'"label"', b'"instruction"', b'"output"', b"{}", b"null", b"1e9", b"\\u", b"\\ud83d"]
+    )
+).map(b"".join)
+in_rows = st.lists(
+    st.fixed_dictionaries({}, optional=dict.fromkeys(("text", "label", "instruction", "output", "input"), json_values))
+).map(lambda found: json.dumps(found, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("task", ["math", "ner"])
+@LAW
+@given(content=st.binary() | in_pieces | in_rows)
+def test_any_bytes_are_rows_or_are_refused_by_file_and_line(path, task, content):
+    path.write_bytes(content)
+    fuzz.read(fuzz.reader(task, path), path)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("task", ["math", "ner"])
+@LAW
+@given(draw=st.randoms(use_true_random=False), count=st.integers(0, 3))
+def test_a_good_file_that_was_damaged_is_read_or_refused_by_file_and_line(path, task, draw, count):
+    good = [fuzz.good_row(draw, task) for _ in range(3)]
+    content = b"\n".join(json.dumps(row).encode() for row in good)
+    for _ in range(count):
+        content = fuzz.mutated_bytes(draw, content)
+    path.write_bytes(content)
+    found = fuzz.read(fuzz.reader(task, path), path)
+    assert count or len(found) == 3
+
+
+@pytest.mark.parametrize("task", ["math", "ner"])
+@LAW
+@given(draw=st.randoms(use_true_random=False), line=st.integers(1, 3))
+def test_the_line_that_is_named_is_the_one_that_is_wrong(path, task, draw, line):
+    lines = [json.dumps(fuzz.good_row(draw, task)) for _ in range(3)]
+    lines[line - 1] = lines[line - 1][: draw.randrange(1, len(lines[line - 1]))]
+    for before, between, after in (("", "\n", ""), ("\ufeff", "\r\n", "\r\n"), ("\n\n", "\n\n", "\n")):
+        path.write_text(before + between.join(lines) + after, encoding="utf-8", newline="")
+        error = fuzz.read(fuzz.reader(task, path), path)
+        at = before.count("\n") + (line - 1) * between.count("\n") + 1
+        assert error.problems[0].startswith(f"{path}:{at}: not JSON at column ")
+        assert len(error.problems) == 1
+
+
+MEGABYTE = 1 << 20
+LARGE = {
+    "brackets": b"[" * MEGABYTE,
+    "braces": b'{"a":' * (MEGABYTE // 5),
+    "an unclosed text": b'{"text": "' + b"x" * MEGABYTE,
+    "an unclosed array": b'[{"text": "' + b"x" * MEGABYTE,
+    "digits": b'{"text": ' + b"9" * MEGABYTE + b"}",
+    "a number before the equals sign": b'{"instruction": "' + b"9" * MEGABYTE + b'=", "output": "1 + 1"}',
+    "blanks before the equals sign": b'{"instruction": "1' + b" " * MEGABYTE + b'", "output": ""}',
+    "an answer of blanks": json.dumps({"instruction": "2=", "output": fuzz.PREFIX + "1" + " " * MEGABYTE}).encode(),
+    "blank lines": b"\n" * MEGABYTE,
+    "backslashes": b'{"text": "' + b"\\" * MEGABYTE,
+    "an escape for each character": b'{"text": "' + rb"\u0041" * (MEGABYTE // 6) + b'"}',
+    "lone surrogates": b'{"text": "' + rb"\ud800" * (MEGABYTE // 6) + b'"}',
+    "one key again and again": b"{" + b'"a":1,' * (MEGABYTE // 6) + b'"a":1}',
+    "as many keys": b"{" + b",".join(b'"%d":1' % n for n in range(MEGABYTE // 10)) + b"}",
+    "a long key": json.dumps({"text": "x", "label": {"k" * MEGABYTE: {"x": [1]}}}).encode(),
+    "bad rows": b"{}\n" * (MEGABYTE // 3),
+    "bad elements": b"[" + b"{},\n" * (MEGABYTE // 4) + b"{}]",
+    "a byte that is not UTF-8, at the end": b" " * MEGABYTE + b"\xff",
+    "spans": json.dumps({"text": "x", "label": {"a": {"x": [[0, n] for n in range(MEGABYTE // 11)]}}}).encode(),
+    "spans of a long surface": json.dumps(
+        {"text": "x" * 400_000, "label": {"a": {"x" * 200_000: [[n, 399_999] for n in range(25_000)]}}}
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("task", ["math", "ner"])
+@pytest.mark.parametrize("content", LARGE.values(), ids=LARGE)
+def test_a_megabyte_of_one_kind_of_wrong_is_refused_at_once(path, task, content):
+    path.write_bytes(content)
+    started = time.perf_counter()
+    error = fuzz.read(fuzz.reader(task, path), path)
+    assert isinstance(error, UserError)
+    assert time.perf_counter() - started < 5  # a tenth of that, unless something is not linear
+
+
+def test_a_megabyte_in_one_line_is_a_row_like_any_other(path):
+    row = {"text": "x" * MEGABYTE, "label": {"a": {"x": [[n, n] for n in range(100_000)]}}}
+    path.write_text(json.dumps(row))
+    started = time.perf_counter()
+    (example,) = fuzz.read(fuzz.reader("ner", path), path)
+    assert example.text == row["text"]
+    assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 300])
+def test_a_name_that_no_file_can_have_is_refused(name):
+    with pytest.raises(UserError, match=r"not a file's name|cannot be read"):
+        read_rows(name, dict)
+
+
+def test_the_fuzz_target_runs(tmp_path):
+    counts = fuzz.fuzz(60, 1, tmp_path)
+    assert counts.failed == 0
+    assert counts.accepted > counts.encoded > 0
+    assert sum(counts.refused.values()) == 60 - counts.encoded
+
+
+# --- settings ---
+
+ODD_TEXTS = ["", "\0", "a\nb", "\ud800", "\x85", "9" * 5000, "-1", "1e400", "nan", "２", "²", "1_0", "off", "auto"]
+ODD_YAML = ["", "~", "2001-13-45", "0x" + "f" * 9000, "9" * 400, "9" * 5000, "!!int ''", "!!int x", "!!bool x", "0b_"]
+ODD_YAML += ["!!timestamp x", "!!float x", "!!binary '%'", "!!python/name:os.system", "!!set {a}", "&a [*a]", "*a", "."]
+ODD_YAML += [
+    "[a, b]",
+    "[1]",
+    "[[a]]",
+    "[2001-13-45]",
+    "{a: b}",
+    '"\\0"',
+    '"\\ud800"',
+    '"a\\nb"',
+    ".nan",
+    "-.inf",
+    "190:20",
+]
+ODD_YAML += [
+    "[" * 5000,
+    "[" * 500 + "]" * 500,
+    "{a: " * 500 + "}" * 500,
+    "|\n  a\n  b",
+    "'x",
+    "\t",
+    "%",
+    "- a",
+    "=",
+    "<<",
+]
+ODD_KEYS = [
+    "<<",
+    "?",
+    "[a]",
+    "{a: b}",
+    "=",
+    "2001-01-01",
+    "~",
+    "''",
+    '"\\0"',
+    "&a seed",
+    "!!int x",
+    "x" * 3000,
+    "seed ",
+]
+yaml_lines = st.lists(
+    st.tuples(
+        st.sampled_from([setting.name for setting in settings_of(TrainConfig)])
+        | st.sampled_from([*ODD_KEYS, "output-dir"])
+        | st.text(max_size=5),
+        st.sampled_from(ODD_YAML) | st.text(max_size=9) | json_values.map(json.dumps),
+    ),
+    max_size=4,
+).map(lambda pairs: "\n".join(f"{key}: {value}" for key, value in pairs))
+yaml_mappings = st.dictionaries(st.sampled_from([flag[2:] for flag in FLAGS]) | json_values.map(str), json_values).map(
+    lambda values: yaml.safe_dump(values, allow_unicode=True)
+)
+OPTION = re.compile(r"--[a-z0-9-]+\b|(unknown option|\S+ is given) ")
+
+
+def one_line_each(error, prefix=""):
+    for line in error.problems:
+        assert line.startswith(prefix)
+        assert len(line.splitlines()) == 1, line
+        assert len(line) < 1000, line
+
+
+def built(*arguments):
+    """The settings that a command line gives, by way of the program's own command, or the UserError."""
+    made = []
+    command = TaskCommand("math", Math, lambda task, config, **extra: made.append(config), summary="")
+    try:
+        command.main(list(arguments), standalone_mode=False)
+    except (UserError, click.UsageError) as error:
+        return error
+    return made[0]
+
+
+@LAW
+@given(content=yaml_mappings | yaml_lines | st.text(), bom=st.sampled_from([b"", codecs.BOM_UTF8]))
+def test_any_text_is_settings_or_is_refused_by_option(path, content, bom):
+    path.write_bytes(bom + content.encode("utf-8", "surrogatepass"))
+    found = built("--config", str(path))
+    if isinstance(found, TrainConfig):
+        assert found.problems() == []
+    else:
+        one_line_each(found)
+        options = [line.removeprefix(f"--config {path}: ") for line in found.problems]
+        whole = all(line.startswith(("not YAML: ", "expected option names")) for line in options)
+        assert whole or all(OPTION.match(line) or re.match(r"line \d+: ", line) for line in options), options
+
+
+@LAW
+@given(content=st.binary())
+def test_any_bytes_of_a_config_file_are_settings_or_refused(path, content):
+    path.write_bytes(content)
+    try:
+        load_yaml(str(path), TrainConfig)
+    except UserError as error:
+        one_line_each(error, f"--config {path}: ")
+
+
+@LAW
+@given(
+    values=st.dictionaries(
+        st.sampled_from([flag for flag in FLAGS if not flag.startswith("--config")]),
+        st.sampled_from(ODD_TEXTS) | st.text(max_size=9) | st.integers().map(str) | st.floats().map(str),
+        max_size=4,
+    )
+)
+def test_any_command_line_is_settings_or_is_refused_by_option(values):
+    found = built(*(f"{flag}={value}" for flag, value in values.items()))
+    if isinstance(found, TrainConfig):
+        assert found.problems() == []
+    elif isinstance(found, UserError):  # else click's own, of a switch that takes no value
+        one_line_each(found, "--")
+        assert all(line.split()[0].rstrip(":") in values for line in found.problems), found.problems
+
+
+@LAW
+@given(values=st.fixed_dictionaries({}, optional={s.name: json_values for s in settings_of(TrainConfig)}))
+def test_settings_of_any_type_have_problems_in_a_line_each(values):
+    one_line_each(UserError(*TrainConfig(**values).problems()), "--")
+
+
+def test_a_value_that_holds_itself_a_million_times_is_refused_at_once(path):
+    lines = ["a0: &a0 [x]", *(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]" for n in range(9)), "seed: *a9"]
+    lines += ["b0: &b0 {a: b}", *(f"b{n + 1}: &b{n + 1} {{<<: [{', '.join([f'*b{n}'] * 9)}]}}" for n in range(9))]
+    path.write_text("\n".join([*lines, "model: *b9"]))
+    started = time.perf_counter()
+    with pytest.raises(UserError) as caught:
+        load_yaml(str(path), TrainConfig)
+    one_line_each(caught.value)
+    told = {line.split()[2].rstrip(":") for line in caught.value.problems}
+    assert told == {"unknown", "--seed", "--model"}
+    assert time.perf_counter() - started < 5
+
+
+# --- tasks that go wrong on one rank only ---
+
+ONE_RANK = """
+import os
+from dataclasses import dataclass
+from accel_sft import option
+from accel_sft_math import Math as Shipped
+
+@dataclass(kw_only=True)
+class Lame(Shipped):
+    \"\"\"Math of which one method gives nonsense on rank 1.\"\"\"
+    how: str = option("", help="Which method.")
+
+    def dataset(self, split):
+        rows = super().dataset(split)
+        if self.how == "dataset" and os.environ.get("RANK") == "1":
+            raise LookupError("no such\\nsplit")
+        return rows
+
+    def score(self, example, text):
+        scores = super().score(example, text)
+        if self.how == "score" and os.environ.get("RANK") == "1":
+            scores["accuracy"] = {1, 2}
+        return scores
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("dataset", r"the task's dataset\('train'\) failed: LookupError: no such\\nsplit \(\S+lame\.py:15\)"),
+        ("score", r"validation example \d: score\(\) gave .*, which JSON cannot hold \(Object of type set is not .*"),
+    ],
+)
+def test_nonsense_on_one_rank_is_one_line_and_ends_both(tmp_path, how, told):
+    (tmp_path / "site").mkdir()
+    install(tmp_path / "site", "accel-sft-lame", "lame = accel_sft_lame:Lame", ONE_RANK)
+    site = {"PYTHONPATH": os.pathsep.join((str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")))}
+    small = ("--max-steps", "2", "--train-examples", "40", "--validation-examples", "7", "--global-batch-size", "10")
+    started = time.monotonic()
+    run = accel_sft("lame", "--how", how, *small, yaml="ddp", run_dir=tmp_path / "run", environment=site)
+    assert time.monotonic() - started < 120
+    assert run.status == 1
+    lines = [
+        line for line in run.output.splitlines() if line.startswith("Error: ") and "after another rank" not in line
+    ]
+    assert len(lines) == 1
+    assert re.fullmatch(f"Error: {told}", lines[0])
+    assert not re.search(r'File "\S+/accel_sft/(prepare|evaluate|train)\.py"', run.output)  # the launcher's own remains
+    left = {path.name for path in (tmp_path / "run").iterdir()} if (tmp_path / "run").exists() else set()
+    assert not left & {"final", "best"}
+    assert not [name for name in left if name.endswith((".partial", ".tmp"))]
+    if "result.json" in left:
+        assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
