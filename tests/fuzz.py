@@ -25,12 +25,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_sft_math import Math
-from accel_sft_ner import Ner
-
 from accel_sft import UserError, json_stream, rows
 from accel_sft.chat import conversation, encode
 from accel_sft.tiny import train_tokenizer
+from accel_sft_math import Math
+from accel_sft_ner import Ner
 
 LONGEST_MESSAGE = 4000
 """Characters of one line of a refusal: some fields, each with some of what stands there."""
@@ -197,6 +196,11 @@ def checked_refusal(error: UserError, path: Path) -> None:
     assert 1 <= len(error.problems) <= rows.MAX_PROBLEMS + 1
     for line in error.problems:
         assert line.startswith(f"{path}:"), line[:LONGEST_MESSAGE]
+    _checked_lines(error)
+
+
+def _checked_lines(error: UserError) -> None:
+    for line in error.problems:
         assert len(line.splitlines()) == 1, line[:LONGEST_MESSAGE]
         assert len(line) <= LONGEST_MESSAGE, f"{len(line)} characters: {line[:LONGEST_MESSAGE]}"
 
@@ -236,7 +240,7 @@ def fuzz(files: int, seed: int, folder: Path) -> Counts:
             seconds = time.perf_counter() - started
             counts.slowest_seconds = max(counts.slowest_seconds, seconds)
             assert seconds < MOST_SECONDS, f"{seconds:.0f} s"
-        except Exception:
+        except Exception:  # noqa: BLE001 - what is looked for
             counts.failed += 1
             shown = repr(content) if len(content) < 2000 else f"{content[:2000]!r}... ({len(content):,} bytes)"
             print(f"row {number} ({kind}), of --seed {seed}: {shown}\n{traceback.format_exc()}", file=sys.stderr)
@@ -251,7 +255,7 @@ def _encoded(draw: random.Random, tokenizer: Any, task: Any, examples: Sequence[
     try:
         encoding = encode(tokenizer, task, examples, "validation", eos_ids=eos, max_length=most, truncation=how)
     except UserError as error:
-        assert all(len(line.splitlines()) == 1 for line in error.problems), error.problems
+        _checked_lines(error)
         counts.refused.update({_kind(error.problems[-1], None): 1})
         return 0
     for example in encoding.kept:

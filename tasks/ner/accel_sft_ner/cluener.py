@@ -122,5 +122,5 @@ def _span_problems(field: str, surface: str, spans: Any, text: str | None) -> li
 def _short(value: Any, present: bool = True) -> str:
     if not present:
         return "nothing (the field is missing)"
-    shown = repr(value)
+    shown = repr(value[:40] if isinstance(value, str) else value)  # a text may be as long as it likes
     return shown if len(shown) <= 40 else shown[:37] + "..."
