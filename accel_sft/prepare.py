@@ -24,7 +24,7 @@ from accel_sft.registry import what_and_where
 from accel_sft.task import Task
 from accel_sft.terminal import quiet, wrapped
 from accel_sft.tiny import build_tiny
-from accel_sft.tokens import SplitEncoder
+from accel_sft.tokens import SplitEncoder, Team
 
 _TINY_EXAMPLES = 1 << 15
 """Training examples that tiny's tokenizer is made from at most: more hardly change it, and take time on every start."""
@@ -127,7 +127,7 @@ def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: Tr
     Raises:
         UserError: data, template or model that cannot be used.
     """
-    train_examples, validation_examples = read_split(task, "train"), read_split(task, "validation")
+    train_examples, validation_examples = _read_splits(accelerator, task)
     if config.model == "tiny" and not config.init_from:
         base = run_dir / "base"
         if not base.exists() or not checkpoints(run_dir):  # a fresh start must not meet an earlier one's tokenizer
@@ -174,6 +174,13 @@ def read_split(task: Task, split: str) -> Sequence[Any]:
     if not len(examples):
         raise UserError(f"the task's dataset({split!r}) is empty; one example is the least")
     return examples
+
+
+def _read_splits(accelerator: Accelerator, task: Task) -> list[Sequence[Any]]:
+    """Both splits; what is wrong on one rank is told by all of them, before one begins to write."""
+    found: list[Sequence[Any]] = []
+    Team(accelerator).all(lambda: found.extend(read_split(task, split) for split in ("train", "validation")))
+    return found
 
 
 def _texts(task: Task, examples: Sequence[Any]) -> list[str]:

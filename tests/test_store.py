@@ -147,7 +147,8 @@ TURNS = [{"role": "user", "content": "5="}]
         ((TURNS, "6"), "gave something else the second time"),
     ],
 )
-def test_what_a_task_gives_on_one_rank_only_is_refused_on_both(two_ranks, nonsense, told):
+def test_what_a_task_gives_on_one_rank_only_is_refused_on_both(two_ranks, monkeypatch, nonsense, told):
+    monkeypatch.setattr(tokens, "identity", lambda *values: "known")  # else every row is read first, and ranks differ
     good = [(TURNS, "5")] * 4
     for bad in (Named([*good[1:], nonsense]), Named([nonsense, *good[1:]])):  # in rank 1's share, and in rank 0's
         first, second = two_ranks(Named(good), bad, task=Recited())
