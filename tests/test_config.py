@@ -47,13 +47,17 @@ def test_the_defaults_have_no_problems():
         ({"patience": 2, "eval_every": "off"}, "--patience"),
         ({"init_from": "runs/a", "model": "x"}, "--init-from"),
         ({"resume": "auto"}, "--resume auto"),
+        ({"eval_every": "9" * 5000}, "--eval-every '999"),
+        ({"eval_every": "a\nb"}, "--eval-every 'a\\nb': expected"),
+        ({"save_every": 3}, "--save-every 3: expected text"),
         ({"learning_rate": -1.0}, "--learning-rate -1.0"),
         ({"adapter": "lara"}, "--adapter lara"),
     ],
 )
 def test_a_problem_names_its_flag(values, flags):
-    (line,) = TrainConfig(**values).problems()
+    line, *more = TrainConfig(**values).problems()
     assert line.startswith(flags)
+    assert all(other.startswith(flags.partition(":")[0]) for other in more)  # a wrong type is a wrong word too
 
 
 def test_problems_come_together():
@@ -131,6 +135,31 @@ def test_yaml_refuses_a_name_given_twice_in_either_spelling(yaml):
         "seed is given 2 times, on lines 2 and 4; keep one",
         "--adapter lara: not one of none, lora, adalora",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("seed: 2001-13-45", "--seed: 2001-13-45 cannot be read as YAML's timestamp (line 1); quote it if it is text"),
+        ("\nmodel: !!int x", "--model: x cannot be read as YAML's int (line 2); quote it if it is text"),
+        (
+            "seed: " + "9" * 5000,
+            f"--seed: '{'9' * 80}'... cannot be read as YAML's int (line 1); quote it if it is text",
+        ),
+        ("seed: 0x" + "f" * 5000, "--seed: a number of 20000 bits; 63 are the most"),
+        ("learning_rate: 1" + "0" * 400, "--learning-rate: a number of 1329 bits; 63 are the most"),
+        ("seed: {a: b}", "--seed: expected one value, got names and values (line 1)"),
+        ("seed: &a [*a]", "--seed: expected one value, got a list with more in it than values (line 1)"),
+        ("seed: [1, 2]", "--seed (list): expected a whole number"),
+        ('adapter: "a\\nb"', "--adapter 'a\\nb': not one of none, lora, adalora"),
+        ('model: "a\\0"', "--model 'a\\x00': a NUL or bytes that are not UTF-8 are not text; remove them"),
+        ("[a]: 1", "line 1: expected an option's name before the colon"),
+        ("<<: {seed: 3}", "unknown option '<<'"),
+        ("seed: " + "[" * 5000, "expected option names and values, one `name: value` a line"),
+    ],
+)
+def test_yaml_that_is_no_value_of_an_option_is_named_on_one_line(yaml, text, told):
+    assert refused(yaml(text)) == [told]
 
 
 @pytest.mark.parametrize("text", ["", "- a\n- b\n", "word"])

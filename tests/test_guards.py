@@ -68,12 +68,24 @@ def fail(*_):
             r"gave generate_seconds, loss: names of the trainer's own numbers",
         ),
         ("score", lambda self, example, text: 1.0, r"validation example [01]: score\(\) gave 1\.0"),
+        ("score", lambda self, example, text: {"right": {1}}, r"score\(\) gave .*, which JSON cannot hold \(Object of"),
+        ("score", lambda self, example, text: {"right": "\ud800"}, r"score\(\) gave .*, which JSON cannot hold"),
+        ("score", lambda self, example, text: {"right": "yes"}, r"aggregate\(\) failed, .*TypeError"),
+        ("score", lambda self, example, text: {str(example): 1.0}, r"aggregate\(\) failed, .*KeyError"),
         ("score", fail, r"validation example [01]: the task's score\(\) failed on .*RuntimeError: ill"),
     ],
 )
 def test_a_judgement_that_is_none_is_refused_by_name(tiny, method, function, message):
     with pytest.raises(UserError, match=message):
         evaluate(tiny, **{method: function})
+
+
+def test_a_failure_of_several_lines_is_told_on_one(tiny):
+    def score(self, example, text):
+        raise RuntimeError("ill\nand\ttired" + "!" * 1000)
+
+    with pytest.raises(UserError, match=r"RuntimeError: ill\\nand\\ttired!+\.\.\.$"):
+        evaluate(tiny, score=score)
 
 
 def test_a_metric_may_be_any_number(tiny):
@@ -96,6 +108,11 @@ def test_examples_are_a_sequence_with_something_in_it(examples, message):
     task = type("Broken", (Sums,), {"dataset": lambda self, split: examples})()
     with pytest.raises(UserError, match=message):
         read_split(task, "train")
+
+
+def test_a_dataset_that_cannot_be_made_is_named_with_its_line():
+    with pytest.raises(UserError, match=r"dataset\('train'\) failed: RuntimeError: ill \(\S+test_guards\.py:\d+\)$"):
+        read_split(type("Broken", (Sums,), {"dataset": fail})(), "train")
 
 
 def test_a_part_of_an_epoch_without_an_example_is_refused(tmp_path):
