@@ -159,13 +159,13 @@ class Evaluator:
             ) from error
         if not isinstance(scores, dict):
             raise UserError(
-                f"validation example {encoded.index}: score() gave {one_line(repr(scores), 80)}, expected a dict of numbers"
+                f"validation example {encoded.index}: score() gave {one_line(repr(scores))}, expected a dict of numbers"
             )
         try:
             json.dumps(scores, ensure_ascii=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(
-                f"validation example {encoded.index}: score() gave {one_line(repr(scores), 80)}, which JSON cannot hold "
+                f"validation example {encoded.index}: score() gave {one_line(repr(scores))}, which JSON cannot hold "
                 f"({one_line(str(error), LONGEST_ERROR)}); give plain numbers and text"
             ) from error
         turns, target = conversation(self.task, self.examples, "validation", encoded.index)

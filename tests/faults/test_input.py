@@ -25,7 +25,7 @@ from accel_sft.options import settings as settings_of
 from accel_sft_math import Math
 
 LAW = settings(
-    max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 FLAGS = [setting.flag for setting in settings_of(TrainConfig)]
 
