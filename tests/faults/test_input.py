@@ -24,9 +24,7 @@ from accel_sft.config import TrainConfig, load_yaml
 from accel_sft.options import settings as settings_of
 from accel_sft_math import Math
 
-LAW = settings(
-    max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)
+LAW = settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 FLAGS = [setting.flag for setting in settings_of(TrainConfig)]
 
 
