@@ -196,7 +196,8 @@ def _given_twice(root: yaml.MappingNode) -> list[str]:
     """One line for each option name that stands twice in a file, of which YAML keeps the last without a word."""
     lines: dict[str, list[int]] = {}
     for key, _ in root.value:
-        lines.setdefault(str(key.value).replace("-", "_"), []).append(_line(key))
+        if isinstance(key.value, str):
+            lines.setdefault(key.value.replace("-", "_"), []).append(_line(key))
     return [
         f"{shown(name)} is given {len(at)} times, on lines {' and '.join(map(str, at))}; keep one"
         for name, at in lines.items()

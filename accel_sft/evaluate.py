@@ -135,13 +135,13 @@ class Evaluator:
     def _gathered(self, answers: Sequence[tuple[Encoded, list[int]]], seconds: float) -> list[dict[str, Any]]:
         """Every rank's samples; what is wrong on the lowest rank that has something wrong, on all of them."""
         samples: list[dict[str, Any]] = []
-        wrong: list[tuple[str, ...]] = []
+        mine: UserError | None = None
         try:
             samples += ({**self._sample(*answer), "seconds": seconds} for answer in answers)
         except UserError as error:
-            wrong.append(error.problems)
-        for problems in gather_object(wrong):
-            raise UserError(*problems)
+            mine = error
+        for problems in gather_object([mine.problems] if mine else []):
+            raise UserError(*problems) from mine  # which `--debug` shows with its traceback
         return gather_object(samples)
 
     def _sample(self, encoded: Encoded, answer: list[int]) -> dict[str, Any]:

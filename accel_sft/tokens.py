@@ -47,14 +47,15 @@ class Team:
     def all(self, work: Callable[[], Result]) -> list[Result]:
         """Every rank's result of `work`; the UserError of the lowest rank that has one, on all of them."""
         mine: tuple[Any, Any] = (None, None)
+        wrong: UserError | None = None
         try:
             mine = (work(), None)
         except UserError as error:
-            mine = (None, error.problems)
+            mine, wrong = (None, error.problems), error
         every = gather_object([mine])
         for _, problems in every:
             if problems:
-                raise UserError(*problems)
+                raise UserError(*problems) from wrong  # which `--debug` shows with its traceback
         return [result for result, _ in every]
 
     def firsts(self, work: Callable[[], Result]) -> list[Result]:

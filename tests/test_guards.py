@@ -84,8 +84,9 @@ def test_a_failure_of_several_lines_is_told_on_one(tiny):
     def score(self, example, text):
         raise RuntimeError("ill\nand\ttired" + "!" * 1000)
 
-    with pytest.raises(UserError, match=r"RuntimeError: ill\\nand\\ttired!+\.\.\.$"):
+    with pytest.raises(UserError, match=r"RuntimeError: ill\\nand\\ttired!+\.\.\.$") as caught:
         evaluate(tiny, score=score)
+    assert isinstance(caught.value.__cause__.__cause__, RuntimeError)  # whose traceback --debug shows
 
 
 def test_a_metric_may_be_any_number(tiny):

@@ -287,13 +287,13 @@ def test_settings_of_any_type_have_problems_in_a_line_each(values):
 def test_a_value_that_holds_itself_a_million_times_is_refused_at_once(path):
     lines = ["a0: &a0 [x]", *(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]" for n in range(9)), "seed: *a9"]
     lines += ["b0: &b0 {a: b}", *(f"b{n + 1}: &b{n + 1} {{<<: [{', '.join([f'*b{n}'] * 9)}]}}" for n in range(9))]
-    path.write_text("\n".join([*lines, "model: *b9"]))
+    path.write_text("\n".join([*lines, "model: *b9", "? *a9\n: 1"]))
     started = time.perf_counter()
     with pytest.raises(UserError) as caught:
         load_yaml(str(path), TrainConfig)
     one_line_each(caught.value)
     told = {line.split()[2].rstrip(":") for line in caught.value.problems}
-    assert told == {"unknown", "--seed", "--model"}
+    assert told == {"unknown", "--seed", "--model", "line"}
     assert time.perf_counter() - started < 5
 
 
