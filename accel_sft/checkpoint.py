@@ -14,7 +14,7 @@ from accelerate.utils import broadcast_object_list
 
 from accel_sft import sealed, shards
 from accel_sft.options import UserError
-from accel_sft.report import write_atomically
+from accel_sft.report import abandoned, write_atomically
 from accel_sft.room import hold_disk
 
 POINTER = "latest"
@@ -63,8 +63,11 @@ def replacing(accelerator: Accelerator, target: Path) -> Iterator[Path]:
 
 
 def settle(run_dir: Path) -> None:
-    """Put right what a kill amid `replacing` left: the old folder back where the new one had not come yet."""
-    for folder in (run_dir, run_dir / "checkpoints"):
+    """Put right what a kill amid `replacing` left: the old folder back where the new one had not come yet. And take
+    away files that were being written."""
+    for folder in (run_dir, run_dir / "checkpoints", run_dir / "samples"):
+        for temporary in abandoned(folder):
+            temporary.unlink()
         for outgoing in folder.glob(".*.outgoing"):
             target = folder / outgoing.name.removeprefix(".").removesuffix(".outgoing")
             if target.exists():

@@ -18,7 +18,7 @@ from accel_sft.launched import restarts
 from accel_sft.options import UserError, settings
 from accel_sft.prepare import Prepared
 from accel_sft.record import launch_record, recordable
-from accel_sft.report import read_json, read_status, write_atomically, write_result
+from accel_sft.report import abandoned, read_json, read_status, write_atomically, write_result
 from accel_sft.task import Task
 
 _LOCK_SECONDS = 8
@@ -92,7 +92,9 @@ def claim_run_dir(accelerator: Accelerator, task_name: str, task: Task, config: 
         try:
             path.mkdir(parents=True, exist_ok=True)
             _lock(path)
-            occupied = any(path.iterdir())
+            # a run that was killed as it wrote its first file has left no more than that
+            begun = {file for file in abandoned(path) if file.name.startswith(".result.json.")}
+            occupied = bool({*path.iterdir()} - begun)
             failed_before_it_began = (
                 occupied and read_status(path) == "failed" and not (path / "metrics.jsonl").exists()
             )

@@ -1,0 +1,14 @@
+PYTHON = .venv/bin/python
+
+.PHONY: test lint soak
+
+test:
+	$(PYTHON) -m pytest
+
+lint:
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+# kills at random instants, each resumed and compared: about fifteen minutes on two cores
+soak:
+	$(PYTHON) tests/soak.py --kills 50 --seed 0
