@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import shutil
 import traceback
 from pathlib import Path
@@ -71,11 +72,10 @@ def _claimed(task_name: str, task: Task, config: TrainConfig, stopping: Stopping
                 "--micro-batch-size or --eval-batch-size, add --gradient-checkpointing, or choose a higher ZeRO stage"
             ) from error
         except Exception as error:
-            # writers in C++ do not pass the system's own words on
-            full = "No space left on device" in str(error) or shutil.disk_usage(run_dir).free < 2**20
-            if isinstance(error, UserError) or not full:
+            trouble = None if isinstance(error, UserError) else _trouble(run_dir, error)
+            if trouble is None:
                 raise
-            raise UserError(f"{run_dir}: the disk is full; free space, then go on with --resume auto") from error
+            raise UserError(f"{run_dir}: {trouble}, then go on with --resume auto") from error
     except BaseException as error:
         begun = (run_dir / "run.json").exists() or config.output_dir is not None
         if not begun and isinstance(error, UserError) and accelerator.is_main_process:
@@ -86,6 +86,18 @@ def _claimed(task_name: str, task: Task, config: TrainConfig, stopping: Stopping
             with contextlib.suppress(OSError):  # a disk that is full or gone must not hide the error itself
                 report.write_result(run_dir, {"status": status, "error": str(error) or type(error).__name__})
         raise
+
+
+def _trouble(run_dir: Path, error: Exception) -> str | None:
+    """What has become of the run's folder, if anything, and the mend; the folder is asked, for writers in C++ and in
+    threads do not pass the system's own words on."""
+    if not run_dir.is_dir():
+        return "the folder is gone; put it back"
+    if not os.access(run_dir, os.W_OK):
+        return "the folder can no longer be written; make it writable"
+    if "No space left on device" in str(error) or shutil.disk_usage(run_dir).free < 2**20:
+        return "the disk is full; free space"
+    return None
 
 
 def _run(

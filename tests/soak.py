@@ -178,6 +178,7 @@ class Launch:
         for each in self.alive():
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
+        self.process.wait()
         return not left
 
     def show(self) -> None:

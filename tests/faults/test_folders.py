@@ -1,0 +1,95 @@
+"""A run's folder that cannot be written, or no longer, or is gone: one line says so, and the run goes on once it is
+back. A full disk is in tests/test_guards.py, two runs in one folder in test_stopping.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from conftest import CONFIGS, accel_sft
+
+JOB = ("math", "--max-steps", "200", "--global-batch-size", "10", "--train-examples", "60", "--eval-every", "off")
+JOB += ("--micro-batch-size", "5", "--save-every", "20", "--seed", "7")
+MOUNTING = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
+mounting = pytest.mark.skipif(
+    shutil.which("unshare") is None or subprocess.run([*MOUNTING, "true"], capture_output=True).returncode,
+    reason="a file system of one's own needs user namespaces",
+)
+AMID = """
+"$@" & run=$!
+until grep -qs '"step": 30,' "$0/metrics.jsonl"; do kill -0 $run || exit 99; sleep 0.01; done
+{fault} || exit 98
+wait $run
+"""
+"""A shell's lines: the run, a fault as it stands between two checkpoints, the run's exit status."""
+READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0"'
+GONE = 'mv "$0" "$0-elsewhere"'
+
+
+def command(yaml=None):
+    if yaml is None:
+        return [sys.executable, "-m", "accel_sft"]
+    launch = [str(Path(sysconfig.get_path("scripts"), "accelerate")), "launch"]
+    launch += ["--config_file", str(CONFIGS / f"{yaml}.yaml"), "--mixed_precision", "no"]
+    return [*launch, "--main_process_port", str(20000 + os.getpid() % 20000), "-m", "accel_sft"]
+
+
+def in_a_shell(script, folder, *arguments):
+    return subprocess.run([*MOUNTING, script, str(folder), *arguments], capture_output=True, text=True, timeout=300)
+
+
+@mounting
+def test_a_folder_on_a_read_only_disk_is_refused_in_a_line(tmp_path):
+    run_dir = tmp_path / "disk" / "run"
+    run_dir.parent.mkdir()
+    mounted = 'mount -t tmpfs -o ro tmpfs "$0" && "$@"'
+    refused = in_a_shell(mounted, run_dir.parent, *command(), *JOB, "--output-dir", str(run_dir))
+    assert refused.returncode == 1
+    assert f"Error: --output-dir {run_dir}: cannot be used (Read-only file system)" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+@mounting
+@pytest.mark.parametrize("yaml", [None, "ddp"])
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (READ_ONLY, "the folder can no longer be written; make it writable, then go on with --resume auto"),
+        (GONE, "the folder is gone; put it back, then go on with --resume auto"),
+    ],
+)
+def test_a_folder_lost_amid_a_run_ends_it_in_a_line_and_it_goes_on_once_it_is_back(tmp_path, yaml, fault, told):
+    run_dir = tmp_path / "run"
+    job = (*JOB, "--output-dir", str(run_dir))
+    ended = in_a_shell(AMID.format(fault=fault), run_dir, *command(yaml), *job)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.count(f"Error: {run_dir}: {told}\n") == 1, ended.stderr
+    said = ended.stderr.split("Error: ")[0]  # torchrun's own follows
+    assert "Traceback" not in said
+    if fault == GONE:
+        (tmp_path / "run-elsewhere").rename(run_dir)
+    if yaml is None:
+        resumed = accel_sft(*JOB, "--resume", "auto", run_dir=run_dir)
+        assert resumed.status == 0, resumed.output
+        assert f"resumed {run_dir / 'checkpoints' / 'step-000020'} at step 20 of 200" in resumed.output
+        assert [line["step"] for line in resumed.lines()] == list(range(1, 201))
+
+
+def test_files_that_a_kill_cut_off_block_no_resume_and_are_taken_away(tmp_path):
+    run_dir = tmp_path / "run"
+    for name in (".result.json.99.tmp", "samples/.step-000004.jsonl.99.tmp", "checkpoints/.latest.99.tmp"):
+        first = not run_dir.exists()
+        (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        (run_dir / name).write_text("{")
+        once = ("math", "--max-steps", "1", "--eval-every", "off", "--train-examples", "60", "--resume", "auto")
+        run = accel_sft(*once, run_dir=run_dir)
+        assert run.status == 0, run.output
+        assert ("is finished" in run.output) == (not first)
+        assert json.loads((run_dir / "result.json").read_text())["status"] == "complete"
+        assert not list(run_dir.rglob(".*"))
