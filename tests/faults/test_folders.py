@@ -56,12 +56,12 @@ def test_a_folder_on_a_read_only_disk_is_refused_in_a_line(tmp_path):
 
 
 @mounting
-@pytest.mark.parametrize("yaml", [None, "ddp"])
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("yaml", "fault", "told"),
     [
-        (READ_ONLY, "the folder can no longer be written; make it writable, then go on with --resume auto"),
-        (GONE, "the folder is gone; put it back, then go on with --resume auto"),
+        (None, READ_ONLY, "the folder can no longer be written; make it writable, then go on with --resume auto"),
+        (None, GONE, "the folder is gone; put it back, then go on with --resume auto"),
+        ("ddp", GONE, "the folder is gone; put it back, then go on with --resume auto"),
     ],
 )
 def test_a_folder_lost_amid_a_run_ends_it_in_a_line_and_it_goes_on_once_it_is_back(tmp_path, yaml, fault, told):
