@@ -11,7 +11,8 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from accel_sft import registry
-from accel_sft.config import RUN, TrainConfig, load_yaml
+from accel_sft.config import RUN, TrainConfig
+from accel_sft.config_file import load_yaml
 from accel_sft.failure import Ending
 from accel_sft.options import Setting, UserError, settings
 from accel_sft.task import Task

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from accel_sft.config import LAYOUT, TrainConfig, changed, load_yaml
+from accel_sft.config import LAYOUT, TrainConfig, changed
+from accel_sft.config_file import load_yaml
 from accel_sft.model import is_tiny
 from accel_sft.options import UserError, option, settings
 

@@ -14,7 +14,7 @@ GROUPS = [
     {"identity", "json_stream", "markdown", "progress", "launched", "terminal", "postmortem"},
     {"cache", "operators", "environment", "stopping", "failure"},
     {"watch"},
-    {"rows", "task", "config"},
+    {"rows", "task", "config", "config_file"},
     {"registry", "chat", "tiny", "memory", "report", "console", "attention", "merging", "holding"},
     {
         "audit",
@@ -54,6 +54,7 @@ STANDARD_LIBRARY_ONLY = (
 )
 NO_TORCH = (
     "config",
+    "config_file",
     "report",
     "card",
     "memory",

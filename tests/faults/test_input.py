@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from accel_sft import UserError, json_stream, read_rows, rows
 from accel_sft.cli_options import TaskCommand
-from accel_sft.config import TrainConfig, load_yaml
+from accel_sft.config import TrainConfig
+from accel_sft.config_file import load_yaml
 from accel_sft.options import settings as settings_of
 from accel_sft_math import Math
 
