@@ -1,0 +1,21 @@
+"""What the table of faults names is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_test_that_the_table_names_is_there():
+    file, missing, named = None, [], 0
+    for row in (ROOT / "docs" / "faults.md").read_text().splitlines():
+        for name in re.findall(r"`((?:tests/[\w/]+\.py|…)(?:::\w+…?)?)`", row.rpartition("|")[0].rpartition("|")[2]):
+            path, _, test = name.partition("::")
+            file = file if path == "…" else ROOT / path
+            there = file.is_file() and (not test or re.search(rf"def {test.rstrip('…')}\w*\(", file.read_text()))
+            missing += [] if there else [name]
+            named += 1
+    assert not missing
+    assert named > 30
