@@ -9,6 +9,6 @@ lint:
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 
-# kills at random instants, each resumed and compared: about fifteen minutes on two cores
+# kills at random instants, each resumed and compared: about twenty minutes on two cores
 soak:
 	$(PYTHON) tests/soak.py --kills 50 --seed 0

@@ -16,6 +16,10 @@ from typing import Any
 
 from accel_sft.options import UserError
 
+PARENT = os.getppid()
+"""Who started this process. Noted before torch is imported, which takes seconds: a launcher that is killed meanwhile
+would never be missed."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:

@@ -8,7 +8,7 @@ import signal
 import threading
 from types import FrameType
 
-from accel_sft.launched import under_launcher
+from accel_sft.launched import PARENT, under_launcher
 from accel_sft.terminal import terminal
 
 WATCH_SECONDS = 1.0
@@ -46,7 +46,7 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
 
     def __init__(self) -> None:
         self.asked, self.deferred = 0, False
-        self._launcher = os.getppid() if under_launcher() else None
+        self._launcher = PARENT if under_launcher() else None
         self._before: dict[int, object] = {}
         self._ended = threading.Event()
 

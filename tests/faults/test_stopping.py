@@ -135,6 +135,16 @@ def test_ranks_whose_launcher_was_killed_end_and_write_nothing_more(launched, tm
     same_end(run, run_dir)
 
 
+def test_ranks_whose_launcher_is_killed_as_they_start_end_too(tmp_path):
+    with started(tmp_path / "run", "ddp") as process:
+        wait_for(lambda: len(psutil.Process(process.pid).children()) == 2)
+        time.sleep(0.5)  # they are importing torch
+        orphans = ranks(process)
+        process.kill()
+        process.wait()
+        wait_for(lambda: not any(orphan.is_running() for orphan in orphans), seconds=30)
+
+
 def test_a_killed_rank_is_started_again_and_goes_on_from_the_last_checkpoint(launched, tmp_path):
     run, run_dir = whole(launched, "z2"), tmp_path / "run"
     with started(run_dir, "z2", "--max_restarts", "1") as process:
