@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list
 
 from accel_sft import sealed, shards
 from accel_sft.options import UserError
+from accel_sft.pulse import beat
 from accel_sft.report import abandoned, write_atomically
 from accel_sft.room import hold_disk
 
@@ -127,13 +128,28 @@ def newest(run_dir: Path, resume: str) -> tuple[Path | None, list[str]]:
         if defect := _defect(Path(resume)):
             raise UserError(f"--resume {resume}: {defect}")
         return Path(resume), []
-    skipped = []
+    skipped: list[str] = []
     for path in reversed(checkpoints(run_dir)):
         defect = _defect(path)
         if defect is None:
             return path, skipped
         skipped.append(f"{path}: passed over: {defect}")
-    return None, skipped
+    if skipped:
+        raise UserError(
+            *skipped, f"{run_dir}: none of its checkpoints is whole; to start over, name another --output-dir"
+        )
+    return None, []
+
+
+def undo_after(run_dir: Path, step: int) -> list[Path]:
+    """Put aside the checkpoints of later steps, which a run that goes on from an earlier one makes anew; where to."""
+    moved = []
+    for path in checkpoints(run_dir):
+        if _step(path) > step:
+            aside = path.with_name(f"undone-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            moved.append(path.rename(aside))
+    return moved
 
 
 def _defect(path: Path) -> str | None:
@@ -183,6 +199,7 @@ def _adapter_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[s
     weights = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
+            beat()
             with _gathered(parameter):
                 if accelerator.is_main_process:
                     whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

@@ -20,11 +20,11 @@ from accel_sft.generate import Generator
 from accel_sft.loss import nll_sum
 from accel_sft.markdown import LONGEST_ERROR, one_line
 from accel_sft.options import UserError
+from accel_sft.pulse import beat
 from accel_sft.report import COSTS
 from accel_sft.system import peak_memory_gib, reset_peak_memory
 from accel_sft.task import Task
 from accel_sft.terminal import terminal, wrapped
-from accel_sft.watch import beat
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,8 +109,12 @@ class Fitting:
             self.tracker.rewind(0)
         else:
             self.progress = Progress(**state["progress"])
+            if self.config.resume != "auto" and self.accelerator.is_main_process:
+                for aside in checkpoint.undo_after(self.run_dir, self.progress.step):
+                    self.tracker.say(f"{aside}: of a later step, put aside")
             self.tracker.rewind(self.progress.step, judged=self.progress.evaluated_step == self.progress.step)
             other = [f"{key} {before.get(key)}, now {here[key]}" for key in here if before.get(key) != here[key]]
+            self.health.rewind(self.progress.step)
             told = f"; written under another layout ({', '.join(other)})" if other else ""
             self.tracker.say(f"resumed {path} at step {self.progress.step} of {self.plan.total_steps}{told}")
         self.tracker.phase("ready")

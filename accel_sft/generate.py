@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteriaList
 
 from accel_sft.chat import Encoded, end_of_turn_ids
 from accel_sft.decoding import Decoder
 from accel_sft.exactness import REDUCED_TOLERANCE, TOLERANCE, arguments, limited_layers
 from accel_sft.merging import merged, why_not
+from accel_sft.pulse import beat
 
 SHORTEST_PREFIX = 8
 """Common tokens below which there is nothing to save."""
@@ -225,6 +226,12 @@ def greedy(tokenizer: Any, model: Any, max_new_tokens: int) -> Any:
     )
 
 
+def _beats(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    """A stopping criterion that stops nothing, asked after every token."""
+    beat()
+    return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
 def generate(
     model: Any, tokenizer: Any, settings: Any, batch: Sequence[Encoded], device: torch.device
 ) -> list[list[int]]:
@@ -233,7 +240,10 @@ def generate(
     rows = [example.input_ids[: example.prompt_length] for example in batch]
     input_ids = torch.tensor([[tokenizer.pad_token_id] * (longest - len(row)) + row for row in rows], device=device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)  # (B, T)
-    output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=settings)
+    criteria = StoppingCriteriaList([_beats])
+    output = model.generate(
+        input_ids=input_ids, attention_mask=mask, generation_config=settings, stopping_criteria=criteria
+    )
     ends = set(settings.eos_token_id)
     answers = []
     for ids in output[:, longest:].tolist():

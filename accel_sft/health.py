@@ -12,7 +12,7 @@ from typing import Any
 
 from accel_sft.config import TrainConfig
 from accel_sft.options import UserError
-from accel_sft.report import json_safe
+from accel_sft.report import json_safe, write_atomically
 
 FILE = "nonfinite.jsonl"
 MOST_IN_A_ROW = 10
@@ -38,6 +38,12 @@ class Health:
         self.say, self.writes = say, writes
         self._losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
         self._in_a_row = 0
+
+    def rewind(self, step: int) -> None:
+        """Forget what was written of later steps, which are made again."""
+        if self.writes and self.file.exists():
+            lines = self.file.read_text(encoding="utf-8").splitlines(keepends=True)
+            write_atomically(self.file, "".join(line for line in lines if json.loads(line)["step"] <= step))
 
     def look(self, step: int, loss: float, grad_norm: float, examples: Sequence[Any]) -> None:
         """Take note of a step; one that is not finite was not learnt from.

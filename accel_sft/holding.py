@@ -46,8 +46,9 @@ class Held(NamedTuple):
         counted = isinstance(self.optimizer, torch.optim.AdamW)  # DeepSpeed's own counts in a plain number
         device = self.tensor.device if self.optimizer.defaults.get("fused") else "cpu"
         self.state["step"] = torch.tensor(float(step), device=device) if counted else step
+        dtype = torch.float32 if getattr(self.optimizer, "fp32_optimizer_states", False) else self.tensor.dtype
         for key in MOMENTS:
-            self.state[key] = torch.zeros_like(self.tensor.detach(), dtype=torch.float32)
+            self.state[key] = torch.zeros_like(self.tensor.detach(), dtype=dtype)
 
 
 def held_by(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, writing: bool = False) -> Iterator[Held]:

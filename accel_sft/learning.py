@@ -65,9 +65,7 @@ class Learner:
     ) -> None:
         self.accelerator, self.model, self.stepper = accelerator, model, stepper
         self.pad_token_id, self.run_dir, self.say = pad_token_id, run_dir, say
-        file = run_dir / CAP_FILE
-        if file.exists():
-            most = json.loads(file.read_text(encoding="utf-8"))["tokens"]
+        if most := _most_tokens(run_dir):
             batching = _at_most(batching, most if batching.rows else min(batching.tokens, most))
         self.batching = batching
 
@@ -135,7 +133,7 @@ class Learner:
         no_room = self._about(rows)
         mend = "add --gradient-checkpointing, or choose a higher ZeRO stage or --adapter lora"
         if len(rows) > 1:
-            most = no_room.tokens // 2
+            most = min(no_room.tokens // 2, _most_tokens(self.run_dir) or no_room.tokens)
             write_atomically(self.run_dir / CAP_FILE, json.dumps({"tokens": most}) + "\n")
             mend = f"go on with --resume auto --output-dir {self.run_dir}: it keeps to {most:,} tokens a forward"
         return UserError(f"step {step}: {no_room}; {mend}")
@@ -154,6 +152,12 @@ def exchanged(
     without = [NoRoom(*map(int, row)) for row in gathered[:, 2:5].tolist() if row[0]]
     loss, signal = gathered[:, 0].sum().item(), int(gathered[:, 1].max())
     return loss, min(without, default=NoRoom()), signal, gathered[:, 5:].tolist()
+
+
+def _most_tokens(run_dir: Path) -> int | None:
+    """What a run that ended for want of memory left for the next; None: nothing."""
+    file = run_dir / CAP_FILE
+    return json.loads(file.read_text(encoding="utf-8"))["tokens"] if file.exists() else None
 
 
 def _at_most(batching: Batching, tokens: int) -> Batching:

@@ -23,7 +23,9 @@ class MetricsFile:
         if self._file is None:
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed in close
         # Unbuffered and in one call: whoever kills the process leaves whole lines.
-        self._file.write(json.dumps(json_safe(record)).encode() + b"\n")
+        line = memoryview(json.dumps(json_safe(record)).encode() + b"\n")
+        while line:  # a disk that is filling up takes a part, and the next time says why
+            line = line[self._file.write(line) :]
 
     def rewind(self, step: int, judged: bool = True) -> tuple[int, dict[str, Any] | None]:
         """Drop every line after `step`, and unless it is `judged` an evaluation at that step.

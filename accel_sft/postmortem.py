@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from pathlib import Path
 
 from accel_sft import host
@@ -19,11 +20,13 @@ def lost_ranks(attempt: Path | None) -> str:
         return ""
     import psutil
 
-    alive = set()
+    alive, ended = set(), []
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process(os.getppid()).children():
             with contextlib.suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE:
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    ended.append(_exit_code(process.pid))
+                else:
                     alive.add(process.environ().get("LOCAL_RANK"))
     count = int(os.environ["LOCAL_WORLD_SIZE"])
     first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
@@ -31,4 +34,17 @@ def lost_ranks(attempt: Path | None) -> str:
     if not alive or not lost:
         return ""
     names = " and ".join(f"rank {first + number}" for number in lost)
-    return f"{names} was killed (signal 9, as the system does when memory runs out); host memory now: {host.told()}"
+    signals = {code & 0x7F for code in ended if code is not None}
+    if signals <= {signal.SIGKILL}:
+        return f"{names} was killed (signal 9, as the system does when memory runs out); host memory now: {host.told()}"
+    if signals == {0}:
+        return f"{names} ended without a word"
+    told = " and ".join(signal.Signals(number).name for number in sorted(signals - {0}))
+    return f"{names} was ended by {told}; its last words are in the run's logs"
+
+
+def _exit_code(pid: int) -> int | None:
+    """Of a process that its parent has not asked about yet, as wait() would give it; field 52, see proc(5)."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1])
+    return None

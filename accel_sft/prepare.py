@@ -130,7 +130,8 @@ def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: Tr
     train_examples, validation_examples = _read_splits(accelerator, task)
     if config.model == "tiny" and not config.init_from:
         base = run_dir / "base"
-        if not base.exists() or not checkpoints(run_dir):  # a fresh start must not meet an earlier one's tokenizer
+        begun = checkpoints(run_dir) or (run_dir / "final").is_dir()
+        if not base.exists() or not begun:  # a fresh start must not meet an earlier one's tokenizer
             with replacing(accelerator, base) as partial:
                 decided_by_main(accelerator, lambda: build_tiny(partial, _texts(task, train_examples), config.seed))
         source = find_source(config, str(base))

@@ -51,7 +51,8 @@ def hold_memory(accelerator: Accelerator, model: torch.nn.Module, launch: Launch
         states = sum(sizes) * share * (MOMENTS + COPY + GRADIENT)
     elif accelerator.device.type == "cpu" and launch.offload("optimizer") == "none":
         states = sum(sizes) * share * (MOMENTS + (COPY if launch.backend == "deepspeed" else 0))
-    file = min(sum(sizes) * share * shards.BYTES, shards.FILE_BYTES + max(sizes) * shards.BYTES)
+    largest = max(sizes) * (share if launch.stage == 3 or launch.backend == "fsdp" else 1 / launch.local_world_size)
+    file = min(sum(sizes) / launch.world_size * shards.BYTES, shards.FILE_BYTES + largest * shards.BYTES)
     needed, free = (states + file) * launch.local_world_size, host.free_bytes()
     problem = (
         f"host memory: {launch.local_world_size} processes on this machine need at least {_gib(needed)} for optimizer "

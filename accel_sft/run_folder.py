@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -41,6 +42,21 @@ def _name(task_name: str, config: TrainConfig) -> str:
     if restarts() and shared and shared.is_file():
         return shared.read_text(encoding="utf-8")
     return f"runs/{task_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def continued(accelerator: Accelerator, config: TrainConfig) -> TrainConfig:
+    """Ranks that their launcher has started again go on with their run, where an attempt before had a folder for it."""
+
+    def begun() -> bool:
+        shared = _launch_file()
+        if shared is None or not shared.is_file():
+            return False
+        named = config.output_dir and str(Path(config.output_dir).expanduser().absolute())
+        return named in (None, shared.read_text(encoding="utf-8"))
+
+    if not restarts() or config.resume != "off" or not decided_by_main(accelerator, begun):
+        return config
+    return dataclasses.replace(config, resume="auto")
 
 
 def _lock(path: Path) -> None:
@@ -146,7 +162,7 @@ def write_run_record(
 
     def write() -> None:
         path = run_dir / "run.json"
-        if path.exists() and checkpoints(run_dir):
+        if path.exists() and (checkpoints(run_dir) or (run_dir / "final").is_dir()):
             _hold_to(read_json(path), record, run_dir)
         write_atomically(path, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
 

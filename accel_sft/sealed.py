@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from accel_sft.pulse import beat
+
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 20
 _THREADS = 8
@@ -101,6 +103,7 @@ def _digest(path: Path) -> str:
     digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(block):
+            beat()
             digest.update(block[:size])
     return digest.hexdigest()
 

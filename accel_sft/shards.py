@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 
 from accel_sft.holding import MOMENTS, Run, flat, held_by
 from accel_sft.options import UserError
-from accel_sft.watch import beat
+from accel_sft.pulse import beat
 
 BYTES = 4 * (1 + len(MOMENTS))
 """Of a trained parameter's element in a checkpoint."""
@@ -110,7 +110,8 @@ def _count_up(optimizer: Any, steps: int) -> None:
 
     For bias correction it multiplies its betas up step by step, and out of turn takes powers, whose last bit differs.
     """
-    (beta1, beta2), nothing = optimizer.defaults["betas"], [torch.zeros(1) for _ in range(4)]
+    # not those of its defaults, for which accelerate leaves the library's own
+    (beta1, beta2), nothing = optimizer.param_groups[0]["betas"], [torch.zeros(1) for _ in range(4)]
     for step in range(1, steps + 1):
         optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 0.0, beta1, beta2, 1e-8, 0.0, True, *nothing)
 
@@ -158,6 +159,7 @@ class _Stored:
 
     def copy(self, kind: str, run: Run, into: torch.Tensor) -> None:
         """Into the run's place in a tensor."""
+        beat()
         target, found = flat(into)[run.offset : run.offset + run.size], 0
         for start, (size, file, key) in self.places.get((kind, run.name), {}).items():
             begin, end = max(start, run.start), min(start + size, run.start + run.size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import shutil
@@ -16,11 +15,10 @@ from accelerate import Accelerator
 from accel_sft import report, terminal
 from accel_sft.config import TrainConfig
 from accel_sft.fitting import Fitting
-from accel_sft.launched import restarts
 from accel_sft.model import is_tiny
 from accel_sft.options import UserError
 from accel_sft.prepare import prepare_data, start
-from accel_sft.run_folder import claim_run_dir, release, write_run_record
+from accel_sft.run_folder import claim_run_dir, continued, release, write_run_record
 from accel_sft.stopping import Stopping
 from accel_sft.task import Task
 from accel_sft.tiny import TINY_DEFAULTS
@@ -40,8 +38,6 @@ def run(task_name: str, task: Task, config: TrainConfig) -> None:
             f"out, and afterwards: accel-sft evaluate {task_name} --model RUN --generate-with vllm"
         )
     config = config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
-    if restarts() and config.resume == "off":
-        config = dataclasses.replace(config, resume="auto")
     with Stopping() as stopping:
         try:
             _claimed(task_name, task, config, stopping)
@@ -54,6 +50,7 @@ def _claimed(task_name: str, task: Task, config: TrainConfig, stopping: Stopping
     accelerator = start(config)
     if config.dry_run:
         return
+    config = continued(accelerator, config)
     run_dir, finished = claim_run_dir(accelerator, task_name, task, config)
     if finished:
         accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir / 'report.md'}")
@@ -77,6 +74,7 @@ def _claimed(task_name: str, task: Task, config: TrainConfig, stopping: Stopping
                 raise
             raise UserError(f"{run_dir}: {trouble}, then go on with --resume auto") from error
     except BaseException as error:
+        stopping.hold()  # ranks of a launcher that is gone lose each other, and have nothing to say any more
         begun = (run_dir / "run.json").exists() or config.output_dir is not None
         if not begun and isinstance(error, UserError) and accelerator.is_main_process:
             shutil.rmtree(run_dir, ignore_errors=True)  # nobody named it, and the message says all there is

@@ -25,6 +25,7 @@ import psutil
 
 from accel_sft import failure
 from accel_sft.launched import restarts
+from accel_sft.pulse import beats
 from accel_sft.terminal import terminal
 
 SILENT_SECONDS = 5.0
@@ -34,13 +35,6 @@ GRACE_SECONDS = 3.0
 _WAITING = ("/torch/distributed/", "/deepspeed/comm/", "/torch/autograd/graph.py")
 """Files of functions in which a rank waits for others; gradients are exchanged within a backward."""
 _LIBRARIES = ("/torch/", "/deepspeed/", "/accelerate/", "/transformers/")
-_beats = 0
-
-
-def beat() -> None:
-    """The calling program gets on."""
-    global _beats
-    _beats += 1
 
 
 class Sign(NamedTuple):
@@ -77,23 +71,26 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         self.rank, self.ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.file = folder / f"hang-rank-{self.rank}.txt"
         self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._main = threading.main_thread()
         self._heard: dict[int, tuple[int, float]] = {}  # of each rank, its last tick and when that came
         self._silent: set[int] = set()
 
     def __enter__(self) -> Watch:
         if self.seconds:
-            threading.Thread(target=self._watch, name="hang-watch", daemon=True).start()
+            self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
+        if self.seconds:
+            self._thread.join(SILENT_SECONDS)  # what is amid a call to the store as the process ends would abort it
 
     def _watch(self) -> None:
         pause, tick, seen, still = min(1.0, self.seconds / 4), 0, -1, None
         since = awake = time.monotonic()
         with contextlib.ExitStack() as stack:
-            stacks = stack.enter_context(self.file.open("w", encoding="utf-8"))
+            stacks = stack.enter_context(self.file.open("a", encoding="utf-8"))  # an earlier attempt's are kept
             stack.callback(faulthandler.cancel_dump_traceback_later)
             store = _store() if self.ranks > 1 else None
             while not self._over.wait(pause if tick else 0):
@@ -101,8 +98,8 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
                 if now - awake > SILENT_SECONDS:  # the whole process was stopped, and goes on
                     since += now - awake
                 awake = now
-                if _beats != seen:
-                    seen, since = _beats, now
+                if beats() != seen:
+                    seen, since = beats(), now
                     # of its own accord and without the interpreter, which a main thread in C may be holding
                     faulthandler.dump_traceback_later(self.seconds, file=stacks)
                 sign = self._sign(tick, now - since)
@@ -131,13 +128,14 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         """End this rank; one of all ranks names the culprit before."""
         if _speaks(store):
             message = self._message(signs)
-            with contextlib.suppress(Exception):  # the disk may be what hangs
-                self.ended(message)
             failure.report(f"Error: {message}", message, terminal())
             for rank in self._silent:
                 if process := _beside(rank):  # a stopped process hears no other signal, and the launcher waits for it
                     with contextlib.suppress(psutil.Error):
                         process.kill()
+            telling = threading.Thread(target=self.ended, args=(message,), daemon=True)
+            telling.start()
+            telling.join(GRACE_SECONDS)  # the disk may be what hangs
         else:
             time.sleep(GRACE_SECONDS)
         os._exit(1)

@@ -264,7 +264,7 @@ def test_a_sliding_window_that_rows_do_not_reach_is_no_hindrance_and_one_they_re
     for window, layout in ((512, "shared"), (16, "padded")):
         torch.manual_seed(0)
         config = small(Gemma3TextConfig, sliding_window=window, layer_types=layers)
-        batching, told = chosen(Gemma3ForCausalLM(config))
+        batching, told = chosen(Gemma3ForCausalLM(config), batching="shared")
         assert batching.layout == layout, told
 
 
@@ -274,8 +274,8 @@ def test_a_window_that_all_layers_have_is_seen_and_so_is_a_longer_row_that_is_on
     model = MistralForCausalLM(small(MistralConfig, sliding_window=window))
     short = [row for row in rows(64, instruction=4, longest=8) if len(row.input_ids) <= 16]
     (longer,) = rows(1, instruction=40, longest=8)
-    assert chosen(model, short)[0].layout == "shared"
-    config = TrainConfig().resolved({})
+    assert chosen(model, short, batching="shared")[0].layout == "shared"
+    config = TrainConfig(batching="shared").resolved({})
     batching, told = choose_batching(Accelerator(cpu=True), model, config, short, 0, also=[longer])
     assert batching.layout == ("padded" if window == 16 else "shared"), told
 
@@ -284,7 +284,7 @@ def test_a_window_that_the_configuration_does_not_tell_of_is_found_by_the_longes
     torch.manual_seed(0)
     model = MistralForCausalLM(small(MistralConfig, sliding_window=16, initializer_range=0.5))
     monkeypatch.setattr("accel_sft.exactness.limited_layers", lambda model, longest: None)
-    batching, told = chosen(model, rows(64, instruction=4, longest=40))
+    batching, told = chosen(model, rows(64, instruction=4, longest=40), batching="shared")
     assert batching.layout == "padded"
     assert "its loss is not that of single rows" in told
 
@@ -292,7 +292,7 @@ def test_a_window_that_the_configuration_does_not_tell_of_is_found_by_the_longes
 def test_dropout_that_is_no_module_is_found_by_two_forwards():
     torch.manual_seed(0)
     model = OPTForCausalLM(OPTConfig(vocab_size=128, hidden_size=32, ffn_dim=64, num_attention_heads=2, dropout=0.1))
-    batching, told = chosen(model)
+    batching, told = chosen(model, batching="shared")
     assert batching.layout != "shared"
     assert "would share their dropout (its forward is random in training)" in told
 

@@ -181,7 +181,7 @@ def test_a_question_that_all_others_begin_with_keeps_a_token_of_its_own(tiny, to
 
 
 REFUSED = {
-    "window of 8": "the model's cache has layers of another kind (DynamicSlidingWindowLayer)",
+    "window of 8": "the model's cache has layers of another kind (SlidingWindowLayer)",
     "convolution": "the model's cache has layers of another kind (LinearAttentionLayer)",
     "eager": "attention eager takes no shared prefix, sdpa does",
     "lost": "its predictions behind a shared prefix are not those of single rows (off by ",

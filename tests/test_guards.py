@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from accelerate import Accelerator
-from conftest import accel_sft
+from conftest import accel_sft, stopped
 from models import Sums, make_tiny
 from test_laws import JOB, layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -123,6 +123,37 @@ def test_a_part_of_an_epoch_without_an_example_is_refused(tmp_path):
 
 
 # --- a run's folder ---
+
+
+def test_a_launch_that_was_refused_a_folder_is_refused_it_again_when_it_starts_again(launched, tmp_path):
+    whole = layout(launched, "plain")
+    copy = tmp_path / "run"
+    shutil.copytree(whole.run_dir, copy)
+    refused = accel_sft(*whole.arguments, run_dir=copy, environment={"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert refused.status == 1
+    assert "not empty" in refused.output
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_anew_with_other_settings(launched, tmp_path):
+    whole = layout(launched, "plain")
+    copy = tmp_path / "run"
+    shutil.copytree(whole.run_dir, copy)
+    shutil.rmtree(copy / "checkpoints")
+    before = (copy / "base" / "tokenizer.json").stat().st_mtime_ns
+    refused = accel_sft(*whole.arguments, "--seed", "99", "--resume", "auto", run_dir=copy)
+    assert refused.status == 1
+    assert "--seed: the run was started with 7, not 99" in refused.output
+    assert (copy / "base" / "tokenizer.json").stat().st_mtime_ns == before
+
+
+def test_what_came_after_a_checkpoint_that_is_named_is_put_aside(launched, tmp_path):
+    run_dir = stopped(layout(launched, "plain"), tmp_path / "run", 6)
+    assert [path.name for path in checkpoint.undo_after(run_dir, 3)] == ["undone-step-000006"]
+    assert checkpoint.newest(run_dir, "auto")[0] == run_dir / "checkpoints" / "step-000003"
+    for path in (run_dir / "checkpoints").glob("step-*/manifest.json"):
+        path.unlink()
+    with pytest.raises(UserError, match="none of its checkpoints is whole; to start over, name another --output-dir"):
+        checkpoint.newest(run_dir, "auto")
 
 
 def test_a_run_that_was_killed_before_its_record_may_be_resumed(tmp_path):

@@ -10,6 +10,7 @@ from fake_plugins import accel_sft, install
 
 PACKAGE = Path(__file__).parent.parent / "accel_sft"
 GROUPS = [
+    {"pulse"},
     {"options", "keeper", "cascade", "sealed", "host"},
     {"identity", "json_stream", "markdown", "progress", "launched", "terminal", "postmortem"},
     {"cache", "operators", "environment", "stopping", "failure"},
@@ -41,6 +42,7 @@ GROUPS = [
     {"__main__"},
 ]
 STANDARD_LIBRARY_ONLY = (
+    "pulse",
     "options",
     "keeper",
     "sealed",

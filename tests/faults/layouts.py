@@ -36,7 +36,7 @@ from accel_sft.learning import Learner
 from accel_sft.optim import Stepper, adamw
 
 CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
-STEPS, STOP = 4, 2
+STEPS, STOP = 7, 5
 ROWS = [Encoded(index, [3 + (7 * index + at) % 60 for at in range(6 + index % 3)], 2) for index in range(6)]
 
 
@@ -49,7 +49,7 @@ class Job:
         told = environment_of_a_rank(CONFIGS / f"{yaml}.yaml", "--mixed_precision", precision)
         os.environ.update({name: value for name, value in told.items() if name.startswith("ACCELERATE_")})
         AcceleratorState._reset_state(reset_partial_state=True)
-        config = TrainConfig(adapter="none").resolved({})
+        config = TrainConfig(adapter="none", adam_beta2=0.95).resolved({})
         self.accelerator = launch.create_accelerator(config)
         torch.manual_seed(0)
         shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 64}

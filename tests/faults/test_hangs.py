@@ -100,11 +100,11 @@ def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(tmp_path):
 SUSPENDED = """
 import os, signal, sys, time
 from pathlib import Path
-from accel_sft import watch
+from accel_sft import pulse, watch
 
 watch.SILENT_SECONDS, watch.GRACE_SECONDS = 1.0, 0.0
 with watch.Watch(2, Path(sys.argv[1]), lambda message: None):
-    watch.beat()
+    pulse.beat()
     time.sleep(0.6)
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(1.0)
@@ -118,6 +118,7 @@ def test_a_process_that_was_suspended_as_a_whole_goes_on_and_one_that_hangs_then
         [sys.executable, "-c", SUSPENDED, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        assert process.poll() is None, process.communicate()[0]
         time.sleep(0.05)
     time.sleep(3)
     process.send_signal(signal.SIGCONT)

@@ -32,7 +32,7 @@ def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("yaml", "world_size", "bytes_each"),
     # AdamW's moments 8, a copy of the weights 4, gradients 4; a checkpoint's files 12
-    [("ddp", 2, 2 * (8 + 12)), ("z2", 2, 8 + 4 + 12), ("z2_offload", 2, 8 + 4 + 4 + 12), ("z3_nvme", 2, 12)],
+    [("ddp", 2, 2 * 8 + 12), ("z2", 2, 8 + 4 + 12), ("z2_offload", 2, 8 + 4 + 4 + 12), ("z3_nvme", 2, 12)],
 )
 def test_states_that_host_memory_cannot_take_are_not_begun(yaml, world_size, bytes_each, monkeypatch):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1000, 999)
@@ -45,6 +45,19 @@ def test_states_that_host_memory_cannot_take_are_not_begun(yaml, world_size, byt
         UserError, match=r"host memory: 2 processes on this machine need at least 0.0\d GiB for optimizer"
     ):
         room.hold_memory(accelerator, model, launch)
+
+
+def test_a_checkpoints_files_take_no_more_than_one_of_them_and_the_largest_parameter(monkeypatch):
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1000, 999, bias=False)
+    monkeypatch.setattr(room.shards, "FILE_BYTES", 1000)
+    launch = seen_by_a_rank(CONFIGS / "z3_nvme.yaml", world_size=8)
+    more = torch.nn.ModuleList([model, *(torch.nn.Linear(1000, 999, bias=False) for _ in range(99))])
+    needed = 8 * (1000 + 12 * 999_000 / 8)
+    monkeypatch.setattr(host, "free_bytes", lambda: needed)
+    room.hold_memory(accelerator, more, launch)
+    monkeypatch.setattr(host, "free_bytes", lambda: needed - 1)
+    with pytest.raises(UserError, match="8 processes on this machine"):
+        room.hold_memory(accelerator, more, launch)
 
 
 def control_groups(tmp_path, lines, files):
