@@ -28,7 +28,7 @@ until grep -qs '"step": 30,' "$0/metrics.jsonl"; do kill -0 $run || exit 99; sle
 wait $run
 """
 """A shell's lines: the run, a fault as it stands between two checkpoints, the run's exit status."""
-READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0"'
+READ_ONLY = 'mount --bind "$0" "$0"; until mount -o remount,bind,ro "$0" 2>/dev/null; do sleep 0.02; done'
 GONE = 'mv "$0" "$0-elsewhere"'
 
 
