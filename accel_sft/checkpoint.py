@@ -112,6 +112,11 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "checkpoints").glob("step-*"), key=_step)
 
 
+def has_trained(run_dir: Path) -> bool:
+    """Whether the folder holds what a run has learnt, which no other settings may go on with or take the place of."""
+    return bool(checkpoints(run_dir)) or (run_dir / "final").is_dir()
+
+
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 

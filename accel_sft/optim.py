@@ -66,6 +66,7 @@ class Stepper:
         return contextlib.nullcontext() if last else self.accelerator.no_sync(self.model)
 
     def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of one micro-batch, inside `boundary`."""
         if self.engine is not None:
             self.engine.backward(loss, scale_wrt_gas=False)
         else:

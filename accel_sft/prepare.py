@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from accel_sft.audit import audit, refuse
 from accel_sft.chat import Encoding, Rules, conversation, end_of_turn_ids
-from accel_sft.checkpoint import checkpoints, decided_by_main, replacing
+from accel_sft.checkpoint import decided_by_main, has_trained, replacing
 from accel_sft.config import EVAL, MODEL, TrainConfig
 from accel_sft.data import StepPlan
 from accel_sft.launch import create_accelerator
@@ -130,8 +130,7 @@ def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: Tr
     train_examples, validation_examples = _read_splits(accelerator, task)
     if config.model == "tiny" and not config.init_from:
         base = run_dir / "base"
-        begun = checkpoints(run_dir) or (run_dir / "final").is_dir()
-        if not base.exists() or not begun:  # a fresh start must not meet an earlier one's tokenizer
+        if not base.exists() or not has_trained(run_dir):  # a fresh start must not meet an earlier one's tokenizer
             with replacing(accelerator, base) as partial:
                 decided_by_main(accelerator, lambda: build_tiny(partial, _texts(task, train_examples), config.seed))
         source = find_source(config, str(base))

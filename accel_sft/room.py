@@ -25,12 +25,15 @@ def hold_disk(accelerator: Accelerator, model: torch.nn.Module, run_dir: Path) -
     Raises:
         UserError: on every rank, if it has not.
     """
-    needed, free = sum(_sizes(model)) * shards.BYTES + SPARE_BYTES, shutil.disk_usage(run_dir).free
-    problem = (
-        f"{run_dir}: a checkpoint takes {_gib(needed)}, and {_gib(free)} of the disk are free; free space (then go on "
-        "with --resume auto), name another --output-dir, or --save-every off"
-    )
-    _agree(problem if free < needed and accelerator.is_main_process else None)
+    problem = None
+    if accelerator.is_main_process:  # the folder need not be there for the others yet
+        needed, free = sum(_sizes(model)) * shards.BYTES + SPARE_BYTES, shutil.disk_usage(run_dir).free
+        if free < needed:
+            problem = (
+                f"{run_dir}: a checkpoint takes {_gib(needed)}, and {_gib(free)} of the disk are free; free space "
+                "(then go on with --resume auto), name another --output-dir, or --save-every off"
+            )
+    _agree(problem)
 
 
 def hold_memory(accelerator: Accelerator, model: torch.nn.Module, launch: Launch) -> None:

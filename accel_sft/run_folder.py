@@ -13,7 +13,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from accel_sft import config as configuration
-from accel_sft.checkpoint import checkpoints, decided_by_main, settle
+from accel_sft.checkpoint import decided_by_main, has_trained, settle
 from accel_sft.config import TrainConfig
 from accel_sft.launched import restarts
 from accel_sft.options import UserError, settings
@@ -34,25 +34,24 @@ def _launch_file() -> Path | None:
     return Path(file).parents[2] / _EARLIER if file else None
 
 
+def _folder_before() -> str | None:
+    """The folder that an attempt of this launch has claimed; None if none has."""
+    shared = _launch_file()
+    return shared.read_text(encoding="utf-8") if shared and shared.is_file() else None
+
+
 def _name(task_name: str, config: TrainConfig) -> str:
     """The folder's name: as asked for, as at this launch's first attempt, or by the time."""
-    shared = _launch_file()
-    if config.output_dir:
-        return config.output_dir
-    if restarts() and shared and shared.is_file():
-        return shared.read_text(encoding="utf-8")
-    return f"runs/{task_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    earlier = _folder_before() if restarts() else None
+    return config.output_dir or earlier or f"runs/{task_name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def continued(accelerator: Accelerator, config: TrainConfig) -> TrainConfig:
     """Ranks that their launcher has started again go on with their run, where an attempt before had a folder for it."""
 
     def begun() -> bool:
-        shared = _launch_file()
-        if shared is None or not shared.is_file():
-            return False
-        named = config.output_dir and str(Path(config.output_dir).expanduser().absolute())
-        return named in (None, shared.read_text(encoding="utf-8"))
+        before, named = _folder_before(), config.output_dir
+        return before is not None and (not named or str(Path(named).expanduser().absolute()) == before)
 
     if not restarts() or config.resume != "off" or not decided_by_main(accelerator, begun):
         return config
@@ -162,7 +161,7 @@ def write_run_record(
 
     def write() -> None:
         path = run_dir / "run.json"
-        if path.exists() and (checkpoints(run_dir) or (run_dir / "final").is_dir()):
+        if path.exists() and has_trained(run_dir):
             _hold_to(read_json(path), record, run_dir)
         write_atomically(path, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
 
