@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from accel_sft.config import TrainConfig
 from accel_sft.launched import device_count
 from accel_sft.options import UserError
 from accel_sft.report import read_json
+
+_SAMPLES, _SAMPLE_BYTES = 1 << 14, 1 << 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +58,39 @@ def find_source(config: TrainConfig, model: str | None = None) -> Source:
     if not name or folder.is_file() or name.startswith((".", "/", "~")):
         raise UserError(f"--model {name!r}: no such folder; name a hub id, a folder of saved weights, or a run")
     return Source(name, name)
+
+
+def weights_identity(source: Source, config: TrainConfig) -> str:
+    """What tells full weights from others of the same name and shape.
+
+    A hub's revision, or the SHA-256 of a folder's configuration and of its weight files' names, sizes and content. Of a
+    large file that is 64 MiB, evenly spread: other training has changed every matrix, and to read all takes as long as
+    to load it.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    return _loading(source.weights, lambda: _revision(source, config) or _digest(Path(source.weights)))
+
+
+def _revision(source: Source, config: TrainConfig) -> str | None:
+    """The hub's; None for a folder."""
+    from transformers import AutoConfig
+
+    found = AutoConfig.from_pretrained(source.weights, trust_remote_code=config.trust_remote_code)
+    return getattr(found, "_commit_hash", None)
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb", buffering=0) as file:
+            for start in range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES)):
+                file.seek(start)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def is_tiny(config: TrainConfig) -> bool:

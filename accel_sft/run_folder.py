@@ -16,6 +16,7 @@ from accel_sft import config as configuration
 from accel_sft.checkpoint import decided_by_main, has_trained, settle
 from accel_sft.config import TrainConfig
 from accel_sft.launched import restarts
+from accel_sft.model import weights_identity
 from accel_sft.options import UserError, settings
 from accel_sft.prepare import Prepared
 from accel_sft.record import launch_record, recordable
@@ -160,7 +161,9 @@ def write_run_record(
     }
 
     def write() -> None:
-        path = run_dir / "run.json"
+        path, source = run_dir / "run.json", prepared.source
+        if config.adapter != "none" or source.adapter:
+            record["base_weights"] = weights_identity(source, config)
         if path.exists() and has_trained(run_dir):
             _hold_to(read_json(path), record, run_dir)
         write_atomically(path, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
@@ -174,6 +177,9 @@ def _hold_to(before: dict[str, Any], now: dict[str, Any], run_dir: Path) -> None
         different.append(f"task: the run was started with {before['task']}, not {now['task']}")
     if not different and before["data_sha256"] != now["data_sha256"]:
         different.append("the data is not what the run was started with")
+    base, base_now = before.get("base_weights"), now.get("base_weights")
+    if not different and base and base_now and base != base_now:  # checkpoints hold the adapter alone
+        different.append("--model: the weights below the adapter are not those that the run was started with")
     if different:
         start = f", or start a new run from its weights: --init-from {run_dir}" if (run_dir / "final").is_dir() else ""
         raise UserError(

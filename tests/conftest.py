@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -12,14 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 CONFIGS = Path(__file__).parent.parent / "accelerate_configs"
 
 
+@pytest.fixture(scope="session")
+def common(tmp_path_factory):
+    """A folder that pytest-xdist's workers have in common."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 @pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory):
+def cache(common):
     """What the tests keep is not the user's, and is gone with them."""
-    folder = tmp_path_factory.mktemp("cache")
+    folder = common / "cache"
+    folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCEL_SFT_CACHE", str(folder))
         yield folder
@@ -82,15 +92,19 @@ def stopped(whole, folder, step):
 
 
 @pytest.fixture(scope="session")
-def launched(tmp_path_factory):
-    """`launched(name, ...)`: the launch of that name, made on first use with the arguments given then."""
-    made: dict[str, Launched] = {}
+def launched(common):
+    """`launched(name, ...)`: the launch of that name, made on first use, by whichever worker, with the arguments given
+    then."""
+    runs = common / "runs"
+    runs.mkdir(exist_ok=True)
 
     def launch(name: str, *arguments: str, expect: int = 0, **options) -> Launched:
-        if name not in made:
-            options.setdefault("run_dir", tmp_path_factory.mktemp("runs") / name)
-            made[name] = accel_sft(*arguments, **options)
-            assert made[name].status == expect, f"{name} ended with {made[name].status}:\n{made[name].output[-6000:]}"
-        return made[name]
+        with FileLock(runs / f"{name}.lock"):
+            if not (record := runs / f"{name}.pickle").exists():
+                options.setdefault("run_dir", runs / name)
+                record.write_bytes(pickle.dumps(accel_sft(*arguments, **options)))
+            made = pickle.loads(record.read_bytes())
+        assert made.status == expect, f"{name} ended with {made.status}:\n{made.output[-6000:]}"
+        return made
 
     return launch

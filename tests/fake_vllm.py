@@ -27,8 +27,9 @@ def argument(flag: str) -> str | None:
 
 
 def write(name: str, content: object) -> None:
-    (FOLDER / f".{name}").write_text(json.dumps(content))
-    (FOLDER / f".{name}").rename(FOLDER / name)
+    partial = FOLDER / f".{name}.{threading.get_ident()}"  # questions come side by side
+    partial.write_text(json.dumps(content))
+    partial.rename(FOLDER / name)
 
 
 def load():

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import torch
+from accelerate import Accelerator
 from conftest import accel_sft
 from fake_plugins import install
 from test_laws import FP32, JOB, ONCE, layout, same_curve
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from accel_sft import UserError
+from accel_sft.batching import Batching
+from accel_sft.chat import Encoded
+from accel_sft.config import TrainConfig
+from accel_sft.learning import CAP_FILE, Learner
+from accel_sft.optim import Stepper, adamw
 
 CRAMPED = """
 import os
@@ -103,6 +115,26 @@ def test_ranks_that_wait_for_each_other_amid_a_forward_end_and_a_resumed_run_kee
     run = accel_sft(*arguments, "--resume", "auto", **options)
     assert run.status == 0, run.output
     same_curve(layout(launched, "plain").lines(), run.lines())
+    assert run.result()["batching"]["tokens"] == json.loads((tmp_path / "run" / CAP_FILE).read_text())["tokens"]
+
+
+def test_the_least_of_what_several_ranks_found_no_room_for_is_kept(tmp_path, monkeypatch):
+    def cramped(module, inputs):
+        raise torch.OutOfMemoryError("no room")
+
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model, accelerator = LlamaForCausalLM(LlamaConfig(vocab_size=32, **shape)), Accelerator(cpu=True)
+    model.model.embed_tokens.register_forward_pre_hook(cramped)
+    monkeypatch.setattr(Stepper, "forwards_alone", False)  # ranks wait for each other amid a forward
+    stepper = Stepper(accelerator, model, adamw(model, TrainConfig().resolved({})), 1.0)
+    padded = Batching("padded", 0, rows=2)
+    ranks = [Learner(accelerator, model, stepper, padded, 0, tmp_path, print) for _ in range(3)]
+    for rank, length, kept in zip(ranks, (20, 6, 40), (20, 6, 6), strict=True):
+        rows = [Encoded(index, [3] * length, 2) for index in range(2)]
+        with pytest.raises(UserError, match=f"it keeps to {kept} tokens a forward"):
+            rank.learn(rows, 2, 1)
+    assert json.loads((tmp_path / CAP_FILE).read_text()) == {"tokens": 6}
+    assert Learner(accelerator, model, stepper, padded, 0, tmp_path, print).batching.tokens == 6
 
 
 @pytest.mark.parametrize("yaml", [None, "z2", "z3"])

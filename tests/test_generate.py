@@ -31,6 +31,7 @@ from accel_sft.evaluate import Evaluator
 from accel_sft.generate import Generator, common_prefix, divide
 from accel_sft.merging import merged, why_not
 from accel_sft.options import UserError
+from accel_sft.pulse import beats
 
 NEW_TOKENS = 12
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -192,10 +193,11 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_model_that_cannot_share_is_left_to_transformers_with_the_reason(kind, tiny, tokenizer, examples):
     model = build(kind, tiny, len(tokenizer))
-    expected = end_early(model, tokenizer, examples)
+    expected, before = end_early(model, tokenizer, examples), beats()
     answers, generator = generated(model, tokenizer, examples, batch_size=4)
     assert generator.told.startswith(f"answers by transformers' generate, as {REFUSED[kind]}")
     assert answers == expected
+    assert beats() - before >= max(map(len, answers.values()))  # one a token, for the watch over hangs
 
 
 @pytest.mark.parametrize(("ranks", "batch_size"), [(1, 4), (2, 3), (3, 64), (16, 2)])

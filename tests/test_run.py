@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import accel_sft, stopped
 from fake_plugins import install
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_laws import JOB, layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -195,6 +195,18 @@ def test_an_adapter_run_with_dropout_resumes_to_the_same_bits(launched, tmp_path
     assert resumed.status == 0, resumed.output
     expected, got = (load_file(r / "final" / "adapter_model.safetensors") for r in (whole.run_dir, copy))
     assert all(torch.equal(expected[key], got[key]) for key in expected)
+
+
+def test_an_adapter_does_not_go_on_upon_other_weights_than_those_it_stood_on(launched, tmp_path):
+    whole = lora(launched, None)
+    run_dir = stopped(whole, tmp_path / "run", 3)
+    base = run_dir / "base" / "model.safetensors"
+    weights = load_file(base)
+    largest = max(weights, key=lambda name: weights[name].numel())
+    save_file({**weights, largest: weights[largest] * 1.01}, base, metadata={"format": "pt"})
+    refused = accel_sft(*whole.arguments, "--resume", "auto", run_dir=run_dir)
+    assert refused.status == 1
+    assert "the weights below the adapter are not those that the run was started with" in refused.output
 
 
 def test_a_new_run_starts_from_an_earlier_ones_weights(launched):

@@ -115,6 +115,30 @@ def test_a_killed_run_leaves_only_whole_lines(tmp_path):
     assert [json.loads(line)["step"] for line in written.splitlines()] == list(range(written.count(b"\n")))
 
 
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+from accel_sft.metrics_file import MetricsFile
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (110, 110))
+metrics = MetricsFile(Path(sys.argv[1]))
+for step in range(1, 100):
+    metrics.append({"step": step, "loss": 0.5})
+"""
+
+
+def test_a_disk_that_takes_a_part_of_a_line_only_is_an_error_and_the_part_is_cut_off_later(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    done = subprocess.run([sys.executable, "-c", FULL, str(path)], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].startswith("OSError: ")
+    assert path.stat().st_size == 110  # the system took what it could of the last line
+    assert not path.read_bytes().endswith(b"\n")
+    assert MetricsFile(path).rewind(99)[0] == 1
+    kept = path.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in kept] == list(range(1, len(kept) + 1))
+
+
 def test_curves_are_read_back_from_the_run_folder_itself(tracked):
     tracker = tracked()
     for step in (1, 2, 3):

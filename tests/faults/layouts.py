@@ -44,6 +44,8 @@ class Job:
     """A model under a layout, at step 0."""
 
     def __init__(self, yaml: str, precision: str, dropout: float, folder: Path) -> None:
+        halves = precision == "bfloat16"  # weights and moments themselves, by --dtype
+        precision = "no" if halves else precision
         for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
             del os.environ[name]
         told = environment_of_a_rank(CONFIGS / f"{yaml}.yaml", "--mixed_precision", precision)
@@ -56,7 +58,7 @@ class Job:
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": dropout}
         model = LlamaForCausalLM(LlamaConfig(**shape, **heads))
         model.lm_head.weight.requires_grad_(False)  # frozen weights are the source's
-        if precision == "bf16" and os.environ.get("ACCELERATE_USE_DEEPSPEED"):
+        if halves or (precision == "bf16" and os.environ.get("ACCELERATE_USE_DEEPSPEED")):
             model.to(torch.bfloat16)
         self.model, self.optimizer = launch.prepare(self.accelerator, model.train(), adamw(model, config), config)
         self.stepper = Stepper(self.accelerator, self.model, self.optimizer, config.max_grad_norm)
@@ -116,8 +118,8 @@ def by_fsdp(path: Path, folder: Path) -> bool:
 
 def main(folder: Path, layouts: list[str]) -> None:
     found = {}
-    for precision in ("no", "bf16"):
-        for yaml in layouts:
+    for precision in ("no", "bf16", "bfloat16"):
+        for yaml in layouts if precision != "bfloat16" else ["ddp"]:
             run_dir = folder / f"{yaml}-{precision}"
             run_dir.mkdir(exist_ok=True)
             job = Job(yaml, precision, 0.2, run_dir)

@@ -13,8 +13,14 @@ import time
 from pathlib import Path
 
 import psutil
+import torch
+from accelerate import Accelerator
 from conftest import CONFIGS, accel_sft
 from fake_plugins import install
+
+from accel_sft import pulse, sealed, shards
+from accel_sft.config import TrainConfig
+from accel_sft.optim import adamw
 
 TIMEOUT = 10
 PAST = 30
@@ -126,3 +132,39 @@ def test_a_process_that_was_suspended_as_a_whole_goes_on_and_one_that_hangs_then
     assert "went on" in said
     assert process.returncode == 1
     assert "rank 0 stands in <module> (<string>:" in said
+
+
+UNHEARD = """
+import sys, time
+from pathlib import Path
+from accel_sft import watch
+
+watch.GRACE_SECONDS = 1.0
+with watch.Watch(2, Path(sys.argv[1]), lambda message: time.sleep(600)):
+    time.sleep(600)
+"""
+
+
+def test_a_disk_that_hangs_too_keeps_neither_the_message_nor_the_end(tmp_path):
+    done = subprocess.run([sys.executable, "-c", UNHEARD, str(tmp_path)], capture_output=True, text=True, timeout=PAST)
+    assert done.returncode == 1
+    assert "nothing has moved for" in done.stdout
+
+
+def test_files_that_are_written_read_and_hashed_count_as_getting_on(tmp_path):
+    def beats_in(call, *arguments):
+        before = pulse.beats()
+        call(*arguments)
+        return pulse.beats() - before
+
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(300, 300)
+    optimizer = adamw(model, TrainConfig().resolved({}))
+    model(torch.ones(300)).sum().backward()
+    optimizer.step()
+    folder = tmp_path / "state"
+    folder.mkdir()
+    assert beats_in(shards.write, accelerator, model, optimizer, folder) >= 1
+    assert beats_in(shards.read, accelerator, model, optimizer, folder) >= 6  # weight and bias, and their moments
+    (folder / "large").write_bytes(bytes(3 * 2**20))  # is read in pieces
+    assert beats_in(sealed.seal, folder, {}) >= 3
+    assert beats_in(sealed.check, folder) >= 3

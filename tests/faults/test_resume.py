@@ -42,6 +42,11 @@ def test_a_resumed_run_ends_with_the_same_bits_at_every_stage_and_offload_with_d
     assert len(set(run["losses"])) == len(run["losses"])
 
 
+def test_a_resumed_run_in_half_precision_throughout_ends_with_the_same_bits(everywhere):
+    run = everywhere["ddp bfloat16"]
+    assert run["resumed"] == run["whole"]
+
+
 @pytest.mark.parametrize("at", range(len(LAYOUTS)))
 def test_what_one_layout_wrote_another_goes_on_from(everywhere, at):
     run = everywhere[f"{LAYOUTS[at - 1]} to {LAYOUTS[at]}"]
