@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import math
 import os
-import shutil
 import sysconfig
 from pathlib import Path
 
@@ -34,7 +33,8 @@ def prepare_environment(debug: bool = False) -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     _keep_freed_memory()
     scripts = sysconfig.get_path("scripts")
-    if not shutil.which("ninja") and Path(scripts, "ninja").is_file():
+    if Path(scripts, "ninja").is_file():
+        # the one beside this Python before the system's: a ninja of another version compiles all operators anew
         os.environ["PATH"] = os.pathsep.join((scripts, os.environ.get("PATH", "")))
     for name, value in ({} if debug else _QUIET).items():
         os.environ.setdefault(name, value)

@@ -329,6 +329,25 @@ def test_threads_share_the_cores(monkeypatch):
     assert threads_per_process() == 3
 
 
+def test_the_ninja_beside_this_python_comes_before_the_systems(tmp_path):
+    """Another version's log is not understood, and all operators would be compiled anew."""
+    systems = tmp_path / "ninja"
+    systems.write_text("#!/bin/sh\n")
+    systems.chmod(0o755)
+    process = python(
+        """
+        import shutil
+        from accel_sft.environment import prepare_environment
+        print(shutil.which("ninja"))
+        prepare_environment()
+        print(shutil.which("ninja"))
+        """,
+        PATH=os.pathsep.join((str(tmp_path), os.environ["PATH"])),
+    )
+    before, after = process.communicate(timeout=60)[0].split()
+    assert (before, after) == (str(systems), str(Path(sysconfig.get_path("scripts"), "ninja")))
+
+
 def test_one_thread_is_kept_where_no_launcher_asked_for_it(monkeypatch):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
