@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import threading
+import time
 from types import FrameType
 
 from accel_sft.launched import PARENT, under_launcher
@@ -13,6 +15,9 @@ from accel_sft.terminal import terminal
 
 WATCH_SECONDS = 1.0
 """Between looks at whether the launcher is still there."""
+DEAF_SECONDS = 4.0
+"""After a signal that the main thread has not heard: it is in C, and may wait there for a rank that is gone. The
+launcher kills after 30."""
 GONE = 1
 """Exit status of a rank without a launcher."""
 _DEFERRED = "{name}: this step is finished, and a checkpoint written; once more ends at once\n"
@@ -37,7 +42,8 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
     """Inside, SIGTERM and SIGINT end the process, or while `deferred` says so are noted; a second one ends it at once.
 
     A rank whose launcher is gone ends within two seconds, without a word in any file: a later run may already write
-    there. One that was told to stop before that is left to write its checkpoint.
+    there. One that was told to stop before that is left to write its checkpoint. One that hears no signal, for it waits
+    in C for others to come, ends all the same.
 
     Attributes:
         asked: number of the signal that came while `deferred`; 0: none.
@@ -54,13 +60,15 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._heard) for number in (signal.SIGTERM, signal.SIGINT)}
         if self._launcher is not None:
-            threading.Thread(target=self._watch, name="launcher-watch", daemon=True).start()
+            threading.Thread(target=self._watch, args=(self._arriving(),), name="launcher-watch", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._before and self._launcher is not None:
+            signal.set_wakeup_fd(-1)
 
     def hold(self) -> None:
         """End now if the launcher is gone: to be called before anything is written."""
@@ -68,8 +76,22 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
             _tell("the launcher is gone: this rank ends without writing anything more\n")
             os._exit(GONE)
 
-    def _watch(self) -> None:
-        while not self._ended.wait(WATCH_SECONDS):
+    def _arriving(self) -> int:
+        """A pipe into which the system writes the number of each signal, whatever the main thread is doing."""
+        reading, writing = os.pipe()
+        if self._before:
+            os.set_blocking(writing, False)
+            signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        return reading
+
+    def _watch(self, arriving: int) -> None:
+        since: dict[int, float] = {}
+        while not self._ended.is_set():
+            if select.select([arriving], [], [], WATCH_SECONDS)[0]:
+                since |= {number: time.monotonic() for number in os.read(arriving, 64) if number in self._before}
+            for number, then in since.items():
+                if not (self.asked or self.deferred) and time.monotonic() - then > DEAF_SECONDS:
+                    os._exit(128 + number)
             self.hold()
 
     def _heard(self, number: int, frame: FrameType | None) -> None:

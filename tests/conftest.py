@@ -7,11 +7,12 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 import sysconfig
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import forked
 import pytest
 from filelock import FileLock
 
@@ -63,19 +64,19 @@ def accel_sft(
     timeout_seconds: int = 600,  # a first launch compiles DeepSpeed's operators
 ) -> Launched:
     """Run the command line as a user would: under `accelerate launch` with one of the shipped yamls, or alone."""
-    scripts = Path(sysconfig.get_path("scripts"))
-    command = [sys.executable, "-m", "accel_sft"]
-    if yaml:
-        port = str(20000 + os.getpid() % 20000)
-        command = [str(scripts / "accelerate"), "launch", "--config_file", str(CONFIGS / f"{yaml}.yaml")]
-        command += ["--main_process_port", port, *launcher, "-m", "accel_sft"]
-    command += arguments
-    if run_dir:
-        command += ["--output-dir", str(run_dir)]
+    given = (*arguments, "--output-dir", str(run_dir)) if run_dir else arguments
     env = {**os.environ, "COLUMNS": "100", **(environment or {})}
     if environment and "PYTHONPATH" in environment:  # the caller's stays beside it
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (environment["PYTHONPATH"], os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, env=env)
+    if yaml:
+        # `accelerate launch` by its other name, which does not import what all other commands need
+        launch, port = Path(sysconfig.get_path("scripts"), "accelerate-launch"), str(20000 + os.getpid() % 20000)
+        command = [str(launch), "--config_file", str(CONFIGS / f"{yaml}.yaml")]
+        command += ["--main_process_port", port, *launcher, "-m", "accel_sft", *given]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, env=env)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            done = forked.run(given, env, Path(folder), timeout_seconds)
     again = {"yaml": yaml, "launcher": launcher}
     return Launched(run_dir or Path(), done.returncode, done.stdout + done.stderr, arguments, again)
 

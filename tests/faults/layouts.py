@@ -2,19 +2,23 @@
 
     accelerate launch --config_file accelerate_configs/ddp.yaml tests/faults/layouts.py FOLDER
 
-Writes FOLDER/found.json: for each layout the losses of an uninterrupted run, and digests of its final weights and of
-those after a stop; and the losses of runs that go on under it from what every other layout had written.
+Writes FOLDER/found.json. For each layout the losses of an uninterrupted run, digests of what it ended with and of what
+a stopped and resumed one did; what became of steps whose loss or gradient was spoiled on one rank; the losses of a run
+that goes on under it from what another layout had written; and of one that finds no room for its forwards.
 """
 
 # ruff: noqa: E402, the environment comes before torch
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -24,15 +28,16 @@ prepare_environment()
 
 import torch
 from accelerate.state import AcceleratorState
+from accelerate.utils import gather_object
 from test_launch import environment_of_a_rank
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accel_sft import checkpoint, launch
+from accel_sft import checkpoint, launch, learning
 from accel_sft.batching import Batching
 from accel_sft.chat import Encoded
 from accel_sft.config import TrainConfig
-from accel_sft.learning import Learner
+from accel_sft.holding import MOMENTS, flat, held_by
 from accel_sft.optim import Stepper, adamw
 
 CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
@@ -62,19 +67,66 @@ class Job:
             model.to(torch.bfloat16)
         self.model, self.optimizer = launch.prepare(self.accelerator, model.train(), adamw(model, config), config)
         self.stepper = Stepper(self.accelerator, self.model, self.optimizer, config.max_grad_norm)
-        padded = Batching("padded", 0, rows=2)
-        self.learner = Learner(self.accelerator, self.model, self.stepper, padded, 0, folder, print)
+        self.folder = folder
+        self.forwards_of(rows=2)
+
+    def forwards_of(self, rows: int) -> None:
+        padded = Batching("padded", 0, rows=rows)
+        self.learner = learning.Learner(self.accelerator, self.model, self.stepper, padded, 0, self.folder, print)
 
     def steps(self, begin: int, end: int) -> list[float]:
-        losses, rank = [], self.accelerator.process_index
-        for step in range(begin, end):
+        """Their losses."""
+        losses, rank, step = [], self.accelerator.process_index, begin
+        supervised = sum(row.supervised_tokens for row in ROWS)
+        while step < end:
             torch.manual_seed(100 * step + rank)
-            supervised = sum(row.supervised_tokens for row in ROWS)
-            share, _ = self.learner.learn(list(ROWS), supervised, step)
-            losses.append(self.accelerator.gather(share.reshape(1)).sum().item())
+            share, no_room = self.learner.learn(list(ROWS), supervised, step)
+            loss, no_room, *_ = learning.exchanged(self.accelerator, share, no_room, 0, [])
+            if no_room.tokens:
+                self.learner.again(no_room, step)
+                continue
             self.stepper.set_learning_rate(0.01)
             self.stepper.update(step)
+            losses.append(loss)
+            step += 1
         return losses
+
+    def spoiled(self, how: str) -> dict[str, bool]:
+        """What a step did whose loss, or whose gradient alone, is infinite on the last rank; and the one after it."""
+        nll_sum = learning.nll_sum
+
+        def spoiling(*arguments):
+            value = nll_sum(*arguments)
+            if self.accelerator.process_index != self.accelerator.num_processes - 1:
+                return value
+            if how == "loss":
+                return value + math.inf  # its gradients are finite
+            value.register_hook(lambda gradient: gradient * math.inf)
+            return value
+
+        before = self.digest()
+        with mock.patch.object(learning, "nll_sum", spoiling):
+            (loss,) = self.steps(0, 1)
+        after = self.digest()
+        self.steps(0, 1)
+        return {
+            "told": math.isfinite(loss) == (how != "loss"),
+            "kept": after == before,
+            "goes on": self.digest() != after,
+        }
+
+    @contextlib.contextmanager
+    def cramped(self, tokens: int):
+        """The last rank has no room for forwards of more tokens."""
+
+        def look(module, inputs):
+            last = self.accelerator.process_index == self.accelerator.num_processes - 1
+            if last and torch.is_grad_enabled() and inputs[0].numel() > tokens:
+                raise torch.OutOfMemoryError("no room")
+
+        hook = self.accelerator.unwrap_model(self.model).model.embed_tokens.register_forward_pre_hook(look)
+        yield
+        hook.remove()
 
     def save(self, run_dir: Path) -> Path:
         return checkpoint.save(self.accelerator, self.model, self.optimizer, run_dir, {"step": STOP}, 1)
@@ -83,11 +135,18 @@ class Job:
         checkpoint.load(self.accelerator, self.model, self.optimizer, path)
 
     def digest(self) -> str:
-        """Of the weights that compute, whole, in their own precision."""
+        """Of the weights that compute, whole, in their own precision; and of what each rank's optimizer holds."""
         digest = hashlib.sha256()
-        for name, weight in sorted((self.accelerator.get_state_dict(self.model) or {}).items()):
-            digest.update(name.encode() + weight.contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        for _, weight in sorted((self.accelerator.get_state_dict(self.model) or {}).items()):
+            digest.update(bits(weight))
+        for held in held_by(self.accelerator, self.model, self.optimizer):
+            for key in MOMENTS if MOMENTS[0] in held.state else ():
+                digest.update(bits(flat(held.state[key])))
+        return " ".join(gather_object([digest.hexdigest()]))
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def by_fsdp(path: Path, folder: Path) -> bool:
@@ -130,13 +189,21 @@ def main(folder: Path, layouts: list[str]) -> None:
             again = Job(yaml, precision, 0.2, run_dir)
             again.load(path)
             assert again.steps(STOP, STEPS) == losses[STOP:], f"{yaml} {precision}: other losses"
-            found[f"{yaml} {precision}"] = {"losses": losses, "whole": whole, "resumed": again.digest()}
+            record = {"losses": losses, "whole": whole, "resumed": again.digest()}
+            found[f"{yaml} {precision}"] = {**record, **{how: again.spoiled(how) for how in ("loss", "gradient")}}
     written = {}
     for yaml in layouts:
         job = Job(yaml, "no", 0.0, folder)
         (folder / f"plain-{yaml}").mkdir(exist_ok=True)
         losses = job.steps(0, STOP)
         written[yaml] = job.save(folder / f"plain-{yaml}"), losses + job.steps(STOP, STEPS)
+        found[yaml] = {"losses": written[yaml][1]}
+        if job.stepper.forwards_alone:
+            job.load(written[yaml][0])
+            job.forwards_of(rows=3)
+            with job.cramped(tokens=10):
+                found[yaml]["cramped"] = job.steps(STOP, STEPS)
+            found[yaml]["tokens"] = job.learner.batching.tokens
     for at, yaml in enumerate(layouts):
         source = layouts[at - 1]  # each is written once and read once by another
         job = Job(yaml, "no", 0.0, folder)

@@ -78,8 +78,6 @@ def held_in(folder):
     [
         (None, "no", "loss"),
         ("ddp", "no", "gradient"),
-        ("z0", "no", "gradient"),
-        ("z0", "bf16", "loss"),
         ("z2", "no", "loss"),
         ("z3", "bf16", "gradient"),
     ],

@@ -2,68 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import sysconfig
-from pathlib import Path
-
 import pytest
 import torch
-from conftest import CONFIGS, accel_sft, stopped
+from conftest import accel_sft, stopped
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_laws import FP32, JOB, layout, same_curve
-
-LAYOUTS = ["ddp", "z0", "z1", "z2", "z2_offload", "z3", "z3_offload"]
-
-
-def found(folder, *layouts):
-    """What two real ranks found out under these layouts, one after the other in the same processes."""
-    accelerate, port = Path(sysconfig.get_path("scripts")) / "accelerate", str(20000 + os.getpid() % 20000)
-    command = [sys.executable, str(accelerate), "launch", "--config_file", str(CONFIGS / "ddp.yaml")]
-    command += ["--main_process_port", port, str(Path(__file__).parent / "layouts.py"), str(folder), *layouts]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=folder)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return json.loads((folder / "found.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def everywhere(tmp_path_factory):
-    return found(tmp_path_factory.mktemp("layouts"), *LAYOUTS)
-
-
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_resumed_run_ends_with_the_same_bits_at_every_stage_and_offload_with_dropout(everywhere, name, precision):
-    run = everywhere[f"{name} {precision}"]
-    assert run["resumed"] == run["whole"]
-    assert len(set(run["losses"])) == len(run["losses"])
-
-
-def test_a_resumed_run_in_half_precision_throughout_ends_with_the_same_bits(everywhere):
-    run = everywhere["ddp bfloat16"]
-    assert run["resumed"] == run["whole"]
-
-
-@pytest.mark.parametrize("at", range(len(LAYOUTS)))
-def test_what_one_layout_wrote_another_goes_on_from(everywhere, at):
-    run = everywhere[f"{LAYOUTS[at - 1]} to {LAYOUTS[at]}"]
-    assert run["got"] == pytest.approx(run["expected"], rel=1e-6)
-
-
-def test_shards_of_fsdp_hold_what_was_written_elsewhere_and_the_other_way_round(everywhere):
-    assert everywhere["fsdp"]
-
-
-@pytest.mark.nvme
-def test_what_is_on_a_disk_meanwhile_comes_back_too(tmp_path):
-    there = found(tmp_path, "z3_nvme", "z2")
-    for precision in ("no", "bf16"):
-        assert there[f"z3_nvme {precision}"]["resumed"] == there[f"z3_nvme {precision}"]["whole"]
-    for way in ("z3_nvme to z2", "z2 to z3_nvme"):
-        assert there[way]["got"] == pytest.approx(there[way]["expected"], rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["z2", "plain"])

@@ -115,6 +115,27 @@ def test_a_second_signal_ends_at_once(tmp_path):
     assert json.loads((run_dir / "result.json").read_text())["status"] == "running"
 
 
+WAITING = """
+import datetime
+from accel_sft.stopping import Stopping
+from torch.distributed import TCPStore
+
+store = TCPStore("127.0.0.1", 0, is_master=True, timeout=datetime.timedelta(seconds=100), wait_for_workers=False)
+with Stopping() as stopping:
+    print("waits", flush=True)
+    store.get("what a rank that was killed would have set")
+"""
+
+
+def test_a_rank_that_waits_for_one_that_never_comes_hears_a_signal_all_the_same():
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "one"}
+    with subprocess.Popen([sys.executable, "-c", WAITING], env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"waits\n"
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+
+
 def test_ranks_whose_launcher_was_killed_end_and_write_nothing_more(launched, tmp_path):
     run, run_dir = whole(launched, "z2"), tmp_path / "run"
     with started(run_dir, "z2") as process:

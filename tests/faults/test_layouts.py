@@ -1,0 +1,81 @@
+"""What holds under every ZeRO stage and offload, shown by two real ranks that go through all of them (layouts.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from conftest import CONFIGS
+
+LAYOUTS = ["ddp", "z0", "z1", "z2", "z2_offload", "z3", "z3_offload"]
+
+
+def found(folder, *layouts):
+    """What two real ranks found out under these layouts, one after the other in the same processes."""
+    accelerate, port = Path(sysconfig.get_path("scripts")) / "accelerate", str(20000 + os.getpid() % 20000)
+    command = [sys.executable, str(accelerate), "launch", "--config_file", str(CONFIGS / "ddp.yaml")]
+    command += ["--main_process_port", port, str(Path(__file__).parent / "layouts.py"), str(folder), *layouts]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=folder)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def everywhere(tmp_path_factory):
+    return found(tmp_path_factory.mktemp("layouts"), *LAYOUTS)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_resumed_run_ends_with_the_same_bits_at_every_stage_and_offload_with_dropout(everywhere, name, precision):
+    run = everywhere[f"{name} {precision}"]
+    assert run["resumed"] == run["whole"]
+    assert len(set(run["losses"])) == len(run["losses"])
+
+
+def test_a_resumed_run_in_half_precision_throughout_ends_with_the_same_bits(everywhere):
+    run = everywhere["ddp bfloat16"]
+    assert run["resumed"] == run["whole"]
+
+
+@pytest.mark.parametrize("at", range(len(LAYOUTS)))
+def test_what_one_layout_wrote_another_goes_on_from(everywhere, at):
+    run = everywhere[f"{LAYOUTS[at - 1]} to {LAYOUTS[at]}"]
+    assert run["got"] == pytest.approx(run["expected"], rel=1e-6)
+
+
+def test_shards_of_fsdp_hold_what_was_written_elsewhere_and_the_other_way_round(everywhere):
+    assert everywhere["fsdp"]
+
+
+@pytest.mark.nvme
+def test_what_is_on_a_disk_meanwhile_comes_back_too(tmp_path):
+    there = found(tmp_path, "z3_nvme", "z2")
+    for precision in ("no", "bf16"):
+        assert there[f"z3_nvme {precision}"]["resumed"] == there[f"z3_nvme {precision}"]["whole"]
+    for way in ("z3_nvme to z2", "z2 to z3_nvme"):
+        assert there[way]["got"] == pytest.approx(there[way]["expected"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "ddp"])
+def test_the_curve_is_the_same(everywhere, name):
+    assert everywhere[name]["losses"] == pytest.approx(everywhere["ddp"]["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("how", ["loss", "gradient"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(everywhere, name, precision, how):
+    assert everywhere[f"{name} {precision}"][how] == {"told": True, "kept": True, "goes on": True}
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "z3" not in name])
+def test_a_step_without_room_on_one_rank_is_repeated_by_all_with_the_same_losses(everywhere, name):
+    run = everywhere[name]
+    assert run["cramped"] == pytest.approx(run["losses"][-len(run["cramped"]) :], rel=1e-6)
+    assert run["tokens"] <= 12  # half of three rows, or less
