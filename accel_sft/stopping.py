@@ -42,8 +42,8 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
     """Inside, SIGTERM and SIGINT end the process, or while `deferred` says so are noted; a second one ends it at once.
 
     A rank whose launcher is gone ends within two seconds, without a word in any file: a later run may already write
-    there. One that was told to stop before that is left to write its checkpoint. One that hears no signal, for it waits
-    in C for others to come, ends all the same.
+    there. One that was told to stop before that is left to write its checkpoint. One that hears no signal as it starts,
+    for it waits in C for others to come, ends all the same.
 
     Attributes:
         asked: number of the signal that came while `deferred`; 0: none.
@@ -85,12 +85,15 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
         return reading
 
     def _watch(self, arriving: int) -> None:
-        since: dict[int, float] = {}
+        came: dict[int, float] = {}
+        begun = False  # from then on ranks are connected, and notice themselves that one is gone
         while not self._ended.is_set():
             if select.select([arriving], [], [], WATCH_SECONDS)[0]:
-                since |= {number: time.monotonic() for number in os.read(arriving, 64) if number in self._before}
-            for number, then in since.items():
-                if not (self.asked or self.deferred) and time.monotonic() - then > DEAF_SECONDS:
+                came |= {number: time.monotonic() for number in os.read(arriving, 64) if number in self._before}
+            begun = begun or self.deferred
+            for number, then in came.items():
+                if not (begun or self.asked) and time.monotonic() - then > DEAF_SECONDS:
+                    _tell(f"rank {os.environ.get('RANK', '0')}: {signal.Signals(number).name} amid the start: ended\n")
                     os._exit(128 + number)
             self.hold()
 
