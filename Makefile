@@ -3,7 +3,7 @@ PYTHON = .venv/bin/python
 .PHONY: test lint soak
 
 test:
-	$(PYTHON) -m pytest -n 2 --dist loadfile
+	$(PYTHON) -m pytest -n 2
 
 lint:
 	$(PYTHON) -m ruff check .

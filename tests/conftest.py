@@ -16,6 +16,8 @@ import forked
 import pytest
 from filelock import FileLock
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two workers' threads would spin for the same cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 CONFIGS = Path(__file__).parent.parent / "accelerate_configs"
 
 
