@@ -109,7 +109,8 @@ def save(
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """The run's checkpoint folders, oldest first."""
-    return sorted((run_dir / "checkpoints").glob("step-*"), key=_step)
+    found = (run_dir / "checkpoints").glob("step-*")
+    return sorted((path for path in found if path.name.removeprefix("step-").isdecimal()), key=_step)
 
 
 def has_trained(run_dir: Path) -> bool:

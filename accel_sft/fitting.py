@@ -107,6 +107,7 @@ class Fitting:
         self.learner = self.new_learner(state["batching"] if path and before == here else None)
         if path is None:
             self.tracker.rewind(0)
+            self.health.rewind(0)
         else:
             self.progress = Progress(**state["progress"])
             if self.config.resume != "auto" and self.accelerator.is_main_process:
@@ -257,6 +258,7 @@ class Fitting:
             **outcome.summary(self.config, self.task_name, self.task, progress, self.plan.total_steps),
             **largest(self.tracker.peak()),
             "trained_parameters": self.trained_parameters,
+            "steps_left_out": self.health.left_out(),
             "batching": dataclasses.asdict(self.learner.batching),
             "phases": self.tracker.phases(),
         }
@@ -267,5 +269,9 @@ class Fitting:
             self.tracker.close()
             report.print_report(result, before, after, console=Console(file=terminal.terminal(), highlight=False))
             weights = "final/ and best/ hold" if progress.best_step else "final/ holds"
+            if left_out := result["steps_left_out"]:
+                self.tracker.say(
+                    f"{left_out} of {progress.step} steps were not finite and left out: {self.health.file}"
+                )
             self.tracker.say(f"{self.run_dir}: {weights} the weights, report.md every number")
         accelerator.wait_for_everyone()

@@ -45,6 +45,10 @@ class Health:
             lines = self.file.read_text(encoding="utf-8").splitlines(keepends=True)
             write_atomically(self.file, "".join(line for line in lines if json.loads(line)["step"] <= step))
 
+    def left_out(self) -> int:
+        """How many steps of the run were not learnt from."""
+        return len(self.file.read_text(encoding="utf-8").splitlines()) if self.file.exists() else 0
+
     def look(self, step: int, loss: float, grad_norm: float, examples: Sequence[Any]) -> None:
         """Take note of a step; one that is not finite was not learnt from.
 
@@ -72,11 +76,13 @@ class Health:
         what = f"the gradient's norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
         told = f"step {step}: {what}, and nothing was learnt from it; its training examples are {_listed(examples)}"
         self._in_a_row += 1
-        mend = "look at these examples, and go on with --resume auto --on-nonfinite skip; or lower --learning-rate"
+        anew = "start a new run with a lower --learning-rate"
         if self.config.on_nonfinite == "stop":
+            mend = f"look at these examples, and go on with --resume auto --on-nonfinite skip; or {anew}"
             raise UserError(f"{told} (all in {self.file}); {mend}")
         if self._in_a_row >= MOST_IN_A_ROW:
-            raise UserError(f"{told}; that was the {MOST_IN_A_ROW}th in a row (all in {self.file}); {mend}")
+            cause = "no example but the weights may be at fault"
+            raise UserError(f"{told}; that was the {MOST_IN_A_ROW}th in a row (all in {self.file}): {cause}; {anew}")
         self.say(f"{told} (all in {self.file}); left out")
 
     def _is_spike(self, loss: float) -> bool:

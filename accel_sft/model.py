@@ -60,25 +60,17 @@ def find_source(config: TrainConfig, model: str | None = None) -> Source:
     return Source(name, name)
 
 
-def weights_identity(source: Source, config: TrainConfig) -> str:
-    """What tells full weights from others of the same name and shape.
+def weights_identity(source: Source) -> str | None:
+    """What tells a folder's full weights from others of the same name and shape; None for a hub id.
 
-    A hub's revision, or the SHA-256 of a folder's configuration and of its weight files' names, sizes and content. Of a
-    large file that is 64 MiB, evenly spread: other training has changed every matrix, and to read all takes as long as
-    to load it.
+    SHA-256 of the configuration and of the weight files' names, sizes and content. Of a large file that is 64 MiB,
+    evenly spread: other training has changed every matrix, and to read all takes as long as to load it.
 
     Raises:
         UserError: they cannot be read.
     """
-    return _loading(source.weights, lambda: _revision(source, config) or _digest(Path(source.weights)))
-
-
-def _revision(source: Source, config: TrainConfig) -> str | None:
-    """The hub's; None for a folder."""
-    from transformers import AutoConfig
-
-    found = AutoConfig.from_pretrained(source.weights, trust_remote_code=config.trust_remote_code)
-    return getattr(found, "_commit_hash", None)
+    folder = Path(source.weights)
+    return _loading(source.weights, lambda: _digest(folder)) if folder.is_dir() else None
 
 
 def _digest(folder: Path) -> str:

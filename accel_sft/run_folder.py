@@ -163,7 +163,7 @@ def write_run_record(
     def write() -> None:
         path, source = run_dir / "run.json", prepared.source
         if config.adapter != "none" or source.adapter:
-            record["base_weights"] = weights_identity(source, config)
+            record["base_weights"] = weights_identity(source)
         if path.exists() and has_trained(run_dir):
             _hold_to(read_json(path), record, run_dir)
         write_atomically(path, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
@@ -179,7 +179,10 @@ def _hold_to(before: dict[str, Any], now: dict[str, Any], run_dir: Path) -> None
         different.append("the data is not what the run was started with")
     base, base_now = before.get("base_weights"), now.get("base_weights")
     if not different and base and base_now and base != base_now:  # checkpoints hold the adapter alone
-        different.append("--model: the weights below the adapter are not those that the run was started with")
+        raise UserError(
+            "--model: the weights below the adapter are not those that the run was started with; put those back, or "
+            "start a new run in another folder"
+        )
     if different:
         start = f", or start a new run from its weights: --init-from {run_dir}" if (run_dir / "final").is_dir() else ""
         raise UserError(

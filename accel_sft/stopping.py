@@ -38,6 +38,18 @@ class Interruption(KeyboardInterrupt):
         self.status = 128 + number
 
 
+_inside: Stopping | None = None
+
+
+def _forked() -> None:
+    """What a task forks, to run an answer with a timeout, say, dies by a signal; and it is not this process's."""
+    if _inside is not None:
+        _inside.leave_alone()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 class Stopping(contextlib.AbstractContextManager["Stopping"]):
     """Inside, SIGTERM and SIGINT end the process, or while `deferred` says so are noted; a second one ends it at once.
 
@@ -57,6 +69,8 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
         self._ended = threading.Event()
 
     def __enter__(self) -> Stopping:
+        global _inside
+        _inside = self
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._heard) for number in (signal.SIGTERM, signal.SIGINT)}
         if self._launcher is not None:
@@ -64,7 +78,13 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
         return self
 
     def __exit__(self, *_: object) -> None:
+        global _inside
+        _inside = None
         self._ended.set()
+        self.leave_alone()
+
+    def leave_alone(self) -> None:
+        """Signals mean what they meant before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._before and self._launcher is not None:

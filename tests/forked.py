@@ -1,7 +1,7 @@
 """Command lines in processes that begin with torch imported: to import it takes five of a small run's eight seconds.
 
 They are forked from one that has done nothing but import, as `multiprocessing`'s fork server. What is about imports
-themselves, about signals or about what a launcher starts has processes of its own.
+themselves, about signals, about what a launcher starts or about an interpreter's end has processes of its own.
 """
 
 from __future__ import annotations

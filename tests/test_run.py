@@ -54,6 +54,12 @@ def test_a_finished_run_is_left_alone(launched, name):
     assert (whole.run_dir / "metrics.jsonl").read_bytes() == before
 
 
+def test_an_interpreter_that_has_trained_ends_without_a_word(tmp_path):
+    command = [sys.executable, "-m", "accel_sft", *JOB[:-2], "--max-steps", "1", "--eval-every", "off"]
+    done = subprocess.run([*command, "--output-dir", str(tmp_path / "run")], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_larger_max_steps_is_refused_with_the_way_out(launched, tmp_path):
     whole = layout(launched, "plain")
     copy = tmp_path / "run"
@@ -309,6 +315,12 @@ def test_an_adapter_that_finds_its_ranks_itself_trains_without_deepspeed_only(la
         assert resumed.status == 0, resumed.output
         again = load_file(tmp_path / str(step) / "final" / "adapter_model.safetensors")
         assert all(torch.equal(whole[name], again[name]) for name in whole)
+        kept, kept_again = (
+            json.loads((folder / "final" / "adapter_config.json").read_text())["rank_pattern"]
+            for folder in (run.run_dir, tmp_path / str(step))
+        )
+        assert kept
+        assert kept == kept_again
     refused = accel_sft(*JOB, "--adapter", "adalora", yaml="z2", run_dir=tmp_path / "run")
     assert refused.status == 1
     assert "--adapter adalora: " in refused.output

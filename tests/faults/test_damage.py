@@ -33,6 +33,7 @@ def flipped(path, at, bit):
 
 
 def test_whole_ones_are_taken(checkpoints):
+    (checkpoints / "checkpoints" / "step-000003-of-mine").mkdir()
     path, skipped = newest(checkpoints, "auto")
     assert (path.name, skipped) == ("step-000006", [])
     assert (checkpoints / "checkpoints" / "latest").read_text() == "step-000006\n"

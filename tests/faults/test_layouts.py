@@ -78,4 +78,4 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(everywhere
 def test_a_step_without_room_on_one_rank_is_repeated_by_all_with_the_same_losses(everywhere, name):
     run = everywhere[name]
     assert run["cramped"] == pytest.approx(run["losses"][-len(run["cramped"]) :], rel=1e-6)
-    assert run["tokens"] <= 12  # half of three rows, or less
+    assert 0 < run["tokens"] <= 12  # half of three rows, or less

@@ -87,6 +87,8 @@ def test_a_step_that_is_not_finite_is_left_out_on_every_rank(tmp_path, how, yaml
     assert run.status == 0, run.output
     left_out = [json.loads(line) for line in (run.run_dir / "nonfinite.jsonl").read_text().splitlines()]
     assert len(left_out) == 2  # in each of two epochs
+    assert run.result()["steps_left_out"] == 2
+    assert "2 of 8 steps were not finite and left out" in run.output
     for record in left_out:
         assert BAD in record["examples"]
         assert len(record["examples"]) == 10
@@ -106,8 +108,9 @@ def test_a_step_that_is_not_finite_is_left_out_on_every_rank(tmp_path, how, yaml
     assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in others)
 
 
-def test_by_default_it_stops_the_run_which_may_go_on(tmp_path):
-    run = launched_so(tmp_path, "loss", None, "no")
+@pytest.mark.parametrize("save_every", ["1", "50"])  # from a checkpoint, and from the start
+def test_by_default_it_stops_the_run_which_may_go_on(tmp_path, save_every):
+    run = launched_so(tmp_path, "loss", None, "no", "--save-every", save_every)
     assert run.status == 1
     (record,) = map(json.loads, (run.run_dir / "nonfinite.jsonl").read_text().splitlines())
     assert f"step {record['step']}: the loss is inf, and nothing was learnt from it" in run.output

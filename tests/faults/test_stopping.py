@@ -90,7 +90,7 @@ def test_a_signal_ends_the_step_with_a_checkpoint_and_the_run_goes_on_to_the_sam
     run, run_dir = whole(launched, name), tmp_path / "run"
     with started(run_dir, LAUNCHES[name]) as process:
         wait_for(lambda: steps_done(run_dir) >= 3)
-        process.send_signal(number)
+        ranks(process)[-1].send_signal(number)  # of two ranks to one alone: both learn of it
         status = process.wait(60)
     said = (tmp_path / "run.log").read_text()
     assert status == (128 + number if name == "plain" else 1), said
@@ -134,6 +134,30 @@ def test_a_rank_that_waits_for_one_that_never_comes_hears_a_signal_all_the_same(
         time.sleep(0.5)
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 128 + signal.SIGTERM
+
+
+FORKING = """
+import os, signal, sys, time
+from accel_sft.stopping import Stopping
+
+with Stopping() as stopping:
+    stopping.deferred = sys.argv[1] == "deferred"
+    if (child := os.fork()) == 0:
+        time.sleep(60)
+    time.sleep(0.5)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    stopping.deferred = False
+    time.sleep(7)
+    assert not stopping.asked
+"""
+
+
+@pytest.mark.parametrize("when", ["deferred", "as it starts"])
+def test_what_a_task_has_forked_dies_by_a_signal_and_the_rank_lives_on(when):
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "one"}
+    done = subprocess.run([sys.executable, "-c", FORKING, when], env=environment, timeout=40, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
 def test_ranks_whose_launcher_was_killed_end_and_write_nothing_more(launched, tmp_path):
