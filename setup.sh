@@ -75,7 +75,7 @@ if ! "$VENV/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 
     fi
 fi
 
-say "installing accel_sft, its tasks and what they need"
+say "installing accel_sft, its tasks and what they need (a minute or a few)"
 pip -e ".[test]" -e tasks/math -e tasks/ner || fail "the installation failed; see pip's message above"
 printf '%s' "$state" >"$VENV/setup-state"
 say "done; the programs are in $VENV/bin"

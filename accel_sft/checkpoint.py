@@ -230,3 +230,11 @@ def layout(accelerator: Accelerator) -> dict[str, Any]:
         "zero_stage": plugin.zero_stage if plugin else None,
         "precision": accelerator.mixed_precision,
     }
+
+
+def differences(before: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """In what two layouts differ, in words."""
+    words = {None: "none", "NO": "one process", "DEEPSPEED": "DeepSpeed", "zero_stage": "ZeRO stage"}
+    words |= {"MULTI_CPU": "data parallel", "MULTI_GPU": "data parallel"}
+    different = [(key, before.get(key), now) for key, now in here.items() if before.get(key) != now]
+    return [f"{words.get(key, key)} {words.get(then, then)}, now {words.get(now, now)}" for key, then, now in different]

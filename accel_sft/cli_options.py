@@ -20,7 +20,7 @@ from accel_sft.tiny import TINY_DEFAULTS
 
 EVALUATION = frozenset(
     ("model", "trust_remote_code", "dtype", "attn_implementation", "max_length", "eval_limit", "eval_batch_size")
-) | {"max_new_tokens", "generate_with", "output_dir", "seed", "debug", "dry_run"}
+) | {"max_new_tokens", "generate_with", "output_dir", "seed", "debug", "dry_run", "hang_timeout"}
 """The trainer's settings that mean something where nothing is trained."""
 
 

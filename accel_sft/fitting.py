@@ -107,17 +107,16 @@ class Fitting:
         self.learner = self.new_learner(state["batching"] if path and before == here else None)
         if path is None:
             self.tracker.rewind(0)
-            self.health.rewind(0)
         else:
             self.progress = Progress(**state["progress"])
             if self.config.resume != "auto" and self.accelerator.is_main_process:
                 for aside in checkpoint.undo_after(self.run_dir, self.progress.step):
                     self.tracker.say(f"{aside}: of a later step, put aside")
             self.tracker.rewind(self.progress.step, judged=self.progress.evaluated_step == self.progress.step)
-            other = [f"{key} {before.get(key)}, now {here[key]}" for key in here if before.get(key) != here[key]]
-            self.health.rewind(self.progress.step)
-            told = f"; written under another layout ({', '.join(other)})" if other else ""
+            other = checkpoint.differences(before, here)
+            told = f"; written under another layout ({'; '.join(other)})" if other else ""
             self.tracker.say(f"resumed {path} at step {self.progress.step} of {self.plan.total_steps}{told}")
+        self.health.rewind(self.progress.step)
         self.tracker.phase("ready")
         self.tracker.phases()
         self.saved_step = self.progress.step
@@ -147,8 +146,7 @@ class Fitting:
         except Interruption:
             self.save()
             raise
-        finally:
-            self.stopping.deferred = False
+        self.stopping.deferred = False  # after an error signals stay deferred: there is something to say first
 
     def loop(self) -> None:
         """Steps to the end, or until patience runs out or a signal comes."""
@@ -229,7 +227,8 @@ class Fitting:
         if progress.step == 0:
             progress.before = progress.latest
             return
-        if progress.judged(evaluation.metrics[self.task.main_metric], self.task.higher_is_better):
+        metrics = evaluation.metrics
+        if progress.judged(metrics[self.task.main_metric], metrics["eval_loss"], self.task.higher_is_better):
             self.export("best", evaluation)
 
     def export(self, name: str, evaluation: Evaluation | None = None) -> None:

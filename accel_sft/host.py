@@ -1,8 +1,9 @@
-"""Host memory that is left for this process: of its machine, and of every container it is in. No torch."""
+"""Host memory that is left for this process, of its machine and every container it is in; what it does. No torch."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,27 @@ def told() -> str:
         words += f", {used / 2**30:.1f} of the container's {limit / 2**30:.1f} GiB used"
     kills = sum(_field(folder / name, "oom_kill") for folder in _folders() for name in ("memory.events",))
     return f"{words}, {kills} processes killed for it so far" if kills else words
+
+
+def work() -> tuple[float, int]:
+    """Seconds of a core that this process and those below it have used, but for the calling thread, and bytes.
+
+    The bytes are those they wrote, and those they had from a disk, for to ask this reads others. What comes through a
+    socket does not count; it is used or written.
+    """
+    import psutil
+
+    seconds, count = time.process_time() - time.thread_time(), 0
+    own = psutil.Process()
+    for process in (own, *own.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            seconds += times.children_user + times.children_system
+            seconds += times.user + times.system if process is not own else 0.0
+            if hasattr(process, "io_counters"):  # not on macOS
+                done = process.io_counters()
+                count += done.read_bytes + done.write_chars
+    return seconds, count
 
 
 def _containers() -> Iterator[tuple[int, int]]:

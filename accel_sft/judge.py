@@ -26,6 +26,7 @@ from accel_sft.report import read_json
 from accel_sft.system import peak_memory_gib, reset_peak_memory
 from accel_sft.task import Task
 from accel_sft.tokens import SplitEncoder
+from accel_sft.watch import Watch
 
 
 def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None) -> None:
@@ -40,6 +41,11 @@ def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None
     sources = [find_source(config, model) for model in filter(None, (base, config.model))]
     for source in sources if config.generate_with == "vllm" else ():
         vllm.refuse(source)
+    with Watch(config.hang_timeout) as watch:
+        _judge(task_name, task, config, base, watch)
+
+
+def _judge(task_name: str, task: Task, config: TrainConfig, base: str | None, watch: Watch) -> None:
     accelerator = start(config, train=False)
     if config.generate_with == "vllm":
         decided_by_main(accelerator, vllm.find_program)
@@ -51,8 +57,8 @@ def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None
     if config.output_dir:
         decided_by_main(accelerator, lambda: _claim(Path(config.output_dir)))
     with terminal.quiet(None, config.debug):
-        before = evaluate(accelerator, task, config, base) if base else None
-        after = evaluate(accelerator, task, config, config.model)
+        before = evaluate(accelerator, task, config, base, watch) if base else None
+        after = evaluate(accelerator, task, config, config.model, watch)
     if accelerator.is_main_process:
         result = {
             "status": "complete",
@@ -113,7 +119,7 @@ def _claim(folder: Path) -> None:
         raise UserError(f"--output-dir {folder}: cannot be used ({error.strerror})") from None
 
 
-def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: str) -> Evaluation:
+def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: str, watch: Watch) -> Evaluation:
     """Load `model`, evaluate it, and let go of it. ZeRO-3 and FSDP shard it; else every rank holds all of it."""
     reset_peak_memory(accelerator.device)
     source = find_source(config, model)
@@ -133,11 +139,12 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: s
     batching, _ = choose_batching(accelerator, prepared, config, some, tokenizer.pad_token_id, train=False)
     evaluator = Evaluator(accelerator, tokenizer, task, examples, encoding.kept, config)
     if config.generate_with == "transformers":
-        evaluation = evaluator(prepared, batching)
+        with watch.closely():
+            evaluation = evaluator(prepared, batching)
         _release(accelerator, loaded)
     else:
         prepared.eval()
-        with torch.no_grad():
+        with torch.no_grad(), watch.closely():
             eval_loss = evaluator.loss(prepared, batching)
         dtype, ends = loaded.dtype, end_of_turn_ids(tokenizer, loaded.generation_config)
         _release(accelerator, loaded)

@@ -57,6 +57,7 @@ def choose_batching(
     """
     exact, reasons = exact_batchings(accelerator, model, config, [*examples, *also], pad_token_id, train)
     on_cpu = accelerator.device.type == "cpu"
+    why = ""
     if before in (dataclasses.replace(b, tokens=before.tokens, rows=before.rows) for b in exact if before):
         batching = before
     elif config.micro_batch_size != "auto":
@@ -67,12 +68,14 @@ def choose_batching(
             sizes = [dataclasses.replace(b, tokens=n) for b in exact for n in TRIED_FORWARDS[_kind(b)]]
         else:
             sizes = trial.within_memory(exact, TRIED_ON_DEVICE)
-        batching = trial.fastest(sizes) or trial.least_computed(
-            [dataclasses.replace(b, tokens=UNTRIED_FORWARD[_kind(b)]) for b in exact] if on_cpu else sizes
-        )
+        batching = trial.fastest(sizes)
+        why = f", the fastest of {len(sizes)} tried"
+        if batching is None:
+            sizes = [dataclasses.replace(b, tokens=UNTRIED_FORWARD[_kind(b)]) for b in exact] if on_cpu else sizes
+            batching, why = trial.least_computed(sizes), ", the least work (too slow to try)"
     what = {"shared": "one copy of what rows share", "packed": "rows in one sequence", "padded": "each row by itself"}
     size = f"{batching.rows} examples" if batching.rows else f"{batching.tokens:,} tokens"
-    line = f"batching {batching.layout} ({what[batching.layout]}), up to {size} a forward"
+    line = f"batching {batching.layout} ({what[batching.layout]}), up to {size} a forward{why}"
     return batching, "; ".join([line, *(f"not {reason}" for reason in reasons)])
 
 

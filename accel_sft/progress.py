@@ -15,7 +15,7 @@ class Progress:
         tokens: real tokens learnt from, prompts included.
         before, latest: the first and the newest evaluation's metrics.
         evaluated_step: the step of the newest evaluation, -1 before there is one.
-        best, best_step: the best main metric so far and where it was.
+        best, best_loss, best_step: the best main metric so far, the loss it came with, and where it was.
         without_better: evaluations since then.
     """
 
@@ -26,6 +26,7 @@ class Progress:
     latest: dict[str, float] | None = None
     evaluated_step: int = -1
     best: float | None = None
+    best_loss: float | None = None
     best_step: int | None = None
     without_better: int = 0
 
@@ -35,12 +36,17 @@ class Progress:
         self.tokens += tokens
         return {"step": self.step, **numbers, "tokens": tokens, "seconds": seconds}
 
-    def judged(self, value: float, higher_is_better: bool) -> bool:
-        """Take note of a main metric; whether it is the best so far (not a number never is)."""
+    def judged(self, value: float, loss: float, higher_is_better: bool) -> bool:
+        """Take note of a main metric; whether it is the best so far, of equal ones that with the lower loss.
+
+        What is not a number never is.
+        """
         self.without_better += 1
-        if math.isnan(value) or (
-            self.best is not None and (value <= self.best if higher_is_better else value >= self.best)
-        ):
+        better = self.best is None or (value > self.best if higher_is_better else value < self.best)
+        lower = value == self.best and self.best_loss is not None and loss < self.best_loss
+        if math.isnan(value) or not (better or lower):
             return False
-        self.best, self.best_step, self.without_better = value, self.step, 0
+        if better:
+            self.without_better = 0
+        self.best, self.best_loss, self.best_step = value, loss, self.step
         return True

@@ -129,7 +129,8 @@ def render_report(
     parts = [f"# {markdown_cell(title)}" if title else "# Report"]
     training = [(label, shown(result[key])) for key, label in _TRAINING.items() if result.get(key) is not None]
     parts += ["## Training", markdown_table(["", ""], training)]
-    parts += ["## Base and tuned", comparison_table(result)]
+    if result.get("before") or result.get("after"):  # neither with --eval-every off
+        parts += ["## Base and tuned", comparison_table(result)]
     phases = result.get("phases") or []
     if phases:
         names = [key for key in phases[0] if any(row.get(key) is not None for row in phases)]
@@ -182,7 +183,8 @@ def print_report(
         table.add_column(name, justify="right", no_wrap=True)
     for label, base, tuned, change in comparison_rows(before, result.get("after") or {}):
         table.add_row(*map(Text, (label, base, tuned, change) if before else (label, tuned)))
-    console.print(table)
+    if table.row_count:  # nothing was judged with --eval-every off
+        console.print(table)
     rows = _side_by_side(before_samples, after_samples)
     if not rows:
         return

@@ -66,6 +66,7 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
         self.asked, self.deferred = 0, False
         self._launcher = PARENT if under_launcher() else None
         self._before: dict[int, object] = {}
+        self._failing = False
         self._ended = threading.Event()
 
     def __enter__(self) -> Stopping:
@@ -77,16 +78,19 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
             threading.Thread(target=self._watch, args=(self._arriving(),), name="launcher-watch", daemon=True).start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         global _inside
         _inside = None
+        if kind is not None:
+            self.failing()
         self._ended.set()
         self.leave_alone()
 
     def leave_alone(self) -> None:
         """Signals mean what they meant before."""
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if not (self._failing and number == signal.SIGTERM):
+                signal.signal(number, handler)
         if self._before and self._launcher is not None:
             signal.set_wakeup_fd(-1)
 
@@ -95,6 +99,16 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
         if self._launcher is not None and os.getppid() != self._launcher and not self.asked:
             _tell("the launcher is gone: this rank ends without writing anything more\n")
             os._exit(GONE)
+
+    def failing(self) -> None:
+        """This rank ends with an error: without a word if the launcher is gone, else not before it has said it.
+
+        The launcher that misses one rank sends the others SIGTERM within a tenth of a second.
+        """
+        self.hold()
+        if self._before and self._launcher is not None:
+            self._failing = True
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def _arriving(self) -> int:
         """A pipe into which the system writes the number of each signal, whatever the main thread is doing."""

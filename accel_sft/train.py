@@ -47,11 +47,12 @@ def run(task_name: str, task: Task, config: TrainConfig) -> None:
 
 def _claimed(task_name: str, task: Task, config: TrainConfig, stopping: Stopping) -> None:
     """The run in a folder that is its own, whose record says how it ended."""
-    accelerator = start(config)
-    if config.dry_run:
-        return
-    config = continued(accelerator, config)
-    run_dir, finished = claim_run_dir(accelerator, task_name, task, config)
+    with Watch(config.hang_timeout):
+        accelerator = start(config)
+        if config.dry_run:
+            return
+        config = continued(accelerator, config)
+        run_dir, finished = claim_run_dir(accelerator, task_name, task, config)
     if finished:
         accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir / 'report.md'}")
         return
@@ -74,7 +75,7 @@ def _claimed(task_name: str, task: Task, config: TrainConfig, stopping: Stopping
                 raise
             raise UserError(f"{run_dir}: {trouble}, then go on with --resume auto") from error
     except BaseException as error:
-        stopping.hold()  # ranks of a launcher that is gone lose each other, and have nothing to say any more
+        stopping.failing()  # ranks of a launcher that is gone lose each other, and have nothing to say any more
         begun = (run_dir / "run.json").exists() or config.output_dir is not None
         if not begun and isinstance(error, UserError) and accelerator.is_main_process:
             shutil.rmtree(run_dir, ignore_errors=True)  # nobody named it, and the message says all there is
@@ -101,7 +102,9 @@ def _trouble(run_dir: Path, error: Exception) -> str | None:
 def _run(
     accelerator: Accelerator, run_dir: Path, task_name: str, task: Task, config: TrainConfig, stopping: Stopping
 ) -> None:
-    with terminal.quiet(run_dir / "logs" / f"rank-{accelerator.process_index}.log", config.debug):
+    log = run_dir / "logs" / f"rank-{accelerator.process_index}.log"
+    watch = Watch(config.hang_timeout, log.parent, functools.partial(_failed, run_dir))
+    with terminal.quiet(log, config.debug), watch:
         prepared = prepare_data(accelerator, run_dir, task, config)
         plan = prepared.plan
         write_run_record(accelerator, run_dir, task_name, task, config, prepared)
@@ -117,7 +120,7 @@ def _run(
                 tracker.say(line)
             tracker.phase("data")
             fitting = Fitting(accelerator, run_dir, task_name, task, config, prepared, tracker, stopping)
-            with Watch(config.hang_timeout, run_dir / "logs", functools.partial(_failed, run_dir)):
+            with watch.closely():
                 fitting.resume()
                 fitting.fit()
                 fitting.finish()

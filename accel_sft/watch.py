@@ -2,7 +2,8 @@
 
 The main thread of each rank beats wherever it gets on (a forward, an answer, a score, a file); a thread beside it tells
 the others, through the launcher's store, how long ago that was. When no rank has got on for the time that is set, the
-culprit is one that says nothing any more, or one that is busy with something else than waiting for others.
+culprit is one that says nothing any more, or one that is busy with something else than waiting for others. As a run
+starts, in a task's code and in libraries that load, download or compile, to be at work is to get on.
 """
 
 from __future__ import annotations
@@ -13,28 +14,26 @@ import faulthandler
 import os
 import socket
 import sys
-import sysconfig
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import psutil
 
-from accel_sft import failure
+from accel_sft import failure, host, pulse
 from accel_sft.launched import restarts
-from accel_sft.pulse import beats
 from accel_sft.terminal import terminal
+from accel_sft.whereabouts import place, process_beside, state, waits
 
 SILENT_SECONDS = 5.0
 """Without a sign of a rank's watching thread, which signs every second, before it counts as silent."""
 GRACE_SECONDS = 3.0
 """In which all ranks write their stacks, before one of them ends the run."""
-_WAITING = ("/torch/distributed/", "/deepspeed/comm/", "/torch/autograd/graph.py")
-"""Files of functions in which a rank waits for others; gradients are exchanged within a backward."""
-_LIBRARIES = ("/torch/", "/deepspeed/", "/accelerate/", "/transformers/")
+LEAST_CPU, LEAST_BYTES = 0.01, 4096
+"""Of a core, and read or written in a second: what a process does that is at work. One that polls does less."""
 
 
 class Sign(NamedTuple):
@@ -62,17 +61,20 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
 
     Args:
         seconds: 0: nothing is watched.
-        folder: for the stacks, `hang-rank-<n>.txt`.
+        folder: for the stacks, `hang-rank-<n>.txt`; None: that of a rank which is named goes to the terminal.
         ended: told the message, on the rank that ends the run.
     """
 
-    def __init__(self, seconds: float, folder: Path, ended: Callable[[str], None]) -> None:
+    def __init__(
+        self, seconds: float, folder: Path | None = None, ended: Callable[[str], None] = lambda message: None
+    ) -> None:
         self.seconds, self.folder, self.ended = seconds, folder, ended
         self.rank, self.ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self.file = folder / f"hang-rank-{self.rank}.txt"
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._main = threading.main_thread()
+        self._closely = False
+        self._worked = 0.0, 0  # seconds and bytes, as of the last time that it got on
         self._heard: dict[int, tuple[int, float]] = {}  # of each rank, its last tick and when that came
         self._silent: set[int] = set()
 
@@ -86,11 +88,20 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         if self.seconds:
             self._thread.join(SILENT_SECONDS)  # what is amid a call to the store as the process ends would abort it
 
+    @contextlib.contextmanager
+    def closely(self) -> Iterator[None]:
+        """Inside, only beats count: there are some wherever it gets on."""
+        pulse.beat()
+        self._closely = True
+        try:
+            yield
+        finally:
+            self._closely = False
+
     def _watch(self) -> None:
         pause, tick, seen, still = min(1.0, self.seconds / 4), 0, -1, None
         since = awake = time.monotonic()
-        with contextlib.ExitStack() as stack:
-            stacks = stack.enter_context(self.file.open("a", encoding="utf-8"))  # an earlier attempt's are kept
+        with self._stacks() as stacks, contextlib.ExitStack() as stack:
             stack.callback(faulthandler.cancel_dump_traceback_later)
             store = _store() if self.ranks > 1 else None
             while not self._over.wait(pause if tick else 0):
@@ -98,8 +109,8 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
                 if now - awake > SILENT_SECONDS:  # the whole process was stopped, and goes on
                     since += now - awake
                 awake = now
-                if beats() != seen:
-                    seen, since = beats(), now
+                if pulse.beats() != seen or self._is_at_work(now - since):
+                    seen, since = pulse.beats(), now
                     # of its own accord and without the interpreter, which a main thread in C may be holding
                     faulthandler.dump_traceback_later(self.seconds, file=stacks)
                 sign = self._sign(tick, now - since)
@@ -109,12 +120,39 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
                     continue
                 still = still or now
                 if now - still >= GRACE_SECONDS:
+                    if not (self.folder or sign.waiting):
+                        stacks.seek(0)
+                        print(stacks.read(), file=terminal(), flush=True)
                     self._end(store, signs)
+
+    @contextlib.contextmanager
+    def _stacks(self) -> Iterator[IO[str]]:
+        """Where the interpreter writes them; a file of the run, which keeps an earlier attempt's, is gone if empty."""
+        if self.folder is None:
+            with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
+                yield file
+            return
+        path = self.folder / f"hang-rank-{self.rank}.txt"
+        with path.open("a", encoding="utf-8") as file:
+            yield file
+        with contextlib.suppress(OSError):  # the folder may be what was lost
+            if not path.stat().st_size:
+                path.unlink()
+
+    def _is_at_work(self, seconds: float) -> bool:
+        """Whether this process has used the CPU or files since it got on, other than to wait for other ranks."""
+        if self._closely or waits(sys._current_frames().get(self._main.ident)):
+            return False
+        worked, before = host.work(), self._worked
+        cpu, count = (abs(now - then) for now, then in zip(worked, before, strict=True))  # less: one below it has ended
+        if cpu < LEAST_CPU * seconds and count < LEAST_BYTES * seconds:
+            return False
+        self._worked = worked
+        return True
 
     def _sign(self, tick: int, stalled: float) -> Sign:
         frame = sys._current_frames().get(self._main.ident)
-        host = socket.gethostname()
-        return Sign(tick, int(stalled), _waits(frame), host, _place(frame))
+        return Sign(tick, int(stalled), waits(frame), socket.gethostname(), place(frame))
 
     def _all_stand_still(self, signs: dict[int, Sign], now: float) -> bool:
         """Whether no rank gets on; one that has not signed for some seconds does not."""
@@ -130,8 +168,8 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             message = self._message(signs)
             failure.report(f"Error: {message}", message, terminal())
             for rank in self._silent:
-                if process := _beside(rank):  # a stopped process hears no other signal, and the launcher waits for it
-                    with contextlib.suppress(psutil.Error):
+                if process := process_beside(rank):
+                    with contextlib.suppress(psutil.Error):  # stopped, it hears no other signal, and is waited for
                         process.kill()
             telling = threading.Thread(target=self.ended, args=(message,), daemon=True)
             telling.start()
@@ -146,12 +184,13 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         for rank in sorted(self._silent | busy or signs):
             sign = signs[rank]
             if rank in self._silent:
-                told.append(f"rank {rank} says nothing any more ({_state(rank, sign)}), last seen in {sign.place}")
+                told.append(f"rank {rank} says nothing any more ({state(rank, sign.host)}), last seen in {sign.place}")
             else:
                 told.append(f"rank {rank} stands in {sign.place}")
+        end = f"; stacks are in {self.folder}/hang-rank-*.txt; go on with --resume auto" if self.folder else ""
         return (
             f"nothing has moved for {max(sign.stalled for sign in signs.values())} seconds (--hang-timeout): "
-            f"{'; '.join(told)}; stacks are in {self.folder}/hang-rank-*.txt; go on with --resume auto"
+            f"{'; '.join(told)}{end}"
         )
 
 
@@ -187,48 +226,3 @@ def _exchange(store: Any, sign: Sign, rank: int, ranks: int, ask: bool) -> dict[
                     tick, stalled, waiting, host, place = told
                     found[other] = Sign(int(tick), int(stalled), str(waiting) == "True", host, place)
     return found
-
-
-def _frames(frame: FrameType | None) -> list[FrameType]:
-    """From the inside out."""
-    found = []
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found
-
-
-def _waits(frame: FrameType | None) -> bool:
-    """Whether a thread waits for other ranks: in a collective, or, where devices run behind, for its result."""
-    for each in _frames(frame)[:8]:
-        if any(part in each.f_code.co_filename for part in _WAITING) or each.f_code.co_name == "exchanged":
-            return True
-    return False
-
-
-def _place(frame: FrameType | None) -> str:
-    standard = sysconfig.get_path("stdlib")
-    for each in _frames(frame):
-        file = each.f_code.co_filename
-        own = "site-packages" in file or not file.startswith((standard, "<frozen"))
-        if own and not any(part in file for part in _LIBRARIES):
-            return f"{each.f_code.co_name} ({each.f_code.co_filename}:{each.f_lineno})"
-    return "no line of Python"
-
-
-def _beside(rank: int) -> psutil.Process | None:
-    """The process of another rank that the same launcher started on this machine."""
-    with contextlib.suppress(psutil.Error):
-        for process in psutil.Process(os.getppid()).children():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get("RANK") == str(rank):
-                    return process
-    return None
-
-
-def _state(rank: int, sign: Sign) -> str:
-    """What the system says of a rank's process."""
-    if sign.host not in ("", socket.gethostname()):
-        return f"on {sign.host}"
-    process = _beside(rank)
-    return f"process {process.pid}, which is {process.status()}" if process else "its process is gone"

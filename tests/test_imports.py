@@ -11,7 +11,7 @@ from fake_plugins import accel_sft, install
 PACKAGE = Path(__file__).parent.parent / "accel_sft"
 GROUPS = [
     {"pulse"},
-    {"options", "keeper", "cascade", "sealed", "host"},
+    {"options", "keeper", "cascade", "sealed", "host", "whereabouts"},
     {"identity", "json_stream", "markdown", "progress", "launched", "terminal", "postmortem"},
     {"cache", "operators", "environment", "stopping", "failure"},
     {"watch"},

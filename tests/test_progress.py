@@ -10,18 +10,21 @@ from accel_sft.progress import Progress
 
 
 @pytest.mark.parametrize(
-    ("higher_is_better", "values", "best_step", "without_better"),
+    ("higher_is_better", "values", "losses", "best_step", "without_better"),
     [
-        (True, [0.1, 0.5, 0.5, 0.2], 2, 2),
-        (False, [3.0, 1.0, 2.0, 0.5], 4, 0),
-        (True, [math.nan, 0.0, math.nan], 2, 1),
+        (True, [0.1, 0.5, 0.5, 0.2], [1.0, 1.0, 1.0, 0.1], 2, 2),
+        (True, [0.1, 0.5, 0.5, 0.5], [1.0, 2.0, 1.0, math.nan], 3, 2),  # patience is about the metric alone
+        (False, [3.0, 1.0, 2.0, 0.5], [1.0, 1.0, 0.1, 2.0], 4, 0),
+        (True, [math.nan, 0.0, math.nan], [0.1, 1.0, 0.1], 2, 1),
     ],
 )
-def test_the_best_is_the_first_of_the_best(higher_is_better, values, best_step, without_better):
+def test_the_best_is_the_first_of_the_best_with_the_lowest_loss(
+    higher_is_better, values, losses, best_step, without_better
+):
     progress = Progress()
     told = []
-    for progress.step, value in enumerate(values, 1):
-        told.append(progress.judged(value, higher_is_better))
+    for progress.step, (value, loss) in enumerate(zip(values, losses, strict=True), 1):
+        told.append(progress.judged(value, loss, higher_is_better))
     assert (progress.best_step, progress.without_better) == (best_step, without_better)
     assert progress.best == values[best_step - 1]
     assert told.index(True) <= best_step - 1

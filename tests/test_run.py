@@ -58,6 +58,7 @@ def test_an_interpreter_that_has_trained_ends_without_a_word(tmp_path):
     command = [sys.executable, "-m", "accel_sft", *JOB[:-2], "--max-steps", "1", "--eval-every", "off"]
     done = subprocess.run([*command, "--output-dir", str(tmp_path / "run")], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+    assert "tuned" not in done.stdout + (tmp_path / "run" / "report.md").read_text()  # nothing was judged
 
 
 def test_a_larger_max_steps_is_refused_with_the_way_out(launched, tmp_path):

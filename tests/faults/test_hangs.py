@@ -13,12 +13,14 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 from accelerate import Accelerator
 from conftest import CONFIGS, accel_sft
 from fake_plugins import install
+from models import make_tiny
 
-from accel_sft import pulse, sealed, shards
+from accel_sft import pulse, sealed, shards, watch
 from accel_sft.config import TrainConfig
 from accel_sft.optim import adamw
 
@@ -35,13 +37,20 @@ from accel_sft_math import Math as Shipped
 
 @dataclass(kw_only=True)
 class Stuck(Shipped):
-    """Math whose score never comes back on the last rank."""
+    """Math that never comes back on the last rank."""
+
+    def dataset(self, split):
+        self.stand("dataset")
+        return super().dataset(split)
 
     def score(self, example, text):
-        if os.environ.get("RANK", "1") == "1":
+        self.stand("score")
+        return super().score(example, text)
+
+    def stand(self, method):
+        if os.environ.get("RANK", "1") == "1" and os.environ["STUCK_IN"] == method:
             Path("BEGAN").touch()
             self.ponder()
-        return super().score(example, text)
 
     def ponder(self):
         while True:
@@ -49,15 +58,17 @@ class Stuck(Shipped):
 '''
 
 
-def stuck(tmp_path):
+def stuck(tmp_path, method):
     (tmp_path / "site").mkdir()
     source = STUCK.replace("BEGAN", str(tmp_path / "began"))
     install(tmp_path / "site", "accel-sft-stuck", "stuck = accel_sft_stuck:Stuck", source)
-    return {"environment": {"PYTHONPATH": str(tmp_path / "site")}, "run_dir": tmp_path / "run"}
+    environment = {"PYTHONPATH": str(tmp_path / "site"), "STUCK_IN": method}
+    return {"environment": environment, "launcher": ("--mixed_precision", "no")}
 
 
-def test_a_rank_that_stands_still_is_named_with_its_place_and_stack(tmp_path):
-    run = accel_sft("stuck", *JOB, yaml="z2", launcher=("--mixed_precision", "no"), **stuck(tmp_path))
+@pytest.mark.parametrize(("method", "yaml"), [("score", "z2"), ("dataset", "ddp")])
+def test_a_rank_that_stands_still_is_named_with_its_place_and_stack(tmp_path, method, yaml):
+    run = accel_sft("stuck", *JOB, yaml=yaml, run_dir=tmp_path / "run", **stuck(tmp_path, method))
     took = time.time() - (tmp_path / "began").stat().st_mtime
     assert run.status == 1
     said = " ".join(run.output.split())
@@ -73,7 +84,60 @@ def test_a_rank_that_stands_still_is_named_with_its_place_and_stack(tmp_path):
     assert "ponder" in result["error"]
 
 
-def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(tmp_path):
+def test_an_evaluation_that_stands_still_shows_the_stack_at_the_terminal(tmp_path):
+    model = make_tiny(tmp_path / "model")
+    command = ("evaluate", "stuck", "--model", str(model), "--validation-examples", "4", "--max-new-tokens", "4")
+    run = accel_sft(*command, "--hang-timeout", "5", yaml="ddp", **stuck(tmp_path, "score"))
+    assert run.status == 1
+    assert time.time() - (tmp_path / "began").stat().st_mtime < 5 + PAST
+    said = " ".join(run.output.split())
+    assert "Error: nothing has moved for" in said
+    assert "rank 1 stands in ponder (" in said
+    assert "rank 0 stands" not in said
+    assert said.count("in ponder File") == said.count("Timeout (0:00:05)!") == 1
+
+
+AT_WORK = """
+import sys, time
+from pathlib import Path
+from accel_sft import watch
+
+watch.GRACE_SECONDS = 0.5
+with watch.Watch(2, Path(sys.argv[1]), lambda message: None) as watched:
+    until = time.monotonic() + 6
+    while time.monotonic() < until:  # a task's dataset() that computes, or loads from afar
+        if sys.argv[2] == "computes":
+            sum(range(20000))
+        else:
+            Path(sys.argv[1], "loaded").write_bytes(bytes(16384))
+        time.sleep(0.02)
+    print("went on", flush=True)
+    if sys.argv[2] == "computes":
+        time.sleep(60)
+    with watched.closely():
+        while True:
+            sum(range(20000))
+"""
+
+
+@pytest.mark.parametrize("what", ["computes", "loads"])
+def test_to_be_at_work_is_to_get_on_but_where_it_is_watched_closely(tmp_path, what):
+    command = [sys.executable, "-c", AT_WORK, str(tmp_path), what]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PAST)
+    assert done.returncode == 1
+    assert done.stdout.startswith("went on\nError: nothing has moved for 2 seconds")
+
+
+def test_a_run_that_gets_on_leaves_no_empty_stacks(tmp_path):
+    with watch.Watch(5, tmp_path):
+        pulse.beat()
+        time.sleep(0.2)
+        assert (tmp_path / "hang-rank-0.txt").exists()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("when", ["amid steps", "as it starts"])
+def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(tmp_path, when):
     command = [str(Path(sysconfig.get_path("scripts"), "accelerate")), "launch", "--mixed_precision", "no"]
     command += ["--config_file", str(CONFIGS / "ddp.yaml"), "--main_process_port", str(20000 + os.getpid() % 20000)]
     command += ["-m", "accel_sft", "math", *JOB, "--eval-every", "off", "--output-dir", str(tmp_path / "run")]
@@ -81,7 +145,11 @@ def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(tmp_path):
         process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log)
     try:
         until = time.monotonic() + 240
-        while not (tmp_path / "run" / "checkpoints" / "step-000002").exists():
+        while not (
+            (tmp_path / "run" / "checkpoints" / "step-000002").exists()
+            if when == "amid steps"
+            else len(psutil.Process(process.pid).children()) == 2
+        ):
             assert process.poll() is None, (tmp_path / "log").read_text()
             assert time.monotonic() < until
             time.sleep(0.05)
@@ -100,7 +168,7 @@ def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(tmp_path):
     assert process.returncode == 1
     assert f"rank 1 says nothing any more (process {last.pid}, which is stopped), last seen in" in said
     assert "rank 0" not in said.split("Error: nothing has moved")[1].split("stacks are in")[0]
-    assert TIMEOUT <= took < TIMEOUT + PAST
+    assert TIMEOUT <= took < TIMEOUT + PAST  # as it starts, the other one is still importing torch for some seconds
 
 
 SUSPENDED = """

@@ -10,14 +10,21 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_laws import FP32, JOB, layout, same_curve
 
 
-@pytest.mark.parametrize("name", ["z2", "plain"])
-def test_a_run_goes_on_under_another_launch_with_the_same_curve(launched, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("z2", "ranks 2, now 1; backend DeepSpeed, now one process; ZeRO stage 2, now none"),
+        ("plain", "ranks 1, now 2; backend one process, now DeepSpeed; ZeRO stage none, now 3"),
+    ],
+    ids=["z2", "plain"],
+)
+def test_a_run_goes_on_under_another_launch_with_the_same_curve(launched, tmp_path, name, told):
     run_dir = stopped(layout(launched, name), tmp_path / "run", 3)
     arguments = (*layout(launched, name).arguments, "--resume", "auto", "--micro-batch-size", "1")
     elsewhere = {} if name != "plain" else {"yaml": "z3", "launcher": FP32}
     resumed = accel_sft(*arguments, run_dir=run_dir, **elsewhere)
     assert resumed.status == 0, resumed.output
-    assert "at step 3 of 6; written under another layout (ranks" in " ".join(resumed.output.split())
+    assert f"at step 3 of 6; written under another layout ({told})" in " ".join(resumed.output.split())
     same_curve(layout(launched, "plain").lines(), resumed.lines())
 
 

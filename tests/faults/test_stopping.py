@@ -26,14 +26,14 @@ LAUNCHES = {"plain": None, "z2": "z2"}
 
 @contextlib.contextmanager
 def started(run_dir, yaml=None, *more):
-    """The job in the background; killed in the end with all that it started."""
-    command = [sys.executable, "-m", "accel_sft"]
+    """The job in the background, with `more` for its launcher or itself; killed in the end with all that it started."""
+    command, own = [sys.executable, "-m", "accel_sft"], () if yaml else more
     if yaml:
         command = [str(Path(sysconfig.get_path("scripts"), "accelerate")), "launch"]
         command += ["--config_file", str(CONFIGS / f"{yaml}.yaml"), "--mixed_precision", "no"]
         command += ["--main_process_port", str(20000 + os.getpid() % 20000), *more, "-m", "accel_sft"]
     with open(f"{run_dir}.log", "ab") as log:
-        process = subprocess.Popen([*command, *JOB, "--output-dir", str(run_dir)], stdout=log, stderr=log)
+        process = subprocess.Popen([*command, *JOB, *own, "--output-dir", str(run_dir)], stdout=log, stderr=log)
     family: list[psutil.Process] = []
     process.family = family
     try:
@@ -105,6 +105,19 @@ def test_a_signal_ends_the_step_with_a_checkpoint_and_the_run_goes_on_to_the_sam
     same_end(run, run_dir)
 
 
+def test_a_signal_ends_an_evaluation_before_its_next_answers(tmp_path):
+    run_dir, few = tmp_path / "run", ("--validation-examples", "400", "--eval-batch-size", "1", "--max-steps", "2")
+    with started(run_dir, None, *few) as process:
+        wait_for(lambda: "answers: the" in (tmp_path / "run.log").read_text())  # those of the untrained model
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM after step 0, with a checkpoint" in (tmp_path / "run.log").read_text()
+    assert not (run_dir / "metrics.jsonl").exists()
+    resumed = accel_sft(*JOB, *few, "--resume", "auto", run_dir=run_dir)
+    assert resumed.status == 0, resumed.output
+    assert [line["step"] for line in resumed.lines("eval_loss")] == [0, 2]
+
+
 def test_a_second_signal_ends_at_once(tmp_path):
     run_dir = tmp_path / "run"
     with started(run_dir) as process:
@@ -158,6 +171,35 @@ def test_what_a_task_has_forked_dies_by_a_signal_and_the_rank_lives_on(when):
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "one"}
     done = subprocess.run([sys.executable, "-c", FORKING, when], env=environment, timeout=40, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+FAILING = """
+import os, signal
+from accel_sft import failure
+from accel_sft.stopping import Stopping
+
+def what_became_of_the_others(attempt):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return "rank 1 was killed"
+
+failure.lost_ranks = what_became_of_the_others
+with failure.Ending(), Stopping() as stopping:
+    stopping.deferred = True
+    try:
+        raise RuntimeError("Connection closed by peer")
+    except RuntimeError:
+        stopping.failing()
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise
+    finally:
+        stopping.deferred = False
+"""
+
+
+def test_a_rank_that_lost_another_says_so_although_its_launcher_sends_sigterm():
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "one", "WORLD_SIZE": "2"}
+    done = subprocess.run([sys.executable, "-c", FAILING], env=environment, timeout=40, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "Error: rank 1 was killed\n")
 
 
 def test_ranks_whose_launcher_was_killed_end_and_write_nothing_more(launched, tmp_path):
