@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.metadata
-import inspect
 import os
 import re
 import traceback
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import accel_sft
-from accel_sft.config import TrainConfig
-from accel_sft.options import UserError, settings
+from accel_sft.contract import contract_faults
+from accel_sft.options import UserError
 from accel_sft.task import Task
 
 GROUP = "accel_sft.tasks"
@@ -31,14 +30,6 @@ RESERVED = frozenset(("tasks", "check", "plan", "compare", "evaluate", "generate
 NAME = re.compile(r"[a-z0-9-]+")
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _OWN_REQUIREMENT = re.compile(r"accel[-_.]+sft(?![-_.]*[a-z0-9])", re.IGNORECASE)
-_CONTRACT = {
-    "dataset": ("split",),
-    "messages": ("example",),
-    "target": ("example",),
-    "score": ("example", "text"),
-    "aggregate": ("scores",),
-    "problems": (),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,65 +213,3 @@ def what_and_where(error: BaseException) -> str:
     frames = [f for f in frames if "importlib" not in Path(f.filename).parts and f.filename != __file__]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"
-
-
-def contract_faults(cls: Any) -> list[str]:
-    """In what a class falls short of the task contract, one phrase each; empty when it can be used."""
-    if not isinstance(cls, type) or not issubclass(cls, Task) or cls is Task:
-        return [f"{getattr(cls, '__qualname__', repr(cls))} is not a subclass of accel_sft.Task"]
-    causes = []
-    if "__dataclass_fields__" not in vars(cls) or not all(f.kw_only for f in dataclasses.fields(cls) if f.init):
-        causes.append(f"{cls.__name__} is not a keyword-only dataclass; write @dataclass(kw_only=True) above it")
-    missing = sorted(cls.__abstractmethods__)
-    if missing:
-        causes.append(f"{cls.__name__} lacks {', '.join(missing)}")
-    causes += [fault for name in _CONTRACT if name not in missing and (fault := _signature_fault(cls, name))]
-    fields = {field.name for field in dataclasses.fields(cls)}
-    for name, kind in (("main_metric", str), ("higher_is_better", bool)):
-        if name in fields:
-            causes.append(f"{name} is an option; without a type annotation it is the class's own")
-        elif not isinstance(getattr(cls, name, None), kind) or getattr(cls, name) == "":
-            causes.append(f"{name} is missing or not a {kind.__name__}")
-    return causes + _option_faults(cls)
-
-
-def _signature_fault(cls: type[Task], name: str) -> str:
-    parameters = _CONTRACT[name]
-    method = inspect.getattr_static(cls, name)
-    bound = getattr(cls, name)
-    expected = f"{name}({', '.join(('self', *parameters))})"
-    if not callable(bound) or isinstance(method, property):
-        return f"{name} is not a method; expected {expected}"
-    arguments = parameters if isinstance(method, (staticmethod, classmethod)) else ("self", *parameters)
-    try:
-        signature = inspect.signature(bound)
-    except ValueError:  # a callable written in C tells nothing
-        return ""
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
-        return f"{name}{signature} does not accept the trainer's call {expected}: {error}"
-    return ""
-
-
-def _flags(setting: Any) -> set[str]:
-    return {setting.flag, "--no-" + setting.flag[2:]} if setting.type is bool else {setting.flag}
-
-
-def _option_faults(cls: type[Task]) -> list[str]:
-    try:
-        own = settings(cls)
-    except (TypeError, NameError) as error:
-        return [str(error)]
-    taken = {"--help", "--config", "--version", "--base"}.union(*map(_flags, settings(TrainConfig)))
-    causes = []
-    for setting in own:
-        if not re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]|[a-z]", setting.name):
-            causes.append(f"{setting.name!r} cannot be an option; use lower-case letters, digits and _")
-        clash = sorted(_flags(setting) & taken)
-        if clash:
-            causes.append(f"option {' and '.join(clash)} is the trainer's or another option's; rename {setting.name!r}")
-        elif not setting.required and setting.problem(setting.default):
-            causes.append(f"default of {setting.problem(setting.default)}")
-        taken |= _flags(setting)
-    return causes

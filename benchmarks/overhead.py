@@ -36,39 +36,14 @@ WARMUP_STEPS = 20
 EXAMPLES = 2048
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """One run of the loop in this process: seconds of every part of every step."""
-    sys.path.insert(0, str(HERE / "contestants"))
-    from accel_sft.environment import prepare_environment
-
-    prepare_environment()  # as the command line does before torch is imported
-
-    import psutil
-
-    import rows
-    from accel_sft import fitting, learning, tracking, train
+def time_parts(clock: Clock) -> None:
+    """Have every call that a step consists of timed where the loop makes it."""
+    from accel_sft import fitting, learning, tracking
     from accel_sft.batching import Batching
     from accel_sft.data import StepPlan
     from accel_sft.progress import Progress
     from accel_sft.store import TokenStore
 
-    laps: list[dict[str, float]] = []  # the first one ends where the first step begins
-    profile = cProfile.Profile() if args.functions else None
-
-    def watched(part: str, begins: bool) -> None:
-        if profile and part in COMPUTE and len(laps) > WARMUP_STEPS:
-            (profile.disable if begins else profile.enable)()
-
-    clock = Clock(watched)
-    examples = StepPlan.examples
-
-    def first_of_step(self: StepPlan, step: int) -> Any:
-        laps.append(clock.lap("the next step"))
-        if profile and len(laps) == WARMUP_STEPS + 1:
-            profile.enable()
-        return examples(self, step)
-
-    StepPlan.examples = first_of_step
     for owner, name, part in (
         (learning, "nll_sum", "forward"),
         (learning.Stepper, "backward", "backward"),
@@ -90,6 +65,38 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     ):
         clock.time(owner, name, part)
 
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """One run of the loop in this process: seconds of every part of every step."""
+    sys.path.insert(0, str(HERE / "contestants"))
+    from accel_sft.environment import prepare_environment
+
+    prepare_environment()  # as the command line does before torch is imported
+
+    import psutil
+
+    import rows
+    from accel_sft import fitting, train
+    from accel_sft.data import StepPlan
+
+    laps: list[dict[str, float]] = []  # the first one ends where the first step begins
+    profile = cProfile.Profile() if args.functions else None
+
+    def watched(part: str, begins: bool) -> None:
+        if profile and part in COMPUTE and len(laps) > WARMUP_STEPS:
+            (profile.disable if begins else profile.enable)()
+
+    clock = Clock(watched)
+    examples = StepPlan.examples
+
+    def first_of_step(self: StepPlan, step: int) -> Any:
+        laps.append(clock.lap("the next step"))
+        if profile and len(laps) == WARMUP_STEPS + 1:
+            profile.enable()
+        return examples(self, step)
+
+    StepPlan.examples = first_of_step
+    time_parts(clock)
     facts: dict[str, Any] = {}
     fit = fitting.Fitting.fit
 

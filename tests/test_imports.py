@@ -16,6 +16,7 @@ GROUPS = [
     {"cache", "operators", "environment", "stopping", "failure"},
     {"watch"},
     {"rows", "task", "config", "config_file"},
+    {"contract"},
     {"registry", "chat", "tiny", "memory", "report", "console", "attention", "merging", "holding"},
     {
         "audit",
@@ -52,6 +53,7 @@ STANDARD_LIBRARY_ONLY = (
     "cache",
     "rows",
     "task",
+    "contract",
     "registry",
 )
 NO_TORCH = (
