@@ -308,10 +308,10 @@ def test_dry_run_stops_before_anything_is_made(tmp_path):
 
 
 def test_an_adapter_that_finds_its_ranks_itself_trains_without_deepspeed_only(launched, tmp_path):
-    job = (*JOB, "--adapter", "adalora", "--save-every", "2", "--keep-checkpoints", "9", "--eval-every", "off")
+    job = (*JOB, "--adapter", "adalora", "--save-every", "1", "--keep-checkpoints", "9", "--eval-every", "off")
     run = launched("adalora", *job)
     whole = load_file(run.run_dir / "final" / "adapter_model.safetensors")
-    for step in (2, 4):  # amid the steps in which it looks for them, and after
+    for step in (2, 5):  # amid the steps in which it looks for them, and after
         resumed = accel_sft(*job, "--resume", "auto", run_dir=stopped(run, tmp_path / str(step), step))
         assert resumed.status == 0, resumed.output
         again = load_file(tmp_path / str(step) / "final" / "adapter_model.safetensors")
