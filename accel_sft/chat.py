@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from accel_sft.markdown import LONGEST_ERROR, one_line
 from accel_sft.options import UserError
+from accel_sft.registry import what_and_where
 from accel_sft.task import Task
 
 _SHOWN = 5
@@ -201,7 +202,7 @@ def conversation(task: Task, examples: Sequence[Any], split: str, index: int) ->
         raise
     except Exception as error:
         raise UserError(
-            f"{split} example {index}: the task failed: {type(error).__name__}: {one_line(str(error), LONGEST_ERROR)}"
+            f"{split} example {index}: the task failed: {one_line(what_and_where(error), LONGEST_ERROR)}"
         ) from error
     if not isinstance(target, str):
         raise UserError(f"{split} example {index}: target() gave {type(target).__name__}, expected text")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 from click.shell_completion import CompletionItem
 
@@ -9,7 +11,7 @@ import accel_sft
 from accel_sft import registry
 from accel_sft.cli_options import EVALUATION, SectionOption, TaskCommand, summary_of
 from accel_sft.config import MODEL, TrainConfig
-from accel_sft.options import UserError
+from accel_sft.options import HIDDEN, UserError, settings
 from accel_sft.task import Task
 
 
@@ -51,7 +53,7 @@ def _load(ctx: click.Context, name: str, tools: dict[str, click.Command]) -> typ
     if name.startswith("-"):
         raise click.NoSuchOption(name, ctx=ctx)
     near = registry.suggestion(name, [*registry.names(), *tools])
-    ctx.fail(f"no task or tool {name!r}{near or '; `accel-sft tasks` lists the installed tasks'}")
+    ctx.fail(f"no task or tool {name!r}{near}; `accel-sft tasks` lists the tasks that are installed here")
 
 
 class _TrainGroup(LazyTasks):
@@ -78,6 +80,14 @@ class _EvaluateGroup(LazyTasks):
 
             run(name, task, config, base)
 
+        def as_in_its_run(config: TrainConfig) -> dict[str, Any]:
+            from accel_sft.report import run_record
+
+            record = run_record(config.model)
+            before = record["task_options"] if record and record["task"] == name else {}
+            mine = [s for s in settings(task_class) if s.name in before and not s.problem(before[s.name])]
+            return {s.name: before[s.name] for s in mine if before[s.name] != HIDDEN}
+
         base = SectionOption(
             ["--base"],
             metavar="TEXT",
@@ -89,7 +99,9 @@ class _EvaluateGroup(LazyTasks):
             if task_class
             else ""
         )
-        return TaskCommand(name, task_class, evaluate, summary=summary, only=EVALUATION, extra=[base])
+        return TaskCommand(
+            name, task_class, evaluate, summary=summary, only=EVALUATION, extra=[base], usual=as_in_its_run
+        )
 
 
 def _prepare(config: TrainConfig) -> None:

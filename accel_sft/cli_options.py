@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import click
@@ -22,6 +23,11 @@ EVALUATION = frozenset(
     ("model", "trust_remote_code", "dtype", "attn_implementation", "max_length", "eval_limit", "eval_batch_size")
 ) | {"max_new_tokens", "generate_with", "output_dir", "seed", "debug", "dry_run", "hang_timeout"}
 """The trainer's settings that mean something where nothing is trained."""
+_THERE = {
+    "model": {"default": dataclasses.MISSING, "help": "A run, saved weights or an adapter by folder, or a hub id."},
+    "output_dir": {"help": "A new folder for result.json, report.md and the answers; default: none is written."},
+}
+"""What they mean there, where it is something else."""
 
 
 class _Value(click.ParamType):
@@ -104,6 +110,7 @@ class TaskCommand(click.Command):
         run: called with task, config and the values of `extra` options, all problems having been reported.
         only: names of the trainer's settings to offer; all by default.
         extra: further click options of this command.
+        usual: from the trainer's settings, those of the task where neither command line nor file has them.
     """
 
     def __init__(
@@ -115,10 +122,15 @@ class TaskCommand(click.Command):
         summary: str,
         only: Iterable[str] | None = None,
         extra: Iterable[SectionOption] = (),
+        usual: Callable[[TrainConfig], Mapping[str, Any]] = lambda config: {},
     ) -> None:
-        self.task_class, self.run = task_class, run
+        self.task_class, self.run, self.usual = task_class, run, usual
         self.task_settings = settings(task_class) if task_class else []
-        self.train_settings = [s for s in settings(TrainConfig) if only is None or s.name in only]
+        self.train_settings = [
+            s if only is None else dataclasses.replace(s, **_THERE.get(s.name, {}))
+            for s in settings(TrainConfig)
+            if only is None or s.name in only
+        ]
         config = SectionOption(
             ["--config", "config_file"],
             type=click.Path(),
@@ -167,7 +179,10 @@ class TaskCommand(click.Command):
                 problems += error.problems
         made = []
         for offered, make in ((self.train_settings, _build_config), (self.task_settings, self._build_task)):
-            values = {s.name: source[s.name] for source in (from_file, given) for s in offered if s.name in source}
+            usual = self.usual(made[0]) if made else {}
+            values = {
+                s.name: source[s.name] for source in (usual, from_file, given) for s in offered if s.name in source
+            }
             wrong = {s.name: line for s in offered if s.name in given and (line := s.problem(given[s.name]))}
             missing = [f"{s.flag}: a value is needed" for s in offered if s.required and s.name not in values]
             problems += [*wrong.values(), *missing]

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from accel_sft.terminal import wrapped
+
 SHORTEST_BAR = 10
 """Cells left to the bar before details are dropped from the line."""
 SECONDS_BETWEEN_DRAWS = 0.5
@@ -47,7 +49,7 @@ class ProgressLine:
     def say(self, text: str) -> None:
         """A line of its own, above the bar."""
         if self.live:
-            self._console.print(text, markup=False, soft_wrap=True)
+            self._console.print(wrapped(text), markup=False, soft_wrap=True)
         else:
             print(text, file=self._file, flush=True)
 

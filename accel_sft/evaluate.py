@@ -21,6 +21,7 @@ from accel_sft.loss import nll_sum
 from accel_sft.markdown import LONGEST_ERROR, one_line
 from accel_sft.options import UserError
 from accel_sft.pulse import beat
+from accel_sft.registry import what_and_where
 from accel_sft.report import COSTS
 from accel_sft.system import peak_memory_gib, reset_peak_memory
 from accel_sft.task import Task
@@ -155,7 +156,7 @@ class Evaluator:
         except Exception as error:
             raise UserError(
                 f"validation example {encoded.index}: the task's score() failed on {text[:80]!r}: "
-                f"{type(error).__name__}: {one_line(str(error), LONGEST_ERROR)}"
+                f"{one_line(what_and_where(error), LONGEST_ERROR)}"
             ) from error
         if not isinstance(scores, dict):
             raise UserError(
@@ -187,7 +188,7 @@ class Evaluator:
         except Exception as error:
             raise UserError(
                 f"the task's aggregate() failed, or gave something other than a number by name: "
-                f"{type(error).__name__}: {one_line(str(error), LONGEST_ERROR)}"
+                f"{one_line(what_and_where(error), LONGEST_ERROR)}"
             ) from error
         main = self.task.main_metric
         if main not in metrics:

@@ -17,6 +17,7 @@ from typing import NoReturn, TextIO
 
 import click
 
+from accel_sft.markdown import one_line
 from accel_sft.options import UserError
 from accel_sft.postmortem import lost_ranks
 
@@ -67,12 +68,12 @@ class Ending(contextlib.AbstractContextManager["Ending"]):
         summary = f"{type(error).__name__}: {error}".rstrip(": \n")
         message = f"{summary} ({_place(error)})"
         others = {text for _, text in _earlier_failures()}
-        if not others and not self.debug and (lost := lost_ranks(_attempt_directory())):
+        if not self.debug and (lost := lost_peers()):
             report(f"Error: {lost}", lost)
         elif (
             others - {message} and not self.debug
         ):  # a peer's death breaks the collectives of this rank: no cause to show
-            report(f"Error: {_rank()} ended after another rank had failed ({summary.splitlines()[0]})", message)
+            report(f"Error: {_rank()} ended after another rank had failed ({one_line(summary, 100)})", message)
         else:
             trace = "".join(traceback.format_exception(error))
             report(f"{trace}Error: unexpected in {_place(error)}: {summary}", message)
@@ -95,6 +96,11 @@ def _attempt_directory() -> Path | None:
     """The folder torchrun makes for one attempt of this machine's ranks, holding a folder for each local rank."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(file).parent.parent if file else None
+
+
+def lost_peers() -> str:
+    """Ranks of this machine that are gone, where none has said why it failed; "" if there are none."""
+    return "" if _earlier_failures() else lost_ranks(_attempt_directory())
 
 
 def _earlier_failures() -> list[tuple[int, str]]:

@@ -138,7 +138,10 @@ class Fitting:
         return Learner(accelerator, self.model, self.stepper, batching, pad_token_id, self.run_dir, self.tracker.say)
 
     def fit(self) -> None:
-        """The loop: learn from one global batch, look, evaluate, save. A signal ends it in order."""
+        """The loop: learn from one global batch, look, evaluate, save. A signal ends it in order.
+
+        From here on signals are deferred: what comes after the loop takes seconds, and has no checkpoint of its own.
+        """
         self.stopping.deferred = True
         try:
             self.judge_and_save()  # a run starts with a judgement, or was stopped before one
@@ -146,7 +149,6 @@ class Fitting:
         except Interruption:
             self.save()
             raise
-        self.stopping.deferred = False  # after an error signals stay deferred: there is something to say first
 
     def loop(self) -> None:
         """Steps to the end, or until patience runs out or a signal comes."""
@@ -267,10 +269,10 @@ class Fitting:
             report.write_result(self.run_dir, result)
             self.tracker.close()
             report.print_report(result, before, after, console=Console(file=terminal.terminal(), highlight=False))
-            weights = "final/ and best/ hold" if progress.best_step else "final/ holds"
+            best = f"best/ (step {progress.best_step}) and " if progress.best_step else ""
             if left_out := result["steps_left_out"]:
                 self.tracker.say(
                     f"{left_out} of {progress.step} steps were not finite and left out: {self.health.file}"
                 )
-            self.tracker.say(f"{self.run_dir}: {weights} the weights, report.md every number")
+            self.tracker.say(f"{self.run_dir}: weights in {best}final/ (step {progress.step}), numbers in report.md")
         accelerator.wait_for_everyone()

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
 
 SYSTEM = Path("/")
 """Below which the kernel's files are looked for."""
@@ -30,23 +35,25 @@ def told() -> str:
     return f"{words}, {kills} processes killed for it so far" if kills else words
 
 
-def work() -> tuple[float, int]:
-    """Seconds of a core that this process and those below it have used, but for the calling thread, and bytes.
+def work(process: psutil.Process) -> tuple[float, int]:
+    """Seconds of a core that a process and those below it have used, but for the calling thread, and bytes of files.
 
     The bytes are those they wrote, and those they had from a disk, for to ask this reads others. What comes through a
     socket does not count; it is used or written.
     """
     import psutil
 
-    seconds, count = time.process_time() - time.thread_time(), 0
-    own = psutil.Process()
-    for process in (own, *own.children(recursive=True)):
+    seconds, count, below = 0.0, 0, []
+    with contextlib.suppress(psutil.Error):
+        below = process.children(recursive=True)
+    for each in (process, *below):
         with contextlib.suppress(psutil.Error):
-            times = process.cpu_times()
+            times = each.cpu_times()
             seconds += times.children_user + times.children_system
-            seconds += times.user + times.system if process is not own else 0.0
-            if hasattr(process, "io_counters"):  # not on macOS
-                done = process.io_counters()
+            own = each.pid == os.getpid()  # of which the system tells hundredths, and the interpreter all
+            seconds += time.process_time() - time.thread_time() if own else times.user + times.system
+            if hasattr(each, "io_counters"):  # not on macOS
+                done = each.io_counters()
                 count += done.read_bytes + done.write_chars
     return seconds, count
 

@@ -18,11 +18,13 @@ from accel_sft.chat import end_of_turn_ids
 from accel_sft.checkpoint import decided_by_main
 from accel_sft.config import TrainConfig
 from accel_sft.evaluate import Evaluation, Evaluator, largest
+from accel_sft.failure import leave_together
 from accel_sft.layout import choose_batching
 from accel_sft.model import find_source, load_model, load_tokenizer
-from accel_sft.options import UserError
+from accel_sft.options import UserError, settings
 from accel_sft.prepare import encoding_rules, read_split, start
-from accel_sft.report import read_json
+from accel_sft.record import recordable
+from accel_sft.report import run_record
 from accel_sft.system import peak_memory_gib, reset_peak_memory
 from accel_sft.task import Task
 from accel_sft.tokens import SplitEncoder
@@ -52,7 +54,7 @@ def _judge(task_name: str, task: Task, config: TrainConfig, base: str | None, wa
     if config.dry_run:
         return
     if accelerator.is_main_process:
-        for line in _differences(config.model, task_name, accelerator.mixed_precision):
+        for line in (*_options(task), *_differences(config.model, task_name, accelerator.mixed_precision)):
             print(terminal.wrapped(line), file=terminal.terminal())
     if config.output_dir:
         decided_by_main(accelerator, lambda: _claim(Path(config.output_dir)))
@@ -72,12 +74,19 @@ def _judge(task_name: str, task: Task, config: TrainConfig, base: str | None, wa
         report.print_report(result, samples, after.samples, console=Console(highlight=False))
         if config.output_dir:
             _write(Path(config.output_dir), result, samples, after.samples)
-    accelerator.wait_for_everyone()
+    leave_together()
+
+
+def _options(task: Task) -> list[str]:
+    """The task's own settings that are not what it has by default; those of a run are taken over."""
+    mine = [setting for setting in settings(type(task)) if getattr(task, setting.name) != setting.default]
+    told = recordable({setting.name: getattr(task, setting.name) for setting in mine})
+    return ["task      " + ", ".join(f"{s.flag[2:]} {told[s.name]}" for s in mine)] if mine else []
 
 
 def _as_trained(config: TrainConfig) -> TrainConfig:
     """With the lengths that the run in `--model`, or around it, was trained and judged with, where none are given."""
-    run = _record(config.model)
+    run = run_record(config.model)
     if run is None:
         return config
     judged = {"max_length": run["config"]["max_length"]}
@@ -85,16 +94,9 @@ def _as_trained(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, **{key: n for key, n in judged.items() if getattr(config, key) is None})
 
 
-def _record(model: str) -> dict[str, Any] | None:
-    """The run.json of the run that `model` is, or is a folder of."""
-    folder = Path(model).expanduser()
-    record = next((path for path in (folder / "run.json", folder.parent / "run.json") if path.is_file()), None)
-    return read_json(record) if record else None
-
-
 def _differences(model: str, task_name: str, precision: str) -> list[str]:
     """In what this evaluation is not the one that the run made of itself."""
-    run = _record(model)
+    run = run_record(model)
     if run is None:
         return []
     found, trained = [], run.get("launch", {}).get("precision", precision)

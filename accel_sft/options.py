@@ -54,6 +54,10 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+HIDDEN = "***"
+"""In place of a value that is a secret by its name."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """One field, resolved: `type` is str, int, float or bool; `optional` says that None is a value too."""

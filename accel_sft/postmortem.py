@@ -40,7 +40,7 @@ def lost_ranks(attempt: Path | None) -> str:
     if signals == {0}:
         return f"{names} ended without a word"
     told = " and ".join(signal.Signals(number).name for number in sorted(signals - {0}))
-    return f"{names} was ended by {told}; its last words are in the run's logs"
+    return f"{names} was ended by {told}; what it said, if anything, is in the run's logs"
 
 
 def _exit_code(pid: int) -> int | None:

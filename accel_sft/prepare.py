@@ -108,6 +108,8 @@ def start(config: TrainConfig, *, train: bool = True) -> Accelerator:
             for finding in findings:
                 print(wrapped(f"{finding.level}: {finding}"), file=terminal)
             print(wrapped("settings  " + _settings_line(config, train), 10), file=terminal)
+            if config.dry_run:
+                print("nothing is wrong with this launch; data and model were not looked at", file=terminal)
     return accelerator
 
 

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accel_sft.config import TrainConfig
 from accel_sft.environment import usable_cores
 from accel_sft.launched import read_launch
+from accel_sft.options import HIDDEN
 
 _SECRET = "key|token|secret|password"
 
@@ -71,7 +72,7 @@ def recordable(value: Any, name: str = "") -> Any:
     if isinstance(value, (list, tuple)):
         return [recordable(item) for item in value]
     if isinstance(value, str) and re.search(_SECRET, name, re.IGNORECASE):
-        return "***"
+        return HIDDEN
     return value if value is None or isinstance(value, (bool, int, str)) or math.isfinite(value) else str(value)
 
 

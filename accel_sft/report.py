@@ -83,6 +83,13 @@ def read_json(path: Path) -> Any:
         ) from None
 
 
+def run_record(model: str) -> dict[str, Any] | None:
+    """The run.json of the run that `model` is, or is a folder of; None if it is something else."""
+    folder = Path(model).expanduser()
+    record = next((path for path in (folder / "run.json", folder.parent / "run.json") if path.is_file()), None)
+    return read_json(record) if record else None
+
+
 def read_status(run_dir: Path) -> str | None:
     """The `status` in a run's result.json; None where there is none yet."""
     path = Path(run_dir) / "result.json"

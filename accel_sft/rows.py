@@ -171,8 +171,8 @@ def _sha256(stream: BinaryIO) -> str:
 
 def _validated(stream: BinaryIO, name: str, parse: Callable[[dict[str, Any]], Any]) -> bytes:
     """The place of each row, one after the other, when every row is good."""
-    places, problems, more = bytearray(), [], 0
-    for value, line, begin, raw in located(stream, name):
+    places, problems, more, before = bytearray(), [], 0, 0
+    for row, (value, line, begin, raw) in enumerate(located(stream, name), 1):
         try:
             if isinstance(value, ValueError):
                 raise value
@@ -182,9 +182,11 @@ def _validated(stream: BinaryIO, name: str, parse: Callable[[dict[str, Any]], An
             places += _PLACE.pack(begin, len(raw), zlib.crc32(raw))
         except ValueError as problem:
             if len(problems) < MAX_PROBLEMS:
-                problems.append(f"{name}:{line}: {problem}")
+                which = f" row {row}:" if raw and line == before else ""  # an array may stand on one line
+                problems.append(f"{name}:{line}:{which} {problem}")
             else:
                 more += 1
+        before = line
     if more:
         problems.append(f"{name}: and {more} more bad rows; nothing was trained")
     if problems:

@@ -20,7 +20,7 @@ DEAF_SECONDS = 4.0
 launcher kills after 30."""
 GONE = 1
 """Exit status of a rank without a launcher."""
-_DEFERRED = "{name}: this step is finished, and a checkpoint written; once more ends at once\n"
+_DEFERRED = "{name}: the run ends once it is in order; a second signal ends it at once\n"
 
 
 class Interruption(KeyboardInterrupt):
@@ -136,7 +136,7 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
             os._exit(128 + number)
         self.asked = number
         if not self.deferred:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(f"interrupted by {signal.Signals(number).name}")
         if os.environ.get("RANK", "0") == "0":
             _tell(_DEFERRED.format(name=signal.Signals(number).name))
 

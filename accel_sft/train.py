@@ -14,6 +14,7 @@ from accelerate import Accelerator
 
 from accel_sft import report, terminal
 from accel_sft.config import TrainConfig
+from accel_sft.failure import leave_together, lost_peers
 from accel_sft.fitting import Fitting
 from accel_sft.model import is_tiny
 from accel_sft.options import UserError
@@ -57,25 +58,10 @@ def _claimed(task_name: str, task: Task, config: TrainConfig, stopping: Stopping
         accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir / 'report.md'}")
         return
     try:
-        try:
-            _run(accelerator, run_dir, task_name, task, config, stopping)
-        except SystemExit as error:  # a rank that just left, with status 0, would be waited for
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            raise UserError(
-                f"{frame.filename}:{frame.lineno}: sys.exit({error.code!r}) amid the run; raise an error instead"
-            ) from error
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"out of device memory ({str(error).splitlines()[0]}); the loss does not depend on it: lower "
-                "--micro-batch-size or --eval-batch-size, add --gradient-checkpointing, or choose a higher ZeRO stage"
-            ) from error
-        except Exception as error:
-            trouble = None if isinstance(error, UserError) else _trouble(run_dir, error)
-            if trouble is None:
-                raise
-            raise UserError(f"{run_dir}: {trouble}, then go on with --resume auto") from error
-    except BaseException as error:
+        _run(accelerator, run_dir, task_name, task, config, stopping)
+    except BaseException as raised:
         stopping.failing()  # ranks of a launcher that is gone lose each other, and have nothing to say any more
+        error = _explained(run_dir, raised)
         begun = (run_dir / "run.json").exists() or config.output_dir is not None
         if not begun and isinstance(error, UserError) and accelerator.is_main_process:
             shutil.rmtree(run_dir, ignore_errors=True)  # nobody named it, and the message says all there is
@@ -84,7 +70,30 @@ def _claimed(task_name: str, task: Task, config: TrainConfig, stopping: Stopping
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             with contextlib.suppress(OSError):  # a disk that is full or gone must not hide the error itself
                 report.write_result(run_dir, {"status": status, "error": str(error) or type(error).__name__})
-        raise
+        if error is raised:
+            raise
+        raise error from raised
+
+
+def _explained(run_dir: Path, error: BaseException) -> BaseException:
+    """What broke the run in words of what can be done, where that is known; else the error itself."""
+    if isinstance(error, SystemExit):  # a rank that just left, with status 0, would be waited for
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return UserError(
+            f"{frame.filename}:{frame.lineno}: sys.exit({error.code!r}) amid the run; raise an error instead"
+        )
+    if isinstance(error, UserError) or not isinstance(error, Exception):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        return UserError(
+            f"out of device memory ({str(error).splitlines()[0]}); the loss does not depend on it: lower "
+            "--micro-batch-size or --eval-batch-size, add --gradient-checkpointing, or choose a higher ZeRO stage"
+        )
+    if trouble := _trouble(run_dir, error):
+        return UserError(f"{run_dir}: {trouble}, then go on with --resume auto")
+    if lost := lost_peers():  # which a collective that broke cannot name
+        return UserError(lost)
+    return error
 
 
 def _trouble(run_dir: Path, error: Exception) -> str | None:
@@ -124,6 +133,7 @@ def _run(
                 fitting.resume()
                 fitting.fit()
                 fitting.finish()
+        leave_together()
 
 
 def _failed(run_dir: Path, error: str) -> None:

@@ -32,8 +32,8 @@ SILENT_SECONDS = 5.0
 """Without a sign of a rank's watching thread, which signs every second, before it counts as silent."""
 GRACE_SECONDS = 3.0
 """In which all ranks write their stacks, before one of them ends the run."""
-LEAST_CPU, LEAST_BYTES = 0.01, 4096
-"""Of a core, and read or written in a second: what a process does that is at work. One that polls does less."""
+LEAST_CPU, LEAST_BYTES = 0.005, 4096
+"""Of a core, and from or to files in a second: what a process does that is at work. One that polls does less."""
 
 
 class Sign(NamedTuple):
@@ -53,7 +53,7 @@ class Sign(NamedTuple):
     place: str
 
 
-NEVER = Sign(-1, 0, False, "", "no place it told of")
+NEVER = Sign(-1, 0, False, "", "its start")
 
 
 class Watch(contextlib.AbstractContextManager["Watch"]):
@@ -74,7 +74,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._main = threading.main_thread()
         self._closely = False
-        self._worked = 0.0, 0  # seconds and bytes, as of the last time that it got on
+        self._worked: dict[int, tuple[float, int]] = {}  # what ranks had done when they were looked at
         self._heard: dict[int, tuple[int, float]] = {}  # of each rank, its last tick and when that came
         self._silent: set[int] = set()
 
@@ -99,37 +99,39 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             self._closely = False
 
     def _watch(self) -> None:
-        pause, tick, seen, still = min(1.0, self.seconds / 4), 0, -1, None
+        pause, tick, seen, still, shown = min(1.0, self.seconds / 4), 0, -1, 0.0, False
         since = awake = time.monotonic()
         with self._stacks() as stacks, contextlib.ExitStack() as stack:
             stack.callback(faulthandler.cancel_dump_traceback_later)
-            store = _store() if self.ranks > 1 else None
+            store, before = _store() if self.ranks > 1 else None, stacks.seek(0, os.SEEK_END)
             while not self._over.wait(pause if tick else 0):
                 now, tick = time.monotonic(), tick + 1
                 if now - awake > SILENT_SECONDS:  # the whole process was stopped, and goes on
                     since += now - awake
-                awake = now
-                if pulse.beats() != seen or self._is_at_work(now - since):
+                if pulse.beats() != seen or self._prepares(now - awake):
                     seen, since = pulse.beats(), now
+                    stacks.truncate(before)  # of a rank that got on after all
                     # of its own accord and without the interpreter, which a main thread in C may be holding
                     faulthandler.dump_traceback_later(self.seconds, file=stacks)
                 sign = self._sign(tick, now - since)
                 signs = _exchange(store, sign, self.rank, self.ranks, ask=sign.stalled >= self.seconds)
-                if sign.stalled < self.seconds or not self._all_stand_still(signs, now):
-                    still = None
+                elapsed, awake = now - awake, now
+                if sign.stalled < self.seconds or not self._all_stand_still(store, signs, now, elapsed):
+                    still, shown = 0.0, False
                     continue
                 still = still or now
+                if not (self.folder or sign.waiting or shown) and now - still >= GRACE_SECONDS / 3:
+                    stacks.seek(before)
+                    print(stacks.read(), file=terminal(), flush=True)
+                    shown = True  # before any rank ends, whereupon the launcher ends the others
                 if now - still >= GRACE_SECONDS:
-                    if not (self.folder or sign.waiting):
-                        stacks.seek(0)
-                        print(stacks.read(), file=terminal(), flush=True)
                     self._end(store, signs)
 
     @contextlib.contextmanager
     def _stacks(self) -> Iterator[IO[str]]:
         """Where the interpreter writes them; a file of the run, which keeps an earlier attempt's, is gone if empty."""
         if self.folder is None:
-            with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
+            with tempfile.TemporaryFile("a+", encoding="utf-8") as file:
                 yield file
             return
         path = self.folder / f"hang-rank-{self.rank}.txt"
@@ -139,27 +141,33 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             if not path.stat().st_size:
                 path.unlink()
 
-    def _is_at_work(self, seconds: float) -> bool:
-        """Whether this process has used the CPU or files since it got on, other than to wait for other ranks."""
-        if self._closely or waits(sys._current_frames().get(self._main.ident)):
-            return False
-        worked, before = host.work(), self._worked
-        cpu, count = (abs(now - then) for now, then in zip(worked, before, strict=True))  # less: one below it has ended
-        if cpu < LEAST_CPU * seconds and count < LEAST_BYTES * seconds:
-            return False
-        self._worked = worked
-        return True
+    def _prepares(self, seconds: float) -> bool:
+        """Whether this rank is at work where that is enough, on something else than waiting for other ranks."""
+        frame = sys._current_frames().get(self._main.ident)
+        return not self._closely and not waits(frame) and self._is_at_work(self.rank, seconds)
+
+    def _is_at_work(self, rank: int, seconds: float) -> bool:
+        """Whether a rank of this machine has used the CPU or files in the seconds since it was looked at before."""
+        process = psutil.Process() if rank == self.rank else process_beside(rank)
+        before, now = self._worked.get(rank, (0.0, 0)), host.work(process) if process else (0.0, 0)
+        self._worked[rank] = now
+        cpu, count = abs(now[0] - before[0]), abs(now[1] - before[1])  # less: a process below it has ended
+        return cpu >= LEAST_CPU * seconds or count >= LEAST_BYTES * seconds
 
     def _sign(self, tick: int, stalled: float) -> Sign:
         frame = sys._current_frames().get(self._main.ident)
         return Sign(tick, int(stalled), waits(frame), socket.gethostname(), place(frame))
 
-    def _all_stand_still(self, signs: dict[int, Sign], now: float) -> bool:
-        """Whether no rank gets on; one that has not signed for some seconds does not."""
+    def _all_stand_still(self, store: Any, signs: dict[int, Sign], now: float, elapsed: float) -> bool:
+        """Whether no rank gets on; one that has not signed for some seconds does not, unless it is at work in C."""
+        if store is None and self.ranks > 1 and signs[self.rank].waiting:
+            return False  # for others that cannot be asked
         for rank, sign in signs.items():
             if self._heard.get(rank, (None, 0.0))[0] != sign.tick:
                 self._heard[rank] = sign.tick, now
         self._silent = {rank for rank in signs if now - self._heard[rank][1] > SILENT_SECONDS}
+        if not self._closely and any(self._is_at_work(rank, elapsed) for rank in self._silent):
+            return False
         return all(sign.stalled >= self.seconds for rank, sign in signs.items() if rank not in self._silent)
 
     def _end(self, store: Any, signs: dict[int, Sign]) -> None:
@@ -187,7 +195,9 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
                 told.append(f"rank {rank} says nothing any more ({state(rank, sign.host)}), last seen in {sign.place}")
             else:
                 told.append(f"rank {rank} stands in {sign.place}")
-        end = f"; stacks are in {self.folder}/hang-rank-*.txt; go on with --resume auto" if self.folder else ""
+        end = "" if self._closely else "; if it was at work, a longer --hang-timeout waits for it"
+        if self.folder:
+            end += f"; stacks are in {self.folder}/hang-rank-*.txt; go on with --resume auto"
         return (
             f"nothing has moved for {max(sign.stalled for sign in signs.values())} seconds (--hang-timeout): "
             f"{'; '.join(told)}{end}"

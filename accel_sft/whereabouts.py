@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import sysconfig
 from types import FrameType
@@ -12,7 +13,10 @@ import psutil
 
 _WAITING = ("/torch/distributed/", "/deepspeed/comm/", "/torch/autograd/graph.py")
 """Files of functions in which a rank waits for others; gradients are exchanged within a backward."""
-_LIBRARIES = ("/torch/", "/deepspeed/", "/accelerate/", "/transformers/")
+_LIBRARIES = re.compile(
+    r"/site-packages/(torch|deepspeed|accelerate|transformers|huggingface_hub|tokenizers|datasets|numpy|pyarrow|safetensors"
+    r"|psutil|regex|rich|requests|httpx|urllib3)/"
+)
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
@@ -33,12 +37,12 @@ def waits(frame: FrameType | None) -> bool:
 
 
 def place(frame: FrameType | None) -> str:
-    """The innermost line that is neither Python's own nor a library's."""
+    """The innermost line that is neither Python's own nor a known library's; a task may be installed as those are."""
     standard = sysconfig.get_path("stdlib")
     for each in _frames(frame):
         file = each.f_code.co_filename
         own = "site-packages" in file or not file.startswith((standard, "<frozen"))
-        if own and not any(part in file for part in _LIBRARIES):
+        if own and not _LIBRARIES.search(file):
             return f"{each.f_code.co_name} ({each.f_code.co_filename}:{each.f_lineno})"
     return "no line of Python"
 

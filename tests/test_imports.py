@@ -17,7 +17,8 @@ GROUPS = [
     {"watch"},
     {"rows", "task", "config", "config_file"},
     {"contract"},
-    {"registry", "chat", "tiny", "memory", "report", "console", "attention", "merging", "holding"},
+    {"registry"},
+    {"chat", "tiny", "memory", "report", "console", "attention", "merging", "holding"},
     {
         "audit",
         "system",

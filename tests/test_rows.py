@@ -179,6 +179,13 @@ MALFORMED_ELEMENTS = {
 }
 
 
+def test_rows_of_an_array_on_one_line_are_told_apart(file):
+    assert problems(file(b'[{"answer": "a"}, {"answer": 1}, {"answer": "b"}, 5]'))[:2] == [
+        ":1: row 2: field 'answer': expected text, got int",
+        ":1: row 4: field '(row)': expected a JSON object, got int",
+    ]
+
+
 @pytest.mark.parametrize(("element", "expected"), MALFORMED_ELEMENTS.values(), ids=MALFORMED_ELEMENTS)
 def test_a_malformed_element_is_named_by_its_own_line_and_the_others_are_read_on(file, element, expected):
     content = '[{"answer": "first"},\n' + element + ",\n\n{}\n]"

@@ -129,12 +129,44 @@ def test_to_be_at_work_is_to_get_on_but_where_it_is_watched_closely(tmp_path, wh
     assert done.stdout.startswith("went on\nError: nothing has moved for 2 seconds")
 
 
-def test_a_run_that_gets_on_leaves_no_empty_stacks(tmp_path):
-    with watch.Watch(5, tmp_path):
+def test_a_run_that_gets_on_leaves_no_stacks(tmp_path):
+    file = tmp_path / "hang-rank-0.txt"
+    with watch.Watch(1, tmp_path) as watched, watched.closely():
+        until = time.monotonic() + PAST
+        while not (file.exists() and file.stat().st_size):  # it has stood still
+            assert time.monotonic() < until
+            time.sleep(0.01)
         pulse.beat()
-        time.sleep(0.2)
-        assert (tmp_path / "hang-rank-0.txt").exists()
+        time.sleep(0.6)
     assert not list(tmp_path.iterdir())
+
+
+IN_C = """
+import sys, time
+from pathlib import Path
+from accel_sft import watch
+
+watch.SILENT_SECONDS, watch.GRACE_SECONDS = 1.0, 0.5
+with watch.Watch(2, Path(sys.argv[1]), lambda message: None) as watched:
+    time.sleep(2)
+    if watched.rank == 1:
+        until = time.monotonic() + 6
+        while time.monotonic() < until:
+            sum(range(2 * 10**8))  # holds the interpreter for seconds: its watching thread is silent
+        Path(sys.argv[1], "done").touch()
+    while not Path(sys.argv[1], "done").exists():
+        time.sleep(0.1)
+"""
+
+
+def test_a_rank_that_is_at_work_in_c_is_not_taken_for_a_silent_one(tmp_path):
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", IN_C, str(tmp_path)], env={**environment, "RANK": rank})
+        for rank in ("0", "1")
+    ]
+    assert [process.wait(60) for process in ranks] == [0, 0]
 
 
 @pytest.mark.parametrize("when", ["amid steps", "as it starts"])

@@ -118,6 +118,34 @@ def test_a_signal_ends_an_evaluation_before_its_next_answers(tmp_path):
     assert [line["step"] for line in resumed.lines("eval_loss")] == [0, 2]
 
 
+ENDING = """
+import os, signal
+from accel_sft.environment import prepare_environment
+
+prepare_environment()
+from accel_sft import checkpoint
+from accel_sft.__main__ import main
+
+export = checkpoint.export
+
+def told_to_stop(accelerator, model, tokenizer, folder, card):
+    if folder.name == "final":
+        os.kill(os.getpid(), signal.SIGTERM)
+    export(accelerator, model, tokenizer, folder, card)
+
+checkpoint.export = told_to_stop
+main()
+"""
+
+
+def test_a_signal_after_the_last_step_lets_the_run_finish(tmp_path):
+    few = ("--max-steps", "1", "--eval-every", "off", "--output-dir", str(tmp_path / "run"))
+    done = subprocess.run([sys.executable, "-c", ENDING, *JOB, *few], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "SIGTERM: the run ends once it is in order; a second signal ends it at once" in done.stdout
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "complete"
+
+
 def test_a_second_signal_ends_at_once(tmp_path):
     run_dir = tmp_path / "run"
     with started(run_dir) as process:
@@ -265,4 +293,6 @@ def test_a_rank_that_was_killed_is_named_with_the_memory_there_was(tmp_path):
     said = (tmp_path / "run.log").read_text()
     assert "Error: rank 1 was killed (signal 9, as the system does when memory runs out); host memory now: " in said
     assert "Traceback (most recent call last):\n  File" not in said.split("Error: rank 1")[0]
-    assert json.loads((run_dir / "result.json").read_text())["status"] == "failed"
+    result = json.loads((run_dir / "result.json").read_text())
+    assert result["status"] == "failed"
+    assert result["error"].startswith("rank 1 was killed (signal 9")
