@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accel_sft import config as configuration
 from accel_sft.checkpoint import decided_by_main, has_trained, settle
 from accel_sft.config import TrainConfig
+from accel_sft.failure import lost_peers
 from accel_sft.launched import restarts
 from accel_sft.model import weights_identity
 from accel_sft.options import UserError, settings
@@ -125,12 +126,19 @@ def claim_run_dir(accelerator: Accelerator, task_name: str, task: Task, config: 
             settle(path)
             if read_status(path) != "complete":  # whatever happens next, the folder is known as a run's
                 write_result(path, {"status": "running"})
+                claimed.append(path)
             (path / "logs").mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(f"--output-dir {name}: cannot be used ({error.strerror})") from None
         return path, _finished(path, task, config)
 
-    return decided_by_main(accelerator, claim)
+    claimed: list[Path] = []
+    try:
+        return decided_by_main(accelerator, claim)
+    except Exception as error:  # another rank is lost, before this one runs
+        for path in claimed:
+            write_result(path, {"status": "failed", "error": lost_peers() or str(error)})
+        raise
 
 
 def _finished(run_dir: Path, task: Task, config: TrainConfig) -> bool:

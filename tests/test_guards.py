@@ -15,7 +15,7 @@ from models import Sums, make_tiny
 from test_laws import JOB, layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from accel_sft import UserError, checkpoint
+from accel_sft import UserError, checkpoint, run_folder
 from accel_sft.batching import Batching
 from accel_sft.chat import encode
 from accel_sft.config import TrainConfig
@@ -123,6 +123,20 @@ def test_a_part_of_an_epoch_without_an_example_is_refused(tmp_path):
 
 
 # --- a run's folder ---
+
+
+def test_a_folder_whose_claim_another_ranks_death_broke_off_does_not_say_that_it_runs(tmp_path, monkeypatch):
+    def broken(accelerator, decide):
+        decide()
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(run_folder, "decided_by_main", broken)
+    config = TrainConfig(output_dir=str(tmp_path / "run")).resolved({})
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        run_folder.claim_run_dir(Accelerator(cpu=True), "sums", Sums(), config)
+    run_folder.release()
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result == {"status": "failed", "error": "Connection closed by peer"}
 
 
 def test_a_launch_that_was_refused_a_folder_is_refused_it_again_when_it_starts_again(launched, tmp_path):

@@ -451,4 +451,6 @@ def test_a_bad_example_in_the_second_ranks_share_ends_both_with_its_line(model, 
     run = accel_sft(*arguments, yaml="ddp", run_dir=tmp_path / "run", environment=environment)
     assert run.status == 1
     printed = [line for line in run.output.splitlines() if line.startswith("Error: ")]
-    assert printed == ["Error: train example 2990: the task failed: ValueError: bad"]
+    (line,) = printed
+    assert line.startswith("Error: train example 2990: the task failed: ValueError: bad (")
+    assert "accel_sft_partly.py:" in line

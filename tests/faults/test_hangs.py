@@ -169,8 +169,8 @@ def test_a_rank_that_is_at_work_in_c_is_not_taken_for_a_silent_one(tmp_path):
     assert [process.wait(60) for process in ranks] == [0, 0]
 
 
-@pytest.mark.parametrize("when", ["amid steps", "as it starts"])
-def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(tmp_path, when):
+@pytest.mark.parametrize(("when", "imports"), [("amid steps", 0), ("as it starts", 60)])
+def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(tmp_path, when, imports):
     command = [str(Path(sysconfig.get_path("scripts"), "accelerate")), "launch", "--mixed_precision", "no"]
     command += ["--config_file", str(CONFIGS / "ddp.yaml"), "--main_process_port", str(20000 + os.getpid() % 20000)]
     command += ["-m", "accel_sft", "math", *JOB, "--eval-every", "off", "--output-dir", str(tmp_path / "run")]
@@ -189,7 +189,7 @@ def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(tmp_path, whe
         (last,) = [p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1"]
         last.send_signal(signal.SIGSTOP)
         began = time.monotonic()
-        process.wait(TIMEOUT + PAST)
+        process.wait(TIMEOUT + PAST + imports)
         took = time.monotonic() - began
     finally:
         for each in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
@@ -201,7 +201,7 @@ def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(tmp_path, whe
     assert process.returncode == 1
     assert f"rank 1 says nothing any more (process {last.pid}, which is stopped), last seen in" in said
     assert "rank 0" not in said.split("Error: nothing has moved")[1].split("stacks are in")[0]
-    assert TIMEOUT <= took < TIMEOUT + PAST  # as it starts, the other one is still importing torch for some seconds
+    assert TIMEOUT <= took < TIMEOUT + PAST + imports  # as it starts, the other one is still importing torch
 
 
 SUSPENDED = """
