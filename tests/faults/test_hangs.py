@@ -24,7 +24,7 @@ from accel_sft import pulse, sealed, shards, watch
 from accel_sft.config import TrainConfig
 from accel_sft.optim import adamw
 
-TIMEOUT = 10
+TIMEOUT = 6
 PAST = 30
 """Seconds after the timeout in which everything must be over."""
 JOB = ("--max-steps", "400", "--global-batch-size", "4", "--validation-examples", "4", "--max-new-tokens", "4")
@@ -104,7 +104,7 @@ from accel_sft import watch
 
 watch.GRACE_SECONDS = 0.5
 with watch.Watch(2, Path(sys.argv[1]), lambda message: None) as watched:
-    until = time.monotonic() + 6
+    until = time.monotonic() + 4.5
     while time.monotonic() < until:  # a task's dataset() that computes, or loads from afar
         if sys.argv[2] == "computes":
             sum(range(20000))
@@ -150,7 +150,7 @@ watch.SILENT_SECONDS, watch.GRACE_SECONDS = 1.0, 0.5
 with watch.Watch(2, Path(sys.argv[1]), lambda message: None) as watched:
     time.sleep(2)
     if watched.rank == 1:
-        until = time.monotonic() + 6
+        until = time.monotonic() + 4
         while time.monotonic() < until:
             sum(range(2 * 10**8))  # holds the interpreter for seconds: its watching thread is silent
         Path(sys.argv[1], "done").touch()

@@ -106,7 +106,7 @@ def test_a_signal_ends_the_step_with_a_checkpoint_and_the_run_goes_on_to_the_sam
 
 
 def test_a_signal_ends_an_evaluation_before_its_next_answers(tmp_path):
-    run_dir, few = tmp_path / "run", ("--validation-examples", "400", "--eval-batch-size", "1", "--max-steps", "2")
+    run_dir, few = tmp_path / "run", ("--validation-examples", "150", "--eval-batch-size", "1", "--max-steps", "2")
     with started(run_dir, None, *few) as process:
         wait_for(lambda: "answers: the" in (tmp_path / "run.log").read_text())  # those of the untrained model
         process.send_signal(signal.SIGTERM)
