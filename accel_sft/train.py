@@ -137,4 +137,5 @@ def _run(
 
 
 def _failed(run_dir: Path, error: str) -> None:
-    report.write_result(run_dir, {"status": "failed", "error": error})
+    if report.read_status(run_dir) == "running":  # not over a finished run's numbers
+        report.write_result(run_dir, {"status": "failed", "error": error})
