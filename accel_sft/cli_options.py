@@ -23,7 +23,7 @@ EVALUATION = frozenset(
     ("model", "trust_remote_code", "dtype", "attn_implementation", "max_length", "eval_limit", "eval_batch_size")
 ) | {"max_new_tokens", "generate_with", "output_dir", "seed", "debug", "dry_run", "hang_timeout"}
 """The trainer's settings that mean something where nothing is trained."""
-_THERE = {
+_IN_EVALUATION = {
     "model": {"default": dataclasses.MISSING, "help": "A run, saved weights or an adapter by folder, or a hub id."},
     "output_dir": {"help": "A new folder for result.json, report.md and the answers; default: none is written."},
 }
@@ -127,7 +127,7 @@ class TaskCommand(click.Command):
         self.task_class, self.run, self.usual = task_class, run, usual
         self.task_settings = settings(task_class) if task_class else []
         self.train_settings = [
-            s if only is None else dataclasses.replace(s, **_THERE.get(s.name, {}))
+            s if only is None else dataclasses.replace(s, **_IN_EVALUATION.get(s.name, {}))
             for s in settings(TrainConfig)
             if only is None or s.name in only
         ]

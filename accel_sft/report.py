@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -71,6 +72,16 @@ def write_result(run_dir: Path, result: Mapping[str, Any]) -> Path:
     path = Path(run_dir) / "result.json"
     write_atomically(path, json.dumps(json_safe(result), indent=2, ensure_ascii=False) + "\n")
     return path
+
+
+def write_ended(run_dir: Path, status: str, error: str) -> None:
+    """Say why a run ended that was under way: not over a finished one's numbers, and of several causes the first.
+
+    A disk that is full or gone must not hide the cause itself.
+    """
+    if read_status(run_dir) == "running":
+        with contextlib.suppress(OSError):
+            write_result(run_dir, {"status": status, "error": error})
 
 
 def read_json(path: Path) -> Any:

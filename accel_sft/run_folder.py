@@ -21,7 +21,7 @@ from accel_sft.model import weights_identity
 from accel_sft.options import UserError, settings
 from accel_sft.prepare import Prepared
 from accel_sft.record import launch_record, recordable
-from accel_sft.report import abandoned, read_json, read_status, write_atomically, write_result
+from accel_sft.report import abandoned, read_json, read_status, write_atomically, write_ended, write_result
 from accel_sft.task import Task
 
 _LOCK_SECONDS = 8
@@ -137,7 +137,7 @@ def claim_run_dir(accelerator: Accelerator, task_name: str, task: Task, config: 
         return decided_by_main(accelerator, claim)
     except Exception as error:  # another rank is lost, before this one runs
         for path in claimed:
-            write_result(path, {"status": "failed", "error": lost_peers() or str(error)})
+            write_ended(path, "failed", lost_peers() or str(error))
         raise
 
 

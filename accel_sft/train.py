@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import shutil
@@ -65,11 +64,9 @@ def _claimed(task_name: str, task: Task, config: TrainConfig, stopping: Stopping
         begun = (run_dir / "run.json").exists() or config.output_dir is not None
         if not begun and isinstance(error, UserError) and accelerator.is_main_process:
             shutil.rmtree(run_dir, ignore_errors=True)  # nobody named it, and the message says all there is
-        # a finished run that a changed setting may not resume stays so; of several ranks' errors the first is the cause
-        elif report.read_status(run_dir) == "running":
+        else:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            with contextlib.suppress(OSError):  # a disk that is full or gone must not hide the error itself
-                report.write_result(run_dir, {"status": status, "error": str(error) or type(error).__name__})
+            report.write_ended(run_dir, status, str(error) or type(error).__name__)
         if error is raised:
             raise
         raise error from raised
@@ -112,7 +109,7 @@ def _run(
     accelerator: Accelerator, run_dir: Path, task_name: str, task: Task, config: TrainConfig, stopping: Stopping
 ) -> None:
     log = run_dir / "logs" / f"rank-{accelerator.process_index}.log"
-    watch = Watch(config.hang_timeout, log.parent, functools.partial(_failed, run_dir))
+    watch = Watch(config.hang_timeout, log.parent, functools.partial(report.write_ended, run_dir, "failed"))
     with terminal.quiet(log, config.debug), watch:
         prepared = prepare_data(accelerator, run_dir, task, config)
         plan = prepared.plan
@@ -134,8 +131,3 @@ def _run(
                 fitting.fit()
                 fitting.finish()
         leave_together()
-
-
-def _failed(run_dir: Path, error: str) -> None:
-    if report.read_status(run_dir) == "running":  # not over a finished run's numbers
-        report.write_result(run_dir, {"status": "failed", "error": error})
