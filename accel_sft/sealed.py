@@ -30,7 +30,7 @@ def seal(folder: Path, about: dict[str, Any]) -> None:
     Raises:
         OSError: something cannot be written.
     """
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    names = [name for name in _names(folder) if name != MANIFEST]
     with ThreadPoolExecutor(_THREADS) as threads:
         files = dict(zip(names, threads.map(lambda name: _written(folder / name), names), strict=True))
     (folder / MANIFEST).write_text(_text({"files": files, "about": about}), encoding="utf-8")
@@ -48,14 +48,25 @@ def read(folder: Path) -> dict[str, Any]:
     return _content(folder)["about"]
 
 
+def files(folder: Path) -> list[Path]:
+    """The files that a sealed folder's manifest names, in order: whoever reads the folder opens these and no other.
+
+    Raises:
+        Damaged: the manifest is not there, or is not what was written.
+    """
+    return [folder / name for name in _content(folder)["files"]]
+
+
 def check(folder: Path) -> dict[str, Any]:
     """What was written about a sealed folder, every byte of which is as it was written.
 
     Raises:
-        Damaged: something is missing or has changed.
+        Damaged: something is missing, has changed, or is there without having been written.
         OSError: something cannot be read.
     """
     content = _content(folder)
+    if extra := sorted({*_names(folder)} - content["files"].keys() - {MANIFEST}):  # a copy of another checkpoint's, say
+        raise Damaged(f"{extra[0]} is not in {MANIFEST}: nothing wrote it here; take it away")
     for name, (size, _) in content["files"].items():
         try:
             there = (folder / name).stat().st_size
@@ -78,6 +89,12 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _names(folder: Path) -> list[str]:
+    """Every file below a folder, by its path in it; not what a network file system keeps of deleted ones (.nfs*)."""
+    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(str(path.relative_to(folder)) for path in found if not path.name.startswith(".nfs"))
 
 
 def _content(folder: Path) -> dict[str, Any]:

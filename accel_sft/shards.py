@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from accel_sft import sealed
 from accel_sft.holding import MOMENTS, Run, flat, held_by
 from accel_sft.options import UserError
 from accel_sft.pulse import beat
@@ -63,7 +64,7 @@ def write(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, fold
 
 
 def read(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, folder: Path) -> None:
-    """Put back what `write` wrote under whatever layout; all ranks together.
+    """Put back what `write` wrote under whatever layout into a folder that was sealed; all ranks together.
 
     Raises:
         UserError: it does not have all of this model's trained parameters.
@@ -150,7 +151,7 @@ class _Stored:
 
         self.folder = folder
         self.places: dict[tuple[str, str], dict[int, tuple[int, Any, str]]] = {}
-        for path in sorted(folder.glob("rank-*.safetensors")):
+        for path in sealed.files(folder):  # no others, whatever they are called
             file = safe_open(path, framework="pt")
             for key in file.keys():  # noqa: SIM118, not a mapping
                 kind, start, name = key.split(":", 2)

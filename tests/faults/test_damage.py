@@ -8,9 +8,12 @@ import random
 import shutil
 
 import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
 from test_laws import layout
 
-from accel_sft import sealed
+from accel_sft import sealed, shards
 from accel_sft.checkpoint import newest, settle
 
 FLIPS = 1000
@@ -83,6 +86,36 @@ def test_every_file_that_was_cut_or_is_gone_is_named(checkpoints):
         assert path.name in line
         path.write_bytes(content)
     assert newest(checkpoints, "auto")[0] == folder
+
+
+def test_a_file_that_the_manifest_does_not_name_is_damage_and_is_never_read(checkpoints):
+    folder, other = (checkpoints / "checkpoints" / name for name in ("step-000006", "step-000003"))
+    weights = next(path for path in sealed.files(folder) if path.suffix == ".safetensors")
+    for stray in (folder / "rank-0002-000.safetensors", folder / "link.safetensors", folder / "deeper" / "notes.txt"):
+        stray.parent.mkdir(exist_ok=True)
+        if stray.name.startswith("link"):
+            stray.symlink_to(other / weights.name)
+        else:
+            shutil.copy(other / weights.name, stray)
+        found, (line,) = newest(checkpoints, "auto")
+        assert found.name == "step-000003"
+        assert f"passed over: {stray.relative_to(folder)} is not in manifest.json" in line
+        # one that comes after the check is not opened all the same
+        assert stray not in sealed.files(folder)
+        stray.unlink()
+    assert newest(checkpoints, "auto")[0] == folder
+
+
+def test_elements_that_another_runs_file_would_bring_do_not_reach_the_weights(tmp_path):
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    shards.write(accelerator, model, optimizer, tmp_path)
+    sealed.seal(tmp_path, {})
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    stray = {key: tensor + 1 for path in sealed.files(tmp_path) for key, tensor in load_file(path).items()}
+    save_file(stray, tmp_path / "rank-0001-000.safetensors")
+    shards.read(accelerator, model, optimizer, tmp_path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_what_a_kill_amid_a_replacement_left_is_put_right(tmp_path):

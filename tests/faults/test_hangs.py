@@ -265,7 +265,9 @@ def test_files_that_are_written_read_and_hashed_count_as_getting_on(tmp_path):
     folder = tmp_path / "state"
     folder.mkdir()
     assert beats_in(shards.write, accelerator, model, optimizer, folder) >= 1
-    assert beats_in(shards.read, accelerator, model, optimizer, folder) >= 6  # weight and bias, and their moments
     (folder / "large").write_bytes(bytes(3 * 2**20))  # is read in pieces
     assert beats_in(sealed.seal, folder, {}) >= 3
     assert beats_in(sealed.check, folder) >= 3
+    (folder / "large").unlink()
+    sealed.seal(folder, {})
+    assert beats_in(shards.read, accelerator, model, optimizer, folder) >= 6  # weight and bias, and their moments
