@@ -1,6 +1,6 @@
 PYTHON = .venv/bin/python
 
-.PHONY: test lint soak
+.PHONY: test lint soak docs
 
 test:
 	$(PYTHON) -m pytest -n 2
@@ -12,3 +12,7 @@ lint:
 # kills at random instants, each resumed and compared: about twenty minutes on two cores
 soak:
 	$(PYTHON) tests/soak.py --kills 50 --seed 0
+
+# the documentation, to be opened at docs/_build/index.html
+docs:
+	$(PYTHON) -m sphinx -q -W --keep-going docs docs/_build
