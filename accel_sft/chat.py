@@ -11,6 +11,7 @@ from accel_sft.markdown import LONGEST_ERROR, one_line
 from accel_sft.options import UserError
 from accel_sft.registry import what_and_where
 from accel_sft.task import Task
+from accel_sft.template import answered, holds, not_a_prefix, refusal, rendered, surroundings
 
 _SHOWN = 5
 _PART_EXAMPLES, _PART_CHARACTERS = 512, 1 << 18
@@ -136,8 +137,8 @@ def encode_parts(
     token ids. What a template writes behind the end-of-turn token (Qwen's newline) is cut: no answer contains it.
 
     Raises:
-        UserError: no chat template, a template that rejects the messages, a task that returns nonsense, a prompt
-            that is not a prefix of prompt + answer.
+        UserError: no chat template, a template that rejects the messages, that drops or cuts an answer, a task that
+            returns nonsense, a prompt that is not a prefix of prompt + answer.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError("the tokenizer has no chat template: use an instruction-tuned model, or set its chat_template")
@@ -153,26 +154,29 @@ def encode_parts(
 
 
 def _encode_part(
-    tokenizer: Any,
-    indices: range,
-    turns: list[list[dict[str, str]]],
-    targets: list[str],
-    split: str,
-    rules: Rules,
+    tokenizer: Any, indices: range, turns: list[list[dict[str, str]]], targets: list[str], split: str, rules: Rules
 ) -> Encoding:
-    prompts = _tokenize(tokenizer, turns, split, add_generation_prompt=True)
-    answered = [[*ours, {"role": "assistant", "content": text}] for ours, text in zip(turns, targets, strict=True)]
-    wholes = _tokenize(tokenizer, answered, split, add_generation_prompt=False)
+    asked = rendered(tokenizer, turns, split, add_generation_prompt=True)
+    told = rendered(tokenizer, list(map(answered, turns, targets)), split, add_generation_prompt=False)
+    prompts, wholes = _tokens(tokenizer, asked), _tokens(tokenizer, told)
+    dropped = surroundings(tokenizer, turns[0], asked[0], split) is None  # which one-letter answers may hide
+    ends = [end for end in tokenizer.convert_ids_to_tokens(sorted(rules.eos_ids)) if end]
 
     kept: list[Encoded] = []
     result = Encoding(split, kept, {}, [])
-    for index, target, prompt, whole in zip(indices, targets, prompts, wholes, strict=True):
+    for at, (index, target, prompt, whole) in enumerate(zip(indices, targets, prompts, wholes, strict=True)):
         if whole[: len(prompt)] != prompt:
-            raise UserError(_not_a_prefix(tokenizer, split, index, prompt, whole))
+            raise not_a_prefix(tokenizer, split, index, prompt, whole)
         if not target.strip():
             result.left_out.setdefault("left out: the answer is empty", []).append(index)
             continue
+        if dropped or not holds(asked[at], told[at], target):
+            raise refusal(split, index, asked[at], told[at], target)
         ids = _until_end_of_turn(whole, len(prompt), rules.eos_ids, tokenizer.eos_token_id)
+        if len(ids) < len(whole) and any(end in target for end in ends):
+            _, tail = surroundings(tokenizer, turns[at], asked[at], split) or ("", "")
+            if not any(end in tail for end in ends):  # the answer's own was found: the template writes none
+                ids = [*whole, tokenizer.eos_token_id]
         if len(ids) > rules.max_length:
             if rules.truncation == "right" and len(prompt) < rules.max_length:
                 result.cut.append(index)
@@ -228,21 +232,7 @@ def _contents(turns: list[dict[str, str]]) -> list[str]:
     return [turn["content"] for turn in turns]
 
 
-def _tokenize(
-    tokenizer: Any, conversations: list[list[dict[str, str]]], split: str, *, add_generation_prompt: bool
-) -> list[list[int]]:
-    import jinja2
-
-    try:
-        texts = tokenizer.apply_chat_template(
-            conversations, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except jinja2.exceptions.TemplateError as error:
-        roles = "/".join(turn["role"] for turn in conversations[0])
-        raise UserError(
-            f"{split}: the model's chat template rejects these messages (roles {roles}): {error}; "
-            "change the task's messages() or the model"
-        ) from None
+def _tokens(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
 
@@ -251,14 +241,3 @@ def _until_end_of_turn(whole: list[int], prompt_length: int, eos_ids: frozenset[
         if whole[position] in eos_ids:
             return whole[: position + 1]
     return [*whole, eos_token_id]
-
-
-def _not_a_prefix(tokenizer: Any, split: str, index: int, prompt: list[int], whole: list[int]) -> str:
-    pairs = zip(prompt, whole, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(whole)))
-    return (
-        f"{split} example {index}: the prompt is not a prefix of prompt + answer; they part at token {at}: "
-        f"...{tokenizer.decode(prompt[max(at - 3, 0) : at + 3])!r} against "
-        f"...{tokenizer.decode(whole[max(at - 3, 0) : at + 3])!r}; the chat template or the answer's first characters "
-        "must not change the prompt's tokens"
-    )

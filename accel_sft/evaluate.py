@@ -25,6 +25,7 @@ from accel_sft.registry import what_and_where
 from accel_sft.report import COSTS
 from accel_sft.system import peak_memory_gib, reset_peak_memory
 from accel_sft.task import Task
+from accel_sft.template import AnswerText
 from accel_sft.terminal import terminal, wrapped
 
 
@@ -63,6 +64,7 @@ class Evaluator:
     ) -> None:
         self.say = say or (lambda line: print(wrapped(line), file=terminal()))
         self.accelerator, self.tokenizer, self.task, self.examples = accelerator, tokenizer, task, examples
+        self.answer_text = AnswerText(tokenizer)
         self.encoded = list(encoded[: config.eval_limit])
         longest_answer = max(example.supervised_tokens for example in self.encoded)
         self.max_new_tokens = config.max_new_tokens or max_new_tokens or longest_answer
@@ -148,7 +150,8 @@ class Evaluator:
     def _sample(self, encoded: Encoded, answer: list[int]) -> dict[str, Any]:
         beat()
         example = self.examples[encoded.index]
-        text = self.tokenizer.decode(answer, skip_special_tokens=True)
+        turns, target = conversation(self.task, self.examples, "validation", encoded.index)
+        text = self.answer_text(turns, target, answer)
         try:
             scores = self.task.score(example, text)
         except UserError:
@@ -169,7 +172,6 @@ class Evaluator:
                 f"validation example {encoded.index}: score() gave {one_line(repr(scores))}, which JSON cannot hold "
                 f"({one_line(str(error), LONGEST_ERROR)}); give plain numbers and text"
             ) from error
-        turns, target = conversation(self.task, self.examples, "validation", encoded.index)
         prompt = "\n".join(turn["content"] for turn in turns if turn["role"] == "user")
         return {
             "index": encoded.index,

@@ -16,7 +16,7 @@ GROUPS = [
     {"cache", "operators", "environment", "stopping", "failure"},
     {"watch"},
     {"rows", "task", "config", "config_file"},
-    {"contract"},
+    {"contract", "template"},
     {"registry"},
     {"chat", "tiny", "report", "console", "attention", "merging", "holding"},
     {
