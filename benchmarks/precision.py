@@ -1,6 +1,7 @@
 """bfloat16 against float32 in accel_sft itself, on a CPU: real tokens per second, and the first step's loss.
 
     python benchmarks/precision.py [--shape NAME ...] [--rounds 5] [--hidden 768 --layers 12 --vocabulary 20480]
+    python benchmarks/precision.py --smoke
 
 A Qwen2 of about 100 million parameters with random weights, few rows a step. Each launch is a process of its own, as
 `accelerate launch` would set it up (one rank, all cores); they take turns, a step each, in every round. All hold their
@@ -9,7 +10,6 @@ weights and optimizer states at once: about 7 GiB together.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import socket
 import statistics
@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 import shapes
+import smoke
 from speed import Contestant
 
 ROWS = {"series-a": 16, "long-instruction": 8}
@@ -37,13 +38,13 @@ def variables(precision: str, stage: int | None) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = smoke.parser(__doc__)
     parser.add_argument("--shape", action="append", choices=ROWS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocabulary", type=int, default=20_480)
-    args = parser.parse_args()
+    args = smoke.parse(parser, shape=["series-a"], rounds=1, hidden=64, layers=2, vocabulary=0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shapes.make_model(folder / "model", args.hidden, args.layers, args.vocabulary)
