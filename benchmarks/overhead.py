@@ -33,7 +33,6 @@ from clock import Clock
 
 HERE = Path(__file__).parent
 COMPUTE = ("forward", "backward", "optimizer")
-WARMUP_STEPS = 20
 EXAMPLES = 2048
 
 
@@ -88,10 +87,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     profile = cProfile.Profile() if args.functions else None
 
     def watched(part: str, begins: bool) -> None:
-        if profile and part in COMPUTE and WARMUP_STEPS <= len(laps) < steps:
+        if profile and part in COMPUTE and args.warmup_steps <= len(laps) < steps:
             (profile.disable if begins else profile.enable)()
 
-    clock, steps = Clock(watched), WARMUP_STEPS + args.steps
+    clock, steps = Clock(watched), args.warmup_steps + args.steps
     time_parts(clock)
     facts: dict[str, Any] = {}
     writers: set[int | None] = set()
@@ -100,7 +99,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         laps.append(clock.lap("the step's end"))
         if len(laps) == 1:
             writers.update(each.native_id for each in threading.enumerate() if each is not threading.main_thread())
-        if profile and len(laps) == WARMUP_STEPS:
+        if profile and len(laps) == args.warmup_steps:
             profile.enable()
         if len(laps) == steps:
             if profile:
@@ -120,13 +119,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         text = io.StringIO()
         pstats.Stats(profile, stream=text).strip_dirs().sort_stats("tottime").print_stats(args.functions)
         facts["functions"] = text.getvalue()
-    return {**facts, "steps": laps[WARMUP_STEPS:]}
+    return {**facts, "steps": laps[args.warmup_steps :]}
 
 
 def in_own_process(args: argparse.Namespace, folder: Path, bar: bool) -> dict[str, Any]:
     """`measure` in a process whose standard output is a terminal of its own, or a pipe."""
     answer = folder / "answer.json"
-    flags = {"steps": args.steps, "shape": args.shape, "functions": args.functions, "folder": folder, "answer": answer}
+    flags = {
+        "steps": args.steps,
+        "warmup-steps": args.warmup_steps,
+        "shape": args.shape,
+        "functions": args.functions,
+        "folder": folder,
+        "answer": answer,
+    }
     command = [sys.executable, __file__, *(word for k, v in flags.items() for word in (f"--{k}", str(v)))]
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "TMPDIR": str(folder)}
     reading, writing = pty.openpty() if bar else os.pipe()
@@ -174,7 +180,8 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = smoke.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=300, help=f"Counted, after {WARMUP_STEPS} others.")
+    parser.add_argument("--steps", type=int, default=300, help="Counted, after the warm-up.")
+    parser.add_argument("--warmup-steps", type=int, default=20)
     parser.add_argument("--shape", choices=shapes.SHAPES, default="series-a")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
@@ -183,7 +190,7 @@ def main() -> None:
     )
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--answer", help=argparse.SUPPRESS)
-    args = smoke.parse(parser, steps=2)
+    args = smoke.parse(parser, steps=2, warmup_steps=2)
     if args.answer:
         Path(args.answer).write_text(json.dumps(measure(args)))
         return
