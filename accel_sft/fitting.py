@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,16 @@ from accel_sft.system import peak_memory_gib
 from accel_sft.task import Task
 from accel_sft.tracking import Tracker
 
+OnStep = Callable[[dict[str, float], Batching], None]
+"""Called with a step's line of metrics.jsonl and the batching of its rows."""
+
 
 class Fitting:
-    """A prepared model and what it takes to fit, judge and save it; `fit` is the loop."""
+    """A prepared model and what it takes to fit, judge and save it; `fit` is the loop.
+
+    Args:
+        on_step: called on every rank after each optimizer step.
+    """
 
     def __init__(
         self,
@@ -46,8 +54,9 @@ class Fitting:
         prepared: Prepared,
         tracker: Tracker,
         stopping: Stopping,
+        on_step: OnStep | None = None,
     ) -> None:
-        self.stopping = stopping
+        self.stopping, self.on_step = stopping, on_step
         self.accelerator, self.run_dir, self.task_name, self.task = accelerator, run_dir, task_name, task
         self.config, self.prepared, self.tracker = config, prepared, tracker
         self.plan: StepPlan = prepared.plan
@@ -184,6 +193,8 @@ class Fitting:
                     seconds=time.perf_counter() - started,
                 )
                 self.tracker.step(record, system)
+                if self.on_step:
+                    self.on_step(record, self.learner.batching)
                 profiler.step()
                 self.stop_if(signal)
                 self.judge_and_save()

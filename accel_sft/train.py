@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accel_sft import report, terminal
 from accel_sft.config import TrainConfig
 from accel_sft.failure import leave_together, lost_peers
-from accel_sft.fitting import Fitting
+from accel_sft.fitting import Fitting, OnStep
 from accel_sft.model import is_tiny
 from accel_sft.options import UserError
 from accel_sft.prepare import prepare_data, start
@@ -26,9 +26,13 @@ from accel_sft.tracking import Tracker
 from accel_sft.watch import Watch
 
 
-def run(task_name: str, task: Task, config: TrainConfig) -> None:
+def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | None = None) -> None:
     """Train `task` as `config` says, in the processes that `accelerate launch` started.
 
+    Args:
+        on_step: called on every rank after each optimizer step, with the step's line of metrics.jsonl (`step`, `epoch`,
+            `loss`, `grad_norm`, `learning_rate`, `supervised_tokens`, `tokens`, `seconds`) and the batching of its
+            rows. The benchmarks measure there. What it raises ends the run.
     Raises:
         UserError: anything the person at the terminal can mend.
     """
@@ -40,12 +44,12 @@ def run(task_name: str, task: Task, config: TrainConfig) -> None:
     config = config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
     with Stopping() as stopping:
         try:
-            _claimed(task_name, task, config, stopping)
+            _claimed(task_name, task, config, stopping, on_step)
         finally:
             release()
 
 
-def _claimed(task_name: str, task: Task, config: TrainConfig, stopping: Stopping) -> None:
+def _claimed(task_name: str, task: Task, config: TrainConfig, stopping: Stopping, on_step: OnStep | None) -> None:
     """The run in a folder that is its own, whose record says how it ended."""
     with Watch(config.hang_timeout):
         accelerator = start(config)
@@ -57,7 +61,7 @@ def _claimed(task_name: str, task: Task, config: TrainConfig, stopping: Stopping
         accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir / 'report.md'}")
         return
     try:
-        _run(accelerator, run_dir, task_name, task, config, stopping)
+        _run(accelerator, run_dir, task_name, task, config, stopping, on_step)
     except BaseException as raised:
         stopping.failing()  # ranks of a launcher that is gone lose each other, and have nothing to say any more
         error = _explained(run_dir, raised)
@@ -106,7 +110,13 @@ def _trouble(run_dir: Path, error: Exception) -> str | None:
 
 
 def _run(
-    accelerator: Accelerator, run_dir: Path, task_name: str, task: Task, config: TrainConfig, stopping: Stopping
+    accelerator: Accelerator,
+    run_dir: Path,
+    task_name: str,
+    task: Task,
+    config: TrainConfig,
+    stopping: Stopping,
+    on_step: OnStep | None,
 ) -> None:
     log = run_dir / "logs" / f"rank-{accelerator.process_index}.log"
     watch = Watch(config.hang_timeout, log.parent, functools.partial(report.write_ended, run_dir, "failed"))
@@ -125,7 +135,7 @@ def _run(
             for line in prepared.lines:
                 tracker.say(line)
             tracker.phase("data")
-            fitting = Fitting(accelerator, run_dir, task_name, task, config, prepared, tracker, stopping)
+            fitting = Fitting(accelerator, run_dir, task_name, task, config, prepared, tracker, stopping, on_step)
             with watch.closely():
                 fitting.resume()
                 fitting.fit()

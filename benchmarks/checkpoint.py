@@ -1,6 +1,7 @@
 """What a checkpoint by parameter, in safetensors, costs beside the library's own state of the same run.
 
     accelerate launch --config_file accelerate_configs/z2.yaml --mixed_precision no benchmarks/checkpoint.py --rounds 5
+    python benchmarks/checkpoint.py --smoke
 
 Both are written to the same disk in turns, each file on the disk and hashed before it counts, as a run's checkpoint is.
 The library's is `accelerator.save_state`: torch's or DeepSpeed's own files, bound to the layout they are written under.
@@ -8,13 +9,13 @@ The library's is `accelerator.save_state`: torch's or DeepSpeed's own files, bou
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
+import smoke
 from accel_sft.environment import prepare_environment
 
 
@@ -22,6 +23,7 @@ def main(rounds: int, hidden_size: int, layers: int) -> None:
     prepare_environment()
 
     import torch
+    from accelerate.utils import broadcast_object_list
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from accel_sft import launch, sealed, shards
@@ -41,8 +43,10 @@ def main(rounds: int, hidden_size: int, layers: int) -> None:
         stepper.backward(model(input_ids=ids, labels=ids).loss)
     stepper.update(0)
 
+    main_process = accelerator.is_main_process
+    folder = Path(broadcast_object_list([tempfile.mkdtemp() if main_process else None])[0])
+
     def seconds(write) -> tuple[float, int]:
-        folder = Path(tempfile.gettempdir()) / "accel_sft-checkpoint"
         if accelerator.is_main_process:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
@@ -71,13 +75,16 @@ def main(rounds: int, hidden_size: int, layers: int) -> None:
     accelerator.print("\n| way | median seconds | GiB |\n|---|---|---|")
     for name, each in took.items():
         accelerator.print(f"| {name} | {statistics.median(s for s, _ in each):.2f} | {each[0][1] / 2**30:.2f} |")
+    accelerator.wait_for_everyone()
+    if main_process:
+        shutil.rmtree(folder)
     accelerator.end_training()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = smoke.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden-size", type=int, default=640)
     parser.add_argument("--layers", type=int, default=10)
-    arguments = parser.parse_args()
+    arguments = smoke.parse(parser, rounds=1, hidden_size=64, layers=2)
     main(arguments.rounds, arguments.hidden_size, arguments.layers)

@@ -15,10 +15,14 @@ class Clock:
 
     Args:
         watched: called with a part's name and whether it begins or ends.
+
+    Attributes:
+        uncalled: parts of which nothing has been called yet: the program may have other calls by now.
     """
 
     def __init__(self, watched: Callable[[str, bool], None] = lambda part, begins: None) -> None:
         self.parts: dict[str, float] = defaultdict(float)
+        self.uncalled: set[str] = set()
         self._watched = watched
         self._within: list[float] = []  # seconds of the parts within each part that is running
         self._left = time.perf_counter()  # when the last outermost part ended
@@ -30,11 +34,21 @@ class Clock:
         done, self.parts, self._left = dict(self.parts), defaultdict(float), now
         return done
 
-    def time(self, owner: Any, name: str, part: str) -> None:
-        """Time every call of `owner.name` as `part`."""
-        call = getattr(owner, name)
+    def time(self, owner: Any, call: Callable, part: str) -> None:
+        """Time every call of `call` as `part`, where it is an attribute of `owner`.
+
+        Args:
+            call: itself rather than its name, so that a renamed one is noticed where it is given.
+        Raises:
+            LookupError: it is no attribute of `owner` itself; name the module or class that the program finds it in.
+        """
+        name = next((name for name in vars(owner) if getattr(owner, name) is call), None)
+        if name is None:
+            raise LookupError(f"{owner}: {call} is not among its own attributes, so {part!r} cannot be timed there")
+        self.uncalled.add(part)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
+            self.uncalled.discard(part)
             self._watched(part, True)
             started = time.perf_counter()
             if not self._within:

@@ -1,6 +1,6 @@
 """Answers per second of accel_sft's evaluation and of plain transformers, on the same questions and the same model.
 
-    python benchmarks/generation.py [--shape NAME ...] [--questions 128] [--rounds 3] [--lora]
+    python benchmarks/generation.py [--shape NAME ...] [--questions 128] [--rounds 3] [--lora] [--smoke]
 
 All ways answer in turns in one process, in every round; medians over the rounds and their ratios are printed as a
 table. They must give the same tokens: the same work is done.
@@ -11,7 +11,6 @@ from the question's last word and ends after zero: a question says how long its 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import statistics
@@ -29,6 +28,7 @@ from accelerate import Accelerator  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig  # noqa: E402
 
 import shapes  # noqa: E402
+import smoke  # noqa: E402
 from accel_sft.chat import Encoded  # noqa: E402
 from accel_sft.generate import Generator, common_prefix  # noqa: E402
 
@@ -136,15 +136,17 @@ def measure(ways: dict[str, Callable], examples: list[Encoded], rounds: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = smoke.parser(__doc__)
     parser.add_argument("--shape", action="append", choices=SHAPES)
     parser.add_argument("--questions", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lora", action="store_true", help="With an adapter of rank 8 on all linear layers.")
-    args = parser.parse_args()
+    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=6)
+    args = smoke.parse(parser, shape=["series-a"], questions=8, rounds=1, hidden=64, layers=2)
     torch.set_num_threads(os.cpu_count())
     with tempfile.TemporaryDirectory() as folder:
-        shapes.make_model(Path(folder))
+        shapes.make_model(Path(folder), args.hidden, args.layers)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     words = tokenizer.convert_tokens_to_ids([f"w{n:04}" for n in range(shapes.WORDS)])

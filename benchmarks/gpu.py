@@ -1,13 +1,13 @@
 """Tokens per second, model FLOPs utilisation and peak memory on an NVIDIA GPU, per model and ZeRO stage.
 
-    bash benchmarks/gpu.sh [--job NAME ...] [--launch NAME ...] [--peers PYTHON] [--tiny]
+    bash benchmarks/gpu.sh [--job NAME ...] [--launch NAME ...] [--peers PYTHON] [--tiny] [--smoke]
 
 Needs no network: models have the published sizes of Qwen2.5 and random weights, rows are random words. All rows of a
 job have the same length, and all but 16 tokens of a row are learnt, so nothing is shared, padded or left out of the
 head: every trainer computes the same. Each line is a process of its own, started by `accelerate launch` with the
 shipped configurations; one that fails, runs out of memory or out of time is a line that says so. `--peers` adds TRL, on
-one process without ZeRO. `--tiny` runs all of it with shrunken models, on a CPU too. Markdown, then JSON, to standard
-output.
+one process without ZeRO. `--tiny` runs all of it with shrunken models, on a CPU too; `--smoke` one job of those.
+Markdown, then JSON, to standard output.
 
 MFU is the share of the card's dense bf16 peak that the model's own FLOPs take: 6 N a token for full training; 4 N for
 an adapter on a frozen base, of which the forward is 2 N and the activations' gradients 2 N (the adapter's own FLOPs are
@@ -33,93 +33,17 @@ from pathlib import Path
 from typing import Any
 
 import shapes
+import smoke
+from gpu_jobs import ALL, JOBS, MODELS, TINY, Job, flops, make_model
 
 HERE = Path(__file__).parent
 PROMPT = 16
-
-MODELS = {
-    "0.5B": {"hidden": 896, "layers": 24, "heads": 14, "kv_heads": 2, "intermediate": 4864, "tied": True},
-    "1.5B": {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "intermediate": 8960, "tied": True},
-    "7B": {"hidden": 3584, "layers": 28, "heads": 28, "kv_heads": 4, "intermediate": 18944, "tied": False},
-}
-for _name, _model in MODELS.items():
-    _model["vocabulary"] = 152_064 if _name == "7B" else 151_936
-TINY = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 128, "vocabulary": 4608}
-
 PEAKS = {  # dense bf16 FLOP/s by torch's name of the card; not of parts of one, and not of slower variants
     r"H(100 80GB HBM3|200)": 989e12,
     r"A100[ -].*": 312e12,
     r"L40S": 362e12,
     r"GeForce RTX 4090": 165e12,
 }
-
-ALL = ("ddp", "z0", "z1", "z2", "z3", "z2_offload", "z3_offload")
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """What is trained: `length` tokens a row, `batch` rows a step; `options` of the trainer."""
-
-    model: str
-    length: int
-    batch: int
-    launches: tuple[str, ...] = ALL
-    lora: bool = False
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def adapter(self) -> dict[str, int]:
-        return {"r": 8, "lora_alpha": 16}
-
-
-RECOMPUTED = {"gradient_checkpointing": True}
-JOBS = {
-    "0.5B full": Job("0.5B", 1024, 16),
-    "0.5B LoRA": Job("0.5B", 1024, 16, ("ddp", "z2", "z3"), lora=True),
-    "1.5B full": Job("1.5B", 1024, 16),
-    "1.5B full, recomputed": Job("1.5B", 1024, 16, ("ddp", "z2", "z3"), options=RECOMPUTED),
-    "7B full, recomputed": Job("7B", 1024, 16, ("z2_offload", "z3_offload"), options=RECOMPUTED),
-    "7B LoRA": Job("7B", 4096, 4, lora=True),
-    "7B LoRA, recomputed": Job("7B", 4096, 4, ("ddp", "z2", "z3"), lora=True, options=RECOMPUTED),
-}
-
-
-def make_model(folder: Path, sizes: dict[str, Any]) -> int:
-    """Write a Qwen2 of these sizes with random bf16 weights, and its tokenizer; N, as MFU counts it."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    tokenizer = shapes.make_tokenizer()
-    config = Qwen2Config(
-        vocab_size=sizes["vocabulary"],
-        hidden_size=sizes["hidden"],
-        intermediate_size=sizes["intermediate"],
-        num_hidden_layers=sizes["layers"],
-        num_attention_heads=sizes["heads"],
-        num_key_value_heads=sizes["kv_heads"],
-        max_position_embeddings=32_768,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=sizes["tied"],
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        dtype=torch.bfloat16,
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # where random numbers are quick
-        model = Qwen2ForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    embedding = 0 if sizes["tied"] else model.get_input_embeddings().weight.numel()
-    return sum(parameter.numel() for parameter in model.parameters()) - embedding
-
-
-def flops(job: Job, sizes: dict[str, Any], n: int) -> tuple[float, float]:
-    """FLOPs of a token: by N, and with attention's products."""
-    by_parameters = (4 if job.lora else 6) * n
-    return by_parameters, by_parameters + 6 * sizes["layers"] * sizes["hidden"] * job.length
 
 
 def commands(job: Job, args: argparse.Namespace) -> list[tuple[str, str, list[str], dict[str, Any]]]:
@@ -237,7 +161,7 @@ def measure(args: argparse.Namespace, folder: Path, gpu: dict[str, Any]) -> list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = smoke.parser(__doc__)
     parser.add_argument("--job", action="append", choices=JOBS)
     parser.add_argument("--launch", action="append", choices=ALL)
     parser.add_argument("--peers", metavar="PYTHON", help="Of an environment with benchmarks/peers.txt.")
@@ -248,7 +172,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="Shrunken models and rows, to try it all out.")
     parser.add_argument("--debug", action="store_true", help="Show what a failing line said.")
     parser.add_argument("--make-model", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = smoke.parse(parser, tiny=True, job=["0.5B full"], launch=["ddp"], warmup_steps=1, steps=1)
     if args.make_model:
         print(make_model(Path(args.make_model[1]), json.loads(args.make_model[0])))
         return

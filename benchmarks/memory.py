@@ -1,6 +1,6 @@
 """Host memory in training and the time to the first step, by number of training rows; first and second start.
 
-    python benchmarks/memory.py [--rows 10000 100000 1000000] [--rounds 3] [--steps 100] [-- LAUNCHER ...]
+    python benchmarks/memory.py [--rows 10000 100000 1000000] [--rounds 3] [--steps 100] [--smoke] [-- LAUNCHER ...]
 
 Each run is the command line itself (`accel_sft math --train-file`), in one process or under the launcher named behind
 `--`, such as `accelerate launch --config_file accelerate_configs/z2.yaml`. The first start finds an empty cache. The
@@ -13,7 +13,6 @@ machine is busy.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import signal
@@ -26,6 +25,8 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+
+import smoke
 
 PREFIX = "王大丫丫的回答是--->"
 
@@ -83,12 +84,18 @@ def to_first_step(command: list[str], folder: Path, cache: Path) -> tuple[subpro
     raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-3000:]}")
 
 
+def entries(cache: Path) -> set[Path]:
+    """What is kept in the cache, each kind in its folder."""
+    return set(cache.glob("*/[!.]*"))
+
+
 def run(command: list[str], folder: Path, cache: Path, again: bool) -> Start:
-    """Train in `folder` and watch; `again`: the tokens must be there."""
+    """Train in `folder` and watch; `again`: the tokens must be in the cache, and otherwise not."""
+    before = entries(cache)
     process, seconds = to_first_step(command, folder, cache)
-    if (folder.with_suffix(".log").read_text().count("tokens read from") == 2) != again:
+    if (entries(cache) == before) != again:
         process.kill()
-        raise SystemExit(f"{folder}: tokens were {'not ' if again else ''}read from the cache")
+        raise SystemExit(f"{folder}: tokens were {'not ' if again else ''}in the cache already")
     watched, samples = psutil.Process(process.pid), []
     times = [each.cpu_times() for each in (watched, *watched.children(recursive=True))]
     while process.poll() is None:
@@ -99,18 +106,20 @@ def run(command: list[str], folder: Path, cache: Path, again: bool) -> Start:
         time.sleep(0.1)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+    if len(samples) < 2:
+        raise SystemExit(f"{folder}: over before its memory was read twice; ask for more --steps")
     samples = samples[: -max(len(samples) // 10, 1)]  # while weights are exported nothing is trained
     cpu_seconds = sum(time.user + time.system for time in times)
     return Start(seconds, cpu_seconds, statistics.median(samples), max(samples))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = smoke.parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--rounds", type=int, default=3, help="Second starts of each size.")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("launcher", nargs="*", help="Behind --: what to launch with; none: one process.")
-    args = parser.parse_args()
+    args = smoke.parse(parser, rows=[2000], rounds=1, steps=20)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model")

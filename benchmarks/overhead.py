@@ -1,6 +1,6 @@
 """The trainer's own time in a step: what is neither forward, backward nor optimizer.
 
-    python benchmarks/overhead.py [--steps 300] [--hidden 64 --layers 2] [--functions 25]
+    python benchmarks/overhead.py [--steps 300] [--hidden 64 --layers 2] [--functions 25] [--smoke]
 
 Runs the real loop (`train.run`, one process, float32) on a model small enough for steps of about 50 ms, where our own
 time weighs most, once with a terminal (a bar) and once without (a line every ten steps). The calls of a step are timed
@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import shapes
+import smoke
 from clock import Clock
 
 HERE = Path(__file__).parent
 COMPUTE = ("forward", "backward", "optimizer")
-WARMUP_STEPS = 20
 EXAMPLES = 2048
 
 
@@ -44,30 +44,34 @@ def time_parts(clock: Clock) -> None:
     from accel_sft.progress import Progress
     from accel_sft.store import TokenStore
 
-    for owner, name, part in (
-        (learning, "nll_sum", "forward"),
-        (learning.Stepper, "backward", "backward"),
-        (learning.Stepper, "update", "optimizer"),
-        (StepPlan, "examples", "StepPlan.examples"),
-        (StepPlan, "epoch", "StepPlan.epoch"),
-        (fitting, "learning_rate", "learning rate"),
-        (learning.Stepper, "set_learning_rate", "learning rate"),
-        (TokenStore, "take", "TokenStore.take"),
-        (Batching, "divide", "Batching.divide"),
-        (Batching, "batch", "Batching.batch"),
-        (fitting, "exchanged", "gather"),
-        (tracking.Tracker, "system", "system readings"),
-        (Progress, "counted", "record"),
-        (tracking.Tracker, "step", "Tracker.step"),
-        (tracking.MetricsFile, "append", "metrics.jsonl"),
-        (tracking.Dashboards, "curves", "TensorBoard"),
-        (tracking.ProgressLine, "step", "console"),
+    for owner, call, part in (
+        (learning, learning.nll_sum, "forward"),
+        (learning.Stepper, learning.Stepper.backward, "backward"),
+        (learning.Stepper, learning.Stepper.update, "optimizer"),
+        (StepPlan, StepPlan.examples, "StepPlan.examples"),
+        (StepPlan, StepPlan.epoch, "StepPlan.epoch"),
+        (fitting, fitting.learning_rate, "learning rate"),
+        (learning.Stepper, learning.Stepper.set_learning_rate, "learning rate"),
+        (TokenStore, TokenStore.take, "TokenStore.take"),
+        (Batching, Batching.divide, "Batching.divide"),
+        (Batching, Batching.batch, "Batching.batch"),
+        (fitting, fitting.exchanged, "gather"),
+        (tracking.Tracker, tracking.Tracker.system, "system readings"),
+        (Progress, Progress.counted, "record"),
+        (tracking.Tracker, tracking.Tracker.step, "Tracker.step"),
+        (tracking.MetricsFile, tracking.MetricsFile.append, "metrics.jsonl"),
+        (tracking.Dashboards, tracking.Dashboards.curves, "TensorBoard"),
+        (tracking.ProgressLine, tracking.ProgressLine.step, "console"),
     ):
-        clock.time(owner, name, part)
+        clock.time(owner, call, part)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """One run of the loop in this process: seconds of every part of every step."""
+    """One run of the loop in this process: seconds of every part of every step, which ends where `on_step` is called.
+
+    Raises:
+        LookupError: a part's call is gone, or the loop does not make it any more.
+    """
     sys.path.insert(0, str(HERE / "contestants"))
     from accel_sft.environment import prepare_environment
 
@@ -76,59 +80,61 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import psutil
 
     import rows
-    from accel_sft import fitting, train
-    from accel_sft.data import StepPlan
+    from accel_sft import train
+    from accel_sft.batching import Batching
 
-    laps: list[dict[str, float]] = []  # the first one ends where the first step begins
+    laps: list[dict[str, float]] = []
     profile = cProfile.Profile() if args.functions else None
 
     def watched(part: str, begins: bool) -> None:
-        if profile and part in COMPUTE and len(laps) > WARMUP_STEPS:
+        if profile and part in COMPUTE and args.warmup_steps <= len(laps) < steps:
             (profile.disable if begins else profile.enable)()
 
-    clock = Clock(watched)
-    examples = StepPlan.examples
-
-    def first_of_step(self: StepPlan, step: int) -> Any:
-        laps.append(clock.lap("the next step"))
-        if profile and len(laps) == WARMUP_STEPS + 1:
-            profile.enable()
-        return examples(self, step)
-
-    StepPlan.examples = first_of_step
+    clock, steps = Clock(watched), args.warmup_steps + args.steps
     time_parts(clock)
     facts: dict[str, Any] = {}
-    fit = fitting.Fitting.fit
+    writers: set[int | None] = set()
 
-    def fitted(self: fitting.Fitting) -> None:
-        writers = [thread.native_id for thread in threading.enumerate() if thread is not threading.main_thread()]
-        fit(self)
-        laps.append(clock.lap("the next step"))
-        if profile:
-            profile.disable()
-        threads = psutil.Process().threads()
-        facts["writer"] = sum(t.user_time + t.system_time for t in threads if t.id in writers)
-        facts["batching"] = f"{self.learner.batching.layout} {self.learner.batching.tokens}"
-        facts["parameters"] = sum(p.numel() for p in self.model.parameters())
+    def stepped(record: dict[str, float], batching: Batching) -> None:
+        laps.append(clock.lap("the step's end"))
+        if len(laps) == 1:
+            writers.update(each.native_id for each in threading.enumerate() if each is not threading.main_thread())
+        if profile and len(laps) == args.warmup_steps:
+            profile.enable()
+        if len(laps) == steps:
+            if profile:
+                profile.disable()
+            threads = psutil.Process().threads()
+            facts["writer"] = sum(each.user_time + each.system_time for each in threads if each.id in writers)
+            facts["batching"] = f"{batching.layout} {batching.tokens}"
 
-    fitting.Fitting.fit = fitted
-    steps = WARMUP_STEPS + args.steps
     settings = {"max_steps": steps, "log_every": 10, "batching": "shared"}
     config = rows.settings(f"{args.folder}/model", shapes.SHAPES[args.shape].batch, **settings)
-    train.run("rows", rows.Rows(path=f"{args.folder}/{args.shape}.json"), config)
+    train.run("rows", rows.Rows(path=f"{args.folder}/{args.shape}.json"), config, on_step=stepped)
+    if clock.uncalled:
+        raise LookupError(
+            f"not called in {len(laps)} steps: {', '.join(sorted(clock.uncalled))}; what is in its place?"
+        )
     if profile:
         text = io.StringIO()
         pstats.Stats(profile, stream=text).strip_dirs().sort_stats("tottime").print_stats(args.functions)
         facts["functions"] = text.getvalue()
-    return {**facts, "steps": laps[WARMUP_STEPS + 1 :]}
+    return {**facts, "steps": laps[args.warmup_steps :]}
 
 
 def in_own_process(args: argparse.Namespace, folder: Path, bar: bool) -> dict[str, Any]:
     """`measure` in a process whose standard output is a terminal of its own, or a pipe."""
     answer = folder / "answer.json"
-    flags = {"steps": args.steps, "shape": args.shape, "functions": args.functions, "folder": folder, "answer": answer}
+    flags = {
+        "steps": args.steps,
+        "warmup-steps": args.warmup_steps,
+        "shape": args.shape,
+        "functions": args.functions,
+        "folder": folder,
+        "answer": answer,
+    }
     command = [sys.executable, __file__, *(word for k, v in flags.items() for word in (f"--{k}", str(v)))]
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120"}
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "TMPDIR": str(folder)}
     reading, writing = pty.openpty() if bar else os.pipe()
     with subprocess.Popen(command, stdout=writing, env=environment) as process:
         os.close(writing)
@@ -173,8 +179,9 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help=f"Counted, after {WARMUP_STEPS} others.")
+    parser = smoke.parser(__doc__)
+    parser.add_argument("--steps", type=int, default=300, help="Counted, after the warm-up.")
+    parser.add_argument("--warmup-steps", type=int, default=20)
     parser.add_argument("--shape", choices=shapes.SHAPES, default="series-a")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
@@ -183,20 +190,20 @@ def main() -> None:
     )
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--answer", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = smoke.parse(parser, steps=2, warmup_steps=2)
     if args.answer:
         Path(args.answer).write_text(json.dumps(measure(args)))
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        shapes.make_model(folder / "model", args.hidden, args.layers)
+        parameters = shapes.make_model(folder / "model", args.hidden, args.layers)
         shape = dataclasses.replace(shapes.SHAPES[args.shape], batch=EXAMPLES)
         shapes.write(folder / f"{args.shape}.json", shape)
         runs = {}
         for label, bar in (("bar", True), ("lines", False)):
             runs[label] = run = in_own_process(args, folder, bar)
             print(
-                f"{label}: {run['parameters']:,} parameters, {shapes.SHAPES[args.shape].batch} rows of {args.shape} a "
+                f"{label}: {parameters:,} parameters, {shapes.SHAPES[args.shape].batch} rows of {args.shape} a "
                 f"step, {run['batching']}; beside the loop, other threads took "
                 f"{1e3 * run['writer'] / len(run['steps']):.2f} ms of CPU a step",
                 flush=True,

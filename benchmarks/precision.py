@@ -1,15 +1,14 @@
 """bfloat16 against float32 in accel_sft itself, on a CPU: real tokens per second, and the first step's loss.
 
-    python benchmarks/precision.py [--shape NAME ...] [--rounds 5] [--hidden 768 --layers 12 --vocabulary 20480]
+    python benchmarks/precision.py [--shape NAME ...] [--launch NAME ...] [--rounds 5] [--smoke]
 
-A Qwen2 of about 100 million parameters with random weights, few rows a step. Each launch is a process of its own, as
-`accelerate launch` would set it up (one rank, all cores); they take turns, a step each, in every round. All hold their
-weights and optimizer states at once: about 7 GiB together.
+A Qwen2 of about 100 million parameters with random weights (`--hidden`, `--layers`, `--vocabulary`), few rows a step.
+Each launch is a process of its own, as `accelerate launch` would set it up (one rank, all cores); they take turns, a
+step each, in every round. All hold their weights and optimizer states at once: about 7 GiB together.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import socket
 import statistics
@@ -18,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import shapes
+import smoke
 from speed import Contestant
 
 ROWS = {"series-a": 16, "long-instruction": 8}
@@ -37,13 +37,14 @@ def variables(precision: str, stage: int | None) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = smoke.parser(__doc__)
     parser.add_argument("--shape", action="append", choices=ROWS)
+    parser.add_argument("--launch", action="append", choices=LAUNCHES, help="Always beside fp32.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocabulary", type=int, default=20_480)
-    args = parser.parse_args()
+    args = smoke.parse(parser, shape=["series-a"], launch=["bf16, ZeRO-2"], rounds=1, hidden=64, layers=2, vocabulary=0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shapes.make_model(folder / "model", args.hidden, args.layers, args.vocabulary)
@@ -52,8 +53,8 @@ def main() -> None:
             tokens, supervised = shapes.write(file, dataclasses.replace(shapes.SHAPES[shape], batch=ROWS[shape]))
             settings = {"model": str(folder / "model"), "rows": str(file), "batch": ROWS[shape]}
             launches = [
-                Contestant(label, sys.executable, "ours.py", variables(*launch), **settings)
-                for label, launch in LAUNCHES.items()
+                Contestant(label, sys.executable, "ours.py", variables(*LAUNCHES[label]), **settings)
+                for label in (LAUNCHES if args.launch is None else dict.fromkeys(["fp32", *args.launch]))
             ]
             for _ in range(args.rounds):
                 for launch in launches:

@@ -84,19 +84,32 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
-def make_model(folder: Path, hidden: int = 384, layers: int = 6, vocabulary: int = 0) -> None:
-    """A Qwen2 of about 12 million parameters (384 wide, 6 layers) with one token per word.
+def make_qwen2(folder: Path, vocabulary: int = 0, device: str = "cpu", **config: Any) -> Any:
+    """Write a Qwen2 with random weights, and the tokenizer; the model.
 
     Args:
         vocabulary: rows of the head at least; more than there are words, as large models have.
+        device: where the weights are drawn.
+        config: of `Qwen2Config`.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = make_tokenizer()
+    tokens = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=max(len(tokenizer), vocabulary),
+    with torch.device(device):
+        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=max(len(tokenizer), vocabulary), **tokens, **config))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def make_model(folder: Path, hidden: int = 384, layers: int = 6, vocabulary: int = 0) -> int:
+    """Write a Qwen2 of about 12 million parameters (384 wide, 6 layers) with one token per word; its parameters."""
+    model = make_qwen2(
+        folder,
+        vocabulary,
         hidden_size=hidden,
         intermediate_size=hidden * 8 // 3 // 64 * 64,
         num_hidden_layers=layers,
@@ -104,12 +117,8 @@ def make_model(folder: Path, hidden: int = 384, layers: int = 6, vocabulary: int
         num_key_value_heads=hidden // 64,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    return model.num_parameters()
 
 
 def write(file: Path, shape: Shape) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Real tokens per second of accel_sft and of other trainers, side by side, on the same rows and the same model.
 
-    python benchmarks/speed.py --peers PYTHON [--llamafactory PYTHON] [--shape NAME ...] [--rounds 5]
+    python benchmarks/speed.py --peers PYTHON [--llamafactory PYTHON] [--shape NAME ...] [--rounds 5] [--smoke]
 
 Contestants run in turns, a few optimizer steps each, in every round; medians over the rounds and their ratios are
 printed as a table. The tokens of a row are counted alike for all, the instruction included. All report the first step's
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import shapes
+import smoke
 
 HERE = Path(__file__).parent
 
@@ -46,6 +47,7 @@ class Contestant:
             "GOMP_SPINCOUNT": "5000",  # accel_sft's own; the others would suffer more from other programs without it
             "HF_HUB_OFFLINE": "1",
             "DS_ACCELERATOR": "cpu",
+            "TMPDIR": str(Path(settings["rows"]).parent),  # what it leaves is gone with the rows
             **(variables or {}),
         }
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
@@ -117,7 +119,7 @@ def leaving_out(contestants: list[Contestant], name: str) -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = smoke.parser(__doc__)
     parser.add_argument(
         "--peers", metavar="PYTHON", help="Python of an environment with benchmarks/peers.txt; none: accel_sft alone."
     )
@@ -125,10 +127,12 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=shapes.SHAPES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows-per-forward", type=int, default=8, help="Of the other trainers.")
-    args = parser.parse_args()
+    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=6)
+    args = smoke.parse(parser, shape=["series-a"], rounds=1, hidden=64, layers=2)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        shapes.make_model(folder / "model")
+        shapes.make_model(folder / "model", args.hidden, args.layers)
         for chosen in args.shape or shapes.SHAPES:
             shape = shapes.SHAPES[chosen]
             tokens, supervised = shapes.write(folder / f"{chosen}.json", shape)

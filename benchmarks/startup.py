@@ -1,16 +1,15 @@
 """Seconds from the command to the first optimizer step, by phase, with the built-in model and the task `math`.
 
-    python benchmarks/startup.py [--rounds 3] [--imports] [-- OPTION ...]
+    python benchmarks/startup.py [--launch NAME ...] [--rounds 3] [--imports] [--smoke] [-- OPTION ...]
 
 Launches take turns: without a launcher, ZeRO-2 on one process, ZeRO-2 on two; each once with an empty cache and once
-more with what that start kept. What stands behind `--` goes to the
-trainer. Medians over the rounds, of rank 0. With `--imports`, one more start of each with `-X importtime` says which
-packages the imports are of, and within which phase (they take a little longer so).
+more with what that start kept. What stands behind `--` goes to the trainer. Medians over the rounds, of rank 0; a round
+before them reads all files once, and compiles DeepSpeed's operators. With `--imports`, one more start of each with
+`-X importtime` says which packages the imports are of, and within which phase (they take a little longer so).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -21,10 +20,13 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import smoke
+
 HERE = Path(__file__).parent
 FIRST_STEP = str(HERE / "contestants" / "first_step.py")
 ZERO2 = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
 ZERO2 += [str(HERE.parent / "accelerate_configs" / "z2.yaml"), "--num_processes"]
+SMALL = ["--train-examples", "200", "--validation-examples", "10", "--batching", "padded"]
 LAUNCHES = {"no launcher": [sys.executable], "z2, one process": [*ZERO2, "1"], "z2, two processes": [*ZERO2, "2"]}
 
 
@@ -47,6 +49,8 @@ def start(
         if status or not answer.exists():
             raise SystemExit("\n".join([" ".join(command), *said[-30:]]))
         rank = json.loads(answer.read_text())
+    if rank["uncalled"]:
+        print(f"{command}: never called before the first step: {', '.join(rank['uncalled'])}", file=sys.stderr)
     before = {"launcher and interpreter": rank["began"] - started}
     return {**before, **rank["parts"], "in all": rank["stepped"] - started}, said
 
@@ -74,18 +78,19 @@ def packages(lines: list[str]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = smoke.parser(__doc__)
+    parser.add_argument("--launch", action="append", choices=LAUNCHES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--imports", action="store_true")
     parser.add_argument("options", nargs="*", help="The trainer's own, behind `--`.")
-    args = parser.parse_args()
-    for name in LAUNCHES:
-        first_and_second(name, args.options)  # reads all files once, and compiles DeepSpeed's operators
+    args = smoke.parse(parser, launch=["no launcher"], rounds=1)
+    options = [*SMALL, *args.options] if args.smoke else args.options
+    launches = args.launch or list(LAUNCHES)
     runs: list[dict[str, dict[str, float]]] = []
-    for _ in range(args.rounds):
-        runs.append({})
-        for name in LAUNCHES:
-            runs[-1].update(first_and_second(name, args.options))
+    for number in range(args.smoke, args.rounds + 1):
+        run = {which: found for name in launches for which, found in first_and_second(name, options).items()}
+        if number:
+            runs.append(run)
     starts = list(runs[0])
     phases = list(dict.fromkeys(phase for run in runs for name in starts for phase in run[name] if phase != "in all"))
     print("| seconds | " + " | ".join(starts) + " |")
@@ -94,10 +99,10 @@ def main() -> None:
         medians = [statistics.median(run[name].get(phase, 0.0) for run in runs) for name in starts]
         if max(medians) >= 0.005:
             print(f"| {phase} | " + " | ".join(f"{seconds:.2f}" for seconds in medians) + " |")
-    for name, launch in LAUNCHES.items() if args.imports else ():
+    for name in launches if args.imports else ():
         print(f"\nImports, {name}: seconds by phase and package (0.05 s and more; all processes of it together)\n")
         with tempfile.TemporaryDirectory() as cache:
-            lines = start(launch, args.options, cache, importtime=True)[1]
+            lines = start(LAUNCHES[name], options, cache, importtime=True)[1]
         for phase, each in packages(lines).items():
             shown = sorted(((s, package) for package, s in each.items() if s >= 0.05), reverse=True)
             if shown:

@@ -5,6 +5,7 @@ Writes `rank-N.json` into the folder named by FIRST_STEP_FOLDER and ends the pro
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -37,8 +38,8 @@ class Ours:
         from accel_sft import train  # noqa: F401
 
 
-clock.time(Ours, "command_line", "imports of the command line")
-clock.time(Ours, "libraries", "imports of the libraries")
+clock.time(Ours, Ours.command_line, "imports of the command line")
+clock.time(Ours, Ours.libraries, "imports of the libraries")
 Ours.command_line()
 
 from accel_sft.environment import prepare_environment  # noqa: E402
@@ -48,38 +49,37 @@ Ours.libraries()
 
 from accel_sft import __main__, fitting, generate, prepare, train  # noqa: E402
 
-for owner, name, part in (
-    (prepare, "audit", "audit of the launch"),
-    (prepare, "create_accelerator", "Accelerator"),
-    (train, "start", "description of the launch"),
-    (train, "claim_run_dir", "run folder"),
-    (prepare, "read_split", "data: the task's rows"),
-    (prepare, "build_tiny", "data: building tiny"),
-    (prepare, "load_tokenizer", "data: tokenizer"),
-    (prepare.SplitEncoder, "__init__", "data: encoding"),
-    (prepare.SplitEncoder, "__call__", "data: encoding"),
-    (train, "prepare_data", "data: the rest"),
-    (train, "write_run_record", "run record"),
-    (train.Tracker, "__init__", "trackers"),
-    (fitting, "load_model", "model: loading"),
-    (fitting.launch, "prepare", "model: accelerator.prepare"),
-    (fitting.Fitting, "__init__", "model: the rest"),
-    (fitting.Fitting, "new_learner", "layout trials"),
-    (generate.Generator, "__call__", "evaluation: generating"),
-    (fitting.Fitting, "evaluate", "evaluation: the rest"),
-    (fitting.Fitting, "resume", "records of the start"),
+for owner, call, part in (
+    (prepare, prepare.audit, "audit of the launch"),
+    (prepare, prepare.create_accelerator, "Accelerator"),
+    (train, train.start, "description of the launch"),
+    (train, train.claim_run_dir, "run folder"),
+    (prepare, prepare.read_split, "data: the task's rows"),
+    (prepare, prepare.build_tiny, "data: building tiny"),
+    (prepare, prepare.load_tokenizer, "data: tokenizer"),
+    (prepare.SplitEncoder, prepare.SplitEncoder.__init__, "data: encoding"),
+    (prepare.SplitEncoder, prepare.SplitEncoder.__call__, "data: encoding"),
+    (train, train.prepare_data, "data: the rest"),
+    (train, train.write_run_record, "run record"),
+    (train.Tracker, train.Tracker.__init__, "trackers"),
+    (fitting, fitting.load_model, "model: loading"),
+    (fitting.launch, fitting.launch.prepare, "model: accelerator.prepare"),
+    (fitting.Fitting, fitting.Fitting.__init__, "model: the rest"),
+    (fitting.Fitting, fitting.Fitting.new_learner, "layout trials"),
+    (generate.Generator, generate.Generator.__call__, "evaluation: generating"),
+    (fitting.Fitting, fitting.Fitting.evaluate, "evaluation: the rest"),
+    (fitting.Fitting, fitting.Fitting.resume, "records of the start"),
 ):
-    clock.time(owner, name, part)
-
-record = fitting.Fitting.record
+    clock.time(owner, call, part)
 
 
-def recorded(self, *args) -> None:
-    record(self, *args)
+def stepped(*_: object) -> None:
     answer = {"began": began, "stepped": time.time(), "parts": clock.lap("the end of step 1")}
-    Path(os.environ["FIRST_STEP_FOLDER"], f"rank-{self.accelerator.process_index}.json").write_text(json.dumps(answer))
+    answer["uncalled"] = sorted(clock.uncalled)
+    folder, rank = os.environ["FIRST_STEP_FOLDER"], os.environ.get("RANK", "0")
+    Path(folder, f"rank-{rank}.json").write_text(json.dumps(answer))
     os._exit(0)
 
 
-fitting.Fitting.record = recorded
+train.run = functools.partial(train.run, on_step=stepped)
 __main__.main()

@@ -1,4 +1,4 @@
-"""accel_sft: its own `train.run`, on a task that reads the rows; one process."""
+"""accel_sft: its own `train.run`, on a task that reads the rows; one process, or each rank that a launcher starts."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ prepare_environment()  # as the command line does before torch is imported
 
 import rows  # noqa: E402
 from accel_sft import train  # noqa: E402
-from accel_sft.fitting import Fitting  # noqa: E402
+from accel_sft.batching import Batching  # noqa: E402
 from gate import Gate  # noqa: E402
 
 settings = json.loads(sys.argv[1])
 gate = Gate(settings)
-record = Fitting.record
 
 
-def recorded(self, loss, *rest):
-    record(self, loss, *rest)
-    if self.progress.step == 1:
-        gate.note(loss=loss, batching=f"{self.learner.batching.layout} {self.learner.batching.tokens}")
+def stepped(record: dict[str, float], batching: Batching) -> None:
+    if record["step"] == 1:
+        gate.note(loss=record["loss"], batching=f"{batching.layout} {batching.tokens}")
     gate.boundary()
 
 
-Fitting.record = recorded
 config = rows.settings(settings["model"], settings["batch"], **settings.get("options", {}))
-train.run("rows", rows.Rows(path=settings["rows"]), config)
+train.run("rows", rows.Rows(path=settings["rows"]), config, on_step=stepped)
