@@ -254,7 +254,11 @@ def two_ranks_of_which_one_is_in_c(folder):
         subprocess.Popen([sys.executable, "-c", IN_C, str(folder)], env={**environment, "RANK": rank})
         for rank in ("0", "1")
     ]
-    return [process.wait(60) for process in ranks]
+    try:
+        return [process.wait(60) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
 
 
 def suspended_as_a_whole(folder):
