@@ -17,9 +17,9 @@ fail() { printf '%s\n' "setup: $*" >&2; exit 1; }
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check install -qq --progress-bar off "$@"; }
 has_gpu() { [[ -e /proc/driver/nvidia/version ]] || { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }; }
 
-command -v "$PYTHON" >/dev/null || fail "$PYTHON not found; install Python 3.10 or newer (Debian: apt install python3 python3-venv python3-dev)"
-"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-    fail "$("$PYTHON" -V 2>&1) is too old; install 3.10 or newer, or name one: PYTHON=python3.12 bash setup.sh"
+command -v "$PYTHON" >/dev/null || fail "$PYTHON not found; install Python 3.11 or newer (Debian: apt install python3 python3-venv python3-dev)"
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    fail "$("$PYTHON" -V 2>&1) is too old; install 3.11 or newer, or name one: PYTHON=python3.12 bash setup.sh"
 version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PYTHON=$("$PYTHON" -c 'import sys; print(getattr(sys, "_base_executable", None) or sys.executable)') # of an active one
 "$PYTHON" -c 'import os, sysconfig; open(os.path.join(sysconfig.get_path("include"), "Python.h"))' 2>/dev/null ||

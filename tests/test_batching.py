@@ -145,8 +145,13 @@ def test_the_loss_is_that_of_the_supervised_tokens_by_hand(model, way, head):
 
 
 @pytest.mark.parametrize("way", WAYS[:-1])
-@pytest.mark.parametrize("tokens", [48, 300, 4096])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "checkpointing"),
+    [
+        *((48, False), (300, False), (4096, False), (300, True)),
+        *(pytest.param(tokens, True, marks=pytest.mark.long) for tokens in (48, 4096)),
+    ],
+)
 def test_every_layout_gives_the_loss_and_gradients_of_padded_rows(model, way, tokens, checkpointing):
     model = copy.deepcopy(model).train()
     if checkpointing:

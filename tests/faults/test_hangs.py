@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -58,18 +59,84 @@ class Stuck(Shipped):
 '''
 
 
-def stuck(tmp_path, method):
-    (tmp_path / "site").mkdir()
-    source = STUCK.replace("BEGAN", str(tmp_path / "began"))
-    install(tmp_path / "site", "accel-sft-stuck", "stuck = accel_sft_stuck:Stuck", source)
-    environment = {"PYTHONPATH": str(tmp_path / "site"), "STUCK_IN": method}
-    return {"environment": environment, "launcher": ("--mixed_precision", "no")}
+def stuck(folder, method):
+    """How to launch a job in which the last rank never comes back from this method of its task."""
+    (folder / "site").mkdir()
+    source = STUCK.replace("BEGAN", str(folder / "began"))
+    install(folder / "site", "accel-sft-stuck", "stuck = accel_sft_stuck:Stuck", source)
+    return {"PYTHONPATH": str(folder / "site"), "STUCK_IN": method}
 
 
-@pytest.mark.parametrize(("method", "yaml"), [("score", "z2"), ("dataset", "ddp")])
-def test_a_rank_that_stands_still_is_named_with_its_place_and_stack(tmp_path, method, yaml):
-    run = accel_sft("stuck", *JOB, yaml=yaml, run_dir=tmp_path / "run", **stuck(tmp_path, method))
-    took = time.time() - (tmp_path / "began").stat().st_mtime
+def train_stuck(folder, port, method, yaml):
+    launcher = ("--mixed_precision", "no", "--main_process_port", port)
+    environment = stuck(folder, method) | {"ACCEL_SFT_CACHE": str(folder / "cache")}
+    run = accel_sft("stuck", *JOB, yaml=yaml, run_dir=folder / "run", launcher=launcher, environment=environment)
+    return run, time.time() - (folder / "began").stat().st_mtime
+
+
+def evaluate_stuck(folder, port):
+    model = make_tiny(folder / "model")
+    command = ("evaluate", "stuck", "--model", str(model), "--validation-examples", "4", "--max-new-tokens", "4")
+    launcher = ("--mixed_precision", "no", "--main_process_port", port)
+    environment = stuck(folder, "score") | {"ACCEL_SFT_CACHE": str(folder / "cache")}
+    run = accel_sft(*command, "--hang-timeout", "5", yaml="ddp", launcher=launcher, environment=environment)
+    return run, time.time() - (folder / "began").stat().st_mtime
+
+
+def train_and_stop_a_process(folder, port, when, imports):
+    """The launcher's exit status, the process id, what was printed, and the seconds from the stop to the end."""
+    command = [str(Path(sysconfig.get_path("scripts"), "accelerate")), "launch", "--mixed_precision", "no"]
+    command += ["--config_file", str(CONFIGS / "ddp.yaml"), "--main_process_port", port]
+    command += ["-m", "accel_sft", "math", *JOB, "--eval-every", "off", "--output-dir", str(folder / "run")]
+    environment = {**os.environ, "ACCEL_SFT_CACHE": str(folder / "cache")}
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, env=environment)
+    try:
+        until = time.monotonic() + 240
+        while not (
+            (folder / "run" / "checkpoints" / "step-000002").exists()
+            if when == "amid steps"
+            else len(psutil.Process(process.pid).children()) == 2
+        ):
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        (last,) = [p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1"]
+        last.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        process.wait(TIMEOUT + PAST + imports)
+        took = time.monotonic() - began
+    finally:
+        for each in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        if process.poll() is None:
+            process.kill()
+    return process.returncode, last.pid, (folder / "log").read_text(), took
+
+
+def side_by_side(tmp_path_factory, **calls):
+    """What each call came to, as a future: all are run at once, each in a folder of its own. They mostly wait."""
+    with ThreadPoolExecutor(len(calls)) as pool:  # waits for all of them: what follows has the machine to itself
+        return {name: pool.submit(call, tmp_path_factory.mktemp(name)) for name, call in calls.items()}
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory):
+    ports = [str(10000 + (6 * os.getpid() + number) % 10000) for number in range(6)]  # not those of conftest.accel_sft
+    return side_by_side(
+        tmp_path_factory,
+        score=lambda folder: (folder, *train_stuck(folder, ports[0], "score", "z2")),
+        dataset=lambda folder: (folder, *train_stuck(folder, ports[1], "dataset", "ddp")),
+        evaluate=lambda folder: evaluate_stuck(folder, ports[2]),
+        steps=lambda folder: train_and_stop_a_process(folder, ports[3], "amid steps", 0),
+        start=lambda folder: train_and_stop_a_process(folder, ports[4], "as it starts", 60),
+    )
+
+
+@pytest.mark.parametrize("method", ["score", "dataset"])
+def test_a_rank_that_stands_still_is_named_with_its_place_and_stack(launches, method):
+    folder, run, took = launches[method].result()
     assert run.status == 1
     said = " ".join(run.output.split())
     assert "rank 1 stands in ponder (" in said
@@ -77,24 +144,32 @@ def test_a_rank_that_stands_still_is_named_with_its_place_and_stack(tmp_path, me
     assert "go on with --resume auto" in said
     assert "rank 0 stands" not in said
     assert took < TIMEOUT + PAST
-    stack = (tmp_path / "run" / "logs" / "hang-rank-1.txt").read_text()
+    stack = (folder / "run" / "logs" / "hang-rank-1.txt").read_text()
     assert "in ponder" in stack
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    result = json.loads((folder / "run" / "result.json").read_text())
     assert result["status"] == "failed"
     assert "ponder" in result["error"]
 
 
-def test_an_evaluation_that_stands_still_shows_the_stack_at_the_terminal(tmp_path):
-    model = make_tiny(tmp_path / "model")
-    command = ("evaluate", "stuck", "--model", str(model), "--validation-examples", "4", "--max-new-tokens", "4")
-    run = accel_sft(*command, "--hang-timeout", "5", yaml="ddp", **stuck(tmp_path, "score"))
+def test_an_evaluation_that_stands_still_shows_the_stack_at_the_terminal(launches):
+    run, took = launches["evaluate"].result()
     assert run.status == 1
-    assert time.time() - (tmp_path / "began").stat().st_mtime < 5 + PAST
+    assert took < 5 + PAST
     said = " ".join(run.output.split())
     assert "Error: nothing has moved for" in said
     assert "rank 1 stands in ponder (" in said
     assert "rank 0 stands" not in said
     assert said.count("in ponder File") == said.count("Timeout (0:00:05)!") == 1
+
+
+@pytest.mark.parametrize(("when", "imports"), [("steps", 0), ("start", 60)])
+def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(launches, when, imports):
+    status, last, log, took = launches[when].result()
+    said = " ".join(log.split())
+    assert status == 1
+    assert f"rank 1 says nothing any more (process {last}, which is stopped), last seen in" in said
+    assert "rank 0" not in said.split("Error: nothing has moved")[1].split("stacks are in")[0]
+    assert TIMEOUT <= took < TIMEOUT + PAST + imports  # as it starts, the other one is still importing torch
 
 
 AT_WORK = """
@@ -121,26 +196,6 @@ with watch.Watch(2, Path(sys.argv[1]), lambda message: None) as watched:
 """
 
 
-@pytest.mark.parametrize("what", ["computes", "loads"])
-def test_to_be_at_work_is_to_get_on_but_where_it_is_watched_closely(tmp_path, what):
-    command = [sys.executable, "-c", AT_WORK, str(tmp_path), what]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PAST)
-    assert done.returncode == 1
-    assert done.stdout.startswith("went on\nError: nothing has moved for 2 seconds")
-
-
-def test_a_run_that_gets_on_leaves_no_stacks(tmp_path):
-    file = tmp_path / "hang-rank-0.txt"
-    with watch.Watch(1, tmp_path) as watched, watched.closely():
-        until = time.monotonic() + PAST
-        while not (file.exists() and file.stat().st_size):  # it has stood still
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        pulse.beat()
-        time.sleep(0.6)
-    assert not list(tmp_path.iterdir())
-
-
 IN_C = """
 import sys, time
 from pathlib import Path
@@ -159,51 +214,6 @@ with watch.Watch(2, Path(sys.argv[1]), lambda message: None) as watched:
 """
 
 
-def test_a_rank_that_is_at_work_in_c_is_not_taken_for_a_silent_one(tmp_path):
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", IN_C, str(tmp_path)], env={**environment, "RANK": rank})
-        for rank in ("0", "1")
-    ]
-    assert [process.wait(60) for process in ranks] == [0, 0]
-
-
-@pytest.mark.parametrize(("when", "imports"), [("amid steps", 0), ("as it starts", 60)])
-def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(tmp_path, when, imports):
-    command = [str(Path(sysconfig.get_path("scripts"), "accelerate")), "launch", "--mixed_precision", "no"]
-    command += ["--config_file", str(CONFIGS / "ddp.yaml"), "--main_process_port", str(20000 + os.getpid() % 20000)]
-    command += ["-m", "accel_sft", "math", *JOB, "--eval-every", "off", "--output-dir", str(tmp_path / "run")]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log)
-    try:
-        until = time.monotonic() + 240
-        while not (
-            (tmp_path / "run" / "checkpoints" / "step-000002").exists()
-            if when == "amid steps"
-            else len(psutil.Process(process.pid).children()) == 2
-        ):
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        (last,) = [p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1"]
-        last.send_signal(signal.SIGSTOP)
-        began = time.monotonic()
-        process.wait(TIMEOUT + PAST + imports)
-        took = time.monotonic() - began
-    finally:
-        for each in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-        if process.poll() is None:
-            process.kill()
-    said = " ".join((tmp_path / "log").read_text().split())
-    assert process.returncode == 1
-    assert f"rank 1 says nothing any more (process {last.pid}, which is stopped), last seen in" in said
-    assert "rank 0" not in said.split("Error: nothing has moved")[1].split("stacks are in")[0]
-    assert TIMEOUT <= took < TIMEOUT + PAST + imports  # as it starts, the other one is still importing torch
-
-
 SUSPENDED = """
 import os, signal, sys, time
 from pathlib import Path
@@ -220,21 +230,6 @@ with watch.Watch(2, Path(sys.argv[1]), lambda message: None):
 """
 
 
-def test_a_process_that_was_suspended_as_a_whole_goes_on_and_one_that_hangs_then_ends(tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", SUSPENDED, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
-    time.sleep(3)
-    process.send_signal(signal.SIGCONT)
-    said = process.communicate(timeout=PAST)[0]
-    assert "went on" in said
-    assert process.returncode == 1
-    assert "rank 0 stands in <module> (<string>:" in said
-
-
 UNHEARD = """
 import sys, time
 from pathlib import Path
@@ -246,10 +241,84 @@ with watch.Watch(2, Path(sys.argv[1]), lambda message: time.sleep(600)):
 """
 
 
-def test_a_disk_that_hangs_too_keeps_neither_the_message_nor_the_end(tmp_path):
-    done = subprocess.run([sys.executable, "-c", UNHEARD, str(tmp_path)], capture_output=True, text=True, timeout=PAST)
+def python(source, *arguments):
+    """Run the source in a process of its own, which ends by itself."""
+    command = [sys.executable, "-c", source, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PAST)
+
+
+def two_ranks_of_which_one_is_in_c(folder):
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", IN_C, str(folder)], env={**environment, "RANK": rank})
+        for rank in ("0", "1")
+    ]
+    try:
+        return [process.wait(60) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def suspended_as_a_whole(folder):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUSPENDED, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    time.sleep(3)
+    process.send_signal(signal.SIGCONT)
+    return process.communicate(timeout=PAST)[0], process.returncode
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    return side_by_side(
+        tmp_path_factory,
+        computes=lambda folder: python(AT_WORK, folder, "computes"),
+        loads=lambda folder: python(AT_WORK, folder, "loads"),
+        in_c=two_ranks_of_which_one_is_in_c,
+        suspended=suspended_as_a_whole,
+        unheard=lambda folder: python(UNHEARD, folder),
+    )
+
+
+@pytest.mark.parametrize("what", ["computes", "loads"])
+def test_to_be_at_work_is_to_get_on_but_where_it_is_watched_closely(watched, what):
+    done = watched[what].result()
+    assert done.returncode == 1
+    assert done.stdout.startswith("went on\nError: nothing has moved for 2 seconds")
+
+
+def test_a_rank_that_is_at_work_in_c_is_not_taken_for_a_silent_one(watched):
+    assert watched["in_c"].result() == [0, 0]
+
+
+def test_a_process_that_was_suspended_as_a_whole_goes_on_and_one_that_hangs_then_ends(watched):
+    said, status = watched["suspended"].result()
+    assert "went on" in said
+    assert status == 1
+    assert "rank 0 stands in <module> (<string>:" in said
+
+
+def test_a_disk_that_hangs_too_keeps_neither_the_message_nor_the_end(watched):
+    done = watched["unheard"].result()
     assert done.returncode == 1
     assert "nothing has moved for" in done.stdout
+
+
+def test_a_run_that_gets_on_leaves_no_stacks(tmp_path):
+    file = tmp_path / "hang-rank-0.txt"
+    with watch.Watch(1, tmp_path) as watched, watched.closely():
+        until = time.monotonic() + PAST
+        while not (file.exists() and file.stat().st_size):  # it has stood still
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        pulse.beat()
+        time.sleep(0.6)
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_that_are_written_read_and_hashed_count_as_getting_on(tmp_path):

@@ -77,7 +77,7 @@ def held_in(folder):
     ("yaml", "precision", "how"),
     [
         (None, "no", "loss"),
-        ("ddp", "no", "gradient"),
+        pytest.param("ddp", "no", "gradient", marks=pytest.mark.long),  # as in test_layouts.py, by a launch of its own
         ("z2", "no", "loss"),
         ("z3", "bf16", "gradient"),
     ],

@@ -8,6 +8,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+def test_only_cases_of_a_test_are_left_out_of_the_default_run():
+    marked = re.compile(r"^\s*@pytest\.mark\.long|^pytestmark\b.*\blong\b", re.MULTILINE)
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if marked.search(path.read_text())]
+    assert not files, "mark cases instead: pytest.param(..., marks=pytest.mark.long)"
+
+
 def test_every_test_that_the_table_names_is_there():
     file, missing, named = None, [], 0
     for row in (ROOT / "docs" / "faults.md").read_text().splitlines():
