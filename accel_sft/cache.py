@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft import sealed
-from accel_sft.options import UserError
+from accel_sft.api.errors import UserError
 
 _ABANDONED_SECONDS = 3600
 UNUSED_DAYS = 30

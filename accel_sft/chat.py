@@ -7,10 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from accel_sft.api.errors import UserError, what_and_where
+from accel_sft.api.task import Task
 from accel_sft.markdown import LONGEST_ERROR, one_line
-from accel_sft.options import UserError
-from accel_sft.registry import what_and_where
-from accel_sft.task import Task
 from accel_sft.template import answered, holds, not_a_prefix, refusal, rendered, surroundings
 
 _SHOWN = 5

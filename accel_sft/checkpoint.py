@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from accel_sft import sealed, shards
-from accel_sft.options import UserError
+from accel_sft.api.errors import UserError
 from accel_sft.pulse import beat
 from accel_sft.report import abandoned, write_atomically
 from accel_sft.room import hold_disk

@@ -8,11 +8,12 @@ import click
 from click.shell_completion import CompletionItem
 
 import accel_sft
-from accel_sft import registry
+from accel_sft.api import registry
+from accel_sft.api.config import MODEL, TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.api.options import HIDDEN, settings
+from accel_sft.api.task import Task
 from accel_sft.cli_options import EVALUATION, SectionOption, TaskCommand, summary_of
-from accel_sft.config import MODEL, TrainConfig
-from accel_sft.options import HIDDEN, UserError, settings
-from accel_sft.task import Task
 
 
 class LazyTasks(click.Group):

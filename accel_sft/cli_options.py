@@ -11,12 +11,13 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from accel_sft import registry
-from accel_sft.config import RUN, TrainConfig
-from accel_sft.config_file import load_yaml
+from accel_sft.api import registry
+from accel_sft.api.config import RUN, TrainConfig
+from accel_sft.api.config_file import load_yaml
+from accel_sft.api.errors import UserError
+from accel_sft.api.options import Setting, settings
+from accel_sft.api.task import Task
 from accel_sft.failure import Ending
-from accel_sft.options import Setting, UserError, settings
-from accel_sft.task import Task
 from accel_sft.tiny import TINY_DEFAULTS
 
 EVALUATION = frozenset(

@@ -11,7 +11,7 @@ from accelerate.utils import LoggerType
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from accel_sft.options import UserError
+from accel_sft.api.errors import UserError
 
 FLUSH_SECONDS = 5
 """What TensorBoard may lack at the end of a run that was killed; metrics.jsonl lacks nothing."""

@@ -12,19 +12,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError, what_and_where
+from accel_sft.api.task import Task
 from accel_sft.batching import Batching
 from accel_sft.chat import Encoded, conversation
 from accel_sft.checkpoint import decided_by_main
-from accel_sft.config import TrainConfig
 from accel_sft.generate import Generator
 from accel_sft.loss import nll_sum
 from accel_sft.markdown import LONGEST_ERROR, one_line
-from accel_sft.options import UserError
 from accel_sft.pulse import beat
-from accel_sft.registry import what_and_where
 from accel_sft.report import COSTS
 from accel_sft.system import peak_memory_gib, reset_peak_memory
-from accel_sft.task import Task
 from accel_sft.template import AnswerText
 from accel_sft.terminal import terminal, wrapped
 

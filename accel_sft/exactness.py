@@ -12,10 +12,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from accel_sft.api.config import TrainConfig
 from accel_sft.batching import Batching
 from accel_sft.chat import Encoded
 from accel_sft.collate import HEADS, Batch
-from accel_sft.config import TrainConfig
 from accel_sft.loss import fused_kernel, nll
 
 CHECKED_ROWS, CHECKED_AMONG = 3, 256

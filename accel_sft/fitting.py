@@ -14,8 +14,9 @@ from accelerate import Accelerator
 from rich.console import Console
 
 from accel_sft import checkpoint, launch, outcome, report, terminal
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.task import Task
 from accel_sft.batching import Batching
-from accel_sft.config import TrainConfig
 from accel_sft.data import StepPlan
 from accel_sft.evaluate import Evaluation, Evaluator, largest
 from accel_sft.health import Health
@@ -30,7 +31,6 @@ from accel_sft.room import hold_disk, hold_memory
 from accel_sft.stopping import Interruption, Stopping
 from accel_sft.store import TokenStore
 from accel_sft.system import peak_memory_gib
-from accel_sft.task import Task
 from accel_sft.tracking import Tracker
 
 OnStep = Callable[[dict[str, float], Batching], None]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_sft.config import TrainConfig
-from accel_sft.options import UserError
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
 from accel_sft.report import json_safe, write_atomically
 
 FILE = "nonfinite.jsonl"

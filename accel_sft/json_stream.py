@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
-from accel_sft.options import UserError
+from accel_sft.api.errors import UserError
 
 _MAX_DEPTH = 100  # Python's own limit moves with its version and the caller's stack
 _BLOCK = 1 << 16

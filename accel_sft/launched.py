@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_sft.options import UserError
+from accel_sft.api.errors import UserError
 
 PARENT = os.getppid()
 """Who started this process. Noted before torch is imported, which takes seconds: a launcher that is killed meanwhile

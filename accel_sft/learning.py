@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from accelerate import Accelerator
 
+from accel_sft.api.errors import UserError
 from accel_sft.batching import Batching
 from accel_sft.chat import Encoded
 from accel_sft.loss import nll_sum
 from accel_sft.optim import Stepper
-from accel_sft.options import UserError
 from accel_sft.report import write_atomically
 
 CAP_FILE = "most-tokens.json"

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from accel_sft.config import TrainConfig
+from accel_sft.api.config import TrainConfig
 
 
 def adamw(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:

@@ -6,12 +6,12 @@ import dataclasses
 from typing import Any
 
 from accel_sft import record
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.task import Task
 from accel_sft.card import model_card
-from accel_sft.config import TrainConfig
 from accel_sft.model import compile_seconds
 from accel_sft.prepare import Prepared
 from accel_sft.progress import Progress
-from accel_sft.task import Task
 
 
 def card(

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from accel_sft.config import TrainConfig
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.options import HIDDEN
 from accel_sft.environment import usable_cores
 from accel_sft.launched import read_launch
-from accel_sft.options import HIDDEN
 
 _SECRET = "key|token|secret|password"
 

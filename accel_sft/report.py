@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accel_sft.api.errors import UserError
 from accel_sft.markdown import markdown_cell, markdown_table, one_line, shown
-from accel_sft.options import UserError
 from accel_sft.sealed import sync
 
 SHOWN_SAMPLES = 20

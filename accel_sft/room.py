@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from accel_sft import host, shards
+from accel_sft.api.errors import UserError
 from accel_sft.launched import Launch
-from accel_sft.options import UserError
 
 SPARE_BYTES = 64 << 20
 """Left free beside a checkpoint, for what else a run writes."""

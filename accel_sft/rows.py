@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, overload
 
 from accel_sft import cache, sealed
+from accel_sft.api.errors import UserError
 from accel_sft.identity import identity
 from accel_sft.json_stream import Malformed, located
-from accel_sft.options import UserError
 
 MAX_PROBLEMS = 20
 IN_MEMORY_BYTES = 1 << 20

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import accel_sft
-from accel_sft import registry
-from accel_sft.options import UserError
+from accel_sft.api import registry
+from accel_sft.api.errors import UserError
 
 _PYPROJECT = """\
 [build-system]
@@ -66,7 +66,7 @@ class {cls}(Task):
 _TEST = """\
 from {module} import {cls}
 
-from accel_sft.registry import load
+from accel_sft.api.registry import load
 
 
 def test_the_task_is_found_by_its_name_and_keeps_the_contract():

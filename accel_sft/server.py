@@ -20,8 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from accel_sft.api.errors import UserError
 from accel_sft.chat import Encoded
-from accel_sft.options import UserError
 from accel_sft.terminal import terminal
 
 START_SECONDS = 1800.0

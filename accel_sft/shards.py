@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from accel_sft import sealed
+from accel_sft.api.errors import UserError
 from accel_sft.holding import MOMENTS, Run, flat, held_by
-from accel_sft.options import UserError
 from accel_sft.pulse import beat
 
 BYTES = 4 * (1 + len(MOMENTS))

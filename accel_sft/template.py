@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from accel_sft.api.errors import UserError
 from accel_sft.markdown import one_line
-from accel_sft.options import UserError
 
 _PROBE = "\ue000\ue001"
 """Stands for an answer where only its surroundings are looked for: text of no language, nothing to strip or split."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from accel_sft.options import UserError
+from accel_sft.api.errors import UserError
 
 _terminal: TextIO | None = None
 

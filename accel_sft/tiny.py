@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_sft.options import UserError
+from accel_sft.api.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import Qwen2Tokenizer

@@ -18,11 +18,11 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from accel_sft import cache, sealed
+from accel_sft.api.errors import UserError
+from accel_sft.api.task import Task
 from accel_sft.chat import Encoded, Encoding, Rules, conversation, encode_parts
 from accel_sft.identity import identity
-from accel_sft.options import UserError
 from accel_sft.store import TokenStore, merge, write_part
-from accel_sft.task import Task
 from accel_sft.terminal import terminal
 
 KIND, FILE = "tokens", "tokens.arrow"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from accel_sft.config import TrainConfig
+from accel_sft.api.config import TrainConfig
 from accel_sft.console import ProgressLine
 from accel_sft.dashboards import Dashboards, tracker_names
 from accel_sft.markdown import markdown_table, shown

@@ -12,15 +12,15 @@ import torch
 from accelerate import Accelerator
 
 from accel_sft import report, terminal
-from accel_sft.config import TrainConfig
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.api.task import Task
 from accel_sft.failure import leave_together, lost_peers
 from accel_sft.fitting import Fitting, OnStep
 from accel_sft.model import is_tiny
-from accel_sft.options import UserError
 from accel_sft.prepare import prepare_data, start
 from accel_sft.run_folder import claim_run_dir, continued, release, write_run_record
 from accel_sft.stopping import Stopping
-from accel_sft.task import Task
 from accel_sft.tiny import TINY_DEFAULTS
 from accel_sft.tracking import Tracker
 from accel_sft.watch import Watch

@@ -27,7 +27,7 @@ def main(rounds: int, hidden_size: int, layers: int) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from accel_sft import launch, sealed, shards
-    from accel_sft.config import TrainConfig
+    from accel_sft.api.config import TrainConfig
     from accel_sft.optim import Stepper, adamw
 
     config = TrainConfig().resolved({})

@@ -31,13 +31,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from accel_sft import exactness, loss
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
 from accel_sft.batching import Batching, common_prefixes
 from accel_sft.chat import Encoded
-from accel_sft.config import TrainConfig
 from accel_sft.exactness import UNLIMITED
 from accel_sft.layout import Trial, choose_batching
 from accel_sft.loss import nll, nll_sum
-from accel_sft.options import UserError
 
 CPU = torch.device("cpu")
 WAYS = [("shared", "mask"), ("shared", "rows"), ("packed", "mask"), ("packed", "rows"), ("padded", "mask")]

@@ -12,11 +12,12 @@ import click
 import pytest
 from fake_plugins import GOOD, accel_sft, install, only_plugins_of
 
-from accel_sft import cli_options, registry
+from accel_sft import cli_options
 from accel_sft.__main__ import main
+from accel_sft.api import registry
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.options import settings
 from accel_sft.cli import cli
-from accel_sft.config import TrainConfig
-from accel_sft.options import settings
 
 # A run that never reaches training: what the command hands over is printed, or fails as the option --size says.
 RECORD = """

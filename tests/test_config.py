@@ -5,10 +5,11 @@ import json
 
 import pytest
 
-from accel_sft.config import LAYOUT, TrainConfig, changed
-from accel_sft.config_file import load_yaml
+from accel_sft.api.config import LAYOUT, TrainConfig, changed
+from accel_sft.api.config_file import load_yaml
+from accel_sft.api.errors import UserError
+from accel_sft.api.options import option, settings
 from accel_sft.model import is_tiny
-from accel_sft.options import UserError, option, settings
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -24,13 +24,13 @@ from transformers import (
 )
 
 from accel_sft import generate
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
 from accel_sft.batching import Batching
 from accel_sft.chat import Encoded, encode, end_of_turn_ids
-from accel_sft.config import TrainConfig
 from accel_sft.evaluate import Evaluator
 from accel_sft.generate import Generator, common_prefix, divide
 from accel_sft.merging import merged, why_not
-from accel_sft.options import UserError
 from accel_sft.pulse import beats
 
 NEW_TOKENS = 12

@@ -16,9 +16,9 @@ from test_laws import JOB, layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError, checkpoint, run_folder
+from accel_sft.api.config import TrainConfig
 from accel_sft.batching import Batching
 from accel_sft.chat import encode
-from accel_sft.config import TrainConfig
 from accel_sft.evaluate import Evaluator
 from accel_sft.prepare import read_split
 from accel_sft.report import read_json, read_status

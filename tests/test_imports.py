@@ -1,6 +1,8 @@
-"""A module imports only from groups to its left, and what must answer at once imports no torch."""
+"""A package imports only from those the table allows, and what must answer at once imports no torch."""
 
 import ast
+import graphlib
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -9,111 +11,137 @@ import pytest
 from fake_plugins import accel_sft, install
 
 PACKAGE = Path(__file__).parent.parent / "accel_sft"
-GROUPS = [
-    {"pulse"},
-    {"options", "keeper", "cascade", "sealed", "host", "whereabouts"},
-    {"identity", "json_stream", "markdown", "progress", "launched", "terminal", "postmortem"},
-    {"cache", "operators", "environment", "stopping", "failure"},
-    {"watch"},
-    {"rows", "task", "config", "config_file"},
-    {"contract", "template"},
-    {"registry"},
-    {"chat", "tiny", "report", "console", "attention", "merging", "holding"},
-    {
-        "audit",
-        "system",
-        "shards",
-        "metrics_file",
-        "dashboards",
-        "collate",
-        "card",
-        "store",
-        "decoding",
-        "server",
-        "health",
-    },
-    {"room", "record"},
-    {"batching", "data", "model", "optim", "loss", "launch", "tracking", "checkpoint", "tokens"},
-    {"prepare", "exactness", "learning"},
-    {"generate", "run_folder", "layout", "outcome"},
-    {"evaluate", "vllm"},
-    {"fitting"},
-    {"train", "judge", "compare"},
-    {"scaffold", "cli_options"},
-    {"cli"},
-    {"__main__"},
-]
+MAY_IMPORT = {
+    "api": "",
+    "io": "api",
+    "launch": "api io",
+    "data": "api io launch",
+    "models": "api io launch data",
+    "batching": "api io launch data models",
+    "tracking": "api io",
+    "evaluation": "api io launch data models batching tracking",
+    "resilience": "api io launch",
+    "checkpoint": "api io launch resilience",
+    "training": "api io launch data models batching tracking evaluation resilience checkpoint",
+    "commands": "api io launch data models batching tracking evaluation resilience checkpoint training",
+}
+ROOT = {"__init__", "__main__", "cli", "cli_options"}
+"""Modules outside the packages. They import from all of these, those with torch inside functions only."""
 STANDARD_LIBRARY_ONLY = (
-    "pulse",
-    "options",
-    "keeper",
-    "sealed",
-    "progress",
-    "identity",
-    "json_stream",
-    "cache",
-    "rows",
-    "task",
-    "contract",
-    "registry",
+    "accel_sft.pulse",
+    "accel_sft.api.options",
+    "accel_sft.keeper",
+    "accel_sft.sealed",
+    "accel_sft.progress",
+    "accel_sft.identity",
+    "accel_sft.json_stream",
+    "accel_sft.cache",
+    "accel_sft.rows",
+    "accel_sft.api.task",
+    "accel_sft.api.contract",
+    "accel_sft.api.registry",
 )
 NO_TORCH = (
-    "config",
-    "config_file",
-    "report",
-    "card",
-    "tiny",
-    "cli",
-    "cli_options",
-    "scaffold",
-    "failure",
-    "audit",
-    "launched",
-    "operators",
-    "environment",
-    "terminal",
+    "accel_sft.api.config",
+    "accel_sft.api.config_file",
+    "accel_sft.report",
+    "accel_sft.card",
+    "accel_sft.tiny",
+    "accel_sft.cli",
+    "accel_sft.cli_options",
+    "accel_sft.scaffold",
+    "accel_sft.failure",
+    "accel_sft.audit",
+    "accel_sft.launched",
+    "accel_sft.operators",
+    "accel_sft.environment",
+    "accel_sft.terminal",
 )
-PLACE = {name: place for place, names in enumerate(GROUPS) for name in names}
-MODULES = sorted(path.stem for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
+HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "numpy", "pyarrow"}
 
 
-def imported_by(module):
-    """Modules of this package that a module imports anywhere, functions included."""
-    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "accel_sft":
-            yield from (alias.name for alias in node.names if alias.name in MODULES)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("accel_sft."):
-            yield node.module.split(".")[1]
+def modules():
+    """Dotted name below accel_sft, and file, of each module; a package by its own name."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        yield ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts), path
+
+
+def imported_by(name, source):
+    """Dotted names below accel_sft of what a module imports anywhere, functions included."""
+    known = {name for name, _ in modules()}
+    for node in ast.walk(ast.parse(source)):
+        assert not (isinstance(node, ast.ImportFrom) and node.level), f"{name}: relative import"
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "accel_sft":
+            inside = node.module.partition(".")[2]
+            for alias in node.names:
+                module = f"{inside}.{alias.name}".strip(".")
+                yield module if module in known else inside or "__init__"
         elif isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("accel_sft."))
-        assert not (isinstance(node, ast.ImportFrom) and node.level), f"{module}: relative import"
+            yield from (alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("accel_sft."))
 
 
-def test_every_module_has_a_place():
-    assert set(MODULES) - PLACE.keys() == set()
+def not_allowed(name, source):
+    """What a module of a package imports from packages that the table does not name, and from the root."""
+    package = name.partition(".")[0]
+    allowed = {package, *MAY_IMPORT[package].split()}
+    return [other for other in imported_by(name, source) if other.partition(".")[0] not in allowed]
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_only_from_its_left(module):
-    assert [other for other in imported_by(module) if PLACE.get(other, 99) >= PLACE.get(module, -1)] == []
+def test_every_module_is_in_a_package_of_the_table():
+    folders = {path.parent.name for _, path in modules() if path.parent != PACKAGE}
+    assert folders <= MAY_IMPORT.keys()
+    assert all(path.parent.parent == PACKAGE for _, path in modules() if path.parent != PACKAGE)
 
 
-def loaded_after(code):
-    script = f"import sys; before = set(sys.modules); {code}; print(*(set(sys.modules) - before))"
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_a_package_imports_only_from_those_the_table_allows(package):
+    inside = [(name, path) for name, path in modules() if name.partition(".")[0] == package]
+    found = {name: not_allowed(name, path.read_text(encoding="utf-8")) for name, path in inside}
+    assert {name: others for name, others in found.items() if others} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from accel_sft.training.claim import Lock",
+        "from accel_sft.training import claim",
+        "import accel_sft.cli",
+        "from accel_sft import Task",
+        "def later():\n    import accel_sft.training",
+    ],
+)
+def test_an_import_against_the_table_is_found(line):
+    assert not_allowed("io.files", "import json\n" + line)
+
+
+def test_no_module_is_imported_by_one_that_it_imports():
+    graph = {name: set(imported_by(name, path.read_text(encoding="utf-8"))) for name, path in modules()}
+    for package in MAY_IMPORT:
+        graph.pop(package, None)  # their __init__ is a docstring
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_a_package_s_own_module_is_a_docstring_alone():
+    for name, path in modules():
+        if path.name == "__init__.py" and name != "__init__":
+            assert [type(node) for node in ast.parse(path.read_text(encoding="utf-8")).body] == [ast.Expr], name
+
+
+def loaded_after(names):
+    assert all(importlib.util.find_spec(name) for name in names)
+    script = f"import sys; before = set(sys.modules); import {', '.join(names)}; print(*(set(sys.modules) - before))"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return {name.split(".")[0] for name in result.stdout.split()}
 
 
 def test_what_a_plugin_author_imports_is_standard_library_only():
-    code = "import " + ", ".join(f"accel_sft.{module}" for module in STANDARD_LIBRARY_ONLY)
-    third_party = loaded_after(code) - sys.stdlib_module_names - {"accel_sft"}
+    third_party = loaded_after(STANDARD_LIBRARY_ONLY) - sys.stdlib_module_names - {"accel_sft"}
     assert {name for name in third_party if not name.startswith("_")} == set()
 
 
 def test_what_answers_at_once_imports_no_torch():
-    code = "import " + ", ".join(f"accel_sft.{module}" for module in NO_TORCH)
-    assert loaded_after(code) & {"torch", "transformers", "accelerate", "deepspeed", "numpy", "pyarrow"} == set()
+    assert loaded_after(NO_TORCH) & HEAVY == set()
 
 
 BASH = {"_ACCEL_SFT_COMPLETE": "bash_complete"}
@@ -126,12 +154,12 @@ COMMANDS = {
     "completion": ("", {**BASH, "COMP_WORDS": "accel-sft q", "COMP_CWORD": "1"}, "plain,quick"),
     "completion of options": ("", {**BASH, "COMP_WORDS": "accel-sft quick --le", "COMP_CWORD": "2"}, "--learning-rate"),
 }
-REFUSE = """
+REFUSE = f"""
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name in ("torch", "transformers", "accelerate", "deepspeed", "numpy", "pyarrow"):
-            raise RuntimeError(f"{name} was imported")
+        if name in {HEAVY!r}:
+            raise RuntimeError(name + " was imported")
 sys.meta_path.insert(0, Refuse())
 """
 

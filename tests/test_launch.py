@@ -20,12 +20,12 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 
 from accel_sft import audit as auditing
 from accel_sft import operators
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
 from accel_sft.audit import audit, refuse
-from accel_sft.config import TrainConfig
 from accel_sft.environment import threads_per_process, usable_cores
 from accel_sft.launch import verify_engine
 from accel_sft.launched import read_launch
-from accel_sft.options import UserError
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
@@ -435,7 +435,7 @@ def test_a_compilation_is_announced_by_rank_0_before_it_starts(rank, told, tmp_p
         """
         import sys
         from pathlib import Path
-        from accel_sft.config import TrainConfig
+        from accel_sft.api.config import TrainConfig
         from accel_sft.launch import create_accelerator
         from accel_sft.terminal import quiet
         with quiet(Path(sys.argv[1], "log")):
@@ -461,7 +461,7 @@ def test_a_compilation_is_announced_by_rank_0_before_it_starts(rank, told, tmp_p
 def test_ranks_that_would_train_alone_are_refused():
     """FSDP on a CPU, were it not for the audit: Accelerate believes that each of two ranks is the only one."""
     script = """
-        from accel_sft.config import TrainConfig
+        from accel_sft.api.config import TrainConfig
         from accel_sft.launch import create_accelerator
         create_accelerator(TrainConfig())
         """
@@ -487,7 +487,7 @@ from accel_sft.terminal import quiet
 
 prepare_environment()
 from accel_sft.audit import audit, refuse
-from accel_sft.config import TrainConfig
+from accel_sft.api.config import TrainConfig
 
 folder = Path(sys.argv[1])
 with quiet(folder / f"rank-{os.environ['RANK']}.log"):

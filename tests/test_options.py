@@ -6,7 +6,7 @@ import math
 import pytest
 
 from accel_sft import UserError, option
-from accel_sft.options import problems, settings
+from accel_sft.api.options import problems, settings
 
 
 @dataclasses.dataclass(kw_only=True)

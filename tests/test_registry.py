@@ -6,9 +6,9 @@ import pytest
 from fake_plugins import GOOD, install, only_plugins_of
 
 import accel_sft
-from accel_sft import registry
-from accel_sft.options import UserError
-from accel_sft.task import Task
+from accel_sft.api import registry
+from accel_sft.api.errors import UserError
+from accel_sft.api.task import Task
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from models import make_tiny
 
 from accel_sft import UserError, model
-from accel_sft.config import TrainConfig
+from accel_sft.api.config import TrainConfig
 from accel_sft.judge import _differences
 from accel_sft.model import compile_blocks, find_source, load_model
 

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from accel_sft import UserError, tokens
+from accel_sft.api.config import TrainConfig
 from accel_sft.chat import Rules, encode
-from accel_sft.config import TrainConfig
 from accel_sft.evaluate import Evaluator
 
 TURNS = (

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.config import TrainConfig
-from accel_sft.options import settings
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.options import settings
 from accel_sft.tiny import TINY_DEFAULTS, build_tiny, common_openings
 
 SYSTEM = "You are a helpful assistant. 请回答问题。"

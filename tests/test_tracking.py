@@ -21,10 +21,10 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from rich.cells import cell_len
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from accel_sft.config import TrainConfig
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
 from accel_sft.console import ProgressLine
 from accel_sft.metrics_file import MetricsFile
-from accel_sft.options import UserError
 from accel_sft.system import SYSTEM_FIELDS, SystemSampler, host_memory_gib
 from accel_sft.tracking import Tracker
 
@@ -489,7 +489,7 @@ def test_two_ranks_share_one_record(tmp_path):
 import sys, torch
 from pathlib import Path
 from accelerate import Accelerator
-from accel_sft.config import TrainConfig
+from accel_sft.api.config import TrainConfig
 from accel_sft.tracking import Tracker
 torch.set_num_threads(1)
 accelerator = Accelerator(cpu=True)

@@ -22,8 +22,8 @@ from test_laws import layout
 from transformers import AutoModelForCausalLM
 
 from accel_sft import UserError, judge, server, train, vllm
+from accel_sft.api.config import TrainConfig
 from accel_sft.chat import Encoded
-from accel_sft.config import TrainConfig
 from accel_sft.model import Source, find_source
 from accel_sft.report import read_samples
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft import Task, option
-from accel_sft.config import TrainConfig
+from accel_sft.api.config import TrainConfig
 
 
 @dataclass(kw_only=True)

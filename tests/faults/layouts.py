@@ -34,9 +34,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_sft import checkpoint, launch, learning
+from accel_sft.api.config import TrainConfig
 from accel_sft.batching import Batching
 from accel_sft.chat import Encoded
-from accel_sft.config import TrainConfig
 from accel_sft.holding import MOMENTS, flat, held_by
 from accel_sft.optim import Stepper, adamw
 

@@ -22,7 +22,7 @@ from fake_plugins import install
 from models import make_tiny
 
 from accel_sft import pulse, sealed, shards, watch
-from accel_sft.config import TrainConfig
+from accel_sft.api.config import TrainConfig
 from accel_sft.optim import adamw
 
 TIMEOUT = 6

@@ -13,7 +13,7 @@ from fake_plugins import install
 from safetensors.torch import load_file
 
 from accel_sft import UserError
-from accel_sft.config import TrainConfig
+from accel_sft.api.config import TrainConfig
 from accel_sft.health import MOST_IN_A_ROW, Health
 
 BAD = 13

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from accel_sft.options import problems
+from accel_sft.api.options import problems
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -7,9 +7,9 @@ import inspect
 import re
 from typing import Any
 
-from accel_sft.config import TrainConfig
-from accel_sft.options import settings
-from accel_sft.task import Task
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.options import settings
+from accel_sft.api.task import Task
 
 _CONTRACT = {
     "dataset": ("split",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from accel_sft.options import option, problems, shown
+from accel_sft.api.options import option, problems, shown
 
 if TYPE_CHECKING:
     pass

@@ -10,15 +10,13 @@ import difflib
 import importlib.metadata
 import os
 import re
-import traceback
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import accel_sft
-from accel_sft.contract import contract_faults
-from accel_sft.options import UserError
-from accel_sft.task import Task
+from accel_sft.api.contract import contract_faults
+from accel_sft.api.errors import UserError, what_and_where
+from accel_sft.api.task import Task
 
 GROUP = "accel_sft.tasks"
 ALLOWED = "ACCEL_SFT_TASKS"
@@ -205,11 +203,3 @@ def _outdated(plugin: Plugin) -> str:
                 f"`pip install --upgrade {plugin.distribution} accel-sft`"
             )
     return ""
-
-
-def what_and_where(error: BaseException) -> str:
-    """A stranger's error, and the line of its source that raised it."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).suffix == ".py"]
-    frames = [f for f in frames if "importlib" not in Path(f.filename).parts and f.filename != __file__]
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"

@@ -19,17 +19,6 @@ _SHOWN = 80
 """Characters of a value that a message repeats at most."""
 
 
-class UserError(Exception):
-    """A mistake the person at the terminal can mend: one line each of what, where and what to do.
-
-    It is printed without a traceback (unless `--debug`) and ends the process with a non-zero status.
-    """
-
-    def __init__(self, *problems: str) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
-
-
 def option(
     default: Any = dataclasses.MISSING,
     *,

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_sft.options import Setting, UserError, settings, shown
+from accel_sft.api.errors import UserError
+from accel_sft.api.options import Setting, settings, shown
 
 if TYPE_CHECKING:
     import yaml

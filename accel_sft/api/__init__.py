@@ -1,0 +1,1 @@
+"""What plugins and settings are: tasks, options, the registry of installed tasks. No torch, no third party."""
