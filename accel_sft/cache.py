@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accel_sft import sealed
 from accel_sft.api.errors import UserError
+from accel_sft.io import manifest as sealed
 
 _ABANDONED_SECONDS = 3600
 UNUSED_DAYS = 30
@@ -134,7 +134,7 @@ def discard(kind: str, key: str) -> None:
 
 def tell(line: str) -> None:
     """Say it at the terminal, once for all ranks."""
-    from accel_sft.terminal import terminal
+    from accel_sft.io.terminal import terminal
 
     if os.environ.get("RANK", "0") == "0":
         print(line, file=terminal(), flush=True)

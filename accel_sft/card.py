@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.config import LAYOUT
-from accel_sft.markdown import markdown_cell, markdown_table
+from accel_sft.io.text import markdown_cell, markdown_table
 from accel_sft.report import comparison_table
 
 

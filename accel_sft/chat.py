@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
-from accel_sft.markdown import LONGEST_ERROR, one_line
+from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.template import answered, holds, not_a_prefix, refusal, rendered, surroundings
 
 _SHOWN = 5

@@ -12,10 +12,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from accel_sft import sealed, shards
+from accel_sft import shards
 from accel_sft.api.errors import UserError
-from accel_sft.pulse import beat
-from accel_sft.report import abandoned, write_atomically
+from accel_sft.io import manifest as sealed
+from accel_sft.io.files import abandoned, write_atomically
+from accel_sft.io.heartbeat import beat
 from accel_sft.room import hold_disk
 
 POINTER = "latest"

@@ -82,7 +82,7 @@ class _EvaluateGroup(LazyTasks):
             run(name, task, config, base)
 
         def as_in_its_run(config: TrainConfig) -> dict[str, Any]:
-            from accel_sft.report import run_record
+            from accel_sft.io.run_dir import run_record
 
             record = run_record(config.model)
             before = record["task_options"] if record and record["task"] == name else {}

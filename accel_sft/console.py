@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from accel_sft.terminal import wrapped
+from accel_sft.io.terminal import wrapped
 
 SHORTEST_BAR = 10
 """Cells left to the bar before details are dropped from the line."""

@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from accel_sft.attention import Prefix, install
-from accel_sft.pulse import beat
+from accel_sft.io.heartbeat import beat
 
 ROOM = 32
 """Tokens that the cache grows by: concatenating for every token would copy all of it every time."""

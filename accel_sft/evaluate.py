@@ -19,13 +19,13 @@ from accel_sft.batching import Batching
 from accel_sft.chat import Encoded, conversation
 from accel_sft.checkpoint import decided_by_main
 from accel_sft.generate import Generator
+from accel_sft.io.heartbeat import beat
+from accel_sft.io.terminal import terminal, wrapped
+from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.loss import nll_sum
-from accel_sft.markdown import LONGEST_ERROR, one_line
-from accel_sft.pulse import beat
 from accel_sft.report import COSTS
 from accel_sft.system import peak_memory_gib, reset_peak_memory
 from accel_sft.template import AnswerText
-from accel_sft.terminal import terminal, wrapped
 
 
 @dataclasses.dataclass(frozen=True)

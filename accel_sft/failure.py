@@ -18,7 +18,7 @@ from typing import NoReturn, TextIO
 import click
 
 from accel_sft.api.errors import UserError
-from accel_sft.markdown import one_line
+from accel_sft.io.text import one_line
 from accel_sft.postmortem import lost_ranks
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for SIGINT and SIGPIPE

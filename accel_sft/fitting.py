@@ -13,13 +13,15 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 
-from accel_sft import checkpoint, launch, outcome, report, terminal
+from accel_sft import checkpoint, launch, outcome, report
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.task import Task
 from accel_sft.batching import Batching
 from accel_sft.data import StepPlan
 from accel_sft.evaluate import Evaluation, Evaluator, largest
 from accel_sft.health import Health
+from accel_sft.io import terminal
+from accel_sft.io.run_dir import read_samples, write_result
 from accel_sft.launched import read_launch
 from accel_sft.layout import choose_batching
 from accel_sft.learning import Learner, exchanged
@@ -275,9 +277,9 @@ class Fitting:
             "phases": self.tracker.phases(),
         }
         if accelerator.is_main_process:
-            before, after = (report.read_samples(self.run_dir, step) for step in (0, progress.evaluated_step))
+            before, after = (read_samples(self.run_dir, step) for step in (0, progress.evaluated_step))
             report.write_report(self.run_dir, result, before, after)
-            report.write_result(self.run_dir, result)
+            write_result(self.run_dir, result)
             self.tracker.close()
             report.print_report(result, before, after, console=Console(file=terminal.terminal(), highlight=False))
             best = f"best/ (step {progress.best_step}) and " if progress.best_step else ""

@@ -12,7 +12,7 @@ from typing import Any
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.report import json_safe, write_atomically
+from accel_sft.io.files import json_safe, write_atomically
 
 FILE = "nonfinite.jsonl"
 MOST_IN_A_ROW = 10

@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
 from rich.console import Console
 
-from accel_sft import report, terminal, vllm
+from accel_sft import report, vllm
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
@@ -22,11 +22,13 @@ from accel_sft.chat import end_of_turn_ids
 from accel_sft.checkpoint import decided_by_main
 from accel_sft.evaluate import Evaluation, Evaluator, largest
 from accel_sft.failure import leave_together
+from accel_sft.io import terminal
+from accel_sft.io.files import json_safe, write_atomically
+from accel_sft.io.run_dir import run_record, write_result
 from accel_sft.layout import choose_batching
 from accel_sft.model import find_source, load_model, load_tokenizer
 from accel_sft.prepare import encoding_rules, read_split, start
 from accel_sft.record import recordable
-from accel_sft.report import run_record
 from accel_sft.system import peak_memory_gib, reset_peak_memory
 from accel_sft.tokens import SplitEncoder
 from accel_sft.watch import Watch
@@ -171,8 +173,8 @@ def _release(accelerator: Accelerator, model: torch.nn.Module) -> None:
 
 
 def _write(folder: Path, result: dict[str, Any], before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
-    report.write_result(folder, result)
+    write_result(folder, result)
     report.write_report(folder, result, before, after)
     for name, samples in (("base", before), ("tuned", after)):
-        lines = [json.dumps(report.json_safe(sample), ensure_ascii=False) + "\n" for sample in samples]
-        report.write_atomically(folder / f"samples-{name}.jsonl", "".join(lines))
+        lines = [json.dumps(json_safe(sample), ensure_ascii=False) + "\n" for sample in samples]
+        write_atomically(folder / f"samples-{name}.jsonl", "".join(lines))

@@ -15,9 +15,9 @@ from accelerate import Accelerator
 from accel_sft.api.errors import UserError
 from accel_sft.batching import Batching
 from accel_sft.chat import Encoded
+from accel_sft.io.files import write_atomically
 from accel_sft.loss import nll_sum
 from accel_sft.optim import Stepper
-from accel_sft.report import write_atomically
 
 CAP_FILE = "most-tokens.json"
 """In a run's folder, where a forward found no room and the step could not be repeated: what a resumed run keeps to."""

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from accel_sft.collate import Batch
-from accel_sft.pulse import beat
+from accel_sft.io.heartbeat import beat
 
 MOST_LOGITS = 2**25
 """Logits (tokens times vocabulary) held at once: 128 MiB in float32, and about three times that in a backward."""

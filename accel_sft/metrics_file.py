@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_sft.report import json_safe, write_atomically
+from accel_sft.io.files import json_safe, write_atomically
 
 
 class MetricsFile:

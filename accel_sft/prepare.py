@@ -18,11 +18,11 @@ from accel_sft.audit import audit, refuse
 from accel_sft.chat import Encoding, Rules, conversation, end_of_turn_ids
 from accel_sft.checkpoint import decided_by_main, has_trained, replacing
 from accel_sft.data import StepPlan
+from accel_sft.io.terminal import quiet, wrapped
+from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch import create_accelerator
-from accel_sft.markdown import LONGEST_ERROR, one_line
 from accel_sft.model import Source, find_source, load_tokenizer
 from accel_sft.record import describe
-from accel_sft.terminal import quiet, wrapped
 from accel_sft.tiny import build_tiny
 from accel_sft.tokens import SplitEncoder, Team
 

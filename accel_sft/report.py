@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_sft.api.errors import UserError
-from accel_sft.markdown import markdown_cell, markdown_table, one_line, shown
-from accel_sft.sealed import sync
+from accel_sft.io.files import write_atomically
+from accel_sft.io.text import markdown_cell, markdown_table, one_line, shown
 
 SHOWN_SAMPLES = 20
 """Answers listed in a report; all of them are in the run's samples folder."""
@@ -39,81 +34,6 @@ _TRAINING = {
     "peak_device_memory_gib": "peak device memory (GiB)",
     "peak_host_memory_gib": "peak host memory (GiB)",
 }
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text`: whenever the process or the machine ends, the old or the new is there."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        sync(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def abandoned(folder: Path) -> list[Path]:
-    """What `write_atomically` leaves in a folder when it is killed; to be asked for where nobody else works."""
-    return [path for path in folder.glob(".*.tmp") if path.name.split(".")[-2].isdecimal()]
-
-
-def json_safe(value: Any) -> Any:
-    """`value` with nan and infinity, which are not JSON, as None, at any depth."""
-    if isinstance(value, Mapping):
-        return {key: json_safe(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_safe(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_result(run_dir: Path, result: Mapping[str, Any]) -> Path:
-    """Write the run's summary to `run_dir/result.json`, what scripts and the comparison read; nan becomes null."""
-    path = Path(run_dir) / "result.json"
-    write_atomically(path, json.dumps(json_safe(result), indent=2, ensure_ascii=False) + "\n")
-    return path
-
-
-def write_ended(run_dir: Path, status: str, error: str) -> None:
-    """Say why a run ended that was under way: not over a finished one's numbers, and of several causes the first.
-
-    A disk that is full or gone must not hide the cause itself.
-    """
-    if read_status(run_dir) == "running":
-        with contextlib.suppress(OSError):
-            write_result(run_dir, {"status": status, "error": error})
-
-
-def read_json(path: Path) -> Any:
-    """A JSON file of a run; one that is broken is a UserError."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path}: cannot be read ({error}); put it back, or start a new run in another folder"
-        ) from None
-
-
-def run_record(model: str) -> dict[str, Any] | None:
-    """The run.json of the run that `model` is, or is a folder of; None if it is something else."""
-    folder = Path(model).expanduser()
-    record = next((path for path in (folder / "run.json", folder.parent / "run.json") if path.is_file()), None)
-    return read_json(record) if record else None
-
-
-def read_status(run_dir: Path) -> str | None:
-    """The `status` in a run's result.json; None where there is none yet."""
-    path = Path(run_dir) / "result.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))["status"]
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or broken off by whoever copied it: not a result
-        return None
-
-
-def read_samples(run_dir: Path, step: int) -> list[dict[str, Any]]:
-    """The answers of a run's evaluation at `step`, as the tracker wrote them; none if there was none."""
-    path = Path(run_dir) / "samples" / f"step-{step:06d}.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def comparison_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:

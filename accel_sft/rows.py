@@ -20,9 +20,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, overload
 
-from accel_sft import cache, sealed
+from accel_sft import cache
 from accel_sft.api.errors import UserError
 from accel_sft.identity import identity
+from accel_sft.io import manifest as sealed
 from accel_sft.json_stream import Malformed, located
 
 MAX_PROBLEMS = 20

@@ -22,7 +22,7 @@ from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.chat import Encoded
-from accel_sft.terminal import terminal
+from accel_sft.io.terminal import terminal
 
 START_SECONDS = 1800.0
 """A large model is read, compiled and captured in minutes."""

@@ -16,10 +16,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from accel_sft import sealed
 from accel_sft.api.errors import UserError
 from accel_sft.holding import MOMENTS, Run, flat, held_by
-from accel_sft.pulse import beat
+from accel_sft.io import manifest as sealed
+from accel_sft.io.heartbeat import beat
 
 BYTES = 4 * (1 + len(MOMENTS))
 """Of a trained parameter's element in a checkpoint."""

@@ -10,8 +10,8 @@ import threading
 import time
 from types import FrameType
 
+from accel_sft.io.terminal import terminal
 from accel_sft.launched import PARENT, under_launcher
-from accel_sft.terminal import terminal
 
 WATCH_SECONDS = 1.0
 """Between looks at whether the launcher is still there."""

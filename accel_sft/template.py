@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.markdown import one_line
+from accel_sft.io.text import one_line
 
 _PROBE = "\ue000\ue001"
 """Stands for an answer where only its surroundings are looked for: text of no language, nothing to strip or split."""

@@ -17,13 +17,14 @@ from typing import Any, TypeVar
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from accel_sft import cache, sealed
+from accel_sft import cache
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat import Encoded, Encoding, Rules, conversation, encode_parts
 from accel_sft.identity import identity
+from accel_sft.io import manifest as sealed
+from accel_sft.io.terminal import terminal
 from accel_sft.store import TokenStore, merge, write_part
-from accel_sft.terminal import terminal
 
 KIND, FILE = "tokens", "tokens.arrow"
 _FORMAT = 1

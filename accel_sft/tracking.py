@@ -15,9 +15,10 @@ from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.console import ProgressLine
 from accel_sft.dashboards import Dashboards, tracker_names
-from accel_sft.markdown import markdown_table, shown
+from accel_sft.io.files import json_safe, write_atomically
+from accel_sft.io.text import markdown_table, shown
 from accel_sft.metrics_file import MetricsFile
-from accel_sft.report import COSTS, json_safe, samples_table, write_atomically
+from accel_sft.report import COSTS, samples_table
 from accel_sft.system import (
     SYSTEM_FIELDS,
     SystemSampler,

@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from accel_sft import report, terminal
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.failure import leave_together, lost_peers
 from accel_sft.fitting import Fitting, OnStep
+from accel_sft.io import terminal
+from accel_sft.io.run_dir import write_ended
 from accel_sft.model import is_tiny
 from accel_sft.prepare import prepare_data, start
 from accel_sft.run_folder import claim_run_dir, continued, release, write_run_record
@@ -70,7 +71,7 @@ def _claimed(task_name: str, task: Task, config: TrainConfig, stopping: Stopping
             shutil.rmtree(run_dir, ignore_errors=True)  # nobody named it, and the message says all there is
         else:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            report.write_ended(run_dir, status, str(error) or type(error).__name__)
+            write_ended(run_dir, status, str(error) or type(error).__name__)
         if error is raised:
             raise
         raise error from raised
@@ -119,7 +120,7 @@ def _run(
     on_step: OnStep | None,
 ) -> None:
     log = run_dir / "logs" / f"rank-{accelerator.process_index}.log"
-    watch = Watch(config.hang_timeout, log.parent, functools.partial(report.write_ended, run_dir, "failed"))
+    watch = Watch(config.hang_timeout, log.parent, functools.partial(write_ended, run_dir, "failed"))
     with terminal.quiet(log, config.debug), watch:
         prepared = prepare_data(accelerator, run_dir, task, config)
         plan = prepared.plan

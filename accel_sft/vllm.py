@@ -18,8 +18,8 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.chat import Encoded
 from accel_sft.checkpoint import Result, decided_by_main
+from accel_sft.io.files import read_json
 from accel_sft.model import Source
-from accel_sft.report import read_json
 from accel_sft.server import Server, free_port
 
 VARIABLE = "ACCEL_SFT_VLLM"

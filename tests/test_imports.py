@@ -28,10 +28,10 @@ MAY_IMPORT = {
 ROOT = {"__init__", "__main__", "cli", "cli_options"}
 """Modules outside the packages. They import from all of these, those with torch inside functions only."""
 STANDARD_LIBRARY_ONLY = (
-    "accel_sft.pulse",
+    "accel_sft.io.heartbeat",
     "accel_sft.api.options",
     "accel_sft.keeper",
-    "accel_sft.sealed",
+    "accel_sft.io.manifest",
     "accel_sft.progress",
     "accel_sft.identity",
     "accel_sft.json_stream",
@@ -55,7 +55,7 @@ NO_TORCH = (
     "accel_sft.launched",
     "accel_sft.operators",
     "accel_sft.environment",
-    "accel_sft.terminal",
+    "accel_sft.io.terminal",
 )
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "numpy", "pyarrow"}
 

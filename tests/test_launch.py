@@ -391,7 +391,7 @@ def test_quiet_keeps_chatter_in_the_file_and_ours_on_the_terminal(tmp_path):
     process = python(
         """
         import os, pathlib, subprocess, sys
-        from accel_sft.terminal import quiet, terminal
+        from accel_sft.io.terminal import quiet, terminal
         folder = pathlib.Path(sys.argv[1])
         print("before")
         with quiet(folder / "logs" / "rank-0.log") as ours:
@@ -437,7 +437,7 @@ def test_a_compilation_is_announced_by_rank_0_before_it_starts(rank, told, tmp_p
         from pathlib import Path
         from accel_sft.api.config import TrainConfig
         from accel_sft.launch import create_accelerator
-        from accel_sft.terminal import quiet
+        from accel_sft.io.terminal import quiet
         with quiet(Path(sys.argv[1], "log")):
             create_accelerator(TrainConfig())
         """,
@@ -483,7 +483,7 @@ from pathlib import Path
 from accel_sft.environment import prepare_environment
 from accel_sft.launch import create_accelerator, prepare, whole_weights
 from accel_sft.record import describe, launch_record
-from accel_sft.terminal import quiet
+from accel_sft.io.terminal import quiet
 
 prepare_environment()
 from accel_sft.audit import audit, refuse

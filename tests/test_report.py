@@ -12,14 +12,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from accel_sft.card import model_card
-from accel_sft.report import (
-    comparison_rows,
-    print_report,
-    render_report,
-    write_atomically,
-    write_report,
-    write_result,
-)
+from accel_sft.io.files import write_atomically
+from accel_sft.io.run_dir import write_result
+from accel_sft.report import comparison_rows, print_report, render_report, write_report
 
 BEFORE = {"accuracy": 0.0, "eval_loss": 4.5, "generate_seconds": 19.7, "generate_tokens_per_second": 20.3}
 AFTER = {"accuracy": 1.0, "eval_loss": 0.01, "generate_seconds": 29.55, "generate_tokens_per_second": 12.1}

@@ -21,8 +21,9 @@ from fake_plugins import install
 from models import Sums, make_tiny
 from transformers import AutoTokenizer
 
-from accel_sft import UserError, cache, sealed, tokens
+from accel_sft import UserError, cache, tokens
 from accel_sft.chat import Rules, encode, end_of_turn_ids
+from accel_sft.io import manifest as sealed
 from accel_sft.tokens import FILE, KIND, SplitEncoder
 from accel_sft_math import Math
 

@@ -21,8 +21,10 @@ from conftest import CONFIGS, accel_sft
 from fake_plugins import install
 from models import make_tiny
 
-from accel_sft import pulse, sealed, shards, watch
+from accel_sft import shards, watch
 from accel_sft.api.config import TrainConfig
+from accel_sft.io import heartbeat as pulse
+from accel_sft.io import manifest as sealed
 from accel_sft.optim import adamw
 
 TIMEOUT = 6
@@ -217,7 +219,8 @@ with watch.Watch(2, Path(sys.argv[1]), lambda message: None) as watched:
 SUSPENDED = """
 import os, signal, sys, time
 from pathlib import Path
-from accel_sft import pulse, watch
+from accel_sft import watch
+from accel_sft.io import heartbeat as pulse
 
 watch.SILENT_SECONDS, watch.GRACE_SECONDS = 1.0, 0.0
 with watch.Watch(2, Path(sys.argv[1]), lambda message: None):

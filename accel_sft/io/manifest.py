@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from accel_sft.pulse import beat
+from accel_sft.io.heartbeat import beat
 
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 20

@@ -1,0 +1,1 @@
+"""The terminal, and files that are whole or not there."""

@@ -1,0 +1,49 @@
+"""Small files that are there whole or as they were, and JSON read back. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accel_sft.api.errors import UserError
+from accel_sft.io.manifest import sync
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by `text`: whenever the process or the machine ends, the old or the new is there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def abandoned(folder: Path) -> list[Path]:
+    """What `write_atomically` leaves in a folder when it is killed; to be asked for where nobody else works."""
+    return [path for path in folder.glob(".*.tmp") if path.name.split(".")[-2].isdecimal()]
+
+
+def json_safe(value: Any) -> Any:
+    """`value` with nan and infinity, which are not JSON, as None, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: json_safe(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file of a run; one that is broken is a UserError."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: cannot be read ({error}); put it back, or start a new run in another folder"
+        ) from None
