@@ -3,7 +3,7 @@
 import os
 import sys
 
-import accel_sft.launched  # noqa: F401 - early: it notes who started this process
+import accel_sft.launch.info  # noqa: F401 - early: it notes who started this process
 from accel_sft.cli import cli
 from accel_sft.failure import Ending, leave_together, use_utf8
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from accel_sft import shards
 from accel_sft.api.errors import UserError
@@ -21,21 +20,6 @@ from accel_sft.room import hold_disk
 
 POINTER = "latest"
 """The file beside the checkpoints that names the newest; written last."""
-Result = TypeVar("Result")
-
-
-def decided_by_main(accelerator: Accelerator, decide: Callable[[], Result]) -> Result:
-    """What rank 0's `decide` returns, on every rank; its UserError is raised on every rank."""
-    box: list[Any] = [None, None]
-    if accelerator.is_main_process:
-        try:
-            box[0] = decide()
-        except UserError as error:
-            box[1] = error.problems
-    broadcast_object_list(box)
-    if box[1]:
-        raise UserError(*box[1])
-    return box[0]
 
 
 @contextlib.contextmanager

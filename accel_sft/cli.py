@@ -106,7 +106,7 @@ class _EvaluateGroup(LazyTasks):
 
 
 def _prepare(config: TrainConfig) -> None:
-    from accel_sft.environment import prepare_environment
+    from accel_sft.launch.environment import prepare_environment
 
     prepare_environment(config.debug)
 

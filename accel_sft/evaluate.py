@@ -17,11 +17,11 @@ from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
 from accel_sft.batching import Batching
 from accel_sft.chat import Encoded, conversation
-from accel_sft.checkpoint import decided_by_main
 from accel_sft.generate import Generator
 from accel_sft.io.heartbeat import beat
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.io.text import LONGEST_ERROR, one_line
+from accel_sft.launch.collectives import decided_by_main, largest
 from accel_sft.loss import nll_sum
 from accel_sft.report import COSTS
 from accel_sft.system import peak_memory_gib, reset_peak_memory
@@ -199,9 +199,3 @@ class Evaluator:
                 f"the task's aggregate() gave {', '.join(sorted(taken))}: names of the trainer's own numbers"
             )
         return metrics
-
-
-def largest(readings: dict[str, float | None], prefix: str = "") -> dict[str, float | None]:
-    """The largest of all ranks' readings, by name, with `prefix` before each; None where no rank has one."""
-    every = gather_object([readings])
-    return {prefix + key: max((e[key] for e in every if e[key] is not None), default=None) for key in readings}

@@ -13,16 +13,18 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 
-from accel_sft import checkpoint, launch, outcome, report
+from accel_sft import checkpoint, outcome, report
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.task import Task
 from accel_sft.batching import Batching
 from accel_sft.data import StepPlan
-from accel_sft.evaluate import Evaluation, Evaluator, largest
+from accel_sft.evaluate import Evaluation, Evaluator
 from accel_sft.health import Health
 from accel_sft.io import terminal
 from accel_sft.io.run_dir import read_samples, write_result
-from accel_sft.launched import read_launch
+from accel_sft.launch import accelerator as launch
+from accel_sft.launch.collectives import decided_by_main, largest
+from accel_sft.launch.info import read_launch
 from accel_sft.layout import choose_batching
 from accel_sft.learning import Learner, exchanged
 from accel_sft.model import compile_blocks, load_model, trainable_parameters
@@ -107,7 +109,7 @@ class Fitting:
         """Continue from the newest whole checkpoint where `--resume` asks for it; else judge the untrained model."""
         path = None
         if self.config.resume != "off":
-            path, skipped = checkpoint.decided_by_main(
+            path, skipped = decided_by_main(
                 self.accelerator, lambda: checkpoint.newest(self.run_dir, self.config.resume)
             )
             for line in skipped:

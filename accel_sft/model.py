@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io.files import read_json
-from accel_sft.launched import device_count
+from accel_sft.launch.info import device_count
 
 _SAMPLES, _SAMPLE_BYTES = 1 << 14, 1 << 12
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from accel_sft import record
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.task import Task
 from accel_sft.card import model_card
+from accel_sft.launch import describe as record
 from accel_sft.model import compile_seconds
 from accel_sft.prepare import Prepared
 from accel_sft.progress import Progress

@@ -7,7 +7,7 @@ import os
 import signal
 from pathlib import Path
 
-from accel_sft import host
+from accel_sft.launch import host_memory as host
 
 
 def lost_ranks(attempt: Path | None) -> str:

@@ -10,21 +10,17 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from accel_sft.api.config import EVAL, MODEL, TrainConfig
+from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, what_and_where
-from accel_sft.api.options import settings
 from accel_sft.api.task import Task
-from accel_sft.audit import audit, refuse
 from accel_sft.chat import Encoding, Rules, conversation, end_of_turn_ids
-from accel_sft.checkpoint import decided_by_main, has_trained, replacing
+from accel_sft.checkpoint import has_trained, replacing
 from accel_sft.data import StepPlan
-from accel_sft.io.terminal import quiet, wrapped
 from accel_sft.io.text import LONGEST_ERROR, one_line
-from accel_sft.launch import create_accelerator
+from accel_sft.launch.collectives import Team, decided_by_main
 from accel_sft.model import Source, find_source, load_tokenizer
-from accel_sft.record import describe
 from accel_sft.tiny import build_tiny
-from accel_sft.tokens import SplitEncoder, Team
+from accel_sft.tokens import SplitEncoder
 
 _TINY_EXAMPLES = 1 << 15
 """Training examples that tiny's tokenizer is made from at most: more hardly change it, and take time on every start."""
@@ -81,46 +77,6 @@ class Prepared:
         """SHA-256 of both splits' tokens, in order: a resumed run must read the same."""
         both = self.train.kept.fingerprint + self.validation.kept.fingerprint
         return hashlib.sha256(both.encode()).hexdigest()
-
-
-def start(config: TrainConfig, *, train: bool = True) -> Accelerator:
-    """Audit the launch, build its Accelerator, and print once what both resolved to.
-
-    Args:
-        train: else only the settings that an evaluation heeds are shown.
-    Raises:
-        UserError: every error of the audit.
-    """
-    findings = audit(config)
-    refuse(findings)
-    with quiet(None, config.debug) as terminal:
-        accelerator = create_accelerator(config)
-        if config.adapter == "adalora" and accelerator.state.deepspeed_plugin:
-            raise UserError(
-                "--adapter adalora: it ranks its directions by each step's gradients, which DeepSpeed frees; "
-                "launch with accelerate_configs/ddp.yaml, or choose --adapter lora"
-            )
-        if accelerator.is_main_process:
-            rows = describe(accelerator, config)
-            width = max(len(name) for name, _ in rows)
-            for name, value in rows:
-                print(wrapped(f"{name:<{width}}  {value}", width + 2), file=terminal)
-            for finding in findings:
-                print(wrapped(f"{finding.level}: {finding}"), file=terminal)
-            print(wrapped("settings  " + _settings_line(config, train), 10), file=terminal)
-            if config.dry_run:
-                print("nothing is wrong with this launch; data and model were not looked at", file=terminal)
-    return accelerator
-
-
-def _settings_line(config: TrainConfig, train: bool) -> str:
-    """The settings that are not what the bare trainer has, or that were resolved."""
-    usual, values = TrainConfig(), config.as_dict()
-    if not train:
-        heeded = {setting.name for setting in settings(TrainConfig) if setting.section in (MODEL, EVAL)}
-        values = {k: v for k, v in values.items() if k in heeded | {"max_length", "output_dir"}}
-    differing = {k: v for k, v in values.items() if v != getattr(usual, k) or k in ("model", "seed")}
-    return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in differing.items())
 
 
 def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: TrainConfig) -> Prepared:

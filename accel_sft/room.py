@@ -9,9 +9,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from accel_sft import host, shards
+from accel_sft import shards
 from accel_sft.api.errors import UserError
-from accel_sft.launched import Launch
+from accel_sft.launch import host_memory as host
+from accel_sft.launch.info import Launch
 
 SPARE_BYTES = 64 << 20
 """Left free beside a checkpoint, for what else a run writes."""

@@ -11,7 +11,7 @@ import time
 from types import FrameType
 
 from accel_sft.io.terminal import terminal
-from accel_sft.launched import PARENT, under_launcher
+from accel_sft.launch.info import PARENT, under_launcher
 
 WATCH_SECONDS = 1.0
 """Between looks at whether the launcher is still there."""

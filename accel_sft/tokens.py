@@ -12,10 +12,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from accel_sft import cache
 from accel_sft.api.errors import UserError
@@ -24,6 +23,7 @@ from accel_sft.chat import Encoded, Encoding, Rules, conversation, encode_parts
 from accel_sft.identity import identity
 from accel_sft.io import manifest as sealed
 from accel_sft.io.terminal import terminal
+from accel_sft.launch.collectives import Result, Team
 from accel_sft.store import TokenStore, merge, write_part
 
 KIND, FILE = "tokens", "tokens.arrow"
@@ -32,37 +32,6 @@ _COMPARED = 32
 """Examples that are tokenized on every start, to see that the kept tokens are still what the task makes of them."""
 _ANNOUNCED = 50_000
 """Examples from which tokenizing takes so long that a line says what is waited for."""
-Result = TypeVar("Result")
-
-
-class Team:
-    """All ranks, and among them those of this machine, which share its files."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.rank, self.is_main = accelerator.process_index, accelerator.is_main_process
-        local = gather_object([accelerator.local_process_index])
-        firsts = [rank for rank, place in enumerate(local) if place == 0]
-        self.first = max(first for first in firsts if first <= self.rank)
-        self.here = range(self.first, min((first for first in firsts if first > self.rank), default=len(local)))
-
-    def all(self, work: Callable[[], Result]) -> list[Result]:
-        """Every rank's result of `work`; the UserError of the lowest rank that has one, on all of them."""
-        mine: tuple[Any, Any] = (None, None)
-        wrong: UserError | None = None
-        try:
-            mine = (work(), None)
-        except UserError as error:
-            mine, wrong = (None, error.problems), error
-        every = gather_object([mine])
-        for _, problems in every:
-            if problems:
-                raise UserError(*problems) from wrong  # which `--debug` shows with its traceback
-        return [result for result, _ in every]
-
-    def firsts(self, work: Callable[[], Result]) -> list[Result]:
-        """What the first rank of each machine gets from `work`; for every rank its own machine's, by rank."""
-        every = self.all(lambda: (self.first, work() if self.rank == self.first else None))
-        return [every[first][1] for first, _ in every]
 
 
 class SplitEncoder:

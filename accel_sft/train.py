@@ -18,8 +18,9 @@ from accel_sft.failure import leave_together, lost_peers
 from accel_sft.fitting import Fitting, OnStep
 from accel_sft.io import terminal
 from accel_sft.io.run_dir import write_ended
+from accel_sft.launch.start import start
 from accel_sft.model import is_tiny
-from accel_sft.prepare import prepare_data, start
+from accel_sft.prepare import prepare_data
 from accel_sft.run_folder import claim_run_dir, continued, release, write_run_record
 from accel_sft.stopping import Stopping
 from accel_sft.tiny import TINY_DEFAULTS

@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.chat import Encoded
-from accel_sft.checkpoint import Result, decided_by_main
 from accel_sft.io.files import read_json
+from accel_sft.launch.collectives import Result, decided_by_main
 from accel_sft.model import Source
 from accel_sft.server import Server, free_port
 

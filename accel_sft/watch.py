@@ -23,10 +23,11 @@ from typing import IO, Any, NamedTuple
 
 import psutil
 
-from accel_sft import failure, host
+from accel_sft import failure
 from accel_sft.io import heartbeat as pulse
 from accel_sft.io.terminal import terminal
-from accel_sft.launched import restarts
+from accel_sft.launch import host_memory as host
+from accel_sft.launch.info import restarts
 from accel_sft.whereabouts import place, process_beside, state, waits
 
 SILENT_SECONDS = 5.0

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from accel_sft.environment import prepare_environment
+from accel_sft.launch.environment import prepare_environment
 
 prepare_environment()  # as the command line does before torch is imported
 

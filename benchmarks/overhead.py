@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         LookupError: a part's call is gone, or the loop does not make it any more.
     """
     sys.path.insert(0, str(HERE / "contestants"))
-    from accel_sft.environment import prepare_environment
+    from accel_sft.launch.environment import prepare_environment
 
     prepare_environment()  # as the command line does before torch is imported
 

@@ -1,6 +1,6 @@
 """What a command line imports, in its order."""
 
-from accel_sft.environment import prepare_environment
+from accel_sft.launch.environment import prepare_environment
 
 prepare_environment()
 

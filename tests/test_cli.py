@@ -22,7 +22,7 @@ from accel_sft.cli import cli
 # A run that never reaches training: what the command hands over is printed, or fails as the option --size says.
 RECORD = """
 import json, sys
-import accel_sft.environment
+import accel_sft.launch.environment
 class Recorder:
     def find_spec(self, name, path=None, target=None):
         import importlib.machinery
@@ -35,7 +35,7 @@ class Recorder:
             task.dataset("train")
         module.run = run
 sys.meta_path.insert(0, Recorder())
-accel_sft.environment.prepare_environment = lambda debug=False: None
+accel_sft.launch.environment.prepare_environment = lambda debug=False: None
 """
 
 
@@ -63,7 +63,7 @@ def run(site, monkeypatch, capsys):
     for module in ("accel_sft.train", "accel_sft.judge"):
         monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(run=trainer))
     environment = types.SimpleNamespace(prepare_environment=lambda debug: None)
-    monkeypatch.setitem(sys.modules, "accel_sft.environment", environment)
+    monkeypatch.setitem(sys.modules, "accel_sft.launch.environment", environment)
     install(site, "accel-sft-good", "good = accel_sft_good:Good")
 
     def call(*arguments):

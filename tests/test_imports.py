@@ -51,10 +51,10 @@ NO_TORCH = (
     "accel_sft.cli_options",
     "accel_sft.scaffold",
     "accel_sft.failure",
-    "accel_sft.audit",
-    "accel_sft.launched",
-    "accel_sft.operators",
-    "accel_sft.environment",
+    "accel_sft.launch.audit",
+    "accel_sft.launch.info",
+    "accel_sft.launch.deepspeed_ops",
+    "accel_sft.launch.environment",
     "accel_sft.io.terminal",
 )
 HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "numpy", "pyarrow"}

@@ -18,14 +18,14 @@ from accelerate.commands import launch as launcher
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-from accel_sft import audit as auditing
-from accel_sft import operators
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.audit import audit, refuse
-from accel_sft.environment import threads_per_process, usable_cores
-from accel_sft.launch import verify_engine
-from accel_sft.launched import read_launch
+from accel_sft.launch import audit as auditing
+from accel_sft.launch import deepspeed_ops as operators
+from accel_sft.launch.accelerator import verify_engine
+from accel_sft.launch.audit import audit, refuse
+from accel_sft.launch.environment import threads_per_process, usable_cores
+from accel_sft.launch.info import read_launch
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
@@ -337,7 +337,7 @@ def test_the_ninja_beside_this_python_comes_before_the_systems(tmp_path):
     process = python(
         """
         import shutil
-        from accel_sft.environment import prepare_environment
+        from accel_sft.launch.environment import prepare_environment
         print(shutil.which("ninja"))
         prepare_environment()
         print(shutil.which("ninja"))
@@ -436,7 +436,7 @@ def test_a_compilation_is_announced_by_rank_0_before_it_starts(rank, told, tmp_p
         import sys
         from pathlib import Path
         from accel_sft.api.config import TrainConfig
-        from accel_sft.launch import create_accelerator
+        from accel_sft.launch.accelerator import create_accelerator
         from accel_sft.io.terminal import quiet
         with quiet(Path(sys.argv[1], "log")):
             create_accelerator(TrainConfig())
@@ -462,7 +462,7 @@ def test_ranks_that_would_train_alone_are_refused():
     """FSDP on a CPU, were it not for the audit: Accelerate believes that each of two ranks is the only one."""
     script = """
         from accel_sft.api.config import TrainConfig
-        from accel_sft.launch import create_accelerator
+        from accel_sft.launch.accelerator import create_accelerator
         create_accelerator(TrainConfig())
         """
     with socket.socket() as free:
@@ -480,13 +480,13 @@ def test_ranks_that_would_train_alone_are_refused():
 RANK = """
 import json, os, sys
 from pathlib import Path
-from accel_sft.environment import prepare_environment
-from accel_sft.launch import create_accelerator, prepare, whole_weights
-from accel_sft.record import describe, launch_record
+from accel_sft.launch.environment import prepare_environment
+from accel_sft.launch.accelerator import create_accelerator, prepare, whole_weights
+from accel_sft.launch.describe import describe, launch_record
 from accel_sft.io.terminal import quiet
 
 prepare_environment()
-from accel_sft.audit import audit, refuse
+from accel_sft.launch.audit import audit, refuse
 from accel_sft.api.config import TrainConfig
 
 folder = Path(sys.argv[1])

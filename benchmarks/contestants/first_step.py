@@ -42,7 +42,7 @@ clock.time(Ours, Ours.command_line, "imports of the command line")
 clock.time(Ours, Ours.libraries, "imports of the libraries")
 Ours.command_line()
 
-from accel_sft.environment import prepare_environment  # noqa: E402
+from accel_sft.launch.environment import prepare_environment  # noqa: E402
 
 prepare_environment()  # as the command line does before torch is imported
 Ours.libraries()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from accel_sft.environment import prepare_environment
+from accel_sft.launch.environment import prepare_environment
 
 prepare_environment()  # as the command line does before torch is imported
 

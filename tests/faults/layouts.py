@@ -22,7 +22,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from accel_sft.environment import prepare_environment
+from accel_sft.launch.environment import prepare_environment
 
 prepare_environment()
 
@@ -33,11 +33,12 @@ from test_launch import environment_of_a_rank
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accel_sft import checkpoint, launch, learning
+from accel_sft import checkpoint, learning
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching import Batching
 from accel_sft.chat import Encoded
 from accel_sft.holding import MOMENTS, flat, held_by
+from accel_sft.launch import accelerator as launch
 from accel_sft.optim import Stepper, adamw
 
 CONFIGS = Path(__file__).parents[2] / "accelerate_configs"

@@ -16,7 +16,8 @@ from accelerate import Accelerator
 from conftest import CONFIGS
 from test_launch import seen_by_a_rank
 
-from accel_sft import UserError, host, room
+from accel_sft import UserError, room
+from accel_sft.launch import host_memory as host
 
 GIB = 2**30
 
@@ -119,7 +120,7 @@ def test_a_real_containers_limit_is_seen_from_within():
         pytest.skip("control groups cannot be made here")
     try:
         told = subprocess.run(
-            [sys.executable, "-c", "from accel_sft import host; print(host.free_bytes())"],
+            [sys.executable, "-c", "from accel_sft.launch import host_memory as host; print(host.free_bytes())"],
             preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())),
             capture_output=True,
             text=True,

@@ -120,7 +120,7 @@ def test_a_signal_ends_an_evaluation_before_its_next_answers(tmp_path):
 
 ENDING = """
 import os, signal
-from accel_sft.environment import prepare_environment
+from accel_sft.launch.environment import prepare_environment
 
 prepare_environment()
 from accel_sft import checkpoint

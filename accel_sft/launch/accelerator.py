@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.environment import threads_per_process
 from accel_sft.io.terminal import terminal
-from accel_sft.launched import Launch, device_count, read_launch, restarts
-from accel_sft.operators import audit_compilation
+from accel_sft.launch.deepspeed_ops import audit_compilation
+from accel_sft.launch.environment import threads_per_process
+from accel_sft.launch.info import Launch, device_count, read_launch, restarts
 
 if TYPE_CHECKING:
     import torch

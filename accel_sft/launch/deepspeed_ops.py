@@ -13,7 +13,7 @@ import sysconfig
 import time
 from pathlib import Path
 
-from accel_sft.launched import Finding, Launch
+from accel_sft.launch.info import Finding, Launch
 
 OPERATORS = {
     "deepspeed_shm_comm": "ranks on a CPU exchange tensors through it, about a minute",

@@ -9,7 +9,7 @@ import os
 import sysconfig
 from pathlib import Path
 
-from accel_sft.launched import launcher_arguments
+from accel_sft.launch.info import launcher_arguments
 
 _QUIET = {
     "TOKENIZERS_PARALLELISM": "false",  # a fork after its threads have started may hang; ranks share the cores

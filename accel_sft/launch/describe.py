@@ -14,8 +14,8 @@ from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.options import HIDDEN
-from accel_sft.environment import usable_cores
-from accel_sft.launched import read_launch
+from accel_sft.launch.environment import usable_cores
+from accel_sft.launch.info import read_launch
 
 _SECRET = "key|token|secret|password"
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.launched import Finding, Launch, device_count, read_launch
-from accel_sft.operators import audit_operators
+from accel_sft.launch.deepspeed_ops import audit_operators
+from accel_sft.launch.info import Finding, Launch, device_count, read_launch
 
 _YAML_DEEPSPEED = """
     deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter

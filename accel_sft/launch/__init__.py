@@ -1,0 +1,1 @@
+"""What this launch is, and the Accelerator made from it."""
