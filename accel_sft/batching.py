@@ -24,8 +24,8 @@ import torch
 
 from accel_sft import collate
 from accel_sft.attention import install
-from accel_sft.chat import Encoded
 from accel_sft.collate import Batch
+from accel_sft.data.chat import Encoded
 
 FILLED = 2
 """Times a forward's tokens that its rows, filled up to the longest of them, may take in attention row by row."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from accel_sft.attention import Rows
-from accel_sft.chat import Encoded
+from accel_sft.data.chat import Encoded
 
 HEADS = ("fused", "pieces", "labelled", "everywhere")
 """The head: in one kernel with the loss; where a label is, in pieces above a size; where a label is; at every token."""

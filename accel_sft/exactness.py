@@ -14,8 +14,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching import Batching
-from accel_sft.chat import Encoded
 from accel_sft.collate import HEADS, Batch
+from accel_sft.data.chat import Encoded
 from accel_sft.loss import fused_kernel, nll
 
 CHECKED_ROWS, CHECKED_AMONG = 3, 256

@@ -17,7 +17,8 @@ from accel_sft import checkpoint, outcome, report
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.task import Task
 from accel_sft.batching import Batching
-from accel_sft.data import StepPlan
+from accel_sft.data.step_plan import StepPlan
+from accel_sft.data.token_store import TokenStore
 from accel_sft.evaluate import Evaluation, Evaluator
 from accel_sft.health import Health
 from accel_sft.io import terminal
@@ -33,7 +34,6 @@ from accel_sft.prepare import Prepared
 from accel_sft.progress import Progress
 from accel_sft.room import hold_disk, hold_memory
 from accel_sft.stopping import Interruption, Stopping
-from accel_sft.store import TokenStore
 from accel_sft.system import peak_memory_gib
 from accel_sft.tracking import Tracker
 

@@ -18,7 +18,9 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
-from accel_sft.chat import end_of_turn_ids
+from accel_sft.data.chat import end_of_turn_ids
+from accel_sft.data.splits import read_split
+from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluate import Evaluation, Evaluator
 from accel_sft.failure import leave_together
 from accel_sft.io import terminal
@@ -29,9 +31,8 @@ from accel_sft.launch.describe import recordable
 from accel_sft.launch.start import start
 from accel_sft.layout import choose_batching
 from accel_sft.model import find_source, load_model, load_tokenizer
-from accel_sft.prepare import encoding_rules, read_split
+from accel_sft.prepare import encoding_rules
 from accel_sft.system import peak_memory_gib, reset_peak_memory
-from accel_sft.tokens import SplitEncoder
 from accel_sft.watch import Watch
 
 

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.batching import Batching
-from accel_sft.chat import Encoded
+from accel_sft.data.chat import Encoded
 from accel_sft.exactness import exact_batchings
 from accel_sft.loss import nll_sum
 

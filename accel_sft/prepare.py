@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.api.errors import UserError, what_and_where
+from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.chat import Encoding, Rules, conversation, end_of_turn_ids
 from accel_sft.checkpoint import has_trained, replacing
-from accel_sft.data import StepPlan
-from accel_sft.io.text import LONGEST_ERROR, one_line
+from accel_sft.data.chat import Encoding, Rules, conversation, end_of_turn_ids
+from accel_sft.data.splits import read_split
+from accel_sft.data.step_plan import StepPlan
+from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.launch.collectives import Team, decided_by_main
 from accel_sft.model import Source, find_source, load_tokenizer
 from accel_sft.tiny import build_tiny
-from accel_sft.tokens import SplitEncoder
 
 _TINY_EXAMPLES = 1 << 15
 """Training examples that tiny's tokenizer is made from at most: more hardly change it, and take time on every start."""
@@ -108,30 +108,6 @@ def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: Tr
         max_steps=config.max_steps,
     )
     return Prepared(source, tokenizer, validation_examples, train, validation, plan, config.eval_limit)
-
-
-def read_split(task: Task, split: str) -> Sequence[Any]:
-    """The task's examples of a split.
-
-    Raises:
-        UserError: the task fails, gives something else, or none at all.
-    """
-    try:
-        examples = task.dataset(split)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"the task's dataset({split!r}) failed: {one_line(what_and_where(error), LONGEST_ERROR)}"
-        ) from error
-    indexed = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
-    if not indexed or isinstance(examples, (Mapping, str, bytes)):
-        raise UserError(
-            f"the task's dataset({split!r}) gave {type(examples).__name__}, expected a sequence of examples"
-        )
-    if not len(examples):
-        raise UserError(f"the task's dataset({split!r}) is empty; one example is the least")
-    return examples
 
 
 def _read_splits(accelerator: Accelerator, task: Task) -> list[Sequence[Any]]:

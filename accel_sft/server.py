@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.chat import Encoded
+from accel_sft.data.chat import Encoded
 from accel_sft.io.terminal import terminal
 
 START_SECONDS = 1800.0

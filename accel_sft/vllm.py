@@ -16,7 +16,7 @@ from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.chat import Encoded
+from accel_sft.data.chat import Encoded
 from accel_sft.io.files import read_json
 from accel_sft.launch.collectives import Result, decided_by_main
 from accel_sft.model import Source

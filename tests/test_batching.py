@@ -34,7 +34,7 @@ from accel_sft import exactness, loss
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.batching import Batching, common_prefixes
-from accel_sft.chat import Encoded
+from accel_sft.data.chat import Encoded
 from accel_sft.exactness import UNLIMITED
 from accel_sft.layout import Trial, choose_batching
 from accel_sft.loss import nll, nll_sum

@@ -7,7 +7,7 @@ from models import Sums, make_tiny
 from transformers import AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.chat import encode, end_of_turn_ids
+from accel_sft.data.chat import encode, end_of_turn_ids
 
 
 @pytest.fixture(scope="module")

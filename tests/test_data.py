@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from accel_sft.data import StepPlan
+from accel_sft.data.step_plan import StepPlan
 
 GENERATOR = np.random.default_rng(0)
 LENGTHS = GENERATOR.integers(4, 90, 23)

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching import Batching
-from accel_sft.chat import Encoded
+from accel_sft.data.chat import Encoded
 from accel_sft.learning import CAP_FILE, Learner
 from accel_sft.optim import Stepper, adamw
 

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from accel_sft import UserError, checkpoint, run_folder
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching import Batching
-from accel_sft.chat import encode
+from accel_sft.data.chat import encode
+from accel_sft.data.splits import read_split
 from accel_sft.evaluate import Evaluator
 from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import read_status
-from accel_sft.prepare import read_split
 
 
 @pytest.fixture

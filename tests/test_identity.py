@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from accel_sft.identity import identity
+from accel_sft.data.fingerprint import identity
 
 TASK = """
 import dataclasses
@@ -120,7 +120,9 @@ def test_values_that_hold_each_other_are_in_doubt(modules):
 
 def test_it_is_the_same_in_another_process_however_that_orders_its_sets(modules, tmp_path):
     having = modules(**SOURCES)
-    code = "import having; from accel_sft.identity import identity; print(identity(having.Thing(), having.parse))"
+    code = (
+        "import having; from accel_sft.data.fingerprint import identity; print(identity(having.Thing(), having.parse))"
+    )
     for seed in "1234":
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
         told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

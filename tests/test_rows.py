@@ -9,7 +9,8 @@ import threading
 import pytest
 from parsers import CALLS, answer, other_answer
 
-from accel_sft import UserError, json_stream, read_rows, rows
+from accel_sft import UserError, read_rows
+from accel_sft.data import json_stream, rows
 
 
 @pytest.fixture(autouse=True, params=["held", "from the file"])

@@ -21,10 +21,12 @@ from fake_plugins import install
 from models import Sums, make_tiny
 from transformers import AutoTokenizer
 
-from accel_sft import UserError, cache, tokens
-from accel_sft.chat import Rules, encode, end_of_turn_ids
+from accel_sft import UserError
+from accel_sft.data import cache
+from accel_sft.data import tokenization as tokens
+from accel_sft.data.chat import Rules, encode, end_of_turn_ids
+from accel_sft.data.tokenization import FILE, KIND, SplitEncoder
 from accel_sft.io import manifest as sealed
-from accel_sft.tokens import FILE, KIND, SplitEncoder
 from accel_sft_math import Math
 
 EXAMPLES = list(range(20, 1400, 3))
@@ -309,8 +311,8 @@ import sys
 from accelerate import Accelerator
 from models import Sums
 from transformers import AutoTokenizer
-from accel_sft.chat import Rules
-from accel_sft.tokens import SplitEncoder
+from accel_sft.data.chat import Rules
+from accel_sft.data.tokenization import SplitEncoder
 
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 encode = SplitEncoder(Accelerator(cpu=True), tokenizer, Sums(), Rules(frozenset([tokenizer.eos_token_id]), 512, "drop"))

@@ -12,9 +12,10 @@ from models import Sums, make_tiny
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from accel_sft import UserError, tokens
+from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
-from accel_sft.chat import Rules, encode
+from accel_sft.data import tokenization as tokens
+from accel_sft.data.chat import Rules, encode
 from accel_sft.evaluate import Evaluator
 
 TURNS = (
@@ -229,7 +230,7 @@ def test_rows_that_an_earlier_version_kept_are_looked_at_again(tiny, monkeypatch
     monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path))
     encoder = tokens.SplitEncoder(Accelerator(cpu=True), own, Says(), Rules(frozenset([own.eos_token_id]), 99, "drop"))
     with monkeypatch.context() as earlier:  # which looked at nothing, and whose code was another
-        earlier.setattr("accel_sft.chat.holds", lambda *_: True)
+        earlier.setattr("accel_sft.data.chat.holds", lambda *_: True)
         earlier.setattr(encoder, "_decided", [*encoder._decided, "earlier"])
         assert len(encoder(["odd", "even"], "train").kept) == 2
         assert "tokens from the cache" in encoder(["odd", "even"], "train").lines()[0]

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from accel_sft import UserError, judge, server, train, vllm
 from accel_sft.api.config import TrainConfig
-from accel_sft.chat import Encoded
+from accel_sft.data.chat import Encoded
 from accel_sft.io.run_dir import read_samples
 from accel_sft.model import Source, find_source
 

@@ -18,11 +18,12 @@ from fake_plugins import install
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel_sft import UserError, json_stream, read_rows, rows
+from accel_sft import UserError, read_rows
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import load_yaml
 from accel_sft.api.options import settings as settings_of
 from accel_sft.cli_options import TaskCommand
+from accel_sft.data import json_stream, rows
 from accel_sft_math import Math
 
 LAW = settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))

@@ -16,15 +16,15 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from accel_sft import cache
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.chat import Encoded, Encoding, Rules, conversation, encode_parts
-from accel_sft.identity import identity
+from accel_sft.data import cache
+from accel_sft.data.chat import Encoded, Encoding, Rules, conversation, encode_parts
+from accel_sft.data.fingerprint import identity
+from accel_sft.data.token_store import TokenStore, merge, write_part
 from accel_sft.io import manifest as sealed
 from accel_sft.io.terminal import terminal
 from accel_sft.launch.collectives import Result, Team
-from accel_sft.store import TokenStore, merge, write_part
 
 KIND, FILE = "tokens", "tokens.arrow"
 _FORMAT = 1

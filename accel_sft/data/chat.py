@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
+from accel_sft.data.template import answered, holds, not_a_prefix, refusal, rendered, surroundings
 from accel_sft.io.text import LONGEST_ERROR, one_line
-from accel_sft.template import answered, holds, not_a_prefix, refusal, rendered, surroundings
 
 _SHOWN = 5
 _PART_EXAMPLES, _PART_CHARACTERS = 512, 1 << 18

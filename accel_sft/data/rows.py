@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, overload
 
-from accel_sft import cache
 from accel_sft.api.errors import UserError
-from accel_sft.identity import identity
+from accel_sft.data import cache
+from accel_sft.data.fingerprint import identity
+from accel_sft.data.json_stream import Malformed, located
 from accel_sft.io import manifest as sealed
-from accel_sft.json_stream import Malformed, located
 
 MAX_PROBLEMS = 20
 IN_MEMORY_BYTES = 1 << 20

@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from accel_sft.chat import Encoded
+from accel_sft.data.chat import Encoded
 
 _BATCH_ROWS, _BATCH_BYTES = 8192, 1 << 23
 """A record batch ends at the first of these."""
