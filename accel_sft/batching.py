@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from accel_sft import collate
-from accel_sft.attention import install
 from accel_sft.collate import Batch
 from accel_sft.data.chat import Encoded
+from accel_sft.models.prefix_attention import install
 
 FILLED = 2
 """Times a forward's tokens that its rows, filled up to the longest of them, may take in attention row by row."""

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from accel_sft.attention import Rows
 from accel_sft.data.chat import Encoded
+from accel_sft.models.prefix_attention import Rows
 
 HEADS = ("fused", "pieces", "labelled", "everywhere")
 """The head: in one kernel with the loss; where a label is, in pieces above a size; where a label is; at every token."""

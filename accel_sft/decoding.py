@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from accel_sft.attention import Prefix, install
 from accel_sft.io.heartbeat import beat
+from accel_sft.models.prefix_attention import Prefix, install
 
 ROOM = 32
 """Tokens that the cache grows by: concatenating for every token would copy all of it every time."""

@@ -28,7 +28,7 @@ from accel_sft.launch.collectives import decided_by_main, largest
 from accel_sft.launch.info import read_launch
 from accel_sft.layout import choose_batching
 from accel_sft.learning import Learner, exchanged
-from accel_sft.model import compile_blocks, load_model, trainable_parameters
+from accel_sft.models.load import compile_blocks, load_model, trainable_parameters
 from accel_sft.optim import Stepper, adamw, learning_rate
 from accel_sft.prepare import Prepared
 from accel_sft.progress import Progress

@@ -17,7 +17,7 @@ from accel_sft.data.chat import Encoded, end_of_turn_ids
 from accel_sft.decoding import Decoder
 from accel_sft.exactness import REDUCED_TOLERANCE, TOLERANCE, arguments, limited_layers
 from accel_sft.io.heartbeat import beat
-from accel_sft.merging import merged, why_not
+from accel_sft.models.adapters import merged, why_not
 
 SHORTEST_PREFIX = 8
 """Common tokens below which there is nothing to save."""

@@ -30,8 +30,7 @@ from accel_sft.launch.collectives import decided_by_main, largest
 from accel_sft.launch.describe import recordable
 from accel_sft.launch.start import start
 from accel_sft.layout import choose_batching
-from accel_sft.model import find_source, load_model, load_tokenizer
-from accel_sft.prepare import encoding_rules
+from accel_sft.models.load import encoding_rules, find_source, load_model, load_tokenizer
 from accel_sft.system import peak_memory_gib, reset_peak_memory
 from accel_sft.watch import Watch
 

@@ -14,13 +14,13 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.checkpoint import has_trained, replacing
-from accel_sft.data.chat import Encoding, Rules, conversation, end_of_turn_ids
+from accel_sft.data.chat import Encoding, conversation
 from accel_sft.data.splits import read_split
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.launch.collectives import Team, decided_by_main
-from accel_sft.model import Source, find_source, load_tokenizer
-from accel_sft.tiny import build_tiny
+from accel_sft.models.load import Source, encoding_rules, find_source, load_tokenizer
+from accel_sft.models.tiny import build_tiny
 
 _TINY_EXAMPLES = 1 << 15
 """Training examples that tiny's tokenizer is made from at most: more hardly change it, and take time on every start."""
@@ -122,18 +122,3 @@ def _texts(task: Task, examples: Sequence[Any]) -> list[str]:
     some = range(0, len(examples), -(-len(examples) // _TINY_EXAMPLES))
     pairs = (conversation(task, examples, "train", index) for index in some)
     return [text for turns, target in pairs for text in (*(turn["content"] for turn in turns), target)]
-
-
-def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules:
-    """What decides tokens besides tokenizer and examples: ids that end a turn, and what becomes of long examples."""
-    ends = end_of_turn_ids(tokenizer, _generation_config(source, config))
-    return Rules(frozenset(ends), config.max_length, config.truncation)
-
-
-def _generation_config(source: Source, config: TrainConfig) -> Any:
-    from transformers import GenerationConfig
-
-    try:
-        return GenerationConfig.from_pretrained(source.weights, trust_remote_code=config.trust_remote_code)
-    except OSError:  # a model need not have one; the tokenizer's eos then stands alone
-        return None

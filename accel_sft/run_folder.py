@@ -24,7 +24,7 @@ from accel_sft.io.run_dir import read_status, write_ended, write_result
 from accel_sft.launch.collectives import decided_by_main
 from accel_sft.launch.describe import launch_record, recordable
 from accel_sft.launch.info import restarts
-from accel_sft.model import weights_identity
+from accel_sft.models.load import weights_identity
 from accel_sft.prepare import Prepared
 
 _LOCK_SECONDS = 8

@@ -19,11 +19,11 @@ from accel_sft.fitting import Fitting, OnStep
 from accel_sft.io import terminal
 from accel_sft.io.run_dir import write_ended
 from accel_sft.launch.start import start
-from accel_sft.model import is_tiny
+from accel_sft.models.load import is_tiny
+from accel_sft.models.tiny import TINY_DEFAULTS
 from accel_sft.prepare import prepare_data
 from accel_sft.run_folder import claim_run_dir, continued, release, write_run_record
 from accel_sft.stopping import Stopping
-from accel_sft.tiny import TINY_DEFAULTS
 from accel_sft.tracking import Tracker
 from accel_sft.watch import Watch
 

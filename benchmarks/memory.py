@@ -56,7 +56,7 @@ def write_rows(path: Path, count: int, seed: int, odd: int) -> None:
 
 def make_model(folder: Path) -> None:
     """The built-in model with a tokenizer for such rows, saved: what is timed is the data's way."""
-    from accel_sft.tiny import build_tiny
+    from accel_sft.models.tiny import build_tiny
 
     draw = np.random.default_rng(0).integers(2, 10**9, 2000)
     build_tiny(folder, [text for n in draw for text in (f"{n}=", f"{PREFIX}{n // 3} + {n - n // 3}")], 0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_sft import Task
-from accel_sft.tiny import build_tiny
+from accel_sft.models.tiny import build_tiny
 
 TEXTS = ["You answer sums.", *(f"{n}=" for n in range(60)), *(f"the answer is {n} + {n}" for n in range(60))]
 

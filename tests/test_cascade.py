@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from accel_sft import cascade as module
-from accel_sft.attention import install, rows_attention
-from accel_sft.cascade import cascade, usable
 from accel_sft.collate import _rows
+from accel_sft.models import cascade as module
+from accel_sft.models.cascade import cascade, usable
+from accel_sft.models.prefix_attention import install, rows_attention
 
 CPU = torch.device("cpu")
 install()
@@ -47,7 +47,7 @@ SHAPES = [(1, [1, 1]), (7, [5, 3, 3, 1]), (40, [90, 1, 2]), (300, [17] * 9)]
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_rows_get_the_same_and_give_the_same_gradients(prefix, sizes, heads, scale, monkeypatch):
     calls = []
-    monkeypatch.setattr("accel_sft.attention.cascade", lambda *args: calls.append(1) or cascade(*args))
+    monkeypatch.setattr("accel_sft.models.prefix_attention.cascade", lambda *args: calls.append(1) or cascade(*args))
     tensors, rows = sequence(prefix, sizes, *heads, 16, torch.float64)
     wanted = torch.randn(1, prefix + sum(sizes), heads[0], 16, dtype=torch.float64)
     expected = by_mask(*tensors, prefix, sizes, scale)
@@ -61,11 +61,11 @@ def test_rows_get_the_same_and_give_the_same_gradients(prefix, sizes, heads, sca
 
 @pytest.mark.parametrize("why", ["dropout", "bias", "autocast", "kernels"])
 def test_what_it_cannot_do_is_done_with_copies(why, monkeypatch):
-    monkeypatch.setattr("accel_sft.attention.cascade", lambda *args: pytest.fail("it was used"))
+    monkeypatch.setattr("accel_sft.models.prefix_attention.cascade", lambda *args: pytest.fail("it was used"))
     tensors, rows = sequence(7, [5, 3], 2, 2, 16)
     arguments = {"dropout": {"dropout": 1e-9}, "bias": {"position_bias": torch.zeros(())}}.get(why, {})
     if why == "kernels":
-        monkeypatch.setattr("accel_sft.attention.usable", lambda *tensors: False)
+        monkeypatch.setattr("accel_sft.models.prefix_attention.usable", lambda *tensors: False)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=why == "autocast"):
         got, _ = rows_attention(None, *tensors, None, rows=rows, **arguments)
     tolerance = 0.02 if why == "autocast" else 1e-5

@@ -31,7 +31,7 @@ from accel_sft.data.chat import Encoded, encode, end_of_turn_ids
 from accel_sft.evaluate import Evaluator
 from accel_sft.generate import Generator, common_prefix, divide
 from accel_sft.io.heartbeat import beats
-from accel_sft.merging import merged, why_not
+from accel_sft.models.adapters import merged, why_not
 
 NEW_TOKENS = 12
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -46,7 +46,7 @@ NO_TORCH = (
     "accel_sft.api.config_file",
     "accel_sft.report",
     "accel_sft.card",
-    "accel_sft.tiny",
+    "accel_sft.models.tiny",
     "accel_sft.cli",
     "accel_sft.cli_options",
     "accel_sft.scaffold",

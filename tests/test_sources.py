@@ -8,10 +8,11 @@ import pytest
 import torch
 from models import make_tiny
 
-from accel_sft import UserError, model
+from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.judge import _differences
-from accel_sft.model import compile_blocks, find_source, load_model
+from accel_sft.models import load as model
+from accel_sft.models.load import compile_blocks, find_source, load_model
 
 
 def adapter(run, base):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.options import settings
-from accel_sft.tiny import TINY_DEFAULTS, build_tiny, common_openings
+from accel_sft.models.tiny import TINY_DEFAULTS, build_tiny, common_openings
 
 SYSTEM = "You are a helpful assistant. 请回答问题。"
 PREFIX = "王大丫丫的回答是--->"

@@ -25,7 +25,7 @@ from accel_sft import UserError, judge, server, train, vllm
 from accel_sft.api.config import TrainConfig
 from accel_sft.data.chat import Encoded
 from accel_sft.io.run_dir import read_samples
-from accel_sft.model import Source, find_source
+from accel_sft.models.load import Source, find_source
 
 QUESTION = Encoded(5, [1, 2, 3, 4], 3)
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
+from accel_sft.data.chat import Rules, end_of_turn_ids
 from accel_sft.io.files import read_json
 from accel_sft.launch.info import device_count
 
@@ -256,3 +257,18 @@ def _new_adapter(model: Any, config: TrainConfig, total_steps: int) -> Any:
 def trainable_parameters(model: torch.nn.Module) -> int:
     """Number of weights that learn (whole tensors, also where ZeRO-3 holds only a shard)."""
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
+
+
+def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules:
+    """What decides tokens besides tokenizer and examples: ids that end a turn, and what becomes of long examples."""
+    ends = end_of_turn_ids(tokenizer, _generation_config(source, config))
+    return Rules(frozenset(ends), config.max_length, config.truncation)
+
+
+def _generation_config(source: Source, config: TrainConfig) -> Any:
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(source.weights, trust_remote_code=config.trust_remote_code)
+    except OSError:  # a model need not have one; the tokenizer's eos then stands alone
+        return None

@@ -9,8 +9,8 @@ import torch
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
-from accel_sft import cascade as kernels
-from accel_sft.cascade import cascade, cut_rows, usable
+from accel_sft.models import cascade as kernels
+from accel_sft.models.cascade import cascade, cut_rows, usable
 
 
 @dataclasses.dataclass(frozen=True)

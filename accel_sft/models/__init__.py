@@ -1,0 +1,1 @@
+"""Weights, tokenizer, adapters, attention."""
