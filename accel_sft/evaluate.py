@@ -15,7 +15,8 @@ from accelerate.utils import gather_object
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
-from accel_sft.batching import Batching
+from accel_sft.batching.layouts import Batching
+from accel_sft.batching.loss import nll_sum
 from accel_sft.data.chat import Encoded, conversation
 from accel_sft.data.template import AnswerText
 from accel_sft.generate import Generator
@@ -23,7 +24,6 @@ from accel_sft.io.heartbeat import beat
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch.collectives import decided_by_main, largest
-from accel_sft.loss import nll_sum
 from accel_sft.report import COSTS
 from accel_sft.system import peak_memory_gib, reset_peak_memory
 

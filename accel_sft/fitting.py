@@ -16,7 +16,8 @@ from rich.console import Console
 from accel_sft import checkpoint, outcome, report
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.task import Task
-from accel_sft.batching import Batching
+from accel_sft.batching.autotune import choose_batching
+from accel_sft.batching.layouts import Batching
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.token_store import TokenStore
 from accel_sft.evaluate import Evaluation, Evaluator
@@ -26,7 +27,6 @@ from accel_sft.io.run_dir import read_samples, write_result
 from accel_sft.launch import accelerator as launch
 from accel_sft.launch.collectives import decided_by_main, largest
 from accel_sft.launch.info import read_launch
-from accel_sft.layout import choose_batching
 from accel_sft.learning import Learner, exchanged
 from accel_sft.models.load import compile_blocks, load_model, trainable_parameters
 from accel_sft.optim import Stepper, adamw, learning_rate

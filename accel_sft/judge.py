@@ -18,6 +18,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
+from accel_sft.batching.autotune import choose_batching
 from accel_sft.data.chat import end_of_turn_ids
 from accel_sft.data.splits import read_split
 from accel_sft.data.tokenization import SplitEncoder
@@ -29,7 +30,6 @@ from accel_sft.io.run_dir import run_record, write_result
 from accel_sft.launch.collectives import decided_by_main, largest
 from accel_sft.launch.describe import recordable
 from accel_sft.launch.start import start
-from accel_sft.layout import choose_batching
 from accel_sft.models.load import encoding_rules, find_source, load_model, load_tokenizer
 from accel_sft.system import peak_memory_gib, reset_peak_memory
 from accel_sft.watch import Watch

@@ -13,10 +13,10 @@ import torch
 from accelerate import Accelerator
 
 from accel_sft.api.errors import UserError
-from accel_sft.batching import Batching
+from accel_sft.batching.layouts import Batching
+from accel_sft.batching.loss import nll_sum
 from accel_sft.data.chat import Encoded
 from accel_sft.io.files import write_atomically
-from accel_sft.loss import nll_sum
 from accel_sft.optim import Stepper
 
 CAP_FILE = "most-tokens.json"

@@ -39,7 +39,7 @@ EXAMPLES = 2048
 def time_parts(clock: Clock) -> None:
     """Have every call that a step consists of timed where the loop makes it."""
     from accel_sft import fitting, learning, tracking
-    from accel_sft.batching import Batching
+    from accel_sft.batching.layouts import Batching
     from accel_sft.data.step_plan import StepPlan
     from accel_sft.data.token_store import TokenStore
     from accel_sft.progress import Progress
@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     import rows
     from accel_sft import train
-    from accel_sft.batching import Batching
+    from accel_sft.batching.layouts import Batching
 
     laps: list[dict[str, float]] = []
     profile = cProfile.Profile() if args.functions else None

@@ -30,14 +30,15 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from accel_sft import exactness, loss
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.batching import Batching, common_prefixes
+from accel_sft.batching import loss
+from accel_sft.batching import verify as exactness
+from accel_sft.batching.autotune import Trial, choose_batching
+from accel_sft.batching.layouts import Batching, common_prefixes
+from accel_sft.batching.loss import nll, nll_sum
+from accel_sft.batching.verify import UNLIMITED
 from accel_sft.data.chat import Encoded
-from accel_sft.exactness import UNLIMITED
-from accel_sft.layout import Trial, choose_batching
-from accel_sft.loss import nll, nll_sum
 
 CPU = torch.device("cpu")
 WAYS = [("shared", "mask"), ("shared", "rows"), ("packed", "mask"), ("packed", "rows"), ("padded", "mask")]
@@ -289,7 +290,7 @@ def test_a_window_that_all_layers_have_is_seen_and_so_is_a_longer_row_that_is_on
 def test_a_window_that_the_configuration_does_not_tell_of_is_found_by_the_longest_row(monkeypatch):
     torch.manual_seed(0)
     model = MistralForCausalLM(small(MistralConfig, sliding_window=16, initializer_range=0.5))
-    monkeypatch.setattr("accel_sft.exactness.limited_layers", lambda model, longest: None)
+    monkeypatch.setattr("accel_sft.batching.verify.limited_layers", lambda model, longest: None)
     batching, told = chosen(model, rows(64, instruction=4, longest=40), batching="shared")
     assert batching.layout == "padded"
     assert "its loss is not that of single rows" in told

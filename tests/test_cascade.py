@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from accel_sft.collate import _rows
+from accel_sft.batching.collate import _rows
 from accel_sft.models import cascade as module
 from accel_sft.models.cascade import cascade, usable
 from accel_sft.models.prefix_attention import install, rows_attention

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
-from accel_sft.batching import Batching
+from accel_sft.batching.layouts import Batching
 from accel_sft.data.chat import Encoded
 from accel_sft.learning import CAP_FILE, Learner
 from accel_sft.optim import Stepper, adamw
@@ -57,7 +57,7 @@ class Tried(Shipped):
     \"\"\"Math whose forwards are chosen as on a GPU: there and back before the first step.\"\"\"
 
     def dataset(self, split):
-        from accel_sft import layout
+        from accel_sft.batching import autotune as layout
 
         fastest = layout.Trial.fastest
 

@@ -26,7 +26,7 @@ from transformers import (
 from accel_sft import generate
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.batching import Batching
+from accel_sft.batching.layouts import Batching
 from accel_sft.data.chat import Encoded, encode, end_of_turn_ids
 from accel_sft.evaluate import Evaluator
 from accel_sft.generate import Generator, common_prefix, divide

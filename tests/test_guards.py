@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError, checkpoint, run_folder
 from accel_sft.api.config import TrainConfig
-from accel_sft.batching import Batching
+from accel_sft.batching.layouts import Batching
 from accel_sft.data.chat import encode
 from accel_sft.data.splits import read_split
 from accel_sft.evaluate import Evaluator

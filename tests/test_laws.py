@@ -56,10 +56,10 @@ def test_every_layout_draws_the_same_curve(launched, name):
 
 PIECES = """
 from dataclasses import dataclass
-import accel_sft.loss
+import accel_sft.batching.loss
 from accel_sft_math import Math as Shipped
 
-accel_sft.loss.MOST_LOGITS = 2000
+accel_sft.batching.loss.MOST_LOGITS = 2000
 
 @dataclass(kw_only=True)
 class Pieces(Shipped):

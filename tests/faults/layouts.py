@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_sft import checkpoint, learning
 from accel_sft.api.config import TrainConfig
-from accel_sft.batching import Batching
+from accel_sft.batching.layouts import Batching
 from accel_sft.data.chat import Encoded
 from accel_sft.holding import MOMENTS, flat, held_by
 from accel_sft.launch import accelerator as launch

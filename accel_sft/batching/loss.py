@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from accel_sft.collate import Batch
+from accel_sft.batching.collate import Batch
 from accel_sft.io.heartbeat import beat
 
 MOST_LOGITS = 2**25

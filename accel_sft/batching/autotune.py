@@ -12,10 +12,10 @@ from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.batching import Batching
+from accel_sft.batching.layouts import Batching
+from accel_sft.batching.loss import nll_sum
+from accel_sft.batching.verify import exact_batchings
 from accel_sft.data.chat import Encoded
-from accel_sft.exactness import exact_batchings
-from accel_sft.loss import nll_sum
 
 TRIED_FORWARDS = {"mask": (256, 512, 1024), "rows": (1024, 2048, 4096), "padded": (1024, 4096)}
 """Tokens in one forward that a CPU is tried with: there the fastest is not the largest."""

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from accel_sft import collate
-from accel_sft.collate import Batch
+from accel_sft.batching import collate
+from accel_sft.batching.collate import Batch
 from accel_sft.data.chat import Encoded
 from accel_sft.models.prefix_attention import install
 

@@ -13,10 +13,10 @@ from accelerate.utils import gather_object
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.batching import Batching
-from accel_sft.collate import HEADS, Batch
+from accel_sft.batching.collate import HEADS, Batch
+from accel_sft.batching.layouts import Batching
+from accel_sft.batching.loss import fused_kernel, nll
 from accel_sft.data.chat import Encoded
-from accel_sft.loss import fused_kernel, nll
 
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
 TOLERANCE, REDUCED_TOLERANCE = 1e-3, 0.25

@@ -1,0 +1,1 @@
+"""From the examples of a step to forwards and their loss."""
