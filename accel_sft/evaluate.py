@@ -24,8 +24,8 @@ from accel_sft.io.heartbeat import beat
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch.collectives import decided_by_main, largest
-from accel_sft.report import COSTS
-from accel_sft.system import peak_memory_gib, reset_peak_memory
+from accel_sft.tracking.report import COSTS
+from accel_sft.tracking.system import peak_memory_gib, reset_peak_memory
 
 
 @dataclasses.dataclass(frozen=True)

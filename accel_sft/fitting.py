@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 
-from accel_sft import checkpoint, outcome, report
+from accel_sft import checkpoint, outcome
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.task import Task
 from accel_sft.batching.autotune import choose_batching
@@ -34,8 +34,9 @@ from accel_sft.prepare import Prepared
 from accel_sft.progress import Progress
 from accel_sft.room import hold_disk, hold_memory
 from accel_sft.stopping import Interruption, Stopping
-from accel_sft.system import peak_memory_gib
-from accel_sft.tracking import Tracker
+from accel_sft.tracking import report
+from accel_sft.tracking.system import peak_memory_gib
+from accel_sft.tracking.tracker import Tracker
 
 OnStep = Callable[[dict[str, float], Batching], None]
 """Called with a step's line of metrics.jsonl and the batching of its rows."""

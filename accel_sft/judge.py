@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
 from rich.console import Console
 
-from accel_sft import report, vllm
+from accel_sft import vllm
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
@@ -31,7 +31,8 @@ from accel_sft.launch.collectives import decided_by_main, largest
 from accel_sft.launch.describe import recordable
 from accel_sft.launch.start import start
 from accel_sft.models.load import encoding_rules, find_source, load_model, load_tokenizer
-from accel_sft.system import peak_memory_gib, reset_peak_memory
+from accel_sft.tracking import report
+from accel_sft.tracking.system import peak_memory_gib, reset_peak_memory
 from accel_sft.watch import Watch
 
 

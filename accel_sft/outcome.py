@@ -7,11 +7,11 @@ from typing import Any
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.task import Task
-from accel_sft.card import model_card
 from accel_sft.launch import describe as record
 from accel_sft.models.load import compile_seconds
 from accel_sft.prepare import Prepared
 from accel_sft.progress import Progress
+from accel_sft.tracking.model_card import model_card
 
 
 def card(

@@ -24,7 +24,7 @@ from accel_sft.models.tiny import TINY_DEFAULTS
 from accel_sft.prepare import prepare_data
 from accel_sft.run_folder import claim_run_dir, continued, release, write_run_record
 from accel_sft.stopping import Stopping
-from accel_sft.tracking import Tracker
+from accel_sft.tracking.tracker import Tracker
 from accel_sft.watch import Watch
 
 

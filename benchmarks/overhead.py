@@ -38,11 +38,12 @@ EXAMPLES = 2048
 
 def time_parts(clock: Clock) -> None:
     """Have every call that a step consists of timed where the loop makes it."""
-    from accel_sft import fitting, learning, tracking
+    from accel_sft import fitting, learning
     from accel_sft.batching.layouts import Batching
     from accel_sft.data.step_plan import StepPlan
     from accel_sft.data.token_store import TokenStore
     from accel_sft.progress import Progress
+    from accel_sft.tracking import tracker as tracking
 
     for owner, call, part in (
         (learning, learning.nll_sum, "forward"),

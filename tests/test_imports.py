@@ -44,8 +44,8 @@ STANDARD_LIBRARY_ONLY = (
 NO_TORCH = (
     "accel_sft.api.config",
     "accel_sft.api.config_file",
-    "accel_sft.report",
-    "accel_sft.card",
+    "accel_sft.tracking.report",
+    "accel_sft.tracking.model_card",
     "accel_sft.models.tiny",
     "accel_sft.cli",
     "accel_sft.cli_options",

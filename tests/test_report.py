@@ -11,10 +11,10 @@ import yaml
 from rich.cells import cell_len
 from rich.console import Console
 
-from accel_sft.card import model_card
 from accel_sft.io.files import write_atomically
 from accel_sft.io.run_dir import write_result
-from accel_sft.report import comparison_rows, print_report, render_report, write_report
+from accel_sft.tracking.model_card import model_card
+from accel_sft.tracking.report import comparison_rows, print_report, render_report, write_report
 
 BEFORE = {"accuracy": 0.0, "eval_loss": 4.5, "generate_seconds": 19.7, "generate_tokens_per_second": 20.3}
 AFTER = {"accuracy": 1.0, "eval_loss": 0.01, "generate_seconds": 29.55, "generate_tokens_per_second": 12.1}
@@ -176,5 +176,5 @@ def test_an_adapters_card_names_peft_and_a_folder_is_no_hub_id(tmp_path):
 
 
 def test_reports_are_written_without_torch():
-    check = "import accel_sft.report, sys; sys.exit('torch' in sys.modules)"
+    check = "import accel_sft.tracking.report, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0

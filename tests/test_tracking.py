@@ -23,10 +23,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.console import ProgressLine
-from accel_sft.metrics_file import MetricsFile
-from accel_sft.system import SYSTEM_FIELDS, SystemSampler, host_memory_gib
-from accel_sft.tracking import Tracker
+from accel_sft.tracking.metrics_file import MetricsFile
+from accel_sft.tracking.progress_bar import ProgressLine
+from accel_sft.tracking.system import SYSTEM_FIELDS, SystemSampler, host_memory_gib
+from accel_sft.tracking.tracker import Tracker
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
 SAMPLES = [
@@ -118,7 +118,7 @@ def test_a_killed_run_leaves_only_whole_lines(tmp_path):
 FULL = """
 import resource, signal, sys
 from pathlib import Path
-from accel_sft.metrics_file import MetricsFile
+from accel_sft.tracking.metrics_file import MetricsFile
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (110, 110))
@@ -490,7 +490,7 @@ import sys, torch
 from pathlib import Path
 from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
-from accel_sft.tracking import Tracker
+from accel_sft.tracking.tracker import Tracker
 torch.set_num_threads(1)
 accelerator = Accelerator(cpu=True)
 with Tracker(accelerator, Path(sys.argv[1]), TrainConfig(), total_steps=1) as tracker:

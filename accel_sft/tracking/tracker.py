@@ -13,13 +13,12 @@ import torch
 from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.console import ProgressLine
-from accel_sft.dashboards import Dashboards, tracker_names
 from accel_sft.io.files import json_safe, write_atomically
 from accel_sft.io.text import markdown_table, shown
-from accel_sft.metrics_file import MetricsFile
-from accel_sft.report import COSTS, samples_table
-from accel_sft.system import (
+from accel_sft.tracking.metrics_file import MetricsFile
+from accel_sft.tracking.progress_bar import ProgressLine
+from accel_sft.tracking.report import COSTS, samples_table
+from accel_sft.tracking.system import (
     SYSTEM_FIELDS,
     SystemSampler,
     device_memory_gib,
@@ -27,6 +26,7 @@ from accel_sft.system import (
     peak_memory_gib,
     seconds_since_start,
 )
+from accel_sft.tracking.trackers import Dashboards, tracker_names
 
 _PHASE_FIELDS = ("seconds", "process_memory_gib", "device_allocated_gib", "device_peak_gib", "device_reserved_gib")
 _CURVES = {
