@@ -20,7 +20,7 @@ from accel_sft.batching.autotune import choose_batching
 from accel_sft.batching.layouts import Batching
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.token_store import TokenStore
-from accel_sft.evaluate import Evaluation, Evaluator
+from accel_sft.evaluation.evaluator import Evaluation, Evaluator
 from accel_sft.health import Health
 from accel_sft.io import terminal
 from accel_sft.io.run_dir import read_samples, write_result

@@ -13,7 +13,6 @@ from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
 from rich.console import Console
 
-from accel_sft import vllm
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
@@ -22,7 +21,8 @@ from accel_sft.batching.autotune import choose_batching
 from accel_sft.data.chat import end_of_turn_ids
 from accel_sft.data.splits import read_split
 from accel_sft.data.tokenization import SplitEncoder
-from accel_sft.evaluate import Evaluation, Evaluator
+from accel_sft.evaluation import vllm
+from accel_sft.evaluation.evaluator import Evaluation, Evaluator
 from accel_sft.failure import leave_together
 from accel_sft.io import terminal
 from accel_sft.io.files import json_safe, write_atomically

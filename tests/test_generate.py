@@ -23,13 +23,13 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from accel_sft import generate
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.batching.layouts import Batching
 from accel_sft.data.chat import Encoded, encode, end_of_turn_ids
-from accel_sft.evaluate import Evaluator
-from accel_sft.generate import Generator, common_prefix, divide
+from accel_sft.evaluation import generate
+from accel_sft.evaluation.evaluator import Evaluator
+from accel_sft.evaluation.generate import Generator, common_prefix, divide
 from accel_sft.io.heartbeat import beats
 from accel_sft.models.adapters import merged, why_not
 

@@ -20,7 +20,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.batching.layouts import Batching
 from accel_sft.data.chat import encode
 from accel_sft.data.splits import read_split
-from accel_sft.evaluate import Evaluator
+from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import read_status
 

@@ -16,7 +16,7 @@ from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.data import tokenization as tokens
 from accel_sft.data.chat import Rules, encode
-from accel_sft.evaluate import Evaluator
+from accel_sft.evaluation.evaluator import Evaluator
 
 TURNS = (
     "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"

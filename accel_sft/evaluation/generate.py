@@ -15,7 +15,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE, arguments, limited_layers
 from accel_sft.data.chat import Encoded, end_of_turn_ids
-from accel_sft.decoding import Decoder
+from accel_sft.evaluation.decoder import Decoder
 from accel_sft.io.heartbeat import beat
 from accel_sft.models.adapters import merged, why_not
 

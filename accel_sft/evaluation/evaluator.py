@@ -19,7 +19,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.data.chat import Encoded, conversation
 from accel_sft.data.template import AnswerText
-from accel_sft.generate import Generator
+from accel_sft.evaluation.generate import Generator
 from accel_sft.io.heartbeat import beat
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.io.text import LONGEST_ERROR, one_line

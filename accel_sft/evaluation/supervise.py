@@ -1,7 +1,8 @@
 """Runs a program for another process, and ends it when that process is gone. Standard library only.
 
-`python -m accel_sft.keeper PROGRAM ARGUMENT...`, with a pipe as standard input that nothing is written to: the system
-closes it when the process at its other end does, or ends, however that happens. A signal handler cannot promise that.
+`python -m accel_sft.evaluation.supervise PROGRAM ARGUMENT...`, with a pipe as standard input that nothing is written:
+the system closes it when the process at its other end does, or ends, however that happens. A signal handler cannot
+promise that.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
         self._say(f"starting {self._words[0]}; its log: {self._log}")
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "accel_sft.keeper", *self._words],
+                [sys.executable, "-m", "accel_sft.evaluation.supervise", *self._words],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -17,10 +17,10 @@ from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.data.chat import Encoded
+from accel_sft.evaluation.server import Server, free_port
 from accel_sft.io.files import read_json
 from accel_sft.launch.collectives import Result, decided_by_main
 from accel_sft.models.load import Source
-from accel_sft.server import Server, free_port
 
 VARIABLE = "ACCEL_SFT_VLLM"
 AT_ONCE = 256
