@@ -5,7 +5,7 @@ import sys
 
 import accel_sft.launch.info  # noqa: F401 - early: it notes who started this process
 from accel_sft.cli import cli
-from accel_sft.failure import Ending, leave_together, use_utf8
+from accel_sft.resilience.exit import Ending, leave_together, use_utf8
 
 NAME, COMPLETE = "accel-sft", "_ACCEL_SFT_COMPLETE"
 

@@ -17,8 +17,8 @@ from accel_sft.api.config_file import load_yaml
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import Setting, settings
 from accel_sft.api.task import Task
-from accel_sft.failure import Ending
 from accel_sft.models.tiny import TINY_DEFAULTS
+from accel_sft.resilience.exit import Ending
 
 EVALUATION = frozenset(
     ("model", "trust_remote_code", "dtype", "attn_implementation", "max_length", "eval_limit", "eval_batch_size")

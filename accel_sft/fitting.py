@@ -21,7 +21,6 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.token_store import TokenStore
 from accel_sft.evaluation.evaluator import Evaluation, Evaluator
-from accel_sft.health import Health
 from accel_sft.io import terminal
 from accel_sft.io.run_dir import read_samples, write_result
 from accel_sft.launch import accelerator as launch
@@ -32,8 +31,9 @@ from accel_sft.models.load import compile_blocks, load_model, trainable_paramete
 from accel_sft.optim import Stepper, adamw, learning_rate
 from accel_sft.prepare import Prepared
 from accel_sft.progress import Progress
+from accel_sft.resilience.anomalies import Health
+from accel_sft.resilience.signals import Interruption, Stopping
 from accel_sft.room import hold_disk, hold_memory
-from accel_sft.stopping import Interruption, Stopping
 from accel_sft.tracking import report
 from accel_sft.tracking.system import peak_memory_gib
 from accel_sft.tracking.tracker import Tracker

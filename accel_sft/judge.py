@@ -23,7 +23,6 @@ from accel_sft.data.splits import read_split
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation import vllm
 from accel_sft.evaluation.evaluator import Evaluation, Evaluator
-from accel_sft.failure import leave_together
 from accel_sft.io import terminal
 from accel_sft.io.files import json_safe, write_atomically
 from accel_sft.io.run_dir import run_record, write_result
@@ -31,9 +30,10 @@ from accel_sft.launch.collectives import decided_by_main, largest
 from accel_sft.launch.describe import recordable
 from accel_sft.launch.start import start
 from accel_sft.models.load import encoding_rules, find_source, load_model, load_tokenizer
+from accel_sft.resilience.exit import leave_together
+from accel_sft.resilience.watchdog import Watch
 from accel_sft.tracking import report
 from accel_sft.tracking.system import peak_memory_gib, reset_peak_memory
-from accel_sft.watch import Watch
 
 
 def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None) -> None:

@@ -18,7 +18,6 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.checkpoint import has_trained, settle
-from accel_sft.failure import lost_peers
 from accel_sft.io.files import abandoned, read_json, write_atomically
 from accel_sft.io.run_dir import read_status, write_ended, write_result
 from accel_sft.launch.collectives import decided_by_main
@@ -26,6 +25,7 @@ from accel_sft.launch.describe import launch_record, recordable
 from accel_sft.launch.info import restarts
 from accel_sft.models.load import weights_identity
 from accel_sft.prepare import Prepared
+from accel_sft.resilience.exit import lost_peers
 
 _LOCK_SECONDS = 8
 """To wait for a folder whose owner may be about to end: a rank that lost its launcher takes some seconds."""

@@ -50,7 +50,7 @@ NO_TORCH = (
     "accel_sft.cli",
     "accel_sft.cli_options",
     "accel_sft.scaffold",
-    "accel_sft.failure",
+    "accel_sft.resilience.exit",
     "accel_sft.launch.audit",
     "accel_sft.launch.info",
     "accel_sft.launch.deepspeed_ops",

@@ -21,11 +21,12 @@ from conftest import CONFIGS, accel_sft
 from fake_plugins import install
 from models import make_tiny
 
-from accel_sft import shards, watch
+from accel_sft import shards
 from accel_sft.api.config import TrainConfig
 from accel_sft.io import heartbeat as pulse
 from accel_sft.io import manifest as sealed
 from accel_sft.optim import adamw
+from accel_sft.resilience import watchdog as watch
 
 TIMEOUT = 6
 PAST = 30
@@ -177,7 +178,7 @@ def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(launches, whe
 AT_WORK = """
 import sys, time
 from pathlib import Path
-from accel_sft import watch
+from accel_sft.resilience import watchdog as watch
 
 watch.GRACE_SECONDS = 0.5
 with watch.Watch(2, Path(sys.argv[1]), lambda message: None) as watched:
@@ -201,7 +202,7 @@ with watch.Watch(2, Path(sys.argv[1]), lambda message: None) as watched:
 IN_C = """
 import sys, time
 from pathlib import Path
-from accel_sft import watch
+from accel_sft.resilience import watchdog as watch
 
 watch.SILENT_SECONDS, watch.GRACE_SECONDS = 1.0, 0.5
 with watch.Watch(2, Path(sys.argv[1]), lambda message: None) as watched:
@@ -219,7 +220,7 @@ with watch.Watch(2, Path(sys.argv[1]), lambda message: None) as watched:
 SUSPENDED = """
 import os, signal, sys, time
 from pathlib import Path
-from accel_sft import watch
+from accel_sft.resilience import watchdog as watch
 from accel_sft.io import heartbeat as pulse
 
 watch.SILENT_SECONDS, watch.GRACE_SECONDS = 1.0, 0.0
@@ -236,7 +237,7 @@ with watch.Watch(2, Path(sys.argv[1]), lambda message: None):
 UNHEARD = """
 import sys, time
 from pathlib import Path
-from accel_sft import watch
+from accel_sft.resilience import watchdog as watch
 
 watch.GRACE_SECONDS = 1.0
 with watch.Watch(2, Path(sys.argv[1]), lambda message: time.sleep(600)):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
-from accel_sft.health import MOST_IN_A_ROW, Health
+from accel_sft.resilience.anomalies import MOST_IN_A_ROW, Health
 
 BAD = 13
 """Index of the example whose rank spoils the step it is in."""

@@ -158,7 +158,7 @@ def test_a_second_signal_ends_at_once(tmp_path):
 
 WAITING = """
 import datetime
-from accel_sft.stopping import Stopping
+from accel_sft.resilience.signals import Stopping
 from torch.distributed import TCPStore
 
 store = TCPStore("127.0.0.1", 0, is_master=True, timeout=datetime.timedelta(seconds=100), wait_for_workers=False)
@@ -179,7 +179,7 @@ def test_a_rank_that_waits_for_one_that_never_comes_hears_a_signal_all_the_same(
 
 FORKING = """
 import os, signal, sys, time
-from accel_sft.stopping import Stopping
+from accel_sft.resilience.signals import Stopping
 
 with Stopping() as stopping:
     stopping.deferred = sys.argv[1] == "deferred"
@@ -203,8 +203,8 @@ def test_what_a_task_has_forked_dies_by_a_signal_and_the_rank_lives_on(when):
 
 FAILING = """
 import os, signal
-from accel_sft import failure
-from accel_sft.stopping import Stopping
+from accel_sft.resilience import exit as failure
+from accel_sft.resilience.signals import Stopping
 
 def what_became_of_the_others(attempt):
     os.kill(os.getpid(), signal.SIGTERM)

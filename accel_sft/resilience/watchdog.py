@@ -23,12 +23,12 @@ from typing import IO, Any, NamedTuple
 
 import psutil
 
-from accel_sft import failure
 from accel_sft.io import heartbeat as pulse
 from accel_sft.io.terminal import terminal
 from accel_sft.launch import host_memory as host
 from accel_sft.launch.info import restarts
-from accel_sft.whereabouts import place, process_beside, state, waits
+from accel_sft.resilience import exit as failure
+from accel_sft.resilience.stacks import place, process_beside, state, waits
 
 SILENT_SECONDS = 5.0
 """Without a sign of a rank's watching thread, which signs every second, before it counts as silent."""

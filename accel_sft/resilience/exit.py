@@ -19,7 +19,7 @@ import click
 
 from accel_sft.api.errors import UserError
 from accel_sft.io.text import one_line
-from accel_sft.postmortem import lost_ranks
+from accel_sft.resilience.lost_ranks import lost_ranks
 
 INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for SIGINT and SIGPIPE
 
