@@ -13,11 +13,13 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 
-from accel_sft import checkpoint, outcome
+from accel_sft import outcome
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.task import Task
 from accel_sft.batching.autotune import choose_batching
 from accel_sft.batching.layouts import Batching
+from accel_sft.checkpoint import checkpoint
+from accel_sft.checkpoint.capacity import hold_disk, hold_memory
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.token_store import TokenStore
 from accel_sft.evaluation.evaluator import Evaluation, Evaluator
@@ -33,7 +35,6 @@ from accel_sft.prepare import Prepared
 from accel_sft.progress import Progress
 from accel_sft.resilience.anomalies import Health
 from accel_sft.resilience.signals import Interruption, Stopping
-from accel_sft.room import hold_disk, hold_memory
 from accel_sft.tracking import report
 from accel_sft.tracking.system import peak_memory_gib
 from accel_sft.tracking.tracker import Tracker

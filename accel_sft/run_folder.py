@@ -17,7 +17,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
-from accel_sft.checkpoint import has_trained, settle
+from accel_sft.checkpoint.checkpoint import has_trained, settle
 from accel_sft.io.files import abandoned, read_json, write_atomically
 from accel_sft.io.run_dir import read_status, write_ended, write_result
 from accel_sft.launch.collectives import decided_by_main

@@ -26,8 +26,8 @@ def main(rounds: int, hidden_size: int, layers: int) -> None:
     from accelerate.utils import broadcast_object_list
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from accel_sft import shards
     from accel_sft.api.config import TrainConfig
+    from accel_sft.checkpoint import shards
     from accel_sft.io import manifest as sealed
     from accel_sft.launch import accelerator as launch
     from accel_sft.optim import Stepper, adamw

@@ -15,9 +15,10 @@ from models import Sums, make_tiny
 from test_laws import JOB, layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from accel_sft import UserError, checkpoint, run_folder
+from accel_sft import UserError, run_folder
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.layouts import Batching
+from accel_sft.checkpoint import checkpoint
 from accel_sft.data.chat import encode
 from accel_sft.data.splits import read_split
 from accel_sft.evaluation.evaluator import Evaluator

@@ -33,11 +33,12 @@ from test_launch import environment_of_a_rank
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accel_sft import checkpoint, learning
+from accel_sft import learning
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.layouts import Batching
+from accel_sft.checkpoint import checkpoint
+from accel_sft.checkpoint.partition import MOMENTS, flat, held_by
 from accel_sft.data.chat import Encoded
-from accel_sft.holding import MOMENTS, flat, held_by
 from accel_sft.launch import accelerator as launch
 from accel_sft.optim import Stepper, adamw
 

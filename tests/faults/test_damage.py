@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from test_laws import layout
 
-from accel_sft import shards
-from accel_sft.checkpoint import newest, settle
+from accel_sft.checkpoint import shards
+from accel_sft.checkpoint.checkpoint import newest, settle
 from accel_sft.io import manifest as sealed
 
 FLIPS = 1000

@@ -21,8 +21,8 @@ from conftest import CONFIGS, accel_sft
 from fake_plugins import install
 from models import make_tiny
 
-from accel_sft import shards
 from accel_sft.api.config import TrainConfig
+from accel_sft.checkpoint import shards
 from accel_sft.io import heartbeat as pulse
 from accel_sft.io import manifest as sealed
 from accel_sft.optim import adamw

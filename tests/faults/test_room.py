@@ -16,7 +16,8 @@ from accelerate import Accelerator
 from conftest import CONFIGS
 from test_launch import seen_by_a_rank
 
-from accel_sft import UserError, room
+from accel_sft import UserError
+from accel_sft.checkpoint import capacity as room
 from accel_sft.launch import host_memory as host
 
 GIB = 2**30

@@ -123,7 +123,7 @@ import os, signal
 from accel_sft.launch.environment import prepare_environment
 
 prepare_environment()
-from accel_sft import checkpoint
+from accel_sft.checkpoint import checkpoint
 from accel_sft.__main__ import main
 
 export = checkpoint.export

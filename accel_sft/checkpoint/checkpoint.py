@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from accel_sft import shards
 from accel_sft.api.errors import UserError
+from accel_sft.checkpoint import shards
+from accel_sft.checkpoint.capacity import hold_disk
 from accel_sft.io import manifest as sealed
 from accel_sft.io.files import abandoned, write_atomically
 from accel_sft.io.heartbeat import beat
-from accel_sft.room import hold_disk
 
 POINTER = "latest"
 """The file beside the checkpoints that names the newest; written last."""

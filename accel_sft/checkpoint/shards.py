@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from accel_sft.api.errors import UserError
-from accel_sft.holding import MOMENTS, Run, flat, held_by
+from accel_sft.checkpoint.partition import MOMENTS, Run, flat, held_by
 from accel_sft.io import manifest as sealed
 from accel_sft.io.heartbeat import beat
 

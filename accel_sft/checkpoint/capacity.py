@@ -9,8 +9,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from accel_sft import shards
 from accel_sft.api.errors import UserError
+from accel_sft.checkpoint import shards
 from accel_sft.launch import host_memory as host
 from accel_sft.launch.info import Launch
 

@@ -1,0 +1,1 @@
+"""State by parameter: saved, resumed, exported."""
