@@ -14,18 +14,18 @@ from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.fitting import Fitting, OnStep
 from accel_sft.io import terminal
 from accel_sft.io.run_dir import write_ended
 from accel_sft.launch.start import start
 from accel_sft.models.load import is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS
-from accel_sft.prepare import prepare_data
 from accel_sft.resilience.exit import leave_together, lost_peers
 from accel_sft.resilience.signals import Stopping
 from accel_sft.resilience.watchdog import Watch
-from accel_sft.run_folder import claim_run_dir, continued, release, write_run_record
 from accel_sft.tracking.tracker import Tracker
+from accel_sft.training.claim import claim_run_dir, continued, release, write_run_record
+from accel_sft.training.prepare import prepare_data
+from accel_sft.training.trainer import Fitting, OnStep
 
 
 def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | None = None) -> None:

@@ -30,7 +30,7 @@ def main(rounds: int, hidden_size: int, layers: int) -> None:
     from accel_sft.checkpoint import shards
     from accel_sft.io import manifest as sealed
     from accel_sft.launch import accelerator as launch
-    from accel_sft.optim import Stepper, adamw
+    from accel_sft.training.optimizer import Stepper, adamw
 
     config = TrainConfig().resolved({})
     accelerator = launch.create_accelerator(config)

@@ -38,12 +38,13 @@ EXAMPLES = 2048
 
 def time_parts(clock: Clock) -> None:
     """Have every call that a step consists of timed where the loop makes it."""
-    from accel_sft import fitting, learning
     from accel_sft.batching.layouts import Batching
     from accel_sft.data.step_plan import StepPlan
     from accel_sft.data.token_store import TokenStore
-    from accel_sft.progress import Progress
     from accel_sft.tracking import tracker as tracking
+    from accel_sft.training import step as learning
+    from accel_sft.training import trainer as fitting
+    from accel_sft.training.state import Progress
 
     for owner, call, part in (
         (learning, learning.nll_sum, "forward"),

@@ -16,8 +16,8 @@ from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.layouts import Batching
 from accel_sft.data.chat import Encoded
-from accel_sft.learning import CAP_FILE, Learner
-from accel_sft.optim import Stepper, adamw
+from accel_sft.training.optimizer import Stepper, adamw
+from accel_sft.training.step import CAP_FILE, Learner
 
 CRAMPED = """
 import os

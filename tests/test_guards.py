@@ -15,7 +15,7 @@ from models import Sums, make_tiny
 from test_laws import JOB, layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from accel_sft import UserError, run_folder
+from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.layouts import Batching
 from accel_sft.checkpoint import checkpoint
@@ -24,6 +24,7 @@ from accel_sft.data.splits import read_split
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import read_status
+from accel_sft.training import claim as run_folder
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ STANDARD_LIBRARY_ONLY = (
     "accel_sft.api.options",
     "accel_sft.evaluation.supervise",
     "accel_sft.io.manifest",
-    "accel_sft.progress",
+    "accel_sft.training.state",
     "accel_sft.data.fingerprint",
     "accel_sft.data.json_stream",
     "accel_sft.data.cache",

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from accel_sft.progress import Progress
+from accel_sft.training.state import Progress
 
 
 @pytest.mark.parametrize(

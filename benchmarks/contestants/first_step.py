@@ -47,8 +47,10 @@ from accel_sft.launch.environment import prepare_environment  # noqa: E402
 prepare_environment()  # as the command line does before torch is imported
 Ours.libraries()
 
-from accel_sft import __main__, fitting, prepare, train  # noqa: E402
+from accel_sft import __main__, train  # noqa: E402
 from accel_sft.evaluation import generate  # noqa: E402
+from accel_sft.training import prepare  # noqa: E402
+from accel_sft.training import trainer as fitting  # noqa: E402
 
 for owner, call, part in (
     (prepare, prepare.audit, "audit of the launch"),

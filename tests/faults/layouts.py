@@ -33,14 +33,14 @@ from test_launch import environment_of_a_rank
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accel_sft import learning
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.layouts import Batching
 from accel_sft.checkpoint import checkpoint
 from accel_sft.checkpoint.partition import MOMENTS, flat, held_by
 from accel_sft.data.chat import Encoded
 from accel_sft.launch import accelerator as launch
-from accel_sft.optim import Stepper, adamw
+from accel_sft.training import step as learning
+from accel_sft.training.optimizer import Stepper, adamw
 
 CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
 STEPS, STOP = 7, 5

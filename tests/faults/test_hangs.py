@@ -25,8 +25,8 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import shards
 from accel_sft.io import heartbeat as pulse
 from accel_sft.io import manifest as sealed
-from accel_sft.optim import adamw
 from accel_sft.resilience import watchdog as watch
+from accel_sft.training.optimizer import adamw
 
 TIMEOUT = 6
 PAST = 30

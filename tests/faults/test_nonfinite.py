@@ -24,11 +24,11 @@ from dataclasses import dataclass
 
 import torch
 
-import accel_sft.learning
+import accel_sft.training.step
 from accel_sft import option
 from accel_sft_math import Math as Shipped
 
-nll_sum, batch_of = accel_sft.learning.nll_sum, accel_sft.learning.Batching.batch
+nll_sum, batch_of = accel_sft.training.step.nll_sum, accel_sft.training.step.Batching.batch
 
 @dataclass(kw_only=True)
 class Spoiled(Shipped):
@@ -51,7 +51,7 @@ class Spoiled(Shipped):
                 return value
             return value + math.inf  # whose gradients are finite
 
-        accel_sft.learning.Batching.batch, accel_sft.learning.nll_sum = batch, nll
+        accel_sft.training.step.Batching.batch, accel_sft.training.step.nll_sum = batch, nll
 """
 JOB = ("spoiled", "--max-steps", "8", "--global-batch-size", "10", "--train-examples", "40", "--seed", "7")
 JOB += ("--validation-examples", "7", "--eval-every", "off", "--micro-batch-size", "5", "--save-every", "1")

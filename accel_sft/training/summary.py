@@ -9,9 +9,9 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.task import Task
 from accel_sft.launch import describe as record
 from accel_sft.models.load import compile_seconds
-from accel_sft.prepare import Prepared
-from accel_sft.progress import Progress
 from accel_sft.tracking.model_card import model_card
+from accel_sft.training.prepare import Prepared
+from accel_sft.training.state import Progress
 
 
 def card(

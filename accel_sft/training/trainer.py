@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 
-from accel_sft import outcome
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.task import Task
 from accel_sft.batching.autotune import choose_batching
@@ -28,16 +27,17 @@ from accel_sft.io.run_dir import read_samples, write_result
 from accel_sft.launch import accelerator as launch
 from accel_sft.launch.collectives import decided_by_main, largest
 from accel_sft.launch.info import read_launch
-from accel_sft.learning import Learner, exchanged
 from accel_sft.models.load import compile_blocks, load_model, trainable_parameters
-from accel_sft.optim import Stepper, adamw, learning_rate
-from accel_sft.prepare import Prepared
-from accel_sft.progress import Progress
 from accel_sft.resilience.anomalies import Health
 from accel_sft.resilience.signals import Interruption, Stopping
 from accel_sft.tracking import report
 from accel_sft.tracking.system import peak_memory_gib
 from accel_sft.tracking.tracker import Tracker
+from accel_sft.training import summary as outcome
+from accel_sft.training.optimizer import Stepper, adamw, learning_rate
+from accel_sft.training.prepare import Prepared
+from accel_sft.training.state import Progress
+from accel_sft.training.step import Learner, exchanged
 
 OnStep = Callable[[dict[str, float], Batching], None]
 """Called with a step's line of metrics.jsonl and the batching of its rows."""

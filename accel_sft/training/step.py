@@ -17,7 +17,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.data.chat import Encoded
 from accel_sft.io.files import write_atomically
-from accel_sft.optim import Stepper
+from accel_sft.training.optimizer import Stepper
 
 CAP_FILE = "most-tokens.json"
 """In a run's folder, where a forward found no room and the step could not be repeated: what a resumed run keeps to."""

@@ -24,8 +24,8 @@ from accel_sft.launch.collectives import decided_by_main
 from accel_sft.launch.describe import launch_record, recordable
 from accel_sft.launch.info import restarts
 from accel_sft.models.load import weights_identity
-from accel_sft.prepare import Prepared
 from accel_sft.resilience.exit import lost_peers
+from accel_sft.training.prepare import Prepared
 
 _LOCK_SECONDS = 8
 """To wait for a folder whose owner may be about to end: a rank that lost its launcher takes some seconds."""
