@@ -61,7 +61,7 @@ class _TrainGroup(LazyTasks):
     def task_command(self, name: str, task_class: type[Task] | None) -> click.Command:
         def train(task: Task, config: TrainConfig) -> None:
             _prepare(config)
-            from accel_sft.train import run
+            from accel_sft.commands.train import run
 
             run(name, task, config)
 
@@ -77,7 +77,7 @@ class _EvaluateGroup(LazyTasks):
     def task_command(self, name: str, task_class: type[Task] | None) -> click.Command:
         def evaluate(task: Task, config: TrainConfig, base: str | None) -> None:
             _prepare(config)
-            from accel_sft.judge import run
+            from accel_sft.commands.evaluate import run
 
             run(name, task, config, base)
 
@@ -152,7 +152,7 @@ def evaluate() -> None:
 @click.argument("directory", required=False)
 def new_task(name: str, directory: str | None) -> None:
     """Start a task of your own: a plugin named NAME in DIRECTORY (default: accel-sft-NAME)."""
-    from accel_sft.scaffold import write_plugin
+    from accel_sft.commands.new_task import write_plugin
 
     target = write_plugin(name, directory)
     click.echo(f"Wrote {target}: pyproject.toml, the task, and its test. Next:")

@@ -82,8 +82,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import psutil
 
     import rows
-    from accel_sft import train
     from accel_sft.batching.layouts import Batching
+    from accel_sft.commands import train
 
     laps: list[dict[str, float]] = []
     profile = cProfile.Profile() if args.functions else None

@@ -4,5 +4,5 @@ from accel_sft.launch.environment import prepare_environment
 
 prepare_environment()
 
-import accel_sft.judge  # noqa: E402
-import accel_sft.train  # noqa: E402, F401
+import accel_sft.commands.evaluate  # noqa: E402
+import accel_sft.commands.train  # noqa: E402, F401

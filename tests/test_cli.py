@@ -26,7 +26,7 @@ import accel_sft.launch.environment
 class Recorder:
     def find_spec(self, name, path=None, target=None):
         import importlib.machinery
-        if name in ("accel_sft.train", "accel_sft.judge"):
+        if name in ("accel_sft.commands.train", "accel_sft.commands.evaluate"):
             return importlib.machinery.ModuleSpec(name, self)
     def create_module(self, spec): return None
     def exec_module(self, module):
@@ -60,7 +60,7 @@ def run(site, monkeypatch, capsys):
     def trainer(name, task, config, base=None):
         print(json.dumps({"task": name, "options": vars(task), "config": config.as_dict(), "base": base}))
 
-    for module in ("accel_sft.train", "accel_sft.judge"):
+    for module in ("accel_sft.commands.train", "accel_sft.commands.evaluate"):
         monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(run=trainer))
     environment = types.SimpleNamespace(prepare_environment=lambda debug: None)
     monkeypatch.setitem(sys.modules, "accel_sft.launch.environment", environment)

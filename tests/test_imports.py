@@ -49,7 +49,7 @@ NO_TORCH = (
     "accel_sft.models.tiny",
     "accel_sft.cli",
     "accel_sft.cli_options",
-    "accel_sft.scaffold",
+    "accel_sft.commands.new_task",
     "accel_sft.resilience.exit",
     "accel_sft.launch.audit",
     "accel_sft.launch.info",

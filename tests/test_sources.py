@@ -10,7 +10,7 @@ from models import make_tiny
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
-from accel_sft.judge import _differences
+from accel_sft.commands.evaluate import _differences
 from accel_sft.models import load as model
 from accel_sft.models.load import compile_blocks, find_source, load_model
 

@@ -21,8 +21,10 @@ from peft import LoraConfig, get_peft_model
 from test_laws import layout
 from transformers import AutoModelForCausalLM
 
-from accel_sft import UserError, judge, train
+from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
+from accel_sft.commands import evaluate as judge
+from accel_sft.commands import train
 from accel_sft.data.chat import Encoded
 from accel_sft.evaluation import server, vllm
 from accel_sft.io.run_dir import read_samples

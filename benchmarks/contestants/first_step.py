@@ -35,7 +35,7 @@ class Ours:
 
     @staticmethod
     def libraries() -> None:
-        from accel_sft import train  # noqa: F401
+        from accel_sft.commands import train  # noqa: F401
 
 
 clock.time(Ours, Ours.command_line, "imports of the command line")
@@ -47,7 +47,8 @@ from accel_sft.launch.environment import prepare_environment  # noqa: E402
 prepare_environment()  # as the command line does before torch is imported
 Ours.libraries()
 
-from accel_sft import __main__, train  # noqa: E402
+from accel_sft import __main__  # noqa: E402
+from accel_sft.commands import train  # noqa: E402
 from accel_sft.evaluation import generate  # noqa: E402
 from accel_sft.training import prepare  # noqa: E402
 from accel_sft.training import trainer as fitting  # noqa: E402

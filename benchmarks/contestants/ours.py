@@ -10,8 +10,8 @@ from accel_sft.launch.environment import prepare_environment
 prepare_environment()  # as the command line does before torch is imported
 
 import rows  # noqa: E402
-from accel_sft import train  # noqa: E402
 from accel_sft.batching.layouts import Batching  # noqa: E402
+from accel_sft.commands import train  # noqa: E402
 from gate import Gate  # noqa: E402
 
 settings = json.loads(sys.argv[1])
