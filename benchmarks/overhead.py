@@ -43,7 +43,7 @@ def time_parts(clock: Clock) -> None:
     from accel_sft.data.token_store import TokenStore
     from accel_sft.tracking import tracker as tracking
     from accel_sft.training import step as learning
-    from accel_sft.training import trainer as fitting
+    from accel_sft.training import trainer
     from accel_sft.training.state import Progress
 
     for owner, call, part in (
@@ -52,12 +52,12 @@ def time_parts(clock: Clock) -> None:
         (learning.Stepper, learning.Stepper.update, "optimizer"),
         (StepPlan, StepPlan.examples, "StepPlan.examples"),
         (StepPlan, StepPlan.epoch, "StepPlan.epoch"),
-        (fitting, fitting.learning_rate, "learning rate"),
+        (trainer, trainer.learning_rate, "learning rate"),
         (learning.Stepper, learning.Stepper.set_learning_rate, "learning rate"),
         (TokenStore, TokenStore.take, "TokenStore.take"),
         (Batching, Batching.divide, "Batching.divide"),
         (Batching, Batching.batch, "Batching.batch"),
-        (fitting, fitting.exchanged, "gather"),
+        (trainer, trainer.exchanged, "gather"),
         (tracking.Tracker, tracking.Tracker.system, "system readings"),
         (Progress, Progress.counted, "record"),
         (tracking.Tracker, tracking.Tracker.step, "Tracker.step"),

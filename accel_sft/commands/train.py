@@ -25,7 +25,7 @@ from accel_sft.resilience.watchdog import Watch
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training.claim import claim_run_dir, continued, release, write_run_record
 from accel_sft.training.prepare import prepare_data
-from accel_sft.training.trainer import Fitting, OnStep
+from accel_sft.training.trainer import OnStep, Trainer
 
 
 def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | None = None) -> None:
@@ -137,9 +137,9 @@ def _run(
             for line in prepared.lines:
                 tracker.say(line)
             tracker.phase("data")
-            fitting = Fitting(accelerator, run_dir, task_name, task, config, prepared, tracker, stopping, on_step)
+            trainer = Trainer(accelerator, run_dir, task_name, task, config, prepared, tracker, stopping, on_step)
             with watch.closely():
-                fitting.resume()
-                fitting.fit()
-                fitting.finish()
+                trainer.resume()
+                trainer.train()
+                trainer.finalize()
         leave_together()

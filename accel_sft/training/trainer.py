@@ -1,4 +1,4 @@
-"""The loop that fits a prepared model, and what it takes to judge, save and resume it; `fit` reads top to bottom."""
+"""The loop that trains a prepared model, and what it takes to evaluate, save and resume it; `train` is the loop."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ OnStep = Callable[[dict[str, float], Batching], None]
 """Called with a step's line of metrics.jsonl and the batching of its rows."""
 
 
-class Fitting:
-    """A prepared model and what it takes to fit, judge and save it; `fit` is the loop.
+class Trainer:
+    """A prepared model and what it takes to train, evaluate and save it; `train` is the loop.
 
     Args:
         on_step: called on every rank after each optimizer step.
@@ -66,7 +66,7 @@ class Fitting:
         self.accelerator, self.run_dir, self.task_name, self.task = accelerator, run_dir, task_name, task
         self.config, self.prepared, self.tracker = config, prepared, tracker
         self.plan: StepPlan = prepared.plan
-        self.train: TokenStore = prepared.train.kept
+        self.train_examples: TokenStore = prepared.train.kept
         self.progress = Progress()
         self.health = Health(
             run_dir, config, accelerator.mixed_precision, tracker.say, writes=accelerator.is_main_process
@@ -144,7 +144,7 @@ class Fitting:
         named = {field.name for field in dataclasses.fields(Batching)}  # an earlier version's may be others
         kept = Batching(**before["chosen"]) if same and before["chosen"].keys() == named else None
         accelerator, pad_token_id = self.accelerator, self.prepared.tokenizer.pad_token_id
-        some, judged = self.train.some(), self.prepared.validation.kept
+        some, judged = self.train_examples.some(), self.prepared.validation.kept
         longest = [judged[int(judged.lengths.argmax())]] if len(judged) else []  # its loss is taken in the same layout
         batching, told = choose_batching(
             accelerator, self.model, self.config, some, pad_token_id, before=kept, also=longest
@@ -152,7 +152,7 @@ class Fitting:
         self.tracker.say(told)
         return Learner(accelerator, self.model, self.stepper, batching, pad_token_id, self.run_dir, self.tracker.say)
 
-    def fit(self) -> None:
+    def train(self) -> None:
         """The loop: learn from one global batch, look, evaluate, save. A signal ends it in order.
 
         From here on signals are deferred: what comes after the loop takes seconds, and has no checkpoint of its own.
@@ -177,7 +177,7 @@ class Fitting:
                 rate = learning_rate(progress.step, plan.total_steps, config)
                 stepper.set_learning_rate(rate)
                 torch.manual_seed(plan.seed_of(progress.step, self.accelerator.process_index))  # dropout masks
-                examples = self.train.take(rows.tolist())
+                examples = self.train_examples.take(rows.tolist())
                 share, no_room = self.learner.learn(examples, supervised_tokens, progress.step + 1)
                 self.stopping.hold()
                 mine = share, no_room, self.stopping.asked, self.tracker.system()
@@ -268,7 +268,7 @@ class Fitting:
         checkpoint.save(self.accelerator, self.model, self.optimizer, self.run_dir, state, self.config.keep_checkpoints)
         self.saved_step = self.progress.step
 
-    def finish(self) -> None:
+    def finalize(self) -> None:
         """Export final/, write result.json and report.md, and show before beside after."""
         progress, accelerator = self.progress, self.accelerator
         self.export("final")

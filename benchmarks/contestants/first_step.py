@@ -50,8 +50,10 @@ Ours.libraries()
 from accel_sft import __main__  # noqa: E402
 from accel_sft.commands import train  # noqa: E402
 from accel_sft.evaluation import generate  # noqa: E402
-from accel_sft.training import prepare  # noqa: E402
-from accel_sft.training import trainer as fitting  # noqa: E402
+from accel_sft.training import (
+    prepare,  # noqa: E402
+    trainer,  # noqa: E402
+)
 
 for owner, call, part in (
     (prepare, prepare.audit, "audit of the launch"),
@@ -66,13 +68,13 @@ for owner, call, part in (
     (train, train.prepare_data, "data: the rest"),
     (train, train.write_run_record, "run record"),
     (train.Tracker, train.Tracker.__init__, "trackers"),
-    (fitting, fitting.load_model, "model: loading"),
-    (fitting.launch, fitting.launch.prepare, "model: accelerator.prepare"),
-    (fitting.Fitting, fitting.Fitting.__init__, "model: the rest"),
-    (fitting.Fitting, fitting.Fitting.new_learner, "layout trials"),
+    (trainer, trainer.load_model, "model: loading"),
+    (trainer.launch, trainer.launch.prepare, "model: accelerator.prepare"),
+    (trainer.Trainer, trainer.Trainer.__init__, "model: the rest"),
+    (trainer.Trainer, trainer.Trainer.new_learner, "layout trials"),
     (generate.Generator, generate.Generator.__call__, "evaluation: generating"),
-    (fitting.Fitting, fitting.Fitting.evaluate, "evaluation: the rest"),
-    (fitting.Fitting, fitting.Fitting.resume, "records of the start"),
+    (trainer.Trainer, trainer.Trainer.evaluate, "evaluation: the rest"),
+    (trainer.Trainer, trainer.Trainer.resume, "records of the start"),
 ):
     clock.time(owner, call, part)
 
