@@ -42,18 +42,18 @@ def time_parts(clock: Clock) -> None:
     from accel_sft.data.step_plan import StepPlan
     from accel_sft.data.token_store import TokenStore
     from accel_sft.tracking import tracker as tracking
-    from accel_sft.training import step as learning
+    from accel_sft.training import step as training_step
     from accel_sft.training import trainer
     from accel_sft.training.state import Progress
 
     for owner, call, part in (
-        (learning, learning.nll_sum, "forward"),
-        (learning.Stepper, learning.Stepper.backward, "backward"),
-        (learning.Stepper, learning.Stepper.update, "optimizer"),
+        (training_step, training_step.nll_sum, "forward"),
+        (training_step.Stepper, training_step.Stepper.backward, "backward"),
+        (training_step.Stepper, training_step.Stepper.update, "optimizer"),
         (StepPlan, StepPlan.examples, "StepPlan.examples"),
         (StepPlan, StepPlan.epoch, "StepPlan.epoch"),
         (trainer, trainer.learning_rate, "learning rate"),
-        (learning.Stepper, learning.Stepper.set_learning_rate, "learning rate"),
+        (training_step.Stepper, training_step.Stepper.set_learning_rate, "learning rate"),
         (TokenStore, TokenStore.take, "TokenStore.take"),
         (Batching, Batching.divide, "Batching.divide"),
         (Batching, Batching.batch, "Batching.batch"),

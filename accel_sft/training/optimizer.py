@@ -109,7 +109,7 @@ class Stepper:
             return self.engine.zero_optimization_stage() < 3
         return self.accelerator.distributed_type != DistributedType.FSDP
 
-    def forget(self) -> None:
+    def discard_gradients(self) -> None:
         """Drop the gradients of a step that is to be repeated; with an engine they must be no numbers, on all ranks."""
         if self.engine is not None:
             self.update(0)

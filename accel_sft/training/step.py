@@ -42,7 +42,7 @@ class NoRoom(NamedTuple):
         )
 
 
-class Learner:
+class TrainStep:
     """Adds up the gradients of a step's examples.
 
     Attributes:
@@ -69,9 +69,11 @@ class Learner:
             batching = _at_most(batching, most if batching.rows else min(batching.tokens, most))
         self.batching = batching
 
-    def learn(self, examples: list[Encoded], supervised_tokens: int, step: int) -> tuple[torch.Tensor, NoRoom]:
+    def forward_backward(
+        self, examples: list[Encoded], supervised_tokens: int, step: int
+    ) -> tuple[torch.Tensor, NoRoom]:
         """This rank's part of the step's loss, shape (), its gradients being added to the model's; and where it found
-        no room: what is in the gradients then is none, on all ranks, and `again` makes the step repeatable.
+        no room.
 
         Args:
             supervised_tokens: of the whole step, over all ranks.
@@ -104,9 +106,9 @@ class Learner:
             share += value
         return share / supervised_tokens, no_room
 
-    def again(self, no_room: NoRoom, step: int) -> None:
+    def retry_smaller(self, no_room: NoRoom, step: int) -> None:
         """Have the step repeated, and the next ones done, in forwards of half the size: the same mathematics."""
-        self.stepper.forget()
+        self.stepper.discard_gradients()
         self.batching = _at_most(self.batching, no_room.tokens // 2)
         self.say(
             f"step {step}: {no_room}; the step is repeated with at most {self.batching.tokens:,} tokens a forward, "

@@ -37,7 +37,7 @@ from accel_sft.training import summary as outcome
 from accel_sft.training.optimizer import Stepper, adamw, learning_rate
 from accel_sft.training.prepare import Prepared
 from accel_sft.training.state import Progress
-from accel_sft.training.step import Learner, exchanged
+from accel_sft.training.step import TrainStep, exchanged
 
 OnStep = Callable[[dict[str, float], Batching], None]
 """Called with a step's line of metrics.jsonl and the batching of its rows."""
@@ -119,7 +119,7 @@ class Trainer:
         state = checkpoint.load(self.accelerator, self.model, self.optimizer, path) if path else {}
         here = checkpoint.layout(self.accelerator)
         before = state.get("layout", here)
-        self.learner = self.new_learner(state["batching"] if path and before == here else None)
+        self.train_step = self.new_train_step(state["batching"] if path and before == here else None)
         if path is None:
             self.tracker.rewind(0)
         else:
@@ -138,7 +138,7 @@ class Trainer:
         if self.config.save_every != "off":
             hold_disk(self.accelerator, self.model, self.run_dir)
 
-    def new_learner(self, before: dict[str, Any] | None) -> Learner:
+    def new_train_step(self, before: dict[str, Any] | None) -> TrainStep:
         """Rows laid out as before the run stopped, unless asked for otherwise now; else what is exact and fast here."""
         same = before and before["asked"] == self.batching_asked
         named = {field.name for field in dataclasses.fields(Batching)}  # an earlier version's may be others
@@ -150,7 +150,7 @@ class Trainer:
             accelerator, self.model, self.config, some, pad_token_id, before=kept, also=longest
         )
         self.tracker.say(told)
-        return Learner(accelerator, self.model, self.stepper, batching, pad_token_id, self.run_dir, self.tracker.say)
+        return TrainStep(accelerator, self.model, self.stepper, batching, pad_token_id, self.run_dir, self.tracker.say)
 
     def train(self) -> None:
         """The loop: learn from one global batch, look, evaluate, save. A signal ends it in order.
@@ -178,12 +178,12 @@ class Trainer:
                 stepper.set_learning_rate(rate)
                 torch.manual_seed(plan.seed_of(progress.step, self.accelerator.process_index))  # dropout masks
                 examples = self.train_examples.take(rows.tolist())
-                share, no_room = self.learner.learn(examples, supervised_tokens, progress.step + 1)
+                share, no_room = self.train_step.forward_backward(examples, supervised_tokens, progress.step + 1)
                 self.stopping.hold()
                 mine = share, no_room, self.stopping.asked, self.tracker.system()
                 loss, no_room, signal, system = exchanged(self.accelerator, *mine)
                 if no_room.tokens:
-                    self.learner.again(no_room, progress.step + 1)
+                    self.train_step.retry_smaller(no_room, progress.step + 1)
                     continue
                 grad_norm = stepper.update(progress.step)
                 progress.step += 1
@@ -200,7 +200,7 @@ class Trainer:
                 )
                 self.tracker.step(record, system)
                 if self.on_step:
-                    self.on_step(record, self.learner.batching)
+                    self.on_step(record, self.train_step.batching)
                 profiler.step()
                 self.stop_if(signal)
                 self.judge_and_save()
@@ -240,7 +240,7 @@ class Trainer:
         progress = self.progress
         self.tracker.peak()
         with torch.compiler.set_stance("force_eager"):  # answers grow by a token at a time, each another shape
-            evaluation = self.evaluator(self.model, self.learner.batching)
+            evaluation = self.evaluator(self.model, self.train_step.batching)
         self.tracker.evaluation(progress.step, evaluation.metrics, evaluation.samples)
         progress.latest, progress.evaluated_step = {**evaluation.metrics, **self.load_peaks}, progress.step
         if progress.step == 0:
@@ -260,7 +260,7 @@ class Trainer:
         """A checkpoint of this step, with what was measured and judged so far."""
         batching = {
             "asked": self.batching_asked,
-            "chosen": dataclasses.asdict(self.learner.batching),
+            "chosen": dataclasses.asdict(self.train_step.batching),
         }  # measured, so it is kept (law 3)
         self.stopping.hold()
         state = {"step": self.progress.step, "progress": dataclasses.asdict(self.progress), "batching": batching}
@@ -277,7 +277,7 @@ class Trainer:
             **largest(self.tracker.peak()),
             "trained_parameters": self.trained_parameters,
             "steps_left_out": self.health.left_out(),
-            "batching": dataclasses.asdict(self.learner.batching),
+            "batching": dataclasses.asdict(self.train_step.batching),
             "phases": self.tracker.phases(),
         }
         if accelerator.is_main_process:

@@ -71,7 +71,7 @@ for owner, call, part in (
     (trainer, trainer.load_model, "model: loading"),
     (trainer.launch, trainer.launch.prepare, "model: accelerator.prepare"),
     (trainer.Trainer, trainer.Trainer.__init__, "model: the rest"),
-    (trainer.Trainer, trainer.Trainer.new_learner, "layout trials"),
+    (trainer.Trainer, trainer.Trainer.new_train_step, "layout trials"),
     (generate.Generator, generate.Generator.__call__, "evaluation: generating"),
     (trainer.Trainer, trainer.Trainer.evaluate, "evaluation: the rest"),
     (trainer.Trainer, trainer.Trainer.resume, "records of the start"),

@@ -39,7 +39,7 @@ from accel_sft.checkpoint import checkpoint
 from accel_sft.checkpoint.partition import MOMENTS, flat, held_by
 from accel_sft.data.chat import Encoded
 from accel_sft.launch import accelerator as launch
-from accel_sft.training import step as learning
+from accel_sft.training import step as training_step
 from accel_sft.training.optimizer import Stepper, adamw
 
 CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
@@ -74,7 +74,9 @@ class Job:
 
     def forwards_of(self, rows: int) -> None:
         padded = Batching("padded", 0, rows=rows)
-        self.learner = learning.Learner(self.accelerator, self.model, self.stepper, padded, 0, self.folder, print)
+        self.train_step = training_step.TrainStep(
+            self.accelerator, self.model, self.stepper, padded, 0, self.folder, print
+        )
 
     def steps(self, begin: int, end: int) -> list[float]:
         """Their losses."""
@@ -82,10 +84,10 @@ class Job:
         supervised = sum(row.supervised_tokens for row in ROWS)
         while step < end:
             torch.manual_seed(100 * step + rank)
-            share, no_room = self.learner.learn(list(ROWS), supervised, step)
-            loss, no_room, *_ = learning.exchanged(self.accelerator, share, no_room, 0, [])
+            share, no_room = self.train_step.forward_backward(list(ROWS), supervised, step)
+            loss, no_room, *_ = training_step.exchanged(self.accelerator, share, no_room, 0, [])
             if no_room.tokens:
-                self.learner.again(no_room, step)
+                self.train_step.retry_smaller(no_room, step)
                 continue
             self.stepper.set_learning_rate(0.01)
             self.stepper.update(step)
@@ -95,7 +97,7 @@ class Job:
 
     def spoiled(self, how: str) -> dict[str, bool]:
         """What a step did whose loss, or whose gradient alone, is infinite on the last rank; and the one after it."""
-        nll_sum = learning.nll_sum
+        nll_sum = training_step.nll_sum
 
         def spoiling(*arguments):
             value = nll_sum(*arguments)
@@ -107,7 +109,7 @@ class Job:
             return value
 
         before = self.digest()
-        with mock.patch.object(learning, "nll_sum", spoiling):
+        with mock.patch.object(training_step, "nll_sum", spoiling):
             (loss,) = self.steps(0, 1)
         after = self.digest()
         self.steps(0, 1)
@@ -205,7 +207,7 @@ def main(folder: Path, layouts: list[str]) -> None:
             job.forwards_of(rows=3)
             with job.cramped(tokens=10):
                 found[yaml]["cramped"] = job.steps(STOP, STEPS)
-            found[yaml]["tokens"] = job.learner.batching.tokens
+            found[yaml]["tokens"] = job.train_step.batching.tokens
     for at, yaml in enumerate(layouts):
         source = layouts[at - 1]  # each is written once and read once by another
         job = Job(yaml, "no", 0.0, folder)
