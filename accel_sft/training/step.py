@@ -23,7 +23,7 @@ CAP_FILE = "most-tokens.json"
 """In a run's folder, where a forward found no room and the step could not be repeated: what a resumed run keeps to."""
 
 
-class NoRoom(NamedTuple):
+class OutOfMemory(NamedTuple):
     """A forward that the device had no memory for; all zero: there was none. Numbers, so that ranks can exchange it.
 
     Attributes:
@@ -71,7 +71,7 @@ class TrainStep:
 
     def forward_backward(
         self, examples: list[Encoded], supervised_tokens: int, step: int
-    ) -> tuple[torch.Tensor, NoRoom]:
+    ) -> tuple[torch.Tensor, OutOfMemory]:
         """This rank's part of the step's loss, shape (), its gradients being added to the model's; and where it found
         no room.
 
@@ -82,14 +82,14 @@ class TrainStep:
             UserError: out of device memory, and the step cannot be repeated with smaller forwards.
         """
         share = torch.zeros((), device=self.accelerator.device)
-        ranks, no_room = self.accelerator.num_processes, NoRoom()
+        ranks, oom = self.accelerator.num_processes, OutOfMemory()
         forwards = self.batching.divide(examples, ranks)[self.accelerator.process_index]
         for number, rows in enumerate(forwards, 1):
             with self.stepper.boundary(last=number == len(forwards)):
-                nll = None if no_room.tokens else self._nll(rows, step)
+                nll = None if oom.tokens else self._nll(rows, step)
                 if nll is None:
                     # Other ranks exchange gradients in this backward: one row takes part in it, with what is no number.
-                    no_room = no_room if no_room.tokens else self._about(rows)
+                    oom = oom if oom.tokens else self._about(rows)
                     nll = self._nll(sorted(rows, key=_length)[:1], step, repeatable=False) * math.nan
                 value = nll.detach()
                 # 1, or not a number: a loss that is none makes every gradient none, on all ranks, and such
@@ -101,17 +101,17 @@ class TrainStep:
                 except torch.OutOfMemoryError as error:
                     if not self.stepper.alone or len(rows) == 1:
                         raise self._unrepeatable(rows, step) from error
-                    no_room = self._about(rows)
+                    oom = self._about(rows)
                 del nll, loss
             share += value
-        return share / supervised_tokens, no_room
+        return share / supervised_tokens, oom
 
-    def retry_smaller(self, no_room: NoRoom, step: int) -> None:
+    def retry_smaller(self, oom: OutOfMemory, step: int) -> None:
         """Have the step repeated, and the next ones done, in forwards of half the size: the same mathematics."""
         self.stepper.discard_gradients()
-        self.batching = _at_most(self.batching, no_room.tokens // 2)
+        self.batching = _at_most(self.batching, oom.tokens // 2)
         self.say(
-            f"step {step}: {no_room}; the step is repeated with at most {self.batching.tokens:,} tokens a forward, "
+            f"step {step}: {oom}; the step is repeated with at most {self.batching.tokens:,} tokens a forward, "
             "as are the next"
         )
 
@@ -125,35 +125,35 @@ class TrainStep:
                 raise self._unrepeatable(rows, step) from error
         return None
 
-    def _about(self, rows: list[Encoded]) -> NoRoom:
+    def _about(self, rows: list[Encoded]) -> OutOfMemory:
         longest = max(rows, key=_length)
-        return NoRoom(self.batching.tokens_in(rows), longest.index, _length(longest))
+        return OutOfMemory(self.batching.tokens_in(rows), longest.index, _length(longest))
 
     def _unrepeatable(self, rows: list[Encoded], step: int) -> UserError:
         if not rows:
             return UserError(f"step {step}: out of device memory; choose a higher ZeRO stage or --adapter lora")
-        no_room = self._about(rows)
+        oom = self._about(rows)
         mend = "add --gradient-checkpointing, or choose a higher ZeRO stage or --adapter lora"
         if len(rows) > 1:
-            most = min(no_room.tokens // 2, _most_tokens(self.run_dir) or no_room.tokens)
+            most = min(oom.tokens // 2, _most_tokens(self.run_dir) or oom.tokens)
             write_atomically(self.run_dir / CAP_FILE, json.dumps({"tokens": most}) + "\n")
             mend = f"go on with --resume auto --output-dir {self.run_dir}: it keeps to {most:,} tokens a forward"
-        return UserError(f"step {step}: {no_room}; {mend}")
+        return UserError(f"step {step}: {oom}; {mend}")
 
 
 def exchanged(
-    accelerator: Accelerator, share: torch.Tensor, no_room: NoRoom, signal: int, system: list[float]
-) -> tuple[float, NoRoom, int, list[list[float]]]:
+    accelerator: Accelerator, share: torch.Tensor, oom: OutOfMemory, signal: int, system: list[float]
+) -> tuple[float, OutOfMemory, int, list[list[float]]]:
     """What every rank knows after a step's backwards: its loss, summed over ranks; a forward that found no room on one
     of them; a signal that one of them got; and all ranks' system readings."""
     if accelerator.num_processes == 1:
-        return share.item(), no_room, signal, [system]
-    mine = [share.item(), signal, *no_room, *system]
+        return share.item(), oom, signal, [system]
+    mine = [share.item(), signal, *oom, *system]
     # float64: the largest index is exact
     gathered = accelerator.gather(torch.tensor([mine], device=accelerator.device, dtype=torch.float64))
-    without = [NoRoom(*map(int, row)) for row in gathered[:, 2:5].tolist() if row[0]]
+    without = [OutOfMemory(*map(int, row)) for row in gathered[:, 2:5].tolist() if row[0]]
     loss, signal = gathered[:, 0].sum().item(), int(gathered[:, 1].max())
-    return loss, min(without, default=NoRoom()), signal, gathered[:, 5:].tolist()
+    return loss, min(without, default=OutOfMemory()), signal, gathered[:, 5:].tolist()
 
 
 def _most_tokens(run_dir: Path) -> int | None:

@@ -178,12 +178,12 @@ class Trainer:
                 stepper.set_learning_rate(rate)
                 torch.manual_seed(plan.seed_of(progress.step, self.accelerator.process_index))  # dropout masks
                 examples = self.train_examples.take(rows.tolist())
-                share, no_room = self.train_step.forward_backward(examples, supervised_tokens, progress.step + 1)
+                share, oom = self.train_step.forward_backward(examples, supervised_tokens, progress.step + 1)
                 self.stopping.hold()
-                mine = share, no_room, self.stopping.asked, self.tracker.system()
-                loss, no_room, signal, system = exchanged(self.accelerator, *mine)
-                if no_room.tokens:
-                    self.train_step.retry_smaller(no_room, progress.step + 1)
+                mine = share, oom, self.stopping.asked, self.tracker.system()
+                loss, oom, signal, system = exchanged(self.accelerator, *mine)
+                if oom.tokens:
+                    self.train_step.retry_smaller(oom, progress.step + 1)
                     continue
                 grad_norm = stepper.update(progress.step)
                 progress.step += 1

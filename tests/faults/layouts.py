@@ -84,10 +84,10 @@ class Job:
         supervised = sum(row.supervised_tokens for row in ROWS)
         while step < end:
             torch.manual_seed(100 * step + rank)
-            share, no_room = self.train_step.forward_backward(list(ROWS), supervised, step)
-            loss, no_room, *_ = training_step.exchanged(self.accelerator, share, no_room, 0, [])
-            if no_room.tokens:
-                self.train_step.retry_smaller(no_room, step)
+            share, oom = self.train_step.forward_backward(list(ROWS), supervised, step)
+            loss, oom, *_ = training_step.exchanged(self.accelerator, share, oom, 0, [])
+            if oom.tokens:
+                self.train_step.retry_smaller(oom, step)
                 continue
             self.stepper.set_learning_rate(0.01)
             self.stepper.update(step)
