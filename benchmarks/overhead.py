@@ -57,7 +57,7 @@ def time_parts(clock: Clock) -> None:
         (TokenStore, TokenStore.take, "TokenStore.take"),
         (Batching, Batching.divide, "Batching.divide"),
         (Batching, Batching.batch, "Batching.batch"),
-        (trainer, trainer.exchanged, "gather"),
+        (trainer, trainer.reduce_step, "gather"),
         (tracking.Tracker, tracking.Tracker.system, "system readings"),
         (Progress, Progress.counted, "record"),
         (tracking.Tracker, tracking.Tracker.step, "Tracker.step"),

@@ -31,7 +31,7 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
 def waits(frame: FrameType | None) -> bool:
     """Whether a thread waits for other ranks: in a collective, or, where devices run behind, for its result."""
     for each in _frames(frame)[:8]:
-        if any(part in each.f_code.co_filename for part in _WAITING) or each.f_code.co_name == "exchanged":
+        if any(part in each.f_code.co_filename for part in _WAITING) or each.f_code.co_name == "reduce_step":
             return True
     return False
 

@@ -141,7 +141,7 @@ class TrainStep:
         return UserError(f"step {step}: {oom}; {mend}")
 
 
-def exchanged(
+def reduce_step(
     accelerator: Accelerator, share: torch.Tensor, oom: OutOfMemory, signal: int, system: list[float]
 ) -> tuple[float, OutOfMemory, int, list[list[float]]]:
     """What every rank knows after a step's backwards: its loss, summed over ranks; a forward that found no room on one

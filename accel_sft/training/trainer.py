@@ -37,7 +37,7 @@ from accel_sft.training import summary as outcome
 from accel_sft.training.optimizer import Stepper, adamw, learning_rate
 from accel_sft.training.prepare import Prepared
 from accel_sft.training.state import Progress
-from accel_sft.training.step import TrainStep, exchanged
+from accel_sft.training.step import TrainStep, reduce_step
 
 OnStep = Callable[[dict[str, float], Batching], None]
 """Called with a step's line of metrics.jsonl and the batching of its rows."""
@@ -181,7 +181,7 @@ class Trainer:
                 share, oom = self.train_step.forward_backward(examples, supervised_tokens, progress.step + 1)
                 self.stopping.hold()
                 mine = share, oom, self.stopping.asked, self.tracker.system()
-                loss, oom, signal, system = exchanged(self.accelerator, *mine)
+                loss, oom, signal, system = reduce_step(self.accelerator, *mine)
                 if oom.tokens:
                     self.train_step.retry_smaller(oom, progress.step + 1)
                     continue

@@ -85,7 +85,7 @@ class Job:
         while step < end:
             torch.manual_seed(100 * step + rank)
             share, oom = self.train_step.forward_backward(list(ROWS), supervised, step)
-            loss, oom, *_ = training_step.exchanged(self.accelerator, share, oom, 0, [])
+            loss, oom, *_ = training_step.reduce_step(self.accelerator, share, oom, 0, [])
             if oom.tokens:
                 self.train_step.retry_smaller(oom, step)
                 continue
