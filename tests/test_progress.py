@@ -24,7 +24,7 @@ def test_the_best_is_the_first_of_the_best_with_the_lowest_loss(
     progress = Progress()
     told = []
     for progress.step, (value, loss) in enumerate(zip(values, losses, strict=True), 1):
-        told.append(progress.judged(value, loss, higher_is_better))
+        told.append(progress.update_best(value, loss, higher_is_better))
     assert (progress.best_step, progress.without_better) == (best_step, without_better)
     assert progress.best == values[best_step - 1]
     assert told.index(True) <= best_step - 1

@@ -109,7 +109,7 @@ def scored(tokenizer, examples, answers):
     kept = encoded(tokenizer, examples)
     evaluator = Evaluator(Accelerator(cpu=True), tokenizer, Says(), examples, kept, TrainConfig().resolved({}))
     ids = [tokenizer(a, add_special_tokens=False)["input_ids"] if isinstance(a, str) else a for a in answers]
-    return evaluator.judge(0.0, list(zip(kept, ids, strict=True)), 1.0)
+    return evaluator.score(0.0, list(zip(kept, ids, strict=True)), 1.0)
 
 
 def learnt(tokenizer, examples):

@@ -217,13 +217,13 @@ def test_an_evaluation_that_no_checkpoint_knows_of_is_made_again_and_stands_once
         tracker.step(record(step))
     tracker.evaluation(3, {"eval_loss": 1.0}, SAMPLES)
     tracker.close()
-    for judged in (False, True):
+    for evaluated in (False, True):
         resumed = tracked()
-        resumed.rewind(3, judged=judged)
+        resumed.rewind(3, evaluated=evaluated)
         assert list(resumed.run_dir.glob("samples/*")) == (
-            [resumed.run_dir / "samples/step-000003.jsonl"] if judged else []
+            [resumed.run_dir / "samples/step-000003.jsonl"] if evaluated else []
         )
-        if not judged:
+        if not evaluated:
             resumed.evaluation(3, {"eval_loss": 2.0}, SAMPLES)
         resumed.step(record(4))
         resumed.close()

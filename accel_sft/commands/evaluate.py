@@ -49,10 +49,10 @@ def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None
     for source in sources if config.generate_with == "vllm" else ():
         vllm.refuse(source)
     with Watch(config.hang_timeout) as watch:
-        _judge(task_name, task, config, base, watch)
+        _evaluate(task_name, task, config, base, watch)
 
 
-def _judge(task_name: str, task: Task, config: TrainConfig, base: str | None, watch: Watch) -> None:
+def _evaluate(task_name: str, task: Task, config: TrainConfig, base: str | None, watch: Watch) -> None:
     accelerator = start(config, train=False)
     if config.generate_with == "vllm":
         decided_by_main(accelerator, vllm.find_program)
@@ -94,9 +94,9 @@ def _as_trained(config: TrainConfig) -> TrainConfig:
     run = run_record(config.model)
     if run is None:
         return config
-    judged = {"max_length": run["config"]["max_length"]}
-    judged["max_new_tokens"] = run["config"]["max_new_tokens"] or run["max_new_tokens"]
-    return dataclasses.replace(config, **{key: n for key, n in judged.items() if getattr(config, key) is None})
+    evaluated = {"max_length": run["config"]["max_length"]}
+    evaluated["max_new_tokens"] = run["config"]["max_new_tokens"] or run["max_new_tokens"]
+    return dataclasses.replace(config, **{key: n for key, n in evaluated.items() if getattr(config, key) is None})
 
 
 def _differences(model: str, task_name: str, precision: str) -> list[str]:
@@ -161,7 +161,7 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: s
         answers, seconds = vllm.answer(
             accelerator, config, source, evaluator.encoded, dtype=dtype, max_new_tokens=most, stop_token_ids=ends
         )
-        evaluation = evaluator.judge(eval_loss, answers, seconds)
+        evaluation = evaluator.score(eval_loss, answers, seconds)
     return Evaluation({**evaluation.metrics, **load_peaks}, evaluation.samples)
 
 

@@ -97,10 +97,10 @@ class Evaluator:
         finally:
             model.train(was_training)
         peaks = largest(peak_memory_gib(self.accelerator.device), "generate_")
-        evaluation = self.judge(eval_loss, answers, seconds)
+        evaluation = self.score(eval_loss, answers, seconds)
         return dataclasses.replace(evaluation, metrics={**evaluation.metrics, **peaks})
 
-    def judge(self, eval_loss: float, answers: Sequence[tuple[Encoded, list[int]]], seconds: float) -> Evaluation:
+    def score(self, eval_loss: float, answers: Sequence[tuple[Encoded, list[int]]], seconds: float) -> Evaluation:
         """Every rank's answers scored and gathered, wherever they come from.
 
         Args:

@@ -27,8 +27,8 @@ class MetricsFile:
         while line:  # a disk that is filling up takes a part, and the next time says why
             line = line[self._file.write(line) :]
 
-    def rewind(self, step: int, judged: bool = True) -> tuple[int, dict[str, Any] | None]:
-        """Drop every line after `step`, and unless it is `judged` an evaluation at that step.
+    def rewind(self, step: int, evaluated: bool = True) -> tuple[int, dict[str, Any] | None]:
+        """Drop every line after `step`, and unless it is `evaluated` an evaluation at that step.
 
         Returns:
             how many other lines were dropped because they could not be read, and the last training line if such an
@@ -42,7 +42,7 @@ class MetricsFile:
             try:
                 record = json.loads(line)
                 wanted = record["step"] <= step
-                undone = record["step"] == step and "loss" not in record and not judged
+                undone = record["step"] == step and "loss" not in record and not evaluated
             except (ValueError, TypeError, KeyError):
                 unreadable += 1
                 continue

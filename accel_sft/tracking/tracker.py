@@ -190,17 +190,17 @@ class Tracker:
         self._metrics.sync()
         self._dashboards.flush()
 
-    def rewind(self, step: int, judged: bool = True) -> None:
+    def rewind(self, step: int, evaluated: bool = True) -> None:
         """Forget what was recorded after `step`, by a run that got further than the checkpoint now resumed.
 
         Step 0 starts over: its evaluation is forgotten too. So is that of a step whose checkpoint does not know of it
-        (not `judged`), for it will be made again: a signal had ended the run before it, a kill the next one amid it.
+        (not `evaluated`), for it will be made again: a signal had ended the run before it, a kill the next one amid it.
         """
         self.start_step = self._line.done = step
         if not self._writes:
             return
         kept = step if step > 0 else -1
-        unreadable, again = self._metrics.rewind(kept, judged)
+        unreadable, again = self._metrics.rewind(kept, evaluated)
         if unreadable:
             self.say(f"{self._metrics.path}: {unreadable} unreadable lines dropped")
         for samples in self.run_dir.glob("samples/step-*.jsonl"):

@@ -43,14 +43,14 @@ class Prepared:
         """What was left out or cut, then the size of the job."""
         train, validation, plan = self.train, self.validation, self.plan
         tokens, supervised = int(plan.lengths.sum()), int(plan.supervised.sum())
-        judged = f"{len(validation.kept):,}"
+        evaluated = f"{len(validation.kept):,}"
         if self.eval_limit and self.eval_limit < len(validation.kept):
-            judged = f"{self.eval_limit:,} of {judged}"
+            evaluated = f"{self.eval_limit:,} of {evaluated}"
         return [
             *train.lines(),
             *validation.lines(),
             f"{len(train.kept):,} training examples ({tokens:,} tokens, {supervised:,} supervised), "
-            f"{judged} validation; {plan.total_steps:,} steps of {plan.global_batch_size}",
+            f"{evaluated} validation; {plan.total_steps:,} steps of {plan.global_batch_size}",
         ]
 
     def counts(self) -> dict[str, int]:

@@ -36,7 +36,7 @@ class Progress:
         self.tokens += tokens
         return {"step": self.step, **numbers, "tokens": tokens, "seconds": seconds}
 
-    def judged(self, value: float, loss: float, higher_is_better: bool) -> bool:
+    def update_best(self, value: float, loss: float, higher_is_better: bool) -> bool:
         """Take note of a main metric; whether it is the best so far, of equal ones that with the lower loss.
 
         What is not a number never is.

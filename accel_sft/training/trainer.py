@@ -127,7 +127,7 @@ class Trainer:
             if self.config.resume != "auto" and self.accelerator.is_main_process:
                 for aside in checkpoint.undo_after(self.run_dir, self.progress.step):
                     self.tracker.say(f"{aside}: of a later step, put aside")
-            self.tracker.rewind(self.progress.step, judged=self.progress.evaluated_step == self.progress.step)
+            self.tracker.rewind(self.progress.step, evaluated=self.progress.evaluated_step == self.progress.step)
             other = checkpoint.differences(before, here)
             told = f"; written under another layout ({'; '.join(other)})" if other else ""
             self.tracker.say(f"resumed {path} at step {self.progress.step} of {self.plan.total_steps}{told}")
@@ -144,8 +144,10 @@ class Trainer:
         named = {field.name for field in dataclasses.fields(Batching)}  # an earlier version's may be others
         kept = Batching(**before["chosen"]) if same and before["chosen"].keys() == named else None
         accelerator, pad_token_id = self.accelerator, self.prepared.tokenizer.pad_token_id
-        some, judged = self.train_examples.some(), self.prepared.validation.kept
-        longest = [judged[int(judged.lengths.argmax())]] if len(judged) else []  # its loss is taken in the same layout
+        some, evaluated = self.train_examples.some(), self.prepared.validation.kept
+        longest = (
+            [evaluated[int(evaluated.lengths.argmax())]] if len(evaluated) else []
+        )  # its loss is taken in the same layout
         batching, told = choose_batching(
             accelerator, self.model, self.config, some, pad_token_id, before=kept, also=longest
         )
@@ -159,7 +161,7 @@ class Trainer:
         """
         self.stopping.deferred = True
         try:
-            self.judge_and_save()  # a run starts with a judgement, or was stopped before one
+            self.evaluate_and_save()  # a run starts with a judgement, or was stopped before one
             self.loop()
         except Interruption:
             self.save()
@@ -203,13 +205,13 @@ class Trainer:
                     self.on_step(record, self.train_step.batching)
                 profiler.step()
                 self.stop_if(signal)
-                self.judge_and_save()
+                self.evaluate_and_save()
 
-    def judge_and_save(self) -> None:
+    def evaluate_and_save(self) -> None:
         """The evaluation and the checkpoint that are due at this step, unless they were made."""
         progress, config = self.progress, self.config
-        judged = progress.step in (0, self.plan.total_steps) and config.eval_every != "off"
-        if progress.evaluated_step != progress.step and (judged or self.due(config.eval_every)):
+        evaluated = progress.step in (0, self.plan.total_steps) and config.eval_every != "off"
+        if progress.evaluated_step != progress.step and (evaluated or self.due(config.eval_every)):
             self.evaluate()
         if self.saved_step != progress.step and self.due(config.save_every):
             self.save()
@@ -247,7 +249,7 @@ class Trainer:
             progress.before = progress.latest
             return
         metrics = evaluation.metrics
-        if progress.judged(metrics[self.task.main_metric], metrics["eval_loss"], self.task.higher_is_better):
+        if progress.update_best(metrics[self.task.main_metric], metrics["eval_loss"], self.task.higher_is_better):
             self.export("best", evaluation)
 
     def export(self, name: str, evaluation: Evaluation | None = None) -> None:
