@@ -44,7 +44,7 @@ def time_parts(clock: Clock) -> None:
     from accel_sft.tracking import tracker as tracking
     from accel_sft.training import step as training_step
     from accel_sft.training import trainer
-    from accel_sft.training.state import Progress
+    from accel_sft.training.state import TrainState
 
     for owner, call, part in (
         (training_step, training_step.nll_sum, "forward"),
@@ -59,7 +59,7 @@ def time_parts(clock: Clock) -> None:
         (Batching, Batching.batch, "Batching.batch"),
         (trainer, trainer.reduce_step, "gather"),
         (tracking.Tracker, tracking.Tracker.system, "system readings"),
-        (Progress, Progress.counted, "record"),
+        (TrainState, TrainState.counted, "record"),
         (tracking.Tracker, tracking.Tracker.step, "Tracker.step"),
         (tracking.MetricsFile, tracking.MetricsFile.append, "metrics.jsonl"),
         (tracking.Dashboards, tracking.Dashboards.curves, "TensorBoard"),

@@ -7,7 +7,7 @@ import math
 
 
 @dataclasses.dataclass
-class Progress:
+class TrainState:
     """Counters and judgements up to `step` steps done.
 
     Attributes:

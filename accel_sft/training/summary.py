@@ -11,7 +11,7 @@ from accel_sft.launch import describe as record
 from accel_sft.models.load import compile_seconds
 from accel_sft.tracking.model_card import model_card
 from accel_sft.training.prepare import Prepared
-from accel_sft.training.state import Progress
+from accel_sft.training.state import TrainState
 
 
 def card(
@@ -35,18 +35,18 @@ def card(
     )
 
 
-def summary(config: TrainConfig, task_name: str, task: Task, progress: Progress, total_steps: int) -> dict[str, Any]:
+def summary(config: TrainConfig, task_name: str, task: Task, state: TrainState, total_steps: int) -> dict[str, Any]:
     """What is known of a finished run without asking a device or another rank."""
     return {
         "status": "complete",
         "task": task_name,
         "model": config.init_from or config.model,
-        "steps": progress.step,
-        "stopped_early": progress.step < total_steps,
-        "train_seconds": progress.seconds,
-        "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else None,
+        "steps": state.step,
+        "stopped_early": state.step < total_steps,
+        "train_seconds": state.seconds,
+        "tokens_per_second": state.tokens / state.seconds if state.seconds else None,
         **({"compile_seconds": compile_seconds()} if config.compile else {}),
-        "best": {"step": progress.best_step, task.main_metric: progress.best},
-        "before": progress.before,
-        "after": progress.latest,
+        "best": {"step": state.best_step, task.main_metric: state.best},
+        "before": state.before,
+        "after": state.latest,
     }

@@ -36,7 +36,7 @@ from accel_sft.tracking.tracker import Tracker
 from accel_sft.training import summary as outcome
 from accel_sft.training.optimizer import Stepper, adamw, learning_rate
 from accel_sft.training.prepare import Prepared
-from accel_sft.training.state import Progress
+from accel_sft.training.state import TrainState
 from accel_sft.training.step import TrainStep, reduce_step
 
 OnStep = Callable[[dict[str, float], Batching], None]
@@ -67,7 +67,7 @@ class Trainer:
         self.config, self.prepared, self.tracker = config, prepared, tracker
         self.plan: StepPlan = prepared.plan
         self.train_examples: TokenStore = prepared.train.kept
-        self.progress = Progress()
+        self.state = TrainState()
         self.health = Health(
             run_dir, config, accelerator.mixed_precision, tracker.say, writes=accelerator.is_main_process
         )
@@ -116,25 +116,25 @@ class Trainer:
             )
             for line in skipped:
                 self.tracker.say(line)
-        state = checkpoint.load(self.accelerator, self.model, self.optimizer, path) if path else {}
+        saved = checkpoint.load(self.accelerator, self.model, self.optimizer, path) if path else {}
         here = checkpoint.layout(self.accelerator)
-        before = state.get("layout", here)
-        self.train_step = self.new_train_step(state["batching"] if path and before == here else None)
+        before = saved.get("layout", here)
+        self.train_step = self.new_train_step(saved["batching"] if path and before == here else None)
         if path is None:
             self.tracker.rewind(0)
         else:
-            self.progress = Progress(**state["progress"])
+            self.state = TrainState(**saved["progress"])
             if self.config.resume != "auto" and self.accelerator.is_main_process:
-                for aside in checkpoint.undo_after(self.run_dir, self.progress.step):
+                for aside in checkpoint.undo_after(self.run_dir, self.state.step):
                     self.tracker.say(f"{aside}: of a later step, put aside")
-            self.tracker.rewind(self.progress.step, evaluated=self.progress.evaluated_step == self.progress.step)
+            self.tracker.rewind(self.state.step, evaluated=self.state.evaluated_step == self.state.step)
             other = checkpoint.differences(before, here)
             told = f"; written under another layout ({'; '.join(other)})" if other else ""
-            self.tracker.say(f"resumed {path} at step {self.progress.step} of {self.plan.total_steps}{told}")
-        self.health.rewind(self.progress.step)
+            self.tracker.say(f"resumed {path} at step {self.state.step} of {self.plan.total_steps}{told}")
+        self.health.rewind(self.state.step)
         self.tracker.phase("ready")
         self.tracker.phases()
-        self.saved_step = self.progress.step
+        self.saved_step = self.state.step
         if self.config.save_every != "off":
             hold_disk(self.accelerator, self.model, self.run_dir)
 
@@ -169,30 +169,30 @@ class Trainer:
 
     def loop(self) -> None:
         """Steps to the end, or until patience runs out or a signal comes."""
-        plan, stepper, progress, config = self.plan, self.stepper, self.progress, self.config
+        plan, stepper, state, config = self.plan, self.stepper, self.state, self.config
         self.model.train()
         with self.tracker.profiler() as profiler:
-            while progress.step < plan.total_steps and not self.out_of_patience():
+            while state.step < plan.total_steps and not self.out_of_patience():
                 started = time.perf_counter()
-                rows = plan.examples(progress.step)
+                rows = plan.examples(state.step)
                 tokens, supervised_tokens = int(plan.lengths[rows].sum()), int(plan.supervised[rows].sum())
-                rate = learning_rate(progress.step, plan.total_steps, config)
+                rate = learning_rate(state.step, plan.total_steps, config)
                 stepper.set_learning_rate(rate)
-                torch.manual_seed(plan.seed_of(progress.step, self.accelerator.process_index))  # dropout masks
+                torch.manual_seed(plan.seed_of(state.step, self.accelerator.process_index))  # dropout masks
                 examples = self.train_examples.take(rows.tolist())
-                share, oom = self.train_step.forward_backward(examples, supervised_tokens, progress.step + 1)
+                share, oom = self.train_step.forward_backward(examples, supervised_tokens, state.step + 1)
                 self.stopping.hold()
                 mine = share, oom, self.stopping.asked, self.tracker.system()
                 loss, oom, signal, system = reduce_step(self.accelerator, *mine)
                 if oom.tokens:
-                    self.train_step.retry_smaller(oom, progress.step + 1)
+                    self.train_step.retry_smaller(oom, state.step + 1)
                     continue
-                grad_norm = stepper.update(progress.step)
-                progress.step += 1
+                grad_norm = stepper.update(state.step)
+                state.step += 1
 
-                self.health.look(progress.step, loss, grad_norm, examples)
-                record = progress.counted(
-                    epoch=plan.epoch(progress.step),
+                self.health.look(state.step, loss, grad_norm, examples)
+                record = state.counted(
+                    epoch=plan.epoch(state.step),
                     loss=loss,
                     grad_norm=grad_norm,
                     learning_rate=rate,
@@ -209,17 +209,17 @@ class Trainer:
 
     def evaluate_and_save(self) -> None:
         """The evaluation and the checkpoint that are due at this step, unless they were made."""
-        progress, config = self.progress, self.config
-        evaluated = progress.step in (0, self.plan.total_steps) and config.eval_every != "off"
-        if progress.evaluated_step != progress.step and (evaluated or self.due(config.eval_every)):
+        state, config = self.state, self.config
+        evaluated = state.step in (0, self.plan.total_steps) and config.eval_every != "off"
+        if state.evaluated_step != state.step and (evaluated or self.due(config.eval_every)):
             self.evaluate()
-        if self.saved_step != progress.step and self.due(config.save_every):
+        if self.saved_step != state.step and self.due(config.save_every):
             self.save()
 
     def stop_if(self, signal: int) -> None:
         """Raise Interruption if there was a signal, which all ranks know of."""
         if signal:
-            raise Interruption(signal, self.progress.step)
+            raise Interruption(signal, self.state.step)
 
     def between_answers(self) -> None:
         """Let a signal end an evaluation, on all ranks, before its next batch of answers."""
@@ -228,34 +228,34 @@ class Trainer:
 
     def due(self, setting: str) -> bool:
         """Whether `--eval-every` or `--save-every` asks for it now."""
-        step = self.progress.step
+        step = self.state.step
         if setting == "epoch":
             return self.plan.ends_epoch(step)
         every = math.ceil(self.plan.total_steps / 4) if setting == "auto" else int(setting) if setting != "off" else 0
         return every > 0 and step % every == 0
 
     def out_of_patience(self) -> bool:
-        return self.config.patience is not None and self.progress.without_better >= self.config.patience
+        return self.config.patience is not None and self.state.without_better >= self.config.patience
 
     def evaluate(self) -> None:
         """Judge the weights as they are; keep them as best/ if the task's main metric says so."""
-        progress = self.progress
+        state = self.state
         self.tracker.peak()
         with torch.compiler.set_stance("force_eager"):  # answers grow by a token at a time, each another shape
             evaluation = self.evaluator(self.model, self.train_step.batching)
-        self.tracker.evaluation(progress.step, evaluation.metrics, evaluation.samples)
-        progress.latest, progress.evaluated_step = {**evaluation.metrics, **self.load_peaks}, progress.step
-        if progress.step == 0:
-            progress.before = progress.latest
+        self.tracker.evaluation(state.step, evaluation.metrics, evaluation.samples)
+        state.latest, state.evaluated_step = {**evaluation.metrics, **self.load_peaks}, state.step
+        if state.step == 0:
+            state.before = state.latest
             return
         metrics = evaluation.metrics
-        if progress.update_best(metrics[self.task.main_metric], metrics["eval_loss"], self.task.higher_is_better):
+        if state.update_best(metrics[self.task.main_metric], metrics["eval_loss"], self.task.higher_is_better):
             self.export("best", evaluation)
 
     def export(self, name: str, evaluation: Evaluation | None = None) -> None:
         """The weights as they are, with a card, for plain transformers or peft."""
-        after = evaluation.metrics if evaluation else self.progress.latest
-        card = outcome.card(self.config, self.task_name, self.task, self.prepared, self.progress.before, after)
+        after = evaluation.metrics if evaluation else self.state.latest
+        card = outcome.card(self.config, self.task_name, self.task, self.prepared, self.state.before, after)
         checkpoint.export(self.accelerator, self.model, self.prepared.tokenizer, self.run_dir / name, card)
 
     def save(self) -> None:
@@ -265,17 +265,17 @@ class Trainer:
             "chosen": dataclasses.asdict(self.train_step.batching),
         }  # measured, so it is kept (law 3)
         self.stopping.hold()
-        state = {"step": self.progress.step, "progress": dataclasses.asdict(self.progress), "batching": batching}
+        saved = {"step": self.state.step, "progress": dataclasses.asdict(self.state), "batching": batching}
         self.tracker.flush()
-        checkpoint.save(self.accelerator, self.model, self.optimizer, self.run_dir, state, self.config.keep_checkpoints)
-        self.saved_step = self.progress.step
+        checkpoint.save(self.accelerator, self.model, self.optimizer, self.run_dir, saved, self.config.keep_checkpoints)
+        self.saved_step = self.state.step
 
     def finalize(self) -> None:
         """Export final/, write result.json and report.md, and show before beside after."""
-        progress, accelerator = self.progress, self.accelerator
+        state, accelerator = self.state, self.accelerator
         self.export("final")
         result = {
-            **outcome.summary(self.config, self.task_name, self.task, progress, self.plan.total_steps),
+            **outcome.summary(self.config, self.task_name, self.task, state, self.plan.total_steps),
             **largest(self.tracker.peak()),
             "trained_parameters": self.trained_parameters,
             "steps_left_out": self.health.left_out(),
@@ -283,15 +283,13 @@ class Trainer:
             "phases": self.tracker.phases(),
         }
         if accelerator.is_main_process:
-            before, after = (read_samples(self.run_dir, step) for step in (0, progress.evaluated_step))
+            before, after = (read_samples(self.run_dir, step) for step in (0, state.evaluated_step))
             report.write_report(self.run_dir, result, before, after)
             write_result(self.run_dir, result)
             self.tracker.close()
             report.print_report(result, before, after, console=Console(file=terminal.terminal(), highlight=False))
-            best = f"best/ (step {progress.best_step}) and " if progress.best_step else ""
+            best = f"best/ (step {state.best_step}) and " if state.best_step else ""
             if left_out := result["steps_left_out"]:
-                self.tracker.say(
-                    f"{left_out} of {progress.step} steps were not finite and left out: {self.health.file}"
-                )
-            self.tracker.say(f"{self.run_dir}: weights in {best}final/ (step {progress.step}), numbers in report.md")
+                self.tracker.say(f"{left_out} of {state.step} steps were not finite and left out: {self.health.file}")
+            self.tracker.say(f"{self.run_dir}: weights in {best}final/ (step {state.step}), numbers in report.md")
         accelerator.wait_for_everyone()

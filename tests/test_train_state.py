@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from accel_sft.training.state import Progress
+from accel_sft.training.state import TrainState
 
 
 @pytest.mark.parametrize(
@@ -21,10 +21,10 @@ from accel_sft.training.state import Progress
 def test_the_best_is_the_first_of_the_best_with_the_lowest_loss(
     higher_is_better, values, losses, best_step, without_better
 ):
-    progress = Progress()
+    state = TrainState()
     told = []
-    for progress.step, (value, loss) in enumerate(zip(values, losses, strict=True), 1):
-        told.append(progress.update_best(value, loss, higher_is_better))
-    assert (progress.best_step, progress.without_better) == (best_step, without_better)
-    assert progress.best == values[best_step - 1]
+    for state.step, (value, loss) in enumerate(zip(values, losses, strict=True), 1):
+        told.append(state.update_best(value, loss, higher_is_better))
+    assert (state.best_step, state.without_better) == (best_step, without_better)
+    assert state.best == values[best_step - 1]
     assert told.index(True) <= best_step - 1
