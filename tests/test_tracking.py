@@ -457,7 +457,7 @@ def test_the_bar_shows_loss_metric_and_time_to_go(terminal):
     line.step(record(1, tokens_per_second=2000.0))
     line.evaluated({"accuracy": 0.95})
     assert re.match(r"1/200 ━+ loss 1\.333  accuracy 0\.950  2,000 tok/s  ETA -:--:--", rows(terminal)[-1])
-    line.say("a line above")
+    line.log("a line above")
     line.step(record(200, tokens_per_second=2000.0))
     line.close()
     drawn = rows(terminal)
@@ -501,7 +501,7 @@ with Tracker(accelerator, Path(sys.argv[1]), TrainConfig(), total_steps=1) as tr
     tracker.step({"step": 1, "loss": 1.0}, system)
     tracker.evaluation(1, {"eval_loss": 1.0}, [])
     tracker.rewind(1)
-    tracker.say("said once")
+    tracker.log("said once")
 accelerator.end_training()
 """
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}

@@ -60,8 +60,8 @@ def hold_memory(accelerator: Accelerator, model: torch.nn.Module, launch: Launch
     needed, free = (states + file) * launch.local_world_size, host.free_bytes()
     problem = (
         f"host memory: {launch.local_world_size} processes on this machine need at least {_gib(needed)} for optimizer "
-        f"states and checkpoints of {sum(sizes):,} trained parameters, and {_gib(free)} are free ({host.told()}); use "
-        "--adapter lora, a higher ZeRO stage over more machines, offload to nvme, or free memory"
+        f"states and checkpoints of {sum(sizes):,} trained parameters, and {_gib(free)} are free ({host.describe()}); "
+        "use --adapter lora, a higher ZeRO stage over more machines, offload to nvme, or free memory"
     )
     _agree(problem if free < needed and launch.environment.get("LOCAL_RANK", "0") == "0" else None)
 

@@ -135,7 +135,7 @@ def _run(
             terminal=terminal.terminal(),
         ) as tracker:
             for line in prepared.lines:
-                tracker.say(line)
+                tracker.log(line)
             tracker.phase("data")
             trainer = Trainer(accelerator, run_dir, task_name, task, config, prepared, tracker, stopping, on_step)
             with watch.closely():

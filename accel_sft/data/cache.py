@@ -54,9 +54,9 @@ def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
             os.utime(path)
         return path, about
     except sealed.Damaged as defect:
-        tell(f"{path}: damaged ({defect}); it is made again")
+        log(f"{path}: damaged ({defect}); it is made again")
     except OSError as error:
-        tell(f"{error.filename}: cannot be read ({error.strerror}); it is made again")
+        log(f"{error.filename}: cannot be read ({error.strerror}); it is made again")
     return None
 
 
@@ -132,7 +132,7 @@ def discard(kind: str, key: str) -> None:
             ) from None
 
 
-def tell(line: str) -> None:
+def log(line: str) -> None:
     """Say it at the terminal, once for all ranks."""
     from accel_sft.io.terminal import terminal
 

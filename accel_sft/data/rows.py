@@ -214,7 +214,7 @@ def _keep(places: _Held, key: str) -> _File | _Held:
         sealed.seal(made, {})
         cache.publish(made, "rows", key)
     except OSError as error:
-        cache.tell(f"{cache.where()}: rows cannot be kept here ({error.strerror}); they are checked on every start")
+        cache.log(f"{cache.where()}: rows cannot be kept here ({error.strerror}); they are checked on every start")
     finally:
         if made:
             shutil.rmtree(made, ignore_errors=True)

@@ -70,7 +70,7 @@ class SplitEncoder:
             if all(team.all(lambda: self._agrees(encoding, examples))):
                 encoding.told.append(f"{split}: {len(encoding.kept):,} examples, tokens from the cache")
                 return encoding
-            cache.tell(f"{folder}: not what the task makes of its rows now; it is made again")
+            cache.log(f"{folder}: not what the task makes of its rows now; it is made again")
             team.firsts(lambda: cache.discard(KIND, key))
         if len(examples) >= _ANNOUNCED and team.is_main:
             print(f"{split}: tokenizing {len(examples):,} examples, once", file=terminal(), flush=True)

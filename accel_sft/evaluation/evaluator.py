@@ -46,7 +46,7 @@ class Evaluator:
         encoded: the validation examples that can be used, by their index in `examples`.
         max_new_tokens: tokens generated at most; None: the longest answer's, its end-of-turn token included.
         between: called by every rank between two batches of answers; may end the evaluation by raising.
-        say: tells a line, on rank 0; by default at the terminal.
+        log: tells a line, on rank 0; by default at the terminal.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Evaluator:
         config: TrainConfig,
         max_new_tokens: int | None = None,
         between: Callable[[], None] = lambda: None,
-        say: Callable[[str], None] | None = None,
+        log: Callable[[str], None] | None = None,
     ) -> None:
-        self.say = say or (lambda line: print(wrapped(line), file=terminal()))
+        self.log = log or (lambda line: print(wrapped(line), file=terminal()))
         self.accelerator, self.tokenizer, self.task, self.examples = accelerator, tokenizer, task, examples
         self.answer_text = AnswerText(tokenizer)
         self.encoded = list(encoded[: config.eval_limit])
@@ -84,7 +84,7 @@ class Evaluator:
             with torch.no_grad():
                 eval_loss = self.loss(model, batching)
                 if self.generator.choose(model, self.encoded) and self.accelerator.is_main_process:
-                    self.say(self.generator.told)
+                    self.log(self.generator.told)
                 self.accelerator.wait_for_everyone()
                 started = time.perf_counter()
                 answers = self.generator(model, self.encoded)

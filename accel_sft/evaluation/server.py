@@ -58,7 +58,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
         self._log, self._earlier = log, log.stat().st_size if log.exists() else 0
 
     def __enter__(self) -> Server:
-        self._say(f"starting {self._words[0]}; its log: {self._log}")
+        self._print(f"starting {self._words[0]}; its log: {self._log}")
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "accel_sft.evaluation.supervise", *self._words],
@@ -98,10 +98,10 @@ class Server(contextlib.AbstractContextManager["Server"]):
             if now - started > START_SECONDS:
                 raise self._failure(f"was not ready after {START_SECONDS:.0f} s")
             if now - told > TELL_SECONDS:
-                self._say(f"not ready after {now - started:.0f} s")
+                self._print(f"not ready after {now - started:.0f} s")
                 told = now
             time.sleep(0.2)
-        self._say(f"ready after {time.monotonic() - started:.0f} s")
+        self._print(f"ready after {time.monotonic() - started:.0f} s")
 
     def answers(
         self, pool: ThreadPoolExecutor, request: dict[str, Any], examples: Sequence[Encoded]
@@ -122,7 +122,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
                 future.result()
                 if time.monotonic() - told > TELL_SECONDS:
                     told = time.monotonic()
-                    self._say(f"{done} of {len(asked)} answers")
+                    self._print(f"{done} of {len(asked)} answers")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -158,7 +158,7 @@ class Server(contextlib.AbstractContextManager["Server"]):
         told = [*dict.fromkeys(causes[-LAST_LINES:]), "...", *last] if causes else last
         return UserError("\n    ".join([f"{self._name} {what}; the end of its log, {self._log}:", *told]))
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print(f"{self._name}: {text}", file=terminal(), flush=True)
 
 

@@ -23,7 +23,7 @@ def free_bytes() -> int:
     return min([psutil.virtual_memory().available, *(limit - used for limit, used in _containers())])
 
 
-def told() -> str:
+def describe() -> str:
     """Free host memory, and containers' limits and kills, in words."""
     import psutil
 

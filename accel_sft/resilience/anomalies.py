@@ -27,15 +27,15 @@ class Health:
 
     Args:
         precision: the launch's; under fp16 gradients overflow while the scale of the loss is found.
-        say: tells a line.
+        log: tells a line.
         writes: whether this rank writes the file.
     """
 
     def __init__(
-        self, run_dir: Path, config: TrainConfig, precision: str, say: Callable[[str], None], writes: bool
+        self, run_dir: Path, config: TrainConfig, precision: str, log: Callable[[str], None], writes: bool
     ) -> None:
         self.file, self.config, self.precision = run_dir / FILE, config, precision
-        self.say, self.writes = say, writes
+        self.log, self.writes = log, writes
         self._losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
         self._in_a_row = 0
 
@@ -64,7 +64,7 @@ class Health:
         self._in_a_row = 0
         if self._is_spike(loss):
             usual = statistics.median(self._losses)
-            self.say(f"step {step}: the loss is {loss:.4g}, {usual:.4g} being usual; examples {_listed(examples)}")
+            self.log(f"step {step}: the loss is {loss:.4g}, {usual:.4g} being usual; examples {_listed(examples)}")
         self._losses.append(loss)
 
     def _not_finite(self, step: int, loss: float, grad_norm: float, examples: Sequence[Any]) -> None:
@@ -83,7 +83,7 @@ class Health:
         if self._in_a_row >= MOST_IN_A_ROW:
             cause = "no example but the weights may be at fault"
             raise UserError(f"{told}; that was the {MOST_IN_A_ROW}th in a row (all in {self.file}): {cause}; {anew}")
-        self.say(f"{told} (all in {self.file}); left out")
+        self.log(f"{told} (all in {self.file}); left out")
 
     def _is_spike(self, loss: float) -> bool:
         if len(self._losses) < FEWEST:

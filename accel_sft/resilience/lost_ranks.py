@@ -36,7 +36,8 @@ def lost_ranks(attempt: Path | None) -> str:
     names = " and ".join(f"rank {first + number}" for number in lost)
     signals = {code & 0x7F for code in ended if code is not None}
     if signals <= {signal.SIGKILL}:
-        return f"{names} was killed (signal 9, as the system does when memory runs out); host memory now: {host.told()}"
+        memory = host.describe()
+        return f"{names} was killed (signal 9, as the system does when memory runs out); host memory now: {memory}"
     if signals == {0}:
         return f"{names} ended without a word"
     told = " and ".join(signal.Signals(number).name for number in sorted(signals - {0}))

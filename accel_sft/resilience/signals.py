@@ -97,7 +97,7 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
     def hold(self) -> None:
         """End now if the launcher is gone: to be called before anything is written."""
         if self._launcher is not None and os.getppid() != self._launcher and not self.asked:
-            _tell("the launcher is gone: this rank ends without writing anything more\n")
+            _log("the launcher is gone: this rank ends without writing anything more\n")
             os._exit(GONE)
 
     def failing(self) -> None:
@@ -127,7 +127,7 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
             begun = begun or self.deferred
             for number, then in came.items():
                 if not (begun or self.asked) and time.monotonic() - then > DEAF_SECONDS:
-                    _tell(f"rank {os.environ.get('RANK', '0')}: {signal.Signals(number).name} amid the start: ended\n")
+                    _log(f"rank {os.environ.get('RANK', '0')}: {signal.Signals(number).name} amid the start: ended\n")
                     os._exit(128 + number)
             self.hold()
 
@@ -138,10 +138,10 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
         if not self.deferred:
             raise KeyboardInterrupt(f"interrupted by {signal.Signals(number).name}")
         if os.environ.get("RANK", "0") == "0":
-            _tell(_DEFERRED.format(name=signal.Signals(number).name))
+            _log(_DEFERRED.format(name=signal.Signals(number).name))
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     """At the terminal, from wherever the program is: print() could be amid another print()."""
     with contextlib.suppress(OSError, ValueError):
         os.write(terminal().fileno(), line.encode())

@@ -46,7 +46,7 @@ class ProgressLine:
         self._drawn = 0.0
         self._first: tuple[int, float] | None = None
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A line of its own, above the bar."""
         if self.live:
             self._console.print(wrapped(text), markup=False, soft_wrap=True)
@@ -62,7 +62,7 @@ class ProgressLine:
         last = self.done >= self.total_steps
         if not self.live:
             if self.done % self.log_every == 0 or last:
-                self.say(self._plain(record, now))
+                self.log(self._plain(record, now))
         elif last or now - self._drawn >= SECONDS_BETWEEN_DRAWS:
             self._draw(now)
 

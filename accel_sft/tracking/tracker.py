@@ -48,7 +48,7 @@ class Tracker:
         total_steps: optimizer steps of the whole run.
         start_step: steps done before this start.
         main_metric: the metric shown in the bar; by default the first one evaluated.
-        terminal: the stream of the bar and of `say`; standard output by default.
+        terminal: the stream of the bar and of `log`; standard output by default.
     Raises:
         UserError: `config.tracker` names a tracker that Accelerate does not know or that is not installed.
     """
@@ -80,10 +80,10 @@ class Tracker:
         self._writes = accelerator.is_main_process
         if self._writes:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._dashboards = Dashboards(names if self._writes else (), self.run_dir, config.as_dict(), self.say)
+        self._dashboards = Dashboards(names if self._writes else (), self.run_dir, config.as_dict(), self.log)
         self._show_settings()
         if self._system.problem:
-            self.say(self._system.problem)
+            self.log(self._system.problem)
 
     def __enter__(self) -> Tracker:
         return self
@@ -91,10 +91,10 @@ class Tracker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A line above the bar, on rank 0."""
         if self._writes:
-            self._line.say(text)
+            self._line.log(text)
 
     def phase(self, name: str) -> None:
         """Note this rank's memory and age at the end of a start-up phase; every rank notes the same names."""
@@ -182,7 +182,7 @@ class Tracker:
             if len(told := f"{line}  {key} {shown(quality[key])}") > _LINE:
                 break  # the rest is in metrics.jsonl, the curves and the report
             line = told
-        self.say(line)
+        self.log(line)
 
     def flush(self) -> None:
         """See every line on the disk, hand all curves to the system. To be called before a checkpoint: a resume from
@@ -202,7 +202,7 @@ class Tracker:
         kept = step if step > 0 else -1
         unreadable, again = self._metrics.rewind(kept, evaluated)
         if unreadable:
-            self.say(f"{self._metrics.path}: {unreadable} unreadable lines dropped")
+            self.log(f"{self._metrics.path}: {unreadable} unreadable lines dropped")
         for samples in self.run_dir.glob("samples/step-*.jsonl"):
             if int(samples.stem.removeprefix("step-")) > kept - (again is not None):
                 samples.unlink()
@@ -228,9 +228,9 @@ class Tracker:
         ) as profiler:
             yield profiler
         if list(folder.glob(f"{worker}.*")):
-            self.say(f"profile: {folder} (open its files in ui.perfetto.dev or chrome://tracing)")
+            self.log(f"profile: {folder} (open its files in ui.perfetto.dev or chrome://tracing)")
         else:
-            self.say("profile: nothing was traced, it begins with the third step")
+            self.log("profile: nothing was traced, it begins with the third step")
 
     def peak(self) -> dict[str, float | None]:
         """This rank's largest memory so far in GiB; the device's is None without CUDA.

@@ -44,15 +44,15 @@ class Dashboards:
         names: checked by `tracker_names`.
         run_dir: TensorBoard's events lie directly in it, so that `--logdir runs` shows its name.
         settings: the run's options, recorded as text.
-        say: where a failing service is reported.
+        log: where a failing service is reported.
     Raises:
         UserError: a service does not start (no login, no network).
     """
 
     def __init__(
-        self, names: Sequence[str], run_dir: Path, settings: Mapping[str, Any], say: Callable[[str], None]
+        self, names: Sequence[str], run_dir: Path, settings: Mapping[str, Any], log: Callable[[str], None]
     ) -> None:
-        self._run_dir, self._say = run_dir, say
+        self._run_dir, self._log = run_dir, log
         self._writer: Any = None  # torch.utils.tensorboard.SummaryWriter
         self._others: list[GeneralTracker] = []
         arguments = {
@@ -120,7 +120,7 @@ class Dashboards:
             call()
         except Exception as error:  # noqa: BLE001 - another service's failure must not end the training
             self._others.remove(tracker)
-            self._say(f"--tracker {tracker.name}: {type(error).__name__}: {error}; nothing more is sent there")
+            self._log(f"--tracker {tracker.name}: {type(error).__name__}: {error}; nothing more is sent there")
 
 
 def _tensorboard(run_dir: Path) -> Any:

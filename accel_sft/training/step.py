@@ -50,7 +50,7 @@ class TrainStep:
 
     Args:
         run_dir: the run to go on with, where an error says how.
-        say: tells a line.
+        log: tells a line.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class TrainStep:
         batching: Batching,
         pad_token_id: int,
         run_dir: Path,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         self.accelerator, self.model, self.stepper = accelerator, model, stepper
-        self.pad_token_id, self.run_dir, self.say = pad_token_id, run_dir, say
+        self.pad_token_id, self.run_dir, self.log = pad_token_id, run_dir, log
         if most := _most_tokens(run_dir):
             batching = _at_most(batching, most if batching.rows else min(batching.tokens, most))
         self.batching = batching
@@ -110,7 +110,7 @@ class TrainStep:
         """Have the step repeated, and the next ones done, in forwards of half the size: the same mathematics."""
         self.stepper.discard_gradients()
         self.batching = _at_most(self.batching, oom.tokens // 2)
-        self.say(
+        self.log(
             f"step {step}: {oom}; the step is repeated with at most {self.batching.tokens:,} tokens a forward, "
             "as are the next"
         )

@@ -69,7 +69,7 @@ class Trainer:
         self.train_examples: TokenStore = prepared.train.kept
         self.state = TrainState()
         self.health = Health(
-            run_dir, config, accelerator.mixed_precision, tracker.say, writes=accelerator.is_main_process
+            run_dir, config, accelerator.mixed_precision, tracker.log, writes=accelerator.is_main_process
         )
         self.batching_asked = [config.batching, config.micro_batch_size]
 
@@ -82,7 +82,7 @@ class Trainer:
             total_steps=self.plan.total_steps,
         )
         if prepared.source.adapter and config.adapter == "none":
-            tracker.say(
+            tracker.log(
                 "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
             )
         if config.compile:
@@ -104,7 +104,7 @@ class Trainer:
             config,
             prepared.longest_answer,
             self.between_answers,
-            tracker.say,
+            tracker.log,
         )
 
     def resume(self) -> None:
@@ -115,7 +115,7 @@ class Trainer:
                 self.accelerator, lambda: checkpoint.newest(self.run_dir, self.config.resume)
             )
             for line in skipped:
-                self.tracker.say(line)
+                self.tracker.log(line)
         saved = checkpoint.load(self.accelerator, self.model, self.optimizer, path) if path else {}
         here = checkpoint.layout(self.accelerator)
         before = saved.get("layout", here)
@@ -126,11 +126,11 @@ class Trainer:
             self.state = TrainState(**saved["progress"])
             if self.config.resume != "auto" and self.accelerator.is_main_process:
                 for aside in checkpoint.undo_after(self.run_dir, self.state.step):
-                    self.tracker.say(f"{aside}: of a later step, put aside")
+                    self.tracker.log(f"{aside}: of a later step, put aside")
             self.tracker.rewind(self.state.step, evaluated=self.state.evaluated_step == self.state.step)
             other = checkpoint.differences(before, here)
             told = f"; written under another layout ({'; '.join(other)})" if other else ""
-            self.tracker.say(f"resumed {path} at step {self.state.step} of {self.plan.total_steps}{told}")
+            self.tracker.log(f"resumed {path} at step {self.state.step} of {self.plan.total_steps}{told}")
         self.health.rewind(self.state.step)
         self.tracker.phase("ready")
         self.tracker.phases()
@@ -151,8 +151,8 @@ class Trainer:
         batching, told = choose_batching(
             accelerator, self.model, self.config, some, pad_token_id, before=kept, also=longest
         )
-        self.tracker.say(told)
-        return TrainStep(accelerator, self.model, self.stepper, batching, pad_token_id, self.run_dir, self.tracker.say)
+        self.tracker.log(told)
+        return TrainStep(accelerator, self.model, self.stepper, batching, pad_token_id, self.run_dir, self.tracker.log)
 
     def train(self) -> None:
         """The loop: learn from one global batch, look, evaluate, save. A signal ends it in order.
@@ -290,6 +290,6 @@ class Trainer:
             report.print_report(result, before, after, console=Console(file=terminal.terminal(), highlight=False))
             best = f"best/ (step {state.best_step}) and " if state.best_step else ""
             if left_out := result["steps_left_out"]:
-                self.tracker.say(f"{left_out} of {state.step} steps were not finite and left out: {self.health.file}")
-            self.tracker.say(f"{self.run_dir}: weights in {best}final/ (step {state.step}), numbers in report.md")
+                self.tracker.log(f"{left_out} of {state.step} steps were not finite and left out: {self.health.file}")
+            self.tracker.log(f"{self.run_dir}: weights in {best}final/ (step {state.step}), numbers in report.md")
         accelerator.wait_for_everyone()

@@ -87,8 +87,8 @@ def test_a_containers_limit_counts_and_what_the_system_would_give_back_does_not(
     }
     monkeypatch.setattr(host, "SYSTEM", control_groups(tmp_path, ["0::/job/step"], files))
     assert host.free_bytes() == GIB // 2 + GIB // 4
-    assert "0.2 of the container's 1.0 GiB used" in host.told()
-    assert host.told().endswith("3 processes killed for it so far")
+    assert "0.2 of the container's 1.0 GiB used" in host.describe()
+    assert host.describe().endswith("3 processes killed for it so far")
 
 
 def test_the_first_version_of_control_groups_counts_too_where_only_its_root_is_seen(tmp_path, monkeypatch):
