@@ -20,7 +20,7 @@ MOMENTS, COPY, GRADIENT = 8, 4, 4
 """Bytes of a trained parameter's element in float32: AdamW's two moments, a copy of the weight, its gradient."""
 
 
-def hold_disk(accelerator: Accelerator, model: torch.nn.Module, run_dir: Path) -> None:
+def check_disk(accelerator: Accelerator, model: torch.nn.Module, run_dir: Path) -> None:
     """See that a checkpoint of this model has room on the disk.
 
     Raises:
@@ -37,7 +37,7 @@ def hold_disk(accelerator: Accelerator, model: torch.nn.Module, run_dir: Path) -
     _agree(problem)
 
 
-def hold_memory(accelerator: Accelerator, model: torch.nn.Module, launch: Launch) -> None:
+def check_host_memory(accelerator: Accelerator, model: torch.nn.Module, launch: Launch) -> None:
     """See that host memory takes what this machine's ranks will put there: optimizer states that are offloaded, or on a
     CPU all of them, and what a checkpoint's files are copied to. To be called before the first of it is made.
 

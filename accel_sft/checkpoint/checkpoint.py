@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
-from accel_sft.checkpoint.capacity import hold_disk
+from accel_sft.checkpoint.capacity import check_disk
 from accel_sft.io import manifest as sealed
 from accel_sft.io.files import abandoned, write_atomically
 from accel_sft.io.heartbeat import beat
@@ -77,7 +77,7 @@ def save(
         keep: newest checkpoints left.
     """
     target = run_dir / "checkpoints" / f"step-{state['step']:06d}"
-    hold_disk(accelerator, model, run_dir)
+    check_disk(accelerator, model, run_dir)
     about = {**state, "layout": layout(accelerator), "loss_scale": shards.loss_scale(accelerator, model)}
     with replacing(accelerator, target) as partial:
         shards.write(accelerator, model, optimizer, partial)

@@ -94,7 +94,7 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
         if self._before and self._launcher is not None:
             signal.set_wakeup_fd(-1)
 
-    def hold(self) -> None:
+    def exit_if_orphaned(self) -> None:
         """End now if the launcher is gone: to be called before anything is written."""
         if self._launcher is not None and os.getppid() != self._launcher and not self.asked:
             _log("the launcher is gone: this rank ends without writing anything more\n")
@@ -105,7 +105,7 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
 
         The launcher that misses one rank sends the others SIGTERM within a tenth of a second.
         """
-        self.hold()
+        self.exit_if_orphaned()
         if self._before and self._launcher is not None:
             self._failing = True
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -129,7 +129,7 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
                 if not (begun or self.asked) and time.monotonic() - then > DEAF_SECONDS:
                     _log(f"rank {os.environ.get('RANK', '0')}: {signal.Signals(number).name} amid the start: ended\n")
                     os._exit(128 + number)
-            self.hold()
+            self.exit_if_orphaned()
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         if self.asked:

@@ -18,7 +18,7 @@ from accel_sft.api.task import Task
 from accel_sft.batching.autotune import choose_batching
 from accel_sft.batching.layouts import Batching
 from accel_sft.checkpoint import checkpoint
-from accel_sft.checkpoint.capacity import hold_disk, hold_memory
+from accel_sft.checkpoint.capacity import check_disk, check_host_memory
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.token_store import TokenStore
 from accel_sft.evaluation.evaluator import Evaluation, Evaluator
@@ -91,7 +91,7 @@ class Trainer:
         self.load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
         self.trained_parameters = trainable_parameters(model)
         optimizer = adamw(model, config)
-        hold_memory(accelerator, model, read_launch())
+        check_host_memory(accelerator, model, read_launch())
         self.model, self.optimizer = launch.prepare(accelerator, model, optimizer, config)
         tracker.phase("sharded")
         self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm)
@@ -136,7 +136,7 @@ class Trainer:
         self.tracker.phases()
         self.saved_step = self.state.step
         if self.config.save_every != "off":
-            hold_disk(self.accelerator, self.model, self.run_dir)
+            check_disk(self.accelerator, self.model, self.run_dir)
 
     def new_train_step(self, before: dict[str, Any] | None) -> TrainStep:
         """Rows laid out as before the run stopped, unless asked for otherwise now; else what is exact and fast here."""
@@ -181,7 +181,7 @@ class Trainer:
                 torch.manual_seed(plan.seed_of(state.step, self.accelerator.process_index))  # dropout masks
                 examples = self.train_examples.take(rows.tolist())
                 share, oom = self.train_step.forward_backward(examples, supervised_tokens, state.step + 1)
-                self.stopping.hold()
+                self.stopping.exit_if_orphaned()
                 mine = share, oom, self.stopping.asked, self.tracker.system()
                 loss, oom, signal, system = reduce_step(self.accelerator, *mine)
                 if oom.tokens:
@@ -264,7 +264,7 @@ class Trainer:
             "asked": self.batching_asked,
             "chosen": dataclasses.asdict(self.train_step.batching),
         }  # measured, so it is kept (law 3)
-        self.stopping.hold()
+        self.stopping.exit_if_orphaned()
         saved = {"step": self.state.step, "progress": dataclasses.asdict(self.state), "batching": batching}
         self.tracker.flush()
         checkpoint.save(self.accelerator, self.model, self.optimizer, self.run_dir, saved, self.config.keep_checkpoints)

@@ -25,10 +25,10 @@ GIB = 2**30
 
 def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1024, 1024)
-    room.hold_disk(accelerator, model, tmp_path)
+    room.check_disk(accelerator, model, tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=70 << 20))
     with pytest.raises(UserError, match=r"a checkpoint takes 0.07 GiB, and 0.07 GiB of the disk are free; free space"):
-        room.hold_disk(accelerator, model, tmp_path)
+        room.check_disk(accelerator, model, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,12 @@ def test_states_that_host_memory_cannot_take_are_not_begun(yaml, world_size, byt
     launch = seen_by_a_rank(CONFIGS / f"{yaml}.yaml", world_size=world_size)
     monkeypatch.setattr(model, "bias", None)
     monkeypatch.setattr(host, "free_bytes", lambda: bytes_each * 999_000)
-    room.hold_memory(accelerator, model, launch)
+    room.check_host_memory(accelerator, model, launch)
     monkeypatch.setattr(host, "free_bytes", lambda: bytes_each * 999_000 - 1)
     with pytest.raises(
         UserError, match=r"host memory: 2 processes on this machine need at least 0.0\d GiB for optimizer"
     ):
-        room.hold_memory(accelerator, model, launch)
+        room.check_host_memory(accelerator, model, launch)
 
 
 def test_a_checkpoints_files_take_no_more_than_one_of_them_and_the_largest_parameter(monkeypatch):
@@ -56,10 +56,10 @@ def test_a_checkpoints_files_take_no_more_than_one_of_them_and_the_largest_param
     more = torch.nn.ModuleList([model, *(torch.nn.Linear(1000, 999, bias=False) for _ in range(99))])
     needed = 8 * (1000 + 12 * 999_000 / 8)
     monkeypatch.setattr(host, "free_bytes", lambda: needed)
-    room.hold_memory(accelerator, more, launch)
+    room.check_host_memory(accelerator, more, launch)
     monkeypatch.setattr(host, "free_bytes", lambda: needed - 1)
     with pytest.raises(UserError, match="8 processes on this machine"):
-        room.hold_memory(accelerator, more, launch)
+        room.check_host_memory(accelerator, more, launch)
 
 
 def control_groups(tmp_path, lines, files):
