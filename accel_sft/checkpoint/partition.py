@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Run(NamedTuple):
+class Span(NamedTuple):
     """Elements `start` to `start + size` of the flattened parameter `name`, from `offset` on in what holds them."""
 
     name: str
@@ -23,7 +23,7 @@ class Run(NamedTuple):
     size: int
 
 
-class Held(NamedTuple):
+class Partition(NamedTuple):
     """A tensor that the optimizer steps, and what of which parameters it holds.
 
     Attributes:
@@ -32,7 +32,7 @@ class Held(NamedTuple):
     """
 
     tensor: torch.Tensor
-    runs: list[Run]
+    spans: list[Span]
     optimizer: Any
     written: bool = True
 
@@ -51,7 +51,9 @@ class Held(NamedTuple):
             self.state[key] = torch.zeros_like(self.tensor.detach(), dtype=dtype)
 
 
-def held_by(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, writing: bool = False) -> Iterator[Held]:
+def partitions(
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, writing: bool = False
+) -> Iterator[Partition]:
     """What this rank has. With `writing`, changes made between two items are carried on to the weights that compute."""
     names = {id(p): name for name, p in accelerator.unwrap_model(model).named_parameters() if p.requires_grad}
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
@@ -68,13 +70,13 @@ def held_by(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, wr
         yield from _of_parameters(accelerator, zero, names)
 
 
-def _of_parameters(accelerator: Accelerator, optimizer: Any, names: dict[int, str]) -> Iterator[Held]:
+def _of_parameters(accelerator: Accelerator, optimizer: Any, names: dict[int, str]) -> Iterator[Partition]:
     """A torch optimizer steps the parameters themselves, whole, or as FSDP's shards of their first dimension."""
     inner = getattr(optimizer, "optimizer", optimizer)
     for number, parameter in enumerate(p for group in inner.param_groups for p in group["params"]):
         sharded = hasattr(parameter, "placements")
-        run = Run(names[id(parameter)], _first_element(parameter) if sharded else 0, 0, flat(parameter).numel())
-        yield Held(parameter, [run] if run.size else [], inner, sharded or _turn(accelerator, number))
+        span = Span(names[id(parameter)], _first_element(parameter) if sharded else 0, 0, flat(parameter).numel())
+        yield Partition(parameter, [span] if span.size else [], inner, sharded or _turn(accelerator, number))
 
 
 def _first_element(parameter: Any) -> int:
@@ -87,12 +89,12 @@ def _first_element(parameter: Any) -> int:
 
 def _of_stage_0_with_copies(
     accelerator: Accelerator, zero: Any, names: dict[int, str], writing: bool
-) -> Iterator[Held]:
+) -> Iterator[Partition]:
     """In half precision DeepSpeed's stage 0 steps a float32 copy of each parameter."""
     pairs = zip(itertools.chain(*zero.fp16_groups), itertools.chain(*zero.fp32_groups), strict=True)
     for number, (parameter, copy) in enumerate(pairs):
-        run = Run(names[id(parameter)], 0, 0, copy.numel())
-        yield Held(copy, [run], zero.optimizer, _turn(accelerator, number))
+        span = Span(names[id(parameter)], 0, 0, copy.numel())
+        yield Partition(copy, [span], zero.optimizer, _turn(accelerator, number))
         if writing:
             parameter.data.copy_(copy.data)
 
@@ -101,20 +103,20 @@ def _turn(accelerator: Accelerator, number: int) -> bool:
     return number % accelerator.num_processes == accelerator.process_index
 
 
-def _of_stages_1_and_2(zero: Any, names: dict[int, str], writing: bool) -> Iterator[Held]:
+def _of_stages_1_and_2(zero: Any, names: dict[int, str], writing: bool) -> Iterator[Partition]:
     """A rank steps one stretch of each group of parameters that were put one after the other."""
     for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
-        runs = []
+        spans = []
         for parameter in parameters:
             if (mapping := parameter._hp_mapping) is not None:
                 there, here = mapping.lp_fragment_address, mapping.hp_fragment_address
-                runs.append(Run(names[id(parameter)], there.start, here.start, there.numel))
-        yield Held(flat, runs, zero.optimizer)
+                spans.append(Span(names[id(parameter)], there.start, here.start, there.numel))
+        yield Partition(flat, spans, zero.optimizer)
     if writing:
         zero.update_lp_params()
 
 
-def _of_stage_3(accelerator: Accelerator, zero: Any, names: dict[int, str], writing: bool) -> Iterator[Held]:
+def _of_stage_3(accelerator: Accelerator, zero: Any, names: dict[int, str], writing: bool) -> Iterator[Partition]:
     """A rank steps its part of every parameter, padded to the same size everywhere; NVMe has it on a disk meanwhile."""
     if writing:
         zero._partition_all_parameters()
@@ -122,13 +124,13 @@ def _of_stage_3(accelerator: Accelerator, zero: Any, names: dict[int, str], writ
         on_disk = zero._swappable_optimizer_subgroup(number)
         if on_disk:
             zero._optimizer_states_and_gradient_swap_in(number)
-        runs = []
+        spans = []
         for parameter in parameters:
             _, offset, size = zero.grad_position[zero.get_param_id(parameter)]
             start = size * accelerator.process_index
             if (real := min(size, parameter.ds_numel - start)) > 0:
-                runs.append(Run(names[id(parameter)], start, offset, real))
-        yield Held(zero.fp32_partitioned_groups_flat[number], runs, zero.optimizer)
+                spans.append(Span(names[id(parameter)], start, offset, real))
+        yield Partition(zero.fp32_partitioned_groups_flat[number], spans, zero.optimizer)
         if writing:
             zero._reassign_or_swap_out_partitioned_parameters(number)
         if on_disk and writing:

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from accel_sft.api.errors import UserError
-from accel_sft.checkpoint.partition import MOMENTS, Run, flat, held_by
+from accel_sft.checkpoint.partition import MOMENTS, Span, flat, partitions
 from accel_sft.io import manifest as sealed
 from accel_sft.io.heartbeat import beat
 
@@ -46,16 +46,19 @@ def write(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, fold
             count, size = count + 1, 0
             parts.clear()
 
-    for held in held_by(accelerator, model, optimizer):
-        for run in held.runs if held.written else []:
-            kinds = {"weights": held.tensor, **{key: held.state[key] for key in MOMENTS if key in held.state}}
+    for partition in partitions(accelerator, model, optimizer):
+        for span in partition.spans if partition.written else []:
+            kinds = {
+                "weights": partition.tensor,
+                **{key: partition.state[key] for key in MOMENTS if key in partition.state},
+            }
             for kind, tensor in kinds.items():
-                part = flat(tensor)[run.offset : run.offset + run.size]
+                part = flat(tensor)[span.offset : span.offset + span.size]
                 # what is read from a disk for a moment only, and what is not in host memory, is copied
-                parts[_key(kind, run)] = part.to("cpu", copy=True)
+                parts[_key(kind, span)] = part.to("cpu", copy=True)
                 size += part.numel() * part.element_size()
-            if "step" in held.state:
-                parts[_key("step", run)] = torch.tensor([float(held.state["step"])], dtype=torch.float64)
+            if "step" in partition.state:
+                parts[_key("step", span)] = torch.tensor([float(partition.state["step"])], dtype=torch.float64)
             if size >= FILE_BYTES:
                 put()
     if accelerator.is_main_process:
@@ -70,19 +73,19 @@ def read(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, folde
         UserError: it does not have all of this model's trained parameters.
     """
     stored, counted = _Stored(folder), set()
-    for held in held_by(accelerator, model, optimizer, writing=True):
-        steps = {run: stored.step(run) for run in held.runs}
-        for run in held.runs:
-            stored.copy("weights", run, held.tensor)
+    for partition in partitions(accelerator, model, optimizer, writing=True):
+        steps = {span: stored.step(span) for span in partition.spans}
+        for span in partition.spans:
+            stored.copy("weights", span, partition.tensor)
         if any(steps.values()):
             made = int(max(filter(None, steps.values())))
-            held.begin_state(made)
-            if hasattr(held.optimizer, "ds_opt_adam") and id(held.optimizer) not in counted:
-                counted.add(id(held.optimizer))
-                _count_up(held.optimizer, made)
-        for run in filter(steps.get, held.runs):
+            partition.begin_state(made)
+            if hasattr(partition.optimizer, "ds_opt_adam") and id(partition.optimizer) not in counted:
+                counted.add(id(partition.optimizer))
+                _count_up(partition.optimizer, made)
+        for span in filter(steps.get, partition.spans):
             for key in MOMENTS:
-                stored.copy(key, run, held.state[key])
+                stored.copy(key, span, partition.state[key])
     _set_allocations(accelerator.unwrap_model(model), stored)
 
 
@@ -144,7 +147,7 @@ def _deepspeed_scaler(accelerator: Accelerator, model: Any) -> Any:
 
 
 class _Stored:
-    """The runs of all files of a checkpoint."""
+    """The spans of all files of a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         from safetensors import safe_open
@@ -158,20 +161,20 @@ class _Stored:
                 size = file.get_slice(key).get_shape()[0]
                 self.places.setdefault((kind, name), {})[int(start)] = (size, file, key)
 
-    def copy(self, kind: str, run: Run, into: torch.Tensor) -> None:
-        """Into the run's place in a tensor."""
+    def copy(self, kind: str, span: Span, into: torch.Tensor) -> None:
+        """Into the span's place in a tensor."""
         beat()
-        target, found = flat(into)[run.offset : run.offset + run.size], 0
-        for start, (size, file, key) in self.places.get((kind, run.name), {}).items():
-            begin, end = max(start, run.start), min(start + size, run.start + run.size)
+        target, found = flat(into)[span.offset : span.offset + span.size], 0
+        for start, (size, file, key) in self.places.get((kind, span.name), {}).items():
+            begin, end = max(start, span.start), min(start + size, span.start + span.size)
             if begin < end:
                 part = file.get_slice(key)[begin - start : end - start]
-                target[begin - run.start : end - run.start].copy_(part)
+                target[begin - span.start : end - span.start].copy_(part)
                 found += end - begin
-        if found != run.size:
+        if found != span.size:
             raise UserError(
-                f"{self.folder}: {kind} of {found:,} of {run.size:,} elements of {run.name} are there: the checkpoint "
-                "is of another model or version; start a new run from its final weights with --init-from"
+                f"{self.folder}: {kind} of {found:,} of {span.size:,} elements of {span.name} are there: the "
+                "checkpoint is of another model or version; start a new run from its final weights with --init-from"
             )
 
     def whole(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -180,11 +183,11 @@ class _Stored:
             if stored == kind:
                 yield from ((name, file.get_tensor(key)) for _, file, key in places.values())
 
-    def step(self, run: Run) -> float | None:
+    def step(self, span: Span) -> float | None:
         """How often the optimizer had stepped the parameter; None: never."""
-        places = self.places.get(("step", run.name), {}).values()
+        places = self.places.get(("step", span.name), {}).values()
         return max((file.get_tensor(key).item() for _, file, key in places), default=None)
 
 
-def _key(kind: str, run: Run) -> str:
-    return f"{kind}:{run.start}:{run.name}"
+def _key(kind: str, span: Span) -> str:
+    return f"{kind}:{span.start}:{span.name}"

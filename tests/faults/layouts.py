@@ -36,7 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.layouts import Batching
 from accel_sft.checkpoint import checkpoint
-from accel_sft.checkpoint.partition import MOMENTS, flat, held_by
+from accel_sft.checkpoint.partition import MOMENTS, flat, partitions
 from accel_sft.data.chat import Encoded
 from accel_sft.launch import accelerator as launch
 from accel_sft.training import step as training_step
@@ -143,7 +143,7 @@ class Job:
         digest = hashlib.sha256()
         for _, weight in sorted((self.accelerator.get_state_dict(self.model) or {}).items()):
             digest.update(bits(weight))
-        for held in held_by(self.accelerator, self.model, self.optimizer):
+        for held in partitions(self.accelerator, self.model, self.optimizer):
             for key in MOMENTS if MOMENTS[0] in held.state else ():
                 digest.update(bits(flat(held.state[key])))
         return " ".join(gather_object([digest.hexdigest()]))
