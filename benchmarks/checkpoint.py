@@ -28,7 +28,7 @@ def main(rounds: int, hidden_size: int, layers: int) -> None:
 
     from accel_sft.api.config import TrainConfig
     from accel_sft.checkpoint import shards
-    from accel_sft.io import manifest as sealed
+    from accel_sft.io import manifest
     from accel_sft.launch import accelerator as launch
     from accel_sft.training.optimizer import Stepper, adamw
 
@@ -57,7 +57,7 @@ def main(rounds: int, hidden_size: int, layers: int) -> None:
         write(folder)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            sealed.seal(folder, {})
+            manifest.write(folder, {})
         accelerator.wait_for_everyone()
         return time.perf_counter() - started, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 

@@ -26,7 +26,7 @@ from accel_sft.data import cache
 from accel_sft.data import tokenization as tokens
 from accel_sft.data.chat import Rules, encode, end_of_turn_ids
 from accel_sft.data.tokenization import FILE, KIND, SplitEncoder
-from accel_sft.io import manifest as sealed
+from accel_sft.io import manifest
 from accel_sft_math import Math
 
 EXAMPLES = list(range(20, 1400, 3))
@@ -254,8 +254,8 @@ DAMAGES = {
     "a bit": (FILE, flipped, "tokens.arrow has other bytes than were written"),
     "cut off": (FILE, lambda file: os.truncate(file, file.stat().st_size - 8), "bytes, "),
     "gone": (FILE, lambda file: file.unlink(), "tokens.arrow is missing"),
-    "what is known of it": (sealed.MANIFEST, flipped, "manifest.json"),
-    "nothing is known of it": (sealed.MANIFEST, lambda file: file.unlink(), "no manifest.json"),
+    "what is known of it": (manifest.MANIFEST, flipped, "manifest.json"),
+    "nothing is known of it": (manifest.MANIFEST, lambda file: file.unlink(), "no manifest.json"),
 }
 
 
@@ -355,7 +355,7 @@ def test_the_second_to_publish_takes_what_is_there_or_replaces_what_is_damaged(o
     def made():
         folder = cache.partial("things")
         (folder / "thing").write_bytes(b"content")
-        sealed.seal(folder, {"made by": folder.name})
+        manifest.write(folder, {"made by": folder.name})
         return folder
 
     first, second, third = made(), made(), made()

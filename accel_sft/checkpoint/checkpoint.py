@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
 from accel_sft.checkpoint.capacity import check_disk
-from accel_sft.io import manifest as sealed
+from accel_sft.io import manifest
 from accel_sft.io.files import abandoned, write_atomically
 from accel_sft.io.heartbeat import beat
 
@@ -37,13 +37,13 @@ def replacing(accelerator: Accelerator, target: Path) -> Iterator[Path]:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         for path in (*partial.rglob("*"), partial):
-            sealed.sync(path)
+            manifest.sync(path)
         outgoing = target.with_name(f".{target.name}.outgoing")
         shutil.rmtree(outgoing, ignore_errors=True)
         if target.exists():
             target.rename(outgoing)
         partial.rename(target)
-        sealed.sync(target.parent)
+        manifest.sync(target.parent)
         shutil.rmtree(outgoing, ignore_errors=True)
     accelerator.wait_for_everyone()
 
@@ -83,7 +83,7 @@ def save(
         shards.write(accelerator, model, optimizer, partial)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            sealed.seal(partial, about)
+            manifest.write(partial, about)
     if accelerator.is_main_process:
         write_atomically(target.parent / POINTER, target.name + "\n")
         # later ones are damaged, or of a run that was resumed from before them: they do not count as newest
@@ -145,8 +145,8 @@ def undo_after(run_dir: Path, step: int) -> list[Path]:
 
 def _defect(path: Path) -> str | None:
     try:
-        sealed.check(path)
-    except sealed.Damaged as damage:
+        manifest.verify(path)
+    except manifest.Damaged as damage:
         return str(damage)
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
@@ -159,7 +159,7 @@ def load(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, path:
     Raises:
         UserError: it was written under another precision, or is of another model.
     """
-    state = sealed.read(path)
+    state = manifest.read(path)
     before, here = state["layout"].get("precision"), layout(accelerator)["precision"]
     if before != here:
         raise UserError(

@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint.partition import MOMENTS, Span, flat, partitions
-from accel_sft.io import manifest as sealed
+from accel_sft.io import manifest
 from accel_sft.io.heartbeat import beat
 
 BYTES = 4 * (1 + len(MOMENTS))
@@ -154,7 +154,7 @@ class _Stored:
 
         self.folder = folder
         self.places: dict[tuple[str, str], dict[int, tuple[int, Any, str]]] = {}
-        for path in sealed.files(folder):  # no others, whatever they are called
+        for path in manifest.files(folder):  # no others, whatever they are called
             file = safe_open(path, framework="pt")
             for key in file.keys():  # noqa: SIM118, not a mapping
                 kind, start, name = key.split(":", 2)

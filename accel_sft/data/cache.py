@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.io import manifest as sealed
+from accel_sft.io import manifest
 
 _ABANDONED_SECONDS = 3600
 UNUSED_DAYS = 30
@@ -49,11 +49,11 @@ def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
         path = folder() / kind / key
         if not path.exists():
             return None
-        about = sealed.check(path)
+        about = manifest.verify(path)
         with contextlib.suppress(OSError):  # of a cache that may be read only
             os.utime(path)
         return path, about
-    except sealed.Damaged as defect:
+    except manifest.Damaged as defect:
         log(f"{path}: damaged ({defect}); it is made again")
     except OSError as error:
         log(f"{error.filename}: cannot be read ({error.strerror}); it is made again")
@@ -93,16 +93,16 @@ def publish(made: Path, kind: str, key: str) -> Path:
     while True:
         try:
             made.rename(target)
-            sealed.sync(target.parent)
+            manifest.sync(target.parent)
             break
         except OSError:
             if not target.exists():
                 raise
         try:
-            sealed.check(target)
+            manifest.verify(target)
             shutil.rmtree(made)
             break
-        except sealed.Damaged:
+        except manifest.Damaged:
             with contextlib.suppress(FileNotFoundError):  # another run was quicker
                 target.rename(aside)
                 shutil.rmtree(aside)

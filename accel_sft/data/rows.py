@@ -24,7 +24,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.data import cache
 from accel_sft.data.fingerprint import identity
 from accel_sft.data.json_stream import Malformed, located
-from accel_sft.io import manifest as sealed
+from accel_sft.io import manifest
 
 MAX_PROBLEMS = 20
 IN_MEMORY_BYTES = 1 << 20
@@ -211,7 +211,7 @@ def _keep(places: _Held, key: str) -> _File | _Held:
     try:
         made = cache.partial("rows")
         (made / _PLACES).write_bytes(places.content)
-        sealed.seal(made, {})
+        manifest.write(made, {})
         cache.publish(made, "rows", key)
     except OSError as error:
         cache.log(f"{cache.where()}: rows cannot be kept here ({error.strerror}); they are checked on every start")

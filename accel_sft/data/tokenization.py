@@ -22,7 +22,7 @@ from accel_sft.data import cache
 from accel_sft.data.chat import Encoded, Encoding, Rules, conversation, encode_parts
 from accel_sft.data.fingerprint import identity
 from accel_sft.data.token_store import TokenStore, merge, write_part
-from accel_sft.io import manifest as sealed
+from accel_sft.io import manifest
 from accel_sft.io.terminal import terminal
 from accel_sft.launch.collectives import Result, Team
 
@@ -143,7 +143,7 @@ class SplitEncoder:
                     part.unlink()
                 if key is None:
                     return folder, about
-                sealed.seal(folder, about)
+                manifest.write(folder, about)
                 return cache.publish(folder, KIND, key), about
 
             return self._opened(*_written(team.firsts(_writing(merged)))[team.rank], split)

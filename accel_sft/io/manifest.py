@@ -21,10 +21,10 @@ _THREADS = 8
 
 
 class Damaged(Exception):
-    """Why a folder is not what was sealed."""
+    """Why a folder is not what was manifest."""
 
 
-def seal(folder: Path, about: dict[str, Any]) -> None:
+def write(folder: Path, about: dict[str, Any]) -> None:
     """Write `about` (JSON) with size and SHA-256 of every file below `folder`, and see everything on the disk.
 
     Raises:
@@ -57,7 +57,7 @@ def files(folder: Path) -> list[Path]:
     return [folder / name for name in _content(folder)["files"]]
 
 
-def check(folder: Path) -> dict[str, Any]:
+def verify(folder: Path) -> dict[str, Any]:
     """What was written about a sealed folder, every byte of which is as it was written.
 
     Raises:

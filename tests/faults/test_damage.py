@@ -15,7 +15,7 @@ from test_laws import layout
 
 from accel_sft.checkpoint import shards
 from accel_sft.checkpoint.checkpoint import newest, settle
-from accel_sft.io import manifest as sealed
+from accel_sft.io import manifest
 
 FLIPS = 1000
 
@@ -45,26 +45,26 @@ def test_whole_ones_are_taken(checkpoints):
 
 def test_every_byte_of_the_manifest_counts(checkpoints):
     folder, draw = checkpoints / "checkpoints" / "step-000006", random.Random(0)
-    manifest = folder / sealed.MANIFEST
-    for at in range(manifest.stat().st_size):
+    its_manifest = folder / manifest.MANIFEST
+    for at in range(its_manifest.stat().st_size):
         bit = draw.randrange(8)
-        flipped(manifest, at, bit)
-        with pytest.raises(sealed.Damaged):
-            sealed.check(folder)
-        flipped(manifest, at, bit)
-    sealed.check(folder)
+        flipped(its_manifest, at, bit)
+        with pytest.raises(manifest.Damaged):
+            manifest.verify(folder)
+        flipped(its_manifest, at, bit)
+    manifest.verify(folder)
 
 
 def test_a_flipped_bit_anywhere_is_found_and_the_checkpoint_before_is_taken(checkpoints):
     folder, draw = checkpoints / "checkpoints" / "step-000006", random.Random(1)
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != sealed.MANIFEST]
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != manifest.MANIFEST]
     sizes = [path.stat().st_size for path in files]
     for number in range(FLIPS):
         path = files[number] if number < len(files) else draw.choices(files, sizes)[0]
         at, bit = draw.randrange(path.stat().st_size), draw.randrange(8)
         flipped(path, at, bit)
-        with pytest.raises(sealed.Damaged, match="other bytes than were written"):
-            sealed.check(folder)
+        with pytest.raises(manifest.Damaged, match="other bytes than were written"):
+            manifest.verify(folder)
         if number % 100 == 0:
             found, (line,) = newest(checkpoints, "auto")
             assert found.name == "step-000003"
@@ -91,7 +91,7 @@ def test_every_file_that_was_cut_or_is_gone_is_named(checkpoints):
 
 def test_a_file_that_the_manifest_does_not_name_is_damage_and_is_never_read(checkpoints):
     folder, other = (checkpoints / "checkpoints" / name for name in ("step-000006", "step-000003"))
-    weights = next(path for path in sealed.files(folder) if path.suffix == ".safetensors")
+    weights = next(path for path in manifest.files(folder) if path.suffix == ".safetensors")
     for stray in (folder / "rank-0002-000.safetensors", folder / "link.safetensors", folder / "deeper" / "notes.txt"):
         stray.parent.mkdir(exist_ok=True)
         if stray.name.startswith("link"):
@@ -102,7 +102,7 @@ def test_a_file_that_the_manifest_does_not_name_is_damage_and_is_never_read(chec
         assert found.name == "step-000003"
         assert f"passed over: {stray.relative_to(folder)} is not in manifest.json" in line
         # one that comes after the check is not opened all the same
-        assert stray not in sealed.files(folder)
+        assert stray not in manifest.files(folder)
         stray.unlink()
     assert newest(checkpoints, "auto")[0] == folder
 
@@ -111,9 +111,9 @@ def test_elements_that_another_runs_file_would_bring_do_not_reach_the_weights(tm
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     shards.write(accelerator, model, optimizer, tmp_path)
-    sealed.seal(tmp_path, {})
+    manifest.write(tmp_path, {})
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    stray = {key: tensor + 1 for path in sealed.files(tmp_path) for key, tensor in load_file(path).items()}
+    stray = {key: tensor + 1 for path in manifest.files(tmp_path) for key, tensor in load_file(path).items()}
     save_file(stray, tmp_path / "rank-0001-000.safetensors")
     shards.read(accelerator, model, optimizer, tmp_path)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -134,6 +134,6 @@ def test_what_a_kill_amid_a_replacement_left_is_put_right(tmp_path):
 
 def test_a_manifest_that_is_no_manifest_is_damage(tmp_path):
     for content in (b"", b"null", b"[]", b"\xff", b'{"content": 1, "sha256": 2}', json.dumps({"content": {}}).encode()):
-        (tmp_path / sealed.MANIFEST).write_bytes(content)
-        with pytest.raises(sealed.Damaged):
-            sealed.check(tmp_path)
+        (tmp_path / manifest.MANIFEST).write_bytes(content)
+        with pytest.raises(manifest.Damaged):
+            manifest.verify(tmp_path)

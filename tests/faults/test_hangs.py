@@ -24,7 +24,7 @@ from models import make_tiny
 from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import shards
 from accel_sft.io import heartbeat as pulse
-from accel_sft.io import manifest as sealed
+from accel_sft.io import manifest
 from accel_sft.resilience import watchdog as watch
 from accel_sft.training.optimizer import adamw
 
@@ -339,8 +339,8 @@ def test_files_that_are_written_read_and_hashed_count_as_getting_on(tmp_path):
     folder.mkdir()
     assert beats_in(shards.write, accelerator, model, optimizer, folder) >= 1
     (folder / "large").write_bytes(bytes(3 * 2**20))  # is read in pieces
-    assert beats_in(sealed.seal, folder, {}) >= 3
-    assert beats_in(sealed.check, folder) >= 3
+    assert beats_in(manifest.write, folder, {}) >= 3
+    assert beats_in(manifest.verify, folder) >= 3
     (folder / "large").unlink()
-    sealed.seal(folder, {})
+    manifest.write(folder, {})
     assert beats_in(shards.read, accelerator, model, optimizer, folder) >= 6  # weight and bias, and their moments
