@@ -31,7 +31,7 @@ from accel_sft.evaluation import generate
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.evaluation.generate import Generator, common_prefix, divide
 from accel_sft.io.heartbeat import beats
-from accel_sft.models.adapters import merged, why_not
+from accel_sft.models.adapters import merged, reason_unmergeable
 
 NEW_TOKENS = 12
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -224,7 +224,7 @@ def test_an_adapter_is_merged_for_the_answers_without_a_bit_being_written(tiny, 
     with torch.no_grad():
         expected = model(ids).logits
         assert len(counted) == 1
-        assert why_not(model) is None
+        assert reason_unmergeable(model) is None
         with pytest.raises(ZeroDivisionError), merged(model):  # noqa: PT012 - what raises is inside
             assert not torch.equal(model(ids).logits, expected)  # as rounding has it
             torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-3)

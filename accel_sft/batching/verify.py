@@ -72,7 +72,7 @@ def exact_batchings(
         for layout in asked:
             if found and (layout == "packed" or config.batching != "auto"):  # sharing includes packing
                 continue
-            reason, before = _cannot(unwrapped, layout, examples), len(found)
+            reason, before = _reason_unsupported(unwrapped, layout, examples), len(found)
             if layout == "shared" and dropout and not reason:
                 reason = f"rows of a step would share their dropout ({dropout})"
             for attention in () if reason else _attentions(unwrapped, layout):
@@ -128,7 +128,7 @@ def limited_layers(model: torch.nn.Module, longest: int) -> str | None:
     return ", ".join(sorted(kinds)) or None
 
 
-def _cannot(model: torch.nn.Module, layout: str, examples: Sequence[Encoded]) -> str | None:
+def _reason_unsupported(model: torch.nn.Module, layout: str, examples: Sequence[Encoded]) -> str | None:
     """Why the model's architecture or settings rule a layout out, as far as its configuration tells."""
     if layout == "padded":
         return None

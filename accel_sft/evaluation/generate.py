@@ -17,7 +17,7 @@ from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE, arguments, l
 from accel_sft.data.chat import Encoded, end_of_turn_ids
 from accel_sft.evaluation.decoder import Decoder
 from accel_sft.io.heartbeat import beat
-from accel_sft.models.adapters import merged, why_not
+from accel_sft.models.adapters import merged, reason_unmergeable
 
 SHORTEST_PREFIX = 8
 """Common tokens below which there is nothing to save."""
@@ -98,7 +98,7 @@ class Generator:
             elif self.accelerator.mixed_precision != "no":
                 yield "its sum with the weights would be rounded"
             else:  # where memory is short on one rank, all leave it, so that all answer alike
-                reason = next(filter(None, gather_object([why_not(model)])), None)
+                reason = next(filter(None, gather_object([reason_unmergeable(model)])), None)
                 if not reason:
                     stack.enter_context(merged(model))
                 yield reason
@@ -141,7 +141,7 @@ class Generator:
         """Why the model is left to transformers' `generate`, on all ranks; None if it need not be."""
         longest = max(example.prompt_length for example in examples) + self.max_new_tokens
         empty = "a prompt is empty" if any(example.prompt_length == 0 for example in examples) else None
-        reason = empty or _cannot(model, longest) or self._differs(model, examples, prefix)
+        reason = empty or _reason_unsupported(model, longest) or self._differs(model, examples, prefix)
         return next(filter(None, gather_object([reason])), None)
 
     def _differs(self, model: Any, examples: Sequence[Encoded], prefix: int) -> str | None:
@@ -202,7 +202,7 @@ def _forwards(ranks: Sequence[Sequence[Encoded]], prefix: int) -> int:
     return max(1, min(math.ceil(most / READ_TOKENS), *map(len, ranks)))
 
 
-def _cannot(model: Any, longest: int) -> str | None:
+def _reason_unsupported(model: Any, longest: int) -> str | None:
     """Why the model's architecture or settings rule a shared prefix out, as far as its configuration tells."""
     attention = getattr(model.config, "_attn_implementation", None)
     if attention != "sdpa":

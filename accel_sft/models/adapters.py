@@ -23,7 +23,7 @@ def merged(model: torch.nn.Module) -> Iterator[None]:
     also when the block raises.
 
     Args:
-        model: one of which `why_not` has nothing to say.
+        model: one of which `reason_unmergeable` has nothing to say.
     """
     layers = _layers(model)
     try:
@@ -66,7 +66,7 @@ def _layers(model: torch.nn.Module) -> list[Any]:
     ]
 
 
-def why_not(model: torch.nn.Module) -> str | None:
+def reason_unmergeable(model: torch.nn.Module) -> str | None:
     """Why an adapter is better left apart: sums would be rounded, or there is no room; None if nothing speaks so.
 
     Args:
