@@ -30,7 +30,7 @@ from accel_sft.data.chat import Encoded, encode, end_of_turn_ids
 from accel_sft.evaluation import generate
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.evaluation.generate import Generator, common_prefix, divide
-from accel_sft.io.heartbeat import beats
+from accel_sft.io.heartbeat import heartbeat_count
 from accel_sft.models.adapters import merged, reason_unmergeable
 
 NEW_TOKENS = 12
@@ -193,11 +193,11 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_model_that_cannot_share_is_left_to_transformers_with_the_reason(kind, tiny, tokenizer, examples):
     model = build(kind, tiny, len(tokenizer))
-    expected, before = end_early(model, tokenizer, examples), beats()
+    expected, before = end_early(model, tokenizer, examples), heartbeat_count()
     answers, generator = generated(model, tokenizer, examples, batch_size=4)
     assert generator.told.startswith(f"answers by transformers' generate, as {REFUSED[kind]}")
     assert answers == expected
-    assert beats() - before >= max(map(len, answers.values()))  # one a token, for the watch over hangs
+    assert heartbeat_count() - before >= max(map(len, answers.values()))  # one a token, for the watch over hangs
 
 
 @pytest.mark.parametrize(("ranks", "batch_size"), [(1, 4), (2, 3), (3, 64), (16, 2)])

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from accel_sft.batching.collate import Batch
-from accel_sft.io.heartbeat import beat
+from accel_sft.io.heartbeat import heartbeat
 
 MOST_LOGITS = 2**25
 """Logits (tokens times vocabulary) held at once: 128 MiB in float32, and about three times that in a backward."""
@@ -25,7 +25,7 @@ def nll(model: torch.nn.Module, batch: Batch, most_logits: int | None = None) ->
     `most_logits` (by default MOST_LOGITS) in pieces that are computed again in the backward, or in one kernel with the
     loss, so that a large vocabulary costs time, not memory.
     """
-    beat()
+    heartbeat()
     tokens = _tokens_in_a_piece(model, most_logits or MOST_LOGITS)
     if len(batch.targets) and (batch.head == "fused" or (batch.head == "pieces" and tokens < len(batch.targets))):
         with _head_gives_nll(_unwrapped(model).get_output_embeddings(), batch, tokens):

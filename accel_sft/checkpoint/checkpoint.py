@@ -16,7 +16,7 @@ from accel_sft.checkpoint import shards
 from accel_sft.checkpoint.capacity import check_disk
 from accel_sft.io import manifest
 from accel_sft.io.files import abandoned, write_atomically
-from accel_sft.io.heartbeat import beat
+from accel_sft.io.heartbeat import heartbeat
 
 POINTER = "latest"
 """The file beside the checkpoints that names the newest; written last."""
@@ -190,7 +190,7 @@ def _adapter_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[s
     weights = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            beat()
+            heartbeat()
             with _gathered(parameter):
                 if accelerator.is_main_process:
                     whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

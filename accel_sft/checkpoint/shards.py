@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint.partition import MOMENTS, Span, flat, partitions
 from accel_sft.io import manifest
-from accel_sft.io.heartbeat import beat
+from accel_sft.io.heartbeat import heartbeat
 
 BYTES = 4 * (1 + len(MOMENTS))
 """Of a trained parameter's element in a checkpoint."""
@@ -40,7 +40,7 @@ def write(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, fold
         nonlocal count, size
         from safetensors.torch import save_file
 
-        beat()
+        heartbeat()
         if parts:
             save_file(parts, folder / f"rank-{accelerator.process_index:04d}-{count:03d}.safetensors")
             count, size = count + 1, 0
@@ -163,7 +163,7 @@ class _Stored:
 
     def copy(self, kind: str, span: Span, into: torch.Tensor) -> None:
         """Into the span's place in a tensor."""
-        beat()
+        heartbeat()
         target, found = flat(into)[span.offset : span.offset + span.size], 0
         for start, (size, file, key) in self.places.get((kind, span.name), {}).items():
             begin, end = max(start, span.start), min(start + size, span.start + span.size)

@@ -146,12 +146,12 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: s
     batching, _ = choose_batching(accelerator, prepared, config, some, tokenizer.pad_token_id, train=False)
     evaluator = Evaluator(accelerator, tokenizer, task, examples, encoding.kept, config)
     if config.generate_with == "transformers":
-        with watch.closely():
+        with watch.heartbeats_only():
             evaluation = evaluator(prepared, batching)
         _release(accelerator, loaded)
     else:
         prepared.eval()
-        with torch.no_grad(), watch.closely():
+        with torch.no_grad(), watch.heartbeats_only():
             eval_loss = evaluator.loss(prepared, batching)
         dtype, ends = loaded.dtype, end_of_turn_ids(tokenizer, loaded.generation_config)
         _release(accelerator, loaded)

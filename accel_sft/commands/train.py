@@ -138,7 +138,7 @@ def _run(
                 tracker.log(line)
             tracker.phase("data")
             trainer = Trainer(accelerator, run_dir, task_name, task, config, prepared, tracker, stopping, on_step)
-            with watch.closely():
+            with watch.heartbeats_only():
                 trainer.resume()
                 trainer.train()
                 trainer.finalize()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from accel_sft.io.heartbeat import beat
+from accel_sft.io.heartbeat import heartbeat
 from accel_sft.models.prefix_attention import Prefix, install
 
 ROOM = 32
@@ -117,7 +117,7 @@ class Decoder:
         going = list(range(len(rows)))  # the row in each place of the batch; None: it has ended
         logits = self.start(rows, forwards)
         for _ in range(max_new_tokens - 1):
-            beat()
+            heartbeat()
             tokens = self._take(logits, answers, going, ends)
             places = [place for place, row in enumerate(going) if row is not None]
             if not anyone(bool(places)):

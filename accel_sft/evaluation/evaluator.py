@@ -20,7 +20,7 @@ from accel_sft.batching.loss import nll_sum
 from accel_sft.data.chat import Encoded, conversation
 from accel_sft.data.template import AnswerText
 from accel_sft.evaluation.generate import Generator
-from accel_sft.io.heartbeat import beat
+from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch.collectives import decided_by_main, largest
@@ -147,7 +147,7 @@ class Evaluator:
         return gather_object(samples)
 
     def _sample(self, encoded: Encoded, answer: list[int]) -> dict[str, Any]:
-        beat()
+        heartbeat()
         example = self.examples[encoded.index]
         turns, target = conversation(self.task, self.examples, "validation", encoded.index)
         text = self.answer_text(turns, target, answer)

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE, arguments, limited_layers
 from accel_sft.data.chat import Encoded, end_of_turn_ids
 from accel_sft.evaluation.decoder import Decoder
-from accel_sft.io.heartbeat import beat
+from accel_sft.io.heartbeat import heartbeat
 from accel_sft.models.adapters import merged, reason_unmergeable
 
 SHORTEST_PREFIX = 8
@@ -228,7 +228,7 @@ def greedy(tokenizer: Any, model: Any, max_new_tokens: int) -> Any:
 
 def _beats(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
     """A stopping criterion that stops nothing, asked after every token."""
-    beat()
+    heartbeat()
     return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 

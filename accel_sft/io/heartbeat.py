@@ -5,12 +5,12 @@ from __future__ import annotations
 _beats = 0
 
 
-def beat() -> None:
+def heartbeat() -> None:
     """The calling program gets on."""
     global _beats
     _beats += 1
 
 
-def beats() -> int:
+def heartbeat_count() -> int:
     """How many there were; that the number changes is all it says."""
     return _beats

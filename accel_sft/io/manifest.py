@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from accel_sft.io.heartbeat import beat
+from accel_sft.io.heartbeat import heartbeat
 
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 20
@@ -120,7 +120,7 @@ def _digest(path: Path) -> str:
     digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(block):
-            beat()
+            heartbeat()
             digest.update(block[:size])
     return digest.hexdigest()
 

@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple
 
 import psutil
 
-from accel_sft.io import heartbeat as pulse
+from accel_sft.io.heartbeat import heartbeat, heartbeat_count
 from accel_sft.io.terminal import terminal
 from accel_sft.launch import host_memory as host
 from accel_sft.launch.info import restarts
@@ -75,7 +75,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._main = threading.main_thread()
-        self._closely = False
+        self._heartbeats_only = False
         self._worked: dict[int, tuple[float, int]] = {}  # what ranks had done when they were looked at
         self._heard: dict[int, tuple[int, float]] = {}  # of each rank, its last tick and when that came
         self._silent: set[int] = set()
@@ -91,14 +91,14 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             self._thread.join(SILENT_SECONDS)  # what is amid a call to the store as the process ends would abort it
 
     @contextlib.contextmanager
-    def closely(self) -> Iterator[None]:
+    def heartbeats_only(self) -> Iterator[None]:
         """Inside, only beats count: there are some wherever it gets on."""
-        pulse.beat()
-        self._closely = True
+        heartbeat()
+        self._heartbeats_only = True
         try:
             yield
         finally:
-            self._closely = False
+            self._heartbeats_only = False
 
     def _watch(self) -> None:
         pause, tick, seen, still, shown = min(1.0, self.seconds / 4), 0, -1, 0.0, False
@@ -110,8 +110,8 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
                 now, tick = time.monotonic(), tick + 1
                 if now - awake > SILENT_SECONDS:  # the whole process was stopped, and goes on
                     since += now - awake
-                if pulse.beats() != seen or self._prepares(now - awake):
-                    seen, since = pulse.beats(), now
+                if heartbeat_count() != seen or self._prepares(now - awake):
+                    seen, since = heartbeat_count(), now
                     stacks.truncate(before)  # of a rank that got on after all
                     # of its own accord and without the interpreter, which a main thread in C may be holding
                     faulthandler.dump_traceback_later(self.seconds, file=stacks)
@@ -146,7 +146,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
     def _prepares(self, seconds: float) -> bool:
         """Whether this rank is at work where that is enough, on something else than waiting for other ranks."""
         frame = sys._current_frames().get(self._main.ident)
-        return not self._closely and not waits(frame) and self._is_at_work(self.rank, seconds)
+        return not self._heartbeats_only and not waits(frame) and self._is_at_work(self.rank, seconds)
 
     def _is_at_work(self, rank: int, seconds: float) -> bool:
         """Whether a rank of this machine has used the CPU or files in the seconds since it was looked at before."""
@@ -168,7 +168,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             if self._heard.get(rank, (None, 0.0))[0] != sign.tick:
                 self._heard[rank] = sign.tick, now
         self._silent = {rank for rank in signs if now - self._heard[rank][1] > SILENT_SECONDS}
-        if not self._closely and any(self._is_at_work(rank, elapsed) for rank in self._silent):
+        if not self._heartbeats_only and any(self._is_at_work(rank, elapsed) for rank in self._silent):
             return False
         return all(sign.stalled >= self.seconds for rank, sign in signs.items() if rank not in self._silent)
 
@@ -197,7 +197,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
                 told.append(f"rank {rank} says nothing any more ({state(rank, sign.host)}), last seen in {sign.place}")
             else:
                 told.append(f"rank {rank} stands in {sign.place}")
-        end = "" if self._closely else "; if it was at work, a longer --hang-timeout waits for it"
+        end = "" if self._heartbeats_only else "; if it was at work, a longer --hang-timeout waits for it"
         if self.folder:
             end += f"; stacks are in {self.folder}/hang-rank-*.txt; go on with --resume auto"
         return (

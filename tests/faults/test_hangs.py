@@ -23,8 +23,8 @@ from models import make_tiny
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import shards
-from accel_sft.io import heartbeat as pulse
 from accel_sft.io import manifest
+from accel_sft.io.heartbeat import heartbeat, heartbeat_count
 from accel_sft.resilience import watchdog as watch
 from accel_sft.training.optimizer import adamw
 
@@ -193,7 +193,7 @@ with watch.Watch(2, Path(sys.argv[1]), lambda message: None) as watched:
     print("went on", flush=True)
     if sys.argv[2] == "computes":
         time.sleep(60)
-    with watched.closely():
+    with watched.heartbeats_only():
         while True:
             sum(range(20000))
 """
@@ -221,11 +221,11 @@ SUSPENDED = """
 import os, signal, sys, time
 from pathlib import Path
 from accel_sft.resilience import watchdog as watch
-from accel_sft.io import heartbeat as pulse
+from accel_sft.io.heartbeat import heartbeat, heartbeat_count
 
 watch.SILENT_SECONDS, watch.GRACE_SECONDS = 1.0, 0.0
 with watch.Watch(2, Path(sys.argv[1]), lambda message: None):
-    pulse.beat()
+    heartbeat()
     time.sleep(0.6)
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(1.0)
@@ -315,21 +315,21 @@ def test_a_disk_that_hangs_too_keeps_neither_the_message_nor_the_end(watched):
 
 def test_a_run_that_gets_on_leaves_no_stacks(tmp_path):
     file = tmp_path / "hang-rank-0.txt"
-    with watch.Watch(1, tmp_path) as watched, watched.closely():
+    with watch.Watch(1, tmp_path) as watched, watched.heartbeats_only():
         until = time.monotonic() + PAST
         while not (file.exists() and file.stat().st_size):  # it has stood still
             assert time.monotonic() < until
             time.sleep(0.01)
-        pulse.beat()
+        heartbeat()
         time.sleep(0.6)
     assert not list(tmp_path.iterdir())
 
 
 def test_files_that_are_written_read_and_hashed_count_as_getting_on(tmp_path):
     def beats_in(call, *arguments):
-        before = pulse.beats()
+        before = heartbeat_count()
         call(*arguments)
-        return pulse.beats() - before
+        return heartbeat_count() - before
 
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(300, 300)
     optimizer = adamw(model, TrainConfig().resolved({}))
