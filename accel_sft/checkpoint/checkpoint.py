@@ -78,7 +78,7 @@ def save(
     """
     target = run_dir / "checkpoints" / f"step-{state['step']:06d}"
     check_disk(accelerator, model, run_dir)
-    about = {**state, "layout": layout(accelerator), "loss_scale": shards.loss_scale(accelerator, model)}
+    about = {**state, "layout": parallelism(accelerator), "loss_scale": shards.loss_scale(accelerator, model)}
     with replacing(accelerator, target) as partial:
         shards.write(accelerator, model, optimizer, partial)
         accelerator.wait_for_everyone()
@@ -160,7 +160,7 @@ def load(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, path:
         UserError: it was written under another precision, or is of another model.
     """
     state = manifest.read(path)
-    before, here = state["layout"].get("precision"), layout(accelerator)["precision"]
+    before, here = state["layout"].get("precision"), parallelism(accelerator)["precision"]
     if before != here:
         raise UserError(
             f"{path}: written under precision {before}, and this launch has {here}: the same steps would compute other "
@@ -206,7 +206,7 @@ def _gathered(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManage
     return deepspeed.zero.GatheredParameters([parameter])
 
 
-def layout(accelerator: Accelerator) -> dict[str, Any]:
+def parallelism(accelerator: Accelerator) -> dict[str, Any]:
     """How this launch shares the run out between processes, and in which precision it computes."""
     plugin = accelerator.state.deepspeed_plugin
     return {

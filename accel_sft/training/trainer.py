@@ -117,7 +117,7 @@ class Trainer:
             for line in skipped:
                 self.tracker.log(line)
         saved = checkpoint.load(self.accelerator, self.model, self.optimizer, path) if path else {}
-        here = checkpoint.layout(self.accelerator)
+        here = checkpoint.parallelism(self.accelerator)
         before = saved.get("layout", here)
         self.train_step = self.new_train_step(saved["batching"] if path and before == here else None)
         if path is None:
