@@ -5,7 +5,7 @@ import sys
 
 import accel_sft.launch.info  # noqa: F401 - early: it notes who started this process
 from accel_sft.cli import cli
-from accel_sft.resilience.exit import Ending, leave_together, use_utf8
+from accel_sft.resilience.exit import ExitHandler, leave_together, use_utf8
 
 NAME, COMPLETE = "accel-sft", "_ACCEL_SFT_COMPLETE"
 
@@ -14,7 +14,7 @@ def main() -> None:
     """Run the command line; ends the process with the status of the command."""
     use_utf8()
     # not click's own main: it ends broken pipes and EOFErrors in silence, also those of a plugin or a collective
-    with Ending() as ending:
+    with ExitHandler() as ending:
         if COMPLETE in os.environ:
             from click.shell_completion import shell_complete
 

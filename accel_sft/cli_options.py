@@ -18,7 +18,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import Setting, settings
 from accel_sft.api.task import Task
 from accel_sft.models.tiny import TINY_DEFAULTS
-from accel_sft.resilience.exit import Ending
+from accel_sft.resilience.exit import ExitHandler
 
 EVALUATION = frozenset(
     ("model", "trust_remote_code", "dtype", "attn_implementation", "max_length", "eval_limit", "eval_batch_size")
@@ -157,10 +157,10 @@ class TaskCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> None:
         extra = {option.name: ctx.params[option.name] for option in self.extra}
-        if isinstance(ctx.obj, Ending):
+        if isinstance(ctx.obj, ExitHandler):
             ctx.obj.debug = bool(ctx.params["debug"])
         task, config = self.read(ctx, extra.pop("config_file"))
-        if isinstance(ctx.obj, Ending):
+        if isinstance(ctx.obj, ExitHandler):
             ctx.obj.debug = config.debug
         self.run(task, config, **extra)
 

@@ -62,8 +62,8 @@ def time_parts(clock: Clock) -> None:
         (TrainState, TrainState.counted, "record"),
         (tracking.Tracker, tracking.Tracker.step, "Tracker.step"),
         (tracking.MetricsFile, tracking.MetricsFile.append, "metrics.jsonl"),
-        (tracking.Dashboards, tracking.Dashboards.curves, "TensorBoard"),
-        (tracking.ProgressLine, tracking.ProgressLine.step, "console"),
+        (tracking.Trackers, tracking.Trackers.curves, "TensorBoard"),
+        (tracking.ProgressBar, tracking.ProgressBar.step, "console"),
     ):
         clock.time(owner, call, part)
 

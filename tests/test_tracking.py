@@ -24,7 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.tracking.metrics_file import MetricsFile
-from accel_sft.tracking.progress_bar import ProgressLine
+from accel_sft.tracking.progress_bar import ProgressBar
 from accel_sft.tracking.system import SYSTEM_FIELDS, SystemSampler, host_memory_gib
 from accel_sft.tracking.tracker import Tracker
 
@@ -441,7 +441,7 @@ def rows(terminal):
     ],
 )
 def test_the_bar_fits_eighty_columns(terminal, total, metrics):
-    line = ProgressLine(total, file=terminal)
+    line = ProgressBar(total, file=terminal)
     line.step(record(1, loss=1234.5678, tokens_per_second=123456.7))
     line.evaluated(metrics)
     line.step(record(total // 2, tokens_per_second=123456.7))
@@ -453,7 +453,7 @@ def test_the_bar_fits_eighty_columns(terminal, total, metrics):
 
 
 def test_the_bar_shows_loss_metric_and_time_to_go(terminal):
-    line = ProgressLine(200, file=terminal)
+    line = ProgressBar(200, file=terminal)
     line.step(record(1, tokens_per_second=2000.0))
     line.evaluated({"accuracy": 0.95})
     assert re.match(r"1/200 ━+ loss 1\.333  accuracy 0\.950  2,000 tok/s  ETA -:--:--", rows(terminal)[-1])
@@ -466,7 +466,7 @@ def test_the_bar_shows_loss_metric_and_time_to_go(terminal):
 
 
 def test_what_others_print_stays_out_of_a_terminal_of_its_own(terminal, capsys):
-    line = ProgressLine(200, file=terminal)
+    line = ProgressBar(200, file=terminal)
     line.step(record(1))
     print("chatter")
     line.close()
@@ -475,7 +475,7 @@ def test_what_others_print_stays_out_of_a_terminal_of_its_own(terminal, capsys):
 
 
 def test_the_cursor_is_never_left_hidden(terminal):
-    line = ProgressLine(200, file=terminal)
+    line = ProgressBar(200, file=terminal)
     line.step(record(1))
     shown = terminal.getvalue().rfind("\x1b[?25h")
     assert shown > terminal.getvalue().rfind("\x1b[?25l")

@@ -31,7 +31,7 @@ from accel_sft.launch.describe import recordable
 from accel_sft.launch.start import start
 from accel_sft.models.load import encoding_rules, find_source, load_model, load_tokenizer
 from accel_sft.resilience.exit import leave_together
-from accel_sft.resilience.watchdog import Watch
+from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tracking import report
 from accel_sft.tracking.system import peak_memory_gib, reset_peak_memory
 
@@ -48,11 +48,11 @@ def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None
     sources = [find_source(config, model) for model in filter(None, (base, config.model))]
     for source in sources if config.generate_with == "vllm" else ():
         vllm.refuse(source)
-    with Watch(config.hang_timeout) as watch:
+    with Watchdog(config.hang_timeout) as watch:
         _evaluate(task_name, task, config, base, watch)
 
 
-def _evaluate(task_name: str, task: Task, config: TrainConfig, base: str | None, watch: Watch) -> None:
+def _evaluate(task_name: str, task: Task, config: TrainConfig, base: str | None, watch: Watchdog) -> None:
     accelerator = start(config, train=False)
     if config.generate_with == "vllm":
         decided_by_main(accelerator, vllm.find_program)
@@ -126,7 +126,7 @@ def _claim(folder: Path) -> None:
         raise UserError(f"--output-dir {folder}: cannot be used ({error.strerror})") from None
 
 
-def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: str, watch: Watch) -> Evaluation:
+def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: str, watch: Watchdog) -> Evaluation:
     """Load `model`, evaluate it, and let go of it. ZeRO-3 and FSDP shard it; else every rank holds all of it."""
     reset_peak_memory(accelerator.device)
     source = find_source(config, model)

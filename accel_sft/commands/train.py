@@ -20,8 +20,8 @@ from accel_sft.launch.start import start
 from accel_sft.models.load import is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS
 from accel_sft.resilience.exit import leave_together, lost_peers
-from accel_sft.resilience.signals import Stopping
-from accel_sft.resilience.watchdog import Watch
+from accel_sft.resilience.signals import StopSignals
+from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training.claim import claim_run_dir, continued, release, write_run_record
 from accel_sft.training.prepare import prepare_data
@@ -44,16 +44,16 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
             f"out, and afterwards: accel-sft evaluate {task_name} --model RUN --generate-with vllm"
         )
     config = config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
-    with Stopping() as stopping:
+    with StopSignals() as signals:
         try:
-            _claimed(task_name, task, config, stopping, on_step)
+            _claimed(task_name, task, config, signals, on_step)
         finally:
             release()
 
 
-def _claimed(task_name: str, task: Task, config: TrainConfig, stopping: Stopping, on_step: OnStep | None) -> None:
+def _claimed(task_name: str, task: Task, config: TrainConfig, signals: StopSignals, on_step: OnStep | None) -> None:
     """The run in a folder that is its own, whose record says how it ended."""
-    with Watch(config.hang_timeout):
+    with Watchdog(config.hang_timeout):
         accelerator = start(config)
         if config.dry_run:
             return
@@ -63,9 +63,9 @@ def _claimed(task_name: str, task: Task, config: TrainConfig, stopping: Stopping
         accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir / 'report.md'}")
         return
     try:
-        _run(accelerator, run_dir, task_name, task, config, stopping, on_step)
+        _run(accelerator, run_dir, task_name, task, config, signals, on_step)
     except BaseException as raised:
-        stopping.failing()  # ranks of a launcher that is gone lose each other, and have nothing to say any more
+        signals.failing()  # ranks of a launcher that is gone lose each other, and have nothing to say any more
         error = _explained(run_dir, raised)
         begun = (run_dir / "run.json").exists() or config.output_dir is not None
         if not begun and isinstance(error, UserError) and accelerator.is_main_process:
@@ -117,11 +117,11 @@ def _run(
     task_name: str,
     task: Task,
     config: TrainConfig,
-    stopping: Stopping,
+    signals: StopSignals,
     on_step: OnStep | None,
 ) -> None:
     log = run_dir / "logs" / f"rank-{accelerator.process_index}.log"
-    watch = Watch(config.hang_timeout, log.parent, functools.partial(write_ended, run_dir, "failed"))
+    watch = Watchdog(config.hang_timeout, log.parent, functools.partial(write_ended, run_dir, "failed"))
     with terminal.quiet(log, config.debug), watch:
         prepared = prepare_data(accelerator, run_dir, task, config)
         plan = prepared.plan
@@ -137,7 +137,7 @@ def _run(
             for line in prepared.lines:
                 tracker.log(line)
             tracker.phase("data")
-            trainer = Trainer(accelerator, run_dir, task_name, task, config, prepared, tracker, stopping, on_step)
+            trainer = Trainer(accelerator, run_dir, task_name, task, config, prepared, tracker, signals, on_step)
             with watch.heartbeats_only():
                 trainer.resume()
                 trainer.train()

@@ -22,7 +22,7 @@ WINDOW, FEWEST, DEVIATIONS = 64, 16, 10.0
 _SHOWN = 8
 
 
-class Health:
+class Anomalies:
     """Looks at every step's numbers, which are the same on every rank.
 
     Args:

@@ -24,7 +24,7 @@ from accel_sft.resilience.lost_ranks import lost_ranks
 INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for SIGINT and SIGPIPE
 
 
-class Ending(contextlib.AbstractContextManager["Ending"]):
+class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
     """Ends the process when its body raises: a user's mistake in a line each, our own or a plugin's with a traceback.
 
     Under torchrun the ranks of a machine that fail alike print it once, a rank that fails alone prints its own, and

@@ -38,7 +38,7 @@ class Interruption(KeyboardInterrupt):
         self.status = 128 + number
 
 
-_inside: Stopping | None = None
+_inside: StopSignals | None = None
 
 
 def _forked() -> None:
@@ -50,7 +50,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-class Stopping(contextlib.AbstractContextManager["Stopping"]):
+class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
     """Inside, SIGTERM and SIGINT end the process, or while `deferred` says so are noted; a second one ends it at once.
 
     A rank whose launcher is gone ends within two seconds, without a word in any file: a later run may already write
@@ -69,7 +69,7 @@ class Stopping(contextlib.AbstractContextManager["Stopping"]):
         self._failing = False
         self._ended = threading.Event()
 
-    def __enter__(self) -> Stopping:
+    def __enter__(self) -> StopSignals:
         global _inside
         _inside = self
         if threading.current_thread() is threading.main_thread():

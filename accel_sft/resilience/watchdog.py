@@ -58,7 +58,7 @@ class Sign(NamedTuple):
 NEVER = Sign(-1, 0, False, "", "its start")
 
 
-class Watch(contextlib.AbstractContextManager["Watch"]):
+class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     """Inside, no rank of this run stands still for longer than `seconds` without being named.
 
     Args:
@@ -80,7 +80,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         self._heard: dict[int, tuple[int, float]] = {}  # of each rank, its last tick and when that came
         self._silent: set[int] = set()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         if self.seconds:
             self._thread.start()
         return self

@@ -19,7 +19,7 @@ SHORTEST_BAR = 10
 SECONDS_BETWEEN_DRAWS = 0.5
 
 
-class ProgressLine:
+class ProgressBar:
     """Steps done, loss, the task's metric and time to go.
 
     On a terminal it is one line at the bottom, redrawn at most twice a second; elsewhere (a file, a pipe, a

@@ -16,7 +16,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.io.files import json_safe, write_atomically
 from accel_sft.io.text import markdown_table, shown
 from accel_sft.tracking.metrics_file import MetricsFile
-from accel_sft.tracking.progress_bar import ProgressLine
+from accel_sft.tracking.progress_bar import ProgressBar
 from accel_sft.tracking.report import COSTS, samples_table
 from accel_sft.tracking.system import (
     SYSTEM_FIELDS,
@@ -26,7 +26,7 @@ from accel_sft.tracking.system import (
     peak_memory_gib,
     seconds_since_start,
 )
-from accel_sft.tracking.trackers import Dashboards, tracker_names
+from accel_sft.tracking.trackers import Trackers, tracker_names
 
 _PHASE_FIELDS = ("seconds", "process_memory_gib", "device_allocated_gib", "device_peak_gib", "device_reserved_gib")
 _CURVES = {
@@ -76,11 +76,11 @@ class Tracker:
         self._phases: list[dict[str, Any]] = []
         self._peaks: dict[str, float | None] = {"peak_device_memory_gib": None, "peak_host_memory_gib": None}
         self._metrics = MetricsFile(self.run_dir / "metrics.jsonl")
-        self._line = ProgressLine(total_steps, done=start_step, log_every=config.log_every, file=terminal)
+        self._line = ProgressBar(total_steps, done=start_step, log_every=config.log_every, file=terminal)
         self._writes = accelerator.is_main_process
         if self._writes:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._dashboards = Dashboards(names if self._writes else (), self.run_dir, config.as_dict(), self.log)
+        self._trackers = Trackers(names if self._writes else (), self.run_dir, config.as_dict(), self.log)
         self._show_settings()
         if self._system.problem:
             self.log(self._system.problem)
@@ -122,9 +122,9 @@ class Tracker:
             for field in fields:
                 tag = f"startup/{row['phase']}/{field}"
                 curves[tag] = max(row[field], curves.get(tag, 0.0))
-        self._dashboards.curves(curves, self.start_step)
+        self._trackers.curves(curves, self.start_step)
         rows = [[row["phase"], row["rank"], *(shown(row[field]) for field in fields)] for row in self._phases]
-        self._dashboards.text("startup", markdown_table(["phase", "rank", *fields], rows), self.start_step)
+        self._trackers.text("startup", markdown_table(["phase", "rank", *fields], rows), self.start_step)
         return self._phases
 
     def system(self) -> list[float]:
@@ -152,7 +152,7 @@ class Tracker:
                 for field, value in zip(SYSTEM_FIELDS[1:], numbers[1:], strict=True):
                     if not math.isnan(value):
                         curves[f"system/rank{rank}/{field}"] = value
-        self._dashboards.curves(curves, record["step"])
+        self._trackers.curves(curves, record["step"])
         self._line.step(record)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
@@ -165,10 +165,10 @@ class Tracker:
         if not self._writes:
             return
         self._metrics.append({"step": step, **metrics})
-        self._dashboards.curves({f"eval/{key.removeprefix('eval_')}": value for key, value in _numbers(metrics)}, step)
+        self._trackers.curves({f"eval/{key.removeprefix('eval_')}": value for key, value in _numbers(metrics)}, step)
         if samples:
-            self._dashboards.text("eval/samples", samples_table(samples), step)
-        self._dashboards.flush()
+            self._trackers.text("eval/samples", samples_table(samples), step)
+        self._trackers.flush()
         folder = self.run_dir / "samples"
         folder.mkdir(exist_ok=True)
         lines = [json.dumps(json_safe(sample), ensure_ascii=False) + "\n" for sample in samples]
@@ -188,7 +188,7 @@ class Tracker:
         """See every line on the disk, hand all curves to the system. To be called before a checkpoint: a resume from
         there finds them."""
         self._metrics.sync()
-        self._dashboards.flush()
+        self._trackers.flush()
 
     def rewind(self, step: int, evaluated: bool = True) -> None:
         """Forget what was recorded after `step`, by a run that got further than the checkpoint now resumed.
@@ -206,9 +206,9 @@ class Tracker:
         for samples in self.run_dir.glob("samples/step-*.jsonl"):
             if int(samples.stem.removeprefix("step-")) > kept - (again is not None):
                 samples.unlink()
-        self._dashboards.rewind(kept - (again is not None))
+        self._trackers.rewind(kept - (again is not None))
         if again:  # TensorBoard forgets whole steps
-            self._dashboards.curves(_training_curves(again), kept)
+            self._trackers.curves(_training_curves(again), kept)
         if kept < 0:
             self._show_settings()
 
@@ -245,11 +245,11 @@ class Tracker:
         """End the bar and every tracker; a second call does nothing."""
         self._line.close()
         self._metrics.close()
-        self._dashboards.close()
+        self._trackers.close()
 
     def _show_settings(self) -> None:
         rows = list(self.config.as_dict().items())
-        self._dashboards.text("settings", markdown_table(["setting", "value"], rows), self.start_step)
+        self._trackers.text("settings", markdown_table(["setting", "value"], rows), self.start_step)
 
 
 class _NoProfiler:

@@ -37,7 +37,7 @@ def tracker_names(setting: str) -> list[str]:
     return names
 
 
-class Dashboards:
+class Trackers:
     """Rank 0's trackers. A service that fails on the way is named and left out; TensorBoard's errors are raised.
 
     Args:

@@ -28,8 +28,8 @@ from accel_sft.launch import accelerator as launch
 from accel_sft.launch.collectives import decided_by_main, largest
 from accel_sft.launch.info import read_launch
 from accel_sft.models.load import compile_blocks, load_model, trainable_parameters
-from accel_sft.resilience.anomalies import Health
-from accel_sft.resilience.signals import Interruption, Stopping
+from accel_sft.resilience.anomalies import Anomalies
+from accel_sft.resilience.signals import Interruption, StopSignals
 from accel_sft.tracking import report
 from accel_sft.tracking.system import peak_memory_gib
 from accel_sft.tracking.tracker import Tracker
@@ -59,16 +59,16 @@ class Trainer:
         config: TrainConfig,
         prepared: Prepared,
         tracker: Tracker,
-        stopping: Stopping,
+        signals: StopSignals,
         on_step: OnStep | None = None,
     ) -> None:
-        self.stopping, self.on_step = stopping, on_step
+        self.signals, self.on_step = signals, on_step
         self.accelerator, self.run_dir, self.task_name, self.task = accelerator, run_dir, task_name, task
         self.config, self.prepared, self.tracker = config, prepared, tracker
         self.plan: StepPlan = prepared.plan
         self.train_examples: TokenStore = prepared.train.kept
         self.state = TrainState()
-        self.health = Health(
+        self.anomalies = Anomalies(
             run_dir, config, accelerator.mixed_precision, tracker.log, writes=accelerator.is_main_process
         )
         self.batching_asked = [config.batching, config.micro_batch_size]
@@ -131,7 +131,7 @@ class Trainer:
             other = checkpoint.differences(before, here)
             told = f"; written under another layout ({'; '.join(other)})" if other else ""
             self.tracker.log(f"resumed {path} at step {self.state.step} of {self.plan.total_steps}{told}")
-        self.health.rewind(self.state.step)
+        self.anomalies.rewind(self.state.step)
         self.tracker.phase("ready")
         self.tracker.phases()
         self.saved_step = self.state.step
@@ -159,7 +159,7 @@ class Trainer:
 
         From here on signals are deferred: what comes after the loop takes seconds, and has no checkpoint of its own.
         """
-        self.stopping.deferred = True
+        self.signals.deferred = True
         try:
             self.evaluate_and_save()  # a run starts with a judgement, or was stopped before one
             self.loop()
@@ -181,8 +181,8 @@ class Trainer:
                 torch.manual_seed(plan.seed_of(state.step, self.accelerator.process_index))  # dropout masks
                 examples = self.train_examples.take(rows.tolist())
                 share, oom = self.train_step.forward_backward(examples, supervised_tokens, state.step + 1)
-                self.stopping.exit_if_orphaned()
-                mine = share, oom, self.stopping.asked, self.tracker.system()
+                self.signals.exit_if_orphaned()
+                mine = share, oom, self.signals.asked, self.tracker.system()
                 loss, oom, signal, system = reduce_step(self.accelerator, *mine)
                 if oom.tokens:
                     self.train_step.retry_smaller(oom, state.step + 1)
@@ -190,7 +190,7 @@ class Trainer:
                 grad_norm = stepper.update(state.step)
                 state.step += 1
 
-                self.health.look(state.step, loss, grad_norm, examples)
+                self.anomalies.look(state.step, loss, grad_norm, examples)
                 record = state.counted(
                     epoch=plan.epoch(state.step),
                     loss=loss,
@@ -223,7 +223,7 @@ class Trainer:
 
     def between_answers(self) -> None:
         """Let a signal end an evaluation, on all ranks, before its next batch of answers."""
-        asked = torch.tensor([self.stopping.asked], device=self.accelerator.device)
+        asked = torch.tensor([self.signals.asked], device=self.accelerator.device)
         self.stop_if(int(self.accelerator.gather(asked).max()))
 
     def due(self, setting: str) -> bool:
@@ -264,7 +264,7 @@ class Trainer:
             "asked": self.batching_asked,
             "chosen": dataclasses.asdict(self.train_step.batching),
         }  # measured, so it is kept (law 3)
-        self.stopping.exit_if_orphaned()
+        self.signals.exit_if_orphaned()
         saved = {"step": self.state.step, "progress": dataclasses.asdict(self.state), "batching": batching}
         self.tracker.flush()
         checkpoint.save(self.accelerator, self.model, self.optimizer, self.run_dir, saved, self.config.keep_checkpoints)
@@ -278,7 +278,7 @@ class Trainer:
             **outcome.summary(self.config, self.task_name, self.task, state, self.plan.total_steps),
             **largest(self.tracker.peak()),
             "trained_parameters": self.trained_parameters,
-            "steps_left_out": self.health.left_out(),
+            "steps_left_out": self.anomalies.left_out(),
             "batching": dataclasses.asdict(self.train_step.batching),
             "phases": self.tracker.phases(),
         }
@@ -290,6 +290,8 @@ class Trainer:
             report.print_report(result, before, after, console=Console(file=terminal.terminal(), highlight=False))
             best = f"best/ (step {state.best_step}) and " if state.best_step else ""
             if left_out := result["steps_left_out"]:
-                self.tracker.log(f"{left_out} of {state.step} steps were not finite and left out: {self.health.file}")
+                self.tracker.log(
+                    f"{left_out} of {state.step} steps were not finite and left out: {self.anomalies.file}"
+                )
             self.tracker.log(f"{self.run_dir}: weights in {best}final/ (step {state.step}), numbers in report.md")
         accelerator.wait_for_everyone()

@@ -181,7 +181,7 @@ from pathlib import Path
 from accel_sft.resilience import watchdog as watch
 
 watch.GRACE_SECONDS = 0.5
-with watch.Watch(2, Path(sys.argv[1]), lambda message: None) as watched:
+with watch.Watchdog(2, Path(sys.argv[1]), lambda message: None) as watched:
     until = time.monotonic() + 4.5
     while time.monotonic() < until:  # a task's dataset() that computes, or loads from afar
         if sys.argv[2] == "computes":
@@ -205,7 +205,7 @@ from pathlib import Path
 from accel_sft.resilience import watchdog as watch
 
 watch.SILENT_SECONDS, watch.GRACE_SECONDS = 1.0, 0.5
-with watch.Watch(2, Path(sys.argv[1]), lambda message: None) as watched:
+with watch.Watchdog(2, Path(sys.argv[1]), lambda message: None) as watched:
     time.sleep(2)
     if watched.rank == 1:
         until = time.monotonic() + 4
@@ -224,7 +224,7 @@ from accel_sft.resilience import watchdog as watch
 from accel_sft.io.heartbeat import heartbeat, heartbeat_count
 
 watch.SILENT_SECONDS, watch.GRACE_SECONDS = 1.0, 0.0
-with watch.Watch(2, Path(sys.argv[1]), lambda message: None):
+with watch.Watchdog(2, Path(sys.argv[1]), lambda message: None):
     heartbeat()
     time.sleep(0.6)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -240,7 +240,7 @@ from pathlib import Path
 from accel_sft.resilience import watchdog as watch
 
 watch.GRACE_SECONDS = 1.0
-with watch.Watch(2, Path(sys.argv[1]), lambda message: time.sleep(600)):
+with watch.Watchdog(2, Path(sys.argv[1]), lambda message: time.sleep(600)):
     time.sleep(600)
 """
 
@@ -315,7 +315,7 @@ def test_a_disk_that_hangs_too_keeps_neither_the_message_nor_the_end(watched):
 
 def test_a_run_that_gets_on_leaves_no_stacks(tmp_path):
     file = tmp_path / "hang-rank-0.txt"
-    with watch.Watch(1, tmp_path) as watched, watched.heartbeats_only():
+    with watch.Watchdog(1, tmp_path) as watched, watched.heartbeats_only():
         until = time.monotonic() + PAST
         while not (file.exists() and file.stat().st_size):  # it has stood still
             assert time.monotonic() < until

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
-from accel_sft.resilience.anomalies import MOST_IN_A_ROW, Health
+from accel_sft.resilience.anomalies import MOST_IN_A_ROW, Anomalies
 
 BAD = 13
 """Index of the example whose rank spoils the step it is in."""
@@ -139,7 +139,7 @@ class Example:
 
 
 def health(tmp_path, said, **settings):
-    return Health(tmp_path, TrainConfig(**settings), "no", said.append, writes=True)
+    return Anomalies(tmp_path, TrainConfig(**settings), "no", said.append, writes=True)
 
 
 def test_a_run_that_only_leaves_out_ends(tmp_path):
@@ -153,7 +153,7 @@ def test_a_run_that_only_leaves_out_ends(tmp_path):
 
 
 def test_an_overflow_under_fp16_is_the_search_for_its_scale(tmp_path):
-    watched = Health(tmp_path, TrainConfig(), "fp16", print, writes=True)
+    watched = Anomalies(tmp_path, TrainConfig(), "fp16", print, writes=True)
     watched.look(1, 2.0, math.inf, [Example(1)])
     with pytest.raises(UserError, match="the loss is nan"):
         watched.look(2, math.nan, math.inf, [Example(1)])
