@@ -41,7 +41,7 @@ def time_parts(clock: Clock) -> None:
     from accel_sft.batching.layouts import Batching
     from accel_sft.data.step_plan import StepPlan
     from accel_sft.data.token_store import TokenStore
-    from accel_sft.tracking import tracker as tracking
+    from accel_sft.tracking import tracker
     from accel_sft.training import step as training_step
     from accel_sft.training import trainer
     from accel_sft.training.state import TrainState
@@ -58,12 +58,12 @@ def time_parts(clock: Clock) -> None:
         (Batching, Batching.divide, "Batching.divide"),
         (Batching, Batching.batch, "Batching.batch"),
         (trainer, trainer.reduce_step, "gather"),
-        (tracking.Tracker, tracking.Tracker.system, "system readings"),
+        (tracker.Tracker, tracker.Tracker.system, "system readings"),
         (TrainState, TrainState.counted, "record"),
-        (tracking.Tracker, tracking.Tracker.step, "Tracker.step"),
-        (tracking.MetricsFile, tracking.MetricsFile.append, "metrics.jsonl"),
-        (tracking.Trackers, tracking.Trackers.curves, "TensorBoard"),
-        (tracking.ProgressBar, tracking.ProgressBar.step, "console"),
+        (tracker.Tracker, tracker.Tracker.step, "Tracker.step"),
+        (tracker.MetricsFile, tracker.MetricsFile.append, "metrics.jsonl"),
+        (tracker.Trackers, tracker.Trackers.curves, "TensorBoard"),
+        (tracker.ProgressBar, tracker.ProgressBar.step, "console"),
     ):
         clock.time(owner, call, part)
 

@@ -32,8 +32,7 @@ from transformers.masking_utils import sdpa_mask
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.batching import loss
-from accel_sft.batching import verify as exactness
+from accel_sft.batching import loss, verify
 from accel_sft.batching.autotune import Trial, choose_batching
 from accel_sft.batching.layouts import Batching, common_prefixes
 from accel_sft.batching.loss import nll, nll_sum
@@ -376,7 +375,7 @@ def test_a_kernel_that_takes_the_head_and_the_loss_together_gets_each_target_onc
         return torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction=reduction)
 
     monkeypatch.setattr(loss, "fused_kernel", lambda device: kernel)
-    monkeypatch.setattr(exactness, "fused_kernel", lambda device: kernel)
+    monkeypatch.setattr(verify, "fused_kernel", lambda device: kernel)
     assert chosen(model)[0].head == "fused"
     for way in WAYS:
         got, ours = loss_and_gradients(model, batching_of(way, 300, head="fused"), rows())
@@ -466,7 +465,7 @@ def test_a_device_without_room_for_the_smallest_forward_is_an_error_that_names_t
 
 def test_a_reason_on_another_rank_rules_a_layout_out_on_all(model, monkeypatch):
     monkeypatch.setattr(
-        exactness, "gather_object", lambda mine: mine if mine == [False] else [*mine, "the other rank says so"]
+        verify, "gather_object", lambda mine: mine if mine == [False] else [*mine, "the other rank says so"]
     )
     batching, told = chosen(model)
     assert (batching.layout, batching.head) == ("padded", "everywhere")

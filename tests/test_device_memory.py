@@ -57,9 +57,9 @@ class Tried(Shipped):
     \"\"\"Math whose forwards are chosen as on a GPU: there and back before the first step.\"\"\"
 
     def dataset(self, split):
-        from accel_sft.batching import autotune as layout
+        from accel_sft.batching import autotune
 
-        fastest = layout.Trial.fastest
+        fastest = autotune.Trial.fastest
 
         def after_memory(trial, candidates):
             sizes = trial.within_memory(candidates[-1:], (64, 128))
@@ -68,7 +68,7 @@ class Tried(Shipped):
             return fastest(trial, sizes)
 
         if split == "train":
-            layout.Trial.fastest = after_memory
+            autotune.Trial.fastest = after_memory
         return super().dataset(split)
 """
 

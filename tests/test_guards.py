@@ -24,7 +24,7 @@ from accel_sft.data.splits import read_split
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import read_status
-from accel_sft.training import claim as run_folder
+from accel_sft.training import claim
 
 
 @pytest.fixture
@@ -133,11 +133,11 @@ def test_a_folder_whose_claim_another_ranks_death_broke_off_does_not_say_that_it
         decide()
         raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr(run_folder, "decided_by_main", broken)
+    monkeypatch.setattr(claim, "decided_by_main", broken)
     config = TrainConfig(output_dir=str(tmp_path / "run")).resolved({})
     with pytest.raises(RuntimeError, match="closed by peer"):
-        run_folder.claim_run_dir(Accelerator(cpu=True), "sums", Sums(), config)
-    run_folder.release()
+        claim.claim_run_dir(Accelerator(cpu=True), "sums", Sums(), config)
+    claim.release()
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result == {"status": "failed", "error": "Connection closed by peer"}
 

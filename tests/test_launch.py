@@ -21,7 +21,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.launch import audit as auditing
-from accel_sft.launch import deepspeed_ops as operators
+from accel_sft.launch import deepspeed_ops
 from accel_sft.launch.accelerator import verify_engine
 from accel_sft.launch.audit import audit, refuse
 from accel_sft.launch.environment import threads_per_process, usable_cores
@@ -239,16 +239,16 @@ def test_old_deepspeed_is_refused(tmp_path, built, monkeypatch):
 def test_missing_tools_are_named(tmp_path, monkeypatch):
     section = {"zero_stage": 3, "zero3_save_16bit_model": True, "offload_optimizer_device": "nvme"}
     launch = seen_by_a_rank(written(tmp_path, Z2 | {"deepspeed_config": section}))
-    monkeypatch.setattr(operators.shutil, "which", lambda name: None)
-    monkeypatch.setattr(operators.sysconfig, "get_paths", lambda: {"include": str(tmp_path), "data": str(tmp_path)})
-    monkeypatch.setattr(operators.ctypes.util, "find_library", lambda name: None)
+    monkeypatch.setattr(deepspeed_ops.shutil, "which", lambda name: None)
+    monkeypatch.setattr(deepspeed_ops.sysconfig, "get_paths", lambda: {"include": str(tmp_path), "data": str(tmp_path)})
+    monkeypatch.setattr(deepspeed_ops.ctypes.util, "find_library", lambda name: None)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
     monkeypatch.delenv("LDFLAGS", raising=False)
     found = audit(TrainConfig(), launch, devices=0)
     errors = "\n".join(lines(found, "error"))
     for mend in ("install g++", "python3-dev", "pip install ninja", "libaio-dev"):
         assert mend in errors
-    (line,) = lines(operators.audit_compilation(launch, 0), "note")
+    (line,) = lines(deepspeed_ops.audit_compilation(launch, 0), "note")
     assert line.startswith("DeepSpeed compiles on first use, once per machine, deepspeed_shm_comm (")
     assert line.index("about a minute") < line.index("cpu_adam") < line.index("async_io")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
@@ -275,13 +275,13 @@ def test_a_lock_left_behind_is_removed(tmp_path, monkeypatch):
     )
     with subprocess.Popen([sys.executable, "-c", holder, str(lock)], stdout=subprocess.PIPE) as compiling:
         assert compiling.stdout.readline() == b"held\n"
-        assert lines(operators.audit_compilation(launch, 0), "warning") == []  # young: this launch's other rank
+        assert lines(deepspeed_ops.audit_compilation(launch, 0), "warning") == []  # young: this launch's other rank
         os.utime(lock, (0, 0))
-        (line,) = lines(operators.audit_compilation(launch, 0), "warning")
+        (line,) = lines(deepspeed_ops.audit_compilation(launch, 0), "warning")
         assert "this run will wait for it" in line
         compiling.kill()
     assert lock.exists()
-    removed, announced = lines(operators.audit_compilation(launch, 0), "note")
+    removed, announced = lines(deepspeed_ops.audit_compilation(launch, 0), "note")
     assert "was killed and left it behind" in removed
     assert "compiles on first use" in announced
     assert not lock.exists()
@@ -295,12 +295,12 @@ def test_a_lock_that_may_be_in_use_stays(tmp_path, monkeypatch, whose):
     lock.touch()
     os.utime(lock, (0, 0))
     if whose == "another machine":
-        monkeypatch.setattr(operators, "_LOCAL", set())
+        monkeypatch.setattr(deepspeed_ops, "_LOCAL", set())
     elif whose == "another user":
         monkeypatch.setattr(os, "getuid", lambda: lock.stat().st_uid + 1)
     else:
         monkeypatch.chdir(lock.parent)
-    (line,) = lines(operators.audit_compilation(seen_by_a_rank(written(tmp_path, Z2)), 0), "warning")
+    (line,) = lines(deepspeed_ops.audit_compilation(seen_by_a_rank(written(tmp_path, Z2)), 0), "warning")
     assert "delete the file if no other launch is running" in line
     assert lock.exists()
 
@@ -310,8 +310,8 @@ def test_what_is_compiled_already_is_not_announced(tmp_path, monkeypatch):
     (tmp_path / "deepspeed_shm_comm").mkdir()
     (tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so").touch()
     launch = seen_by_a_rank(written(tmp_path, Z2))
-    assert operators.audit_compilation(launch, 0) == []
-    assert operators.audit_compilation(seen_by_a_rank(written(tmp_path, DDP)), 0) == []
+    assert deepspeed_ops.audit_compilation(launch, 0) == []
+    assert deepspeed_ops.audit_compilation(seen_by_a_rank(written(tmp_path, DDP)), 0) == []
 
 
 def test_a_launch_without_its_yaml_is_noted(built):

@@ -11,7 +11,7 @@ from models import make_tiny
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.commands.evaluate import _differences
-from accel_sft.models import load as model
+from accel_sft.models import load
 from accel_sft.models.load import compile_blocks, find_source, load_model
 
 
@@ -52,7 +52,7 @@ def test_a_model_that_names_no_repeated_blocks_is_not_compiled():
     [("nosuch", "--attn-implementation: "), ("flex_attention", "it has no backward on a CPU")],
 )
 def test_an_attention_that_cannot_be_used_is_named(tmp_path, monkeypatch, implementation, told):
-    monkeypatch.setattr(model, "device_count", lambda: 0)
+    monkeypatch.setattr(load, "device_count", lambda: 0)
     folder = make_tiny(tmp_path / "model")
     config = TrainConfig(attn_implementation=implementation).resolved({})
     source = find_source(config, str(folder))

@@ -22,11 +22,11 @@ from models import Sums, make_tiny
 from transformers import AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.data import cache
-from accel_sft.data import tokenization as tokens
+from accel_sft.data import cache, tokenization
 from accel_sft.data.chat import Rules, encode, end_of_turn_ids
 from accel_sft.data.tokenization import FILE, KIND, SplitEncoder
 from accel_sft.io import manifest
+from accel_sft.launch import collectives
 from accel_sft_math import Math
 
 EXAMPLES = list(range(20, 1400, 3))
@@ -71,7 +71,7 @@ def two_ranks(tokenizer, monkeypatch):
         barrier.wait()
         return mine[0] + mine[1]
 
-    monkeypatch.setattr(tokens, "gather_object", gather)
+    monkeypatch.setattr(collectives, "gather_object", gather)
 
     def run(*rows, task=None):
         results = {}
@@ -151,7 +151,8 @@ TURNS = [{"role": "user", "content": "5="}]
     ],
 )
 def test_what_a_task_gives_on_one_rank_only_is_refused_on_both(two_ranks, monkeypatch, nonsense, told):
-    monkeypatch.setattr(tokens, "identity", lambda *values: "known")  # else every row is read first, and ranks differ
+    # else every row is read first, and ranks differ
+    monkeypatch.setattr(tokenization, "identity", lambda *values: "known")
     good = [(TURNS, "5")] * 4
     for bad in (Named([*good[1:], nonsense]), Named([nonsense, *good[1:]])):  # in rank 1's share, and in rank 0's
         first, second = two_ranks(Named(good), bad, task=Recited())

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
-from accel_sft.data import tokenization as tokens
+from accel_sft.data import tokenization
 from accel_sft.data.chat import Rules, encode
 from accel_sft.evaluation.evaluator import Evaluator
 
@@ -228,7 +228,9 @@ def test_a_sound_template_is_not_refused_where_answers_are_cut_to_length(tokeniz
 def test_rows_that_an_earlier_version_kept_are_looked_at_again(tiny, monkeypatch, tmp_path):
     own = with_template(AutoTokenizer.from_pretrained(tiny), LOSING["cuts it"])
     monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path))
-    encoder = tokens.SplitEncoder(Accelerator(cpu=True), own, Says(), Rules(frozenset([own.eos_token_id]), 99, "drop"))
+    encoder = tokenization.SplitEncoder(
+        Accelerator(cpu=True), own, Says(), Rules(frozenset([own.eos_token_id]), 99, "drop")
+    )
     with monkeypatch.context() as earlier:  # which looked at nothing, and whose code was another
         earlier.setattr("accel_sft.data.chat.holds", lambda *_: True)
         earlier.setattr(encoder, "_decided", [*encoder._decided, "earlier"])

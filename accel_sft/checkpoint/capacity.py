@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
-from accel_sft.launch import host_memory as host
+from accel_sft.launch import host_memory
 from accel_sft.launch.info import Launch
 
 SPARE_BYTES = 64 << 20
@@ -57,11 +57,12 @@ def check_host_memory(accelerator: Accelerator, model: torch.nn.Module, launch: 
         states = sum(sizes) * share * (MOMENTS + (COPY if launch.backend == "deepspeed" else 0))
     largest = max(sizes) * (share if launch.stage == 3 or launch.backend == "fsdp" else 1 / launch.local_world_size)
     file = min(sum(sizes) / launch.world_size * shards.BYTES, shards.FILE_BYTES + largest * shards.BYTES)
-    needed, free = (states + file) * launch.local_world_size, host.free_bytes()
+    needed, free = (states + file) * launch.local_world_size, host_memory.free_bytes()
     problem = (
         f"host memory: {launch.local_world_size} processes on this machine need at least {_gib(needed)} for optimizer "
-        f"states and checkpoints of {sum(sizes):,} trained parameters, and {_gib(free)} are free ({host.describe()}); "
-        "use --adapter lora, a higher ZeRO stage over more machines, offload to nvme, or free memory"
+        f"states and checkpoints of {sum(sizes):,} trained parameters, and {_gib(free)} are free "
+        f"({host_memory.describe()}); use --adapter lora, a higher ZeRO stage over more "
+        "machines, offload to nvme, or free memory"
     )
     _agree(problem if free < needed and launch.environment.get("LOCAL_RANK", "0") == "0" else None)
 

@@ -7,7 +7,7 @@ import os
 import signal
 from pathlib import Path
 
-from accel_sft.launch import host_memory as host
+from accel_sft.launch import host_memory
 
 
 def lost_ranks(attempt: Path | None) -> str:
@@ -36,7 +36,7 @@ def lost_ranks(attempt: Path | None) -> str:
     names = " and ".join(f"rank {first + number}" for number in lost)
     signals = {code & 0x7F for code in ended if code is not None}
     if signals <= {signal.SIGKILL}:
-        memory = host.describe()
+        memory = host_memory.describe()
         return f"{names} was killed (signal 9, as the system does when memory runs out); host memory now: {memory}"
     if signals == {0}:
         return f"{names} ended without a word"

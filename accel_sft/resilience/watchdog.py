@@ -25,9 +25,9 @@ import psutil
 
 from accel_sft.io.heartbeat import heartbeat, heartbeat_count
 from accel_sft.io.terminal import terminal
-from accel_sft.launch import host_memory as host
+from accel_sft.launch import host_memory
 from accel_sft.launch.info import restarts
-from accel_sft.resilience import exit as failure
+from accel_sft.resilience import exit
 from accel_sft.resilience.stacks import place, process_beside, state, waits
 
 SILENT_SECONDS = 5.0
@@ -151,7 +151,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     def _is_at_work(self, rank: int, seconds: float) -> bool:
         """Whether a rank of this machine has used the CPU or files in the seconds since it was looked at before."""
         process = psutil.Process() if rank == self.rank else process_beside(rank)
-        before, now = self._worked.get(rank, (0.0, 0)), host.work(process) if process else (0.0, 0)
+        before, now = self._worked.get(rank, (0.0, 0)), host_memory.work(process) if process else (0.0, 0)
         self._worked[rank] = now
         cpu, count = abs(now[0] - before[0]), abs(now[1] - before[1])  # less: a process below it has ended
         return cpu >= LEAST_CPU * seconds or count >= LEAST_BYTES * seconds
@@ -176,7 +176,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         """End this rank; one of all ranks names the culprit before."""
         if _speaks(store):
             message = self._message(signs)
-            failure.report(f"Error: {message}", message, terminal())
+            exit.report(f"Error: {message}", message, terminal())
             for rank in self._silent:
                 if process := process_beside(rank):
                     with contextlib.suppress(psutil.Error):  # stopped, it hears no other signal, and is waited for

@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.task import Task
-from accel_sft.launch import describe as record
+from accel_sft.launch import describe
 from accel_sft.models.load import compile_seconds
 from accel_sft.tracking.model_card import model_card
 from accel_sft.training.prepare import Prepared
@@ -29,9 +29,9 @@ def card(
         adapter=config.adapter,
         messages=task.messages(prepared.validation_examples[prepared.validation.kept[0].index]),
         data=prepared.counts(),
-        settings=record.recordable({**config.as_dict(), **dataclasses.asdict(task)}),
+        settings=describe.recordable({**config.as_dict(), **dataclasses.asdict(task)}),
         result={"before": before or {}, "after": after or {}},
-        versions=record.versions(),
+        versions=describe.versions(),
     )
 
 

@@ -33,7 +33,7 @@ from accel_sft.resilience.signals import Interruption, StopSignals
 from accel_sft.tracking import report
 from accel_sft.tracking.system import peak_memory_gib
 from accel_sft.tracking.tracker import Tracker
-from accel_sft.training import summary as outcome
+from accel_sft.training import summary
 from accel_sft.training.optimizer import Stepper, adamw, learning_rate
 from accel_sft.training.prepare import Prepared
 from accel_sft.training.state import TrainState
@@ -255,7 +255,7 @@ class Trainer:
     def export(self, name: str, evaluation: Evaluation | None = None) -> None:
         """The weights as they are, with a card, for plain transformers or peft."""
         after = evaluation.metrics if evaluation else self.state.latest
-        card = outcome.card(self.config, self.task_name, self.task, self.prepared, self.state.before, after)
+        card = summary.card(self.config, self.task_name, self.task, self.prepared, self.state.before, after)
         checkpoint.export(self.accelerator, self.model, self.prepared.tokenizer, self.run_dir / name, card)
 
     def save(self) -> None:
@@ -275,7 +275,7 @@ class Trainer:
         state, accelerator = self.state, self.accelerator
         self.export("final")
         result = {
-            **outcome.summary(self.config, self.task_name, self.task, state, self.plan.total_steps),
+            **summary.summary(self.config, self.task_name, self.task, state, self.plan.total_steps),
             **largest(self.tracker.peak()),
             "trained_parameters": self.trained_parameters,
             "steps_left_out": self.anomalies.left_out(),

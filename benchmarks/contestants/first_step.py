@@ -50,9 +50,9 @@ Ours.libraries()
 from accel_sft import __main__  # noqa: E402
 from accel_sft.commands import train  # noqa: E402
 from accel_sft.evaluation import generate  # noqa: E402
-from accel_sft.training import (
-    prepare,  # noqa: E402
-    trainer,  # noqa: E402
+from accel_sft.training import (  # noqa: E402
+    prepare,
+    trainer,
 )
 
 for owner, call, part in (

@@ -38,7 +38,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.checkpoint import checkpoint
 from accel_sft.checkpoint.partition import MOMENTS, flat, partitions
 from accel_sft.data.chat import Encoded
-from accel_sft.launch import accelerator as launch
+from accel_sft.launch import accelerator
 from accel_sft.training import step as training_step
 from accel_sft.training.optimizer import Stepper, adamw
 
@@ -59,7 +59,7 @@ class Job:
         os.environ.update({name: value for name, value in told.items() if name.startswith("ACCELERATE_")})
         AcceleratorState._reset_state(reset_partial_state=True)
         config = TrainConfig(adapter="none", adam_beta2=0.95).resolved({})
-        self.accelerator = launch.create_accelerator(config)
+        self.accelerator = accelerator.create_accelerator(config)
         torch.manual_seed(0)
         shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 64}
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": dropout}
@@ -67,7 +67,7 @@ class Job:
         model.lm_head.weight.requires_grad_(False)  # frozen weights are the source's
         if halves or (precision == "bf16" and os.environ.get("ACCELERATE_USE_DEEPSPEED")):
             model.to(torch.bfloat16)
-        self.model, self.optimizer = launch.prepare(self.accelerator, model.train(), adamw(model, config), config)
+        self.model, self.optimizer = accelerator.prepare(self.accelerator, model.train(), adamw(model, config), config)
         self.stepper = Stepper(self.accelerator, self.model, self.optimizer, config.max_grad_norm)
         self.folder = folder
         self.forwards_of(rows=2)

@@ -25,7 +25,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import shards
 from accel_sft.io import manifest
 from accel_sft.io.heartbeat import heartbeat, heartbeat_count
-from accel_sft.resilience import watchdog as watch
+from accel_sft.resilience import watchdog
 from accel_sft.training.optimizer import adamw
 
 TIMEOUT = 6
@@ -178,10 +178,10 @@ def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(launches, whe
 AT_WORK = """
 import sys, time
 from pathlib import Path
-from accel_sft.resilience import watchdog as watch
+from accel_sft.resilience import watchdog
 
-watch.GRACE_SECONDS = 0.5
-with watch.Watchdog(2, Path(sys.argv[1]), lambda message: None) as watched:
+watchdog.GRACE_SECONDS = 0.5
+with watchdog.Watchdog(2, Path(sys.argv[1]), lambda message: None) as watched:
     until = time.monotonic() + 4.5
     while time.monotonic() < until:  # a task's dataset() that computes, or loads from afar
         if sys.argv[2] == "computes":
@@ -202,10 +202,10 @@ with watch.Watchdog(2, Path(sys.argv[1]), lambda message: None) as watched:
 IN_C = """
 import sys, time
 from pathlib import Path
-from accel_sft.resilience import watchdog as watch
+from accel_sft.resilience import watchdog
 
-watch.SILENT_SECONDS, watch.GRACE_SECONDS = 1.0, 0.5
-with watch.Watchdog(2, Path(sys.argv[1]), lambda message: None) as watched:
+watchdog.SILENT_SECONDS, watchdog.GRACE_SECONDS = 1.0, 0.5
+with watchdog.Watchdog(2, Path(sys.argv[1]), lambda message: None) as watched:
     time.sleep(2)
     if watched.rank == 1:
         until = time.monotonic() + 4
@@ -220,11 +220,11 @@ with watch.Watchdog(2, Path(sys.argv[1]), lambda message: None) as watched:
 SUSPENDED = """
 import os, signal, sys, time
 from pathlib import Path
-from accel_sft.resilience import watchdog as watch
+from accel_sft.resilience import watchdog
 from accel_sft.io.heartbeat import heartbeat, heartbeat_count
 
-watch.SILENT_SECONDS, watch.GRACE_SECONDS = 1.0, 0.0
-with watch.Watchdog(2, Path(sys.argv[1]), lambda message: None):
+watchdog.SILENT_SECONDS, watchdog.GRACE_SECONDS = 1.0, 0.0
+with watchdog.Watchdog(2, Path(sys.argv[1]), lambda message: None):
     heartbeat()
     time.sleep(0.6)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -237,10 +237,10 @@ with watch.Watchdog(2, Path(sys.argv[1]), lambda message: None):
 UNHEARD = """
 import sys, time
 from pathlib import Path
-from accel_sft.resilience import watchdog as watch
+from accel_sft.resilience import watchdog
 
-watch.GRACE_SECONDS = 1.0
-with watch.Watchdog(2, Path(sys.argv[1]), lambda message: time.sleep(600)):
+watchdog.GRACE_SECONDS = 1.0
+with watchdog.Watchdog(2, Path(sys.argv[1]), lambda message: time.sleep(600)):
     time.sleep(600)
 """
 
@@ -315,7 +315,7 @@ def test_a_disk_that_hangs_too_keeps_neither_the_message_nor_the_end(watched):
 
 def test_a_run_that_gets_on_leaves_no_stacks(tmp_path):
     file = tmp_path / "hang-rank-0.txt"
-    with watch.Watchdog(1, tmp_path) as watched, watched.heartbeats_only():
+    with watchdog.Watchdog(1, tmp_path) as watched, watched.heartbeats_only():
         until = time.monotonic() + PAST
         while not (file.exists() and file.stat().st_size):  # it has stood still
             assert time.monotonic() < until

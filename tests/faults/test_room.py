@@ -17,18 +17,18 @@ from conftest import CONFIGS
 from test_launch import seen_by_a_rank
 
 from accel_sft import UserError
-from accel_sft.checkpoint import capacity as room
-from accel_sft.launch import host_memory as host
+from accel_sft.checkpoint import capacity
+from accel_sft.launch import host_memory
 
 GIB = 2**30
 
 
 def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1024, 1024)
-    room.check_disk(accelerator, model, tmp_path)
+    capacity.check_disk(accelerator, model, tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=70 << 20))
     with pytest.raises(UserError, match=r"a checkpoint takes 0.07 GiB, and 0.07 GiB of the disk are free; free space"):
-        room.check_disk(accelerator, model, tmp_path)
+        capacity.check_disk(accelerator, model, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -40,26 +40,26 @@ def test_states_that_host_memory_cannot_take_are_not_begun(yaml, world_size, byt
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1000, 999)
     launch = seen_by_a_rank(CONFIGS / f"{yaml}.yaml", world_size=world_size)
     monkeypatch.setattr(model, "bias", None)
-    monkeypatch.setattr(host, "free_bytes", lambda: bytes_each * 999_000)
-    room.check_host_memory(accelerator, model, launch)
-    monkeypatch.setattr(host, "free_bytes", lambda: bytes_each * 999_000 - 1)
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: bytes_each * 999_000)
+    capacity.check_host_memory(accelerator, model, launch)
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: bytes_each * 999_000 - 1)
     with pytest.raises(
         UserError, match=r"host memory: 2 processes on this machine need at least 0.0\d GiB for optimizer"
     ):
-        room.check_host_memory(accelerator, model, launch)
+        capacity.check_host_memory(accelerator, model, launch)
 
 
 def test_a_checkpoints_files_take_no_more_than_one_of_them_and_the_largest_parameter(monkeypatch):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1000, 999, bias=False)
-    monkeypatch.setattr(room.shards, "FILE_BYTES", 1000)
+    monkeypatch.setattr(capacity.shards, "FILE_BYTES", 1000)
     launch = seen_by_a_rank(CONFIGS / "z3_nvme.yaml", world_size=8)
     more = torch.nn.ModuleList([model, *(torch.nn.Linear(1000, 999, bias=False) for _ in range(99))])
     needed = 8 * (1000 + 12 * 999_000 / 8)
-    monkeypatch.setattr(host, "free_bytes", lambda: needed)
-    room.check_host_memory(accelerator, more, launch)
-    monkeypatch.setattr(host, "free_bytes", lambda: needed - 1)
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: needed)
+    capacity.check_host_memory(accelerator, more, launch)
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: needed - 1)
     with pytest.raises(UserError, match="8 processes on this machine"):
-        room.check_host_memory(accelerator, more, launch)
+        capacity.check_host_memory(accelerator, more, launch)
 
 
 def control_groups(tmp_path, lines, files):
@@ -85,10 +85,10 @@ def test_a_containers_limit_counts_and_what_the_system_would_give_back_does_not(
         "job/step/memory.max": f"{2 * GIB}\n",
         "job/step/memory.current": f"{GIB // 2}\n",
     }
-    monkeypatch.setattr(host, "SYSTEM", control_groups(tmp_path, ["0::/job/step"], files))
-    assert host.free_bytes() == GIB // 2 + GIB // 4
-    assert "0.2 of the container's 1.0 GiB used" in host.describe()
-    assert host.describe().endswith("3 processes killed for it so far")
+    monkeypatch.setattr(host_memory, "SYSTEM", control_groups(tmp_path, ["0::/job/step"], files))
+    assert host_memory.free_bytes() == GIB // 2 + GIB // 4
+    assert "0.2 of the container's 1.0 GiB used" in host_memory.describe()
+    assert host_memory.describe().endswith("3 processes killed for it so far")
 
 
 def test_the_first_version_of_control_groups_counts_too_where_only_its_root_is_seen(tmp_path, monkeypatch):
@@ -98,14 +98,14 @@ def test_the_first_version_of_control_groups_counts_too_where_only_its_root_is_s
         "memory/memory.stat": "cache 5\ntotal_inactive_file 0\n",
     }
     lines = ["5:cpu:/", "4:memory:/docker/0a1b", "0::/"]
-    monkeypatch.setattr(host, "SYSTEM", control_groups(tmp_path, lines, files))
-    assert host.free_bytes() == GIB - GIB // 4
+    monkeypatch.setattr(host_memory, "SYSTEM", control_groups(tmp_path, lines, files))
+    assert host_memory.free_bytes() == GIB - GIB // 4
 
 
 def test_no_limit_leaves_the_machines_own(tmp_path, monkeypatch):
     files = {"memory/memory.limit_in_bytes": "9223372036854771712\n", "memory/memory.usage_in_bytes": "1\n"}
-    monkeypatch.setattr(host, "SYSTEM", control_groups(tmp_path, ["4:memory:/"], files))
-    assert host.free_bytes() > GIB
+    monkeypatch.setattr(host_memory, "SYSTEM", control_groups(tmp_path, ["4:memory:/"], files))
+    assert host_memory.free_bytes() > GIB
 
 
 def test_a_real_containers_limit_is_seen_from_within():
@@ -121,7 +121,7 @@ def test_a_real_containers_limit_is_seen_from_within():
         pytest.skip("control groups cannot be made here")
     try:
         told = subprocess.run(
-            [sys.executable, "-c", "from accel_sft.launch import host_memory as host; print(host.free_bytes())"],
+            [sys.executable, "-c", "from accel_sft.launch import host_memory; print(host_memory.free_bytes())"],
             preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())),
             capture_output=True,
             text=True,

@@ -158,11 +158,11 @@ def test_a_second_signal_ends_at_once(tmp_path):
 
 WAITING = """
 import datetime
-from accel_sft.resilience.signals import Stopping
+from accel_sft.resilience.signals import StopSignals
 from torch.distributed import TCPStore
 
 store = TCPStore("127.0.0.1", 0, is_master=True, timeout=datetime.timedelta(seconds=100), wait_for_workers=False)
-with Stopping() as stopping:
+with StopSignals() as stopping:
     print("waits", flush=True)
     store.get("what a rank that was killed would have set")
 """
@@ -179,9 +179,9 @@ def test_a_rank_that_waits_for_one_that_never_comes_hears_a_signal_all_the_same(
 
 FORKING = """
 import os, signal, sys, time
-from accel_sft.resilience.signals import Stopping
+from accel_sft.resilience.signals import StopSignals
 
-with Stopping() as stopping:
+with StopSignals() as stopping:
     stopping.deferred = sys.argv[1] == "deferred"
     if (child := os.fork()) == 0:
         time.sleep(60)
@@ -203,15 +203,15 @@ def test_what_a_task_has_forked_dies_by_a_signal_and_the_rank_lives_on(when):
 
 FAILING = """
 import os, signal
-from accel_sft.resilience import exit as failure
-from accel_sft.resilience.signals import Stopping
+from accel_sft.resilience import exit
+from accel_sft.resilience.signals import StopSignals
 
 def what_became_of_the_others(attempt):
     os.kill(os.getpid(), signal.SIGTERM)
     return "rank 1 was killed"
 
-failure.lost_ranks = what_became_of_the_others
-with failure.Ending(), Stopping() as stopping:
+exit.lost_ranks = what_became_of_the_others
+with exit.ExitHandler(), StopSignals() as stopping:
     stopping.deferred = True
     try:
         raise RuntimeError("Connection closed by peer")
