@@ -18,7 +18,7 @@ build-backend = "setuptools.build_meta"
 name = "accel-sft-{name}"
 version = "0.1.0"
 description = "Say whether a number is even or odd."
-requires-python = ">=3.10"
+requires-python = ">=3.11"
 dependencies = ["accel-sft>={version}"]
 
 [project.entry-points."accel_sft.tasks"]
