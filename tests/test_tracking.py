@@ -23,6 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
+from accel_sft.io.run_dir import RunDir
 from accel_sft.tracking.metrics_file import MetricsFile
 from accel_sft.tracking.progress_bar import ProgressBar
 from accel_sft.tracking.system import SYSTEM_FIELDS, SystemSampler, host_memory_gib
@@ -55,7 +56,9 @@ def tracked(accelerator, tmp_path):
     def build(total_steps=10, **settings):
         if opened:
             time.sleep(1.1)  # TensorBoard orders a folder's files by the second of their names
-        opened.append(Tracker(accelerator, tmp_path / "runs" / "one", TrainConfig(**settings), total_steps=total_steps))
+        opened.append(
+            Tracker(accelerator, RunDir(tmp_path / "runs" / "one"), TrainConfig(**settings), total_steps=total_steps)
+        )
         return opened[-1]
 
     yield build
@@ -490,10 +493,11 @@ import sys, torch
 from pathlib import Path
 from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
+from accel_sft.io.run_dir import RunDir
 from accel_sft.tracking.tracker import Tracker
 torch.set_num_threads(1)
 accelerator = Accelerator(cpu=True)
-with Tracker(accelerator, Path(sys.argv[1]), TrainConfig(), total_steps=1) as tracker:
+with Tracker(accelerator, RunDir(Path(sys.argv[1])), TrainConfig(), total_steps=1) as tracker:
     tracker.phase("ready")
     phases = tracker.phases()
     assert [row["rank"] for row in phases] == [0, 1], phases

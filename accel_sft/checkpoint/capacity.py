@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -11,6 +10,7 @@ from accelerate.utils import gather_object
 
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
+from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
 from accel_sft.launch.info import Launch
 
@@ -20,7 +20,7 @@ MOMENTS, COPY, GRADIENT = 8, 4, 4
 """Bytes of a trained parameter's element in float32: AdamW's two moments, a copy of the weight, its gradient."""
 
 
-def check_disk(accelerator: Accelerator, model: torch.nn.Module, run_dir: Path) -> None:
+def check_disk(accelerator: Accelerator, model: torch.nn.Module, run_dir: RunDir) -> None:
     """See that a checkpoint of this model has room on the disk.
 
     Raises:
@@ -28,7 +28,7 @@ def check_disk(accelerator: Accelerator, model: torch.nn.Module, run_dir: Path) 
     """
     problem = None
     if accelerator.is_main_process:  # the folder need not be there for the others yet
-        needed, free = sum(_sizes(model)) * shards.BYTES + SPARE_BYTES, shutil.disk_usage(run_dir).free
+        needed, free = sum(_sizes(model)) * shards.BYTES + SPARE_BYTES, shutil.disk_usage(run_dir.path).free
         if free < needed:
             problem = (
                 f"{run_dir}: a checkpoint takes {_gib(needed)}, and {_gib(free)} of the disk are free; free space "

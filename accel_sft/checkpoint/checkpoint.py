@@ -17,9 +17,7 @@ from accel_sft.checkpoint.capacity import check_disk
 from accel_sft.io import manifest
 from accel_sft.io.files import abandoned, write_atomically
 from accel_sft.io.heartbeat import heartbeat
-
-POINTER = "latest"
-"""The file beside the checkpoints that names the newest; written last."""
+from accel_sft.io.run_dir import RunDir, step_of
 
 
 @contextlib.contextmanager
@@ -48,10 +46,10 @@ def replacing(accelerator: Accelerator, target: Path) -> Iterator[Path]:
     accelerator.wait_for_everyone()
 
 
-def settle(run_dir: Path) -> None:
+def settle(run_dir: RunDir) -> None:
     """Put right what a kill amid `replacing` left: the old folder back where the new one had not come yet. And take
     away files that were being written."""
-    for folder in (run_dir, run_dir / "checkpoints", run_dir / "samples"):
+    for folder in (run_dir.path, run_dir.checkpoints, run_dir.samples):
         for temporary in abandoned(folder):
             temporary.unlink()
         for outgoing in folder.glob(".*.outgoing"):
@@ -65,7 +63,7 @@ def settle(run_dir: Path) -> None:
 
 
 def save(
-    accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, run_dir: Path, state: dict[str, Any], keep: int
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, run_dir: RunDir, state: dict[str, Any], keep: int
 ) -> Path:
     """Write `checkpoints/step-<step>`: what training has changed, by parameter, and `state`; prune after.
 
@@ -76,7 +74,7 @@ def save(
         state: JSON-able, with the key `step`.
         keep: newest checkpoints left.
     """
-    target = run_dir / "checkpoints" / f"step-{state['step']:06d}"
+    target = run_dir.checkpoint(state["step"])
     check_disk(accelerator, model, run_dir)
     about = {**state, "layout": parallelism(accelerator), "loss_scale": shards.loss_scale(accelerator, model)}
     with replacing(accelerator, target) as partial:
@@ -85,29 +83,14 @@ def save(
         if accelerator.is_main_process:
             manifest.write(partial, about)
     if accelerator.is_main_process:
-        write_atomically(target.parent / POINTER, target.name + "\n")
+        write_atomically(run_dir.latest, target.name + "\n")
         # later ones are damaged, or of a run that was resumed from before them: they do not count as newest
-        for old in [path for path in checkpoints(run_dir) if _step(path) <= state["step"]][:-keep]:
+        for old in [path for path in run_dir.all_checkpoints() if step_of(path) <= state["step"]][:-keep]:
             shutil.rmtree(old)
     return target
 
 
-def checkpoints(run_dir: Path) -> list[Path]:
-    """The run's checkpoint folders, oldest first."""
-    found = (run_dir / "checkpoints").glob("step-*")
-    return sorted((path for path in found if path.name.removeprefix("step-").isdecimal()), key=_step)
-
-
-def has_trained(run_dir: Path) -> bool:
-    """Whether the folder holds what a run has learnt, which no other settings may go on with or take the place of."""
-    return bool(checkpoints(run_dir)) or (run_dir / "final").is_dir()
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def newest(run_dir: Path, resume: str) -> tuple[Path | None, list[str]]:
+def newest(run_dir: RunDir, resume: str) -> tuple[Path | None, list[str]]:
     """The checkpoint to continue from, if any, and one line for each that was passed over and why.
 
     Args:
@@ -120,7 +103,7 @@ def newest(run_dir: Path, resume: str) -> tuple[Path | None, list[str]]:
             raise UserError(f"--resume {resume}: {defect}")
         return Path(resume), []
     skipped: list[str] = []
-    for path in reversed(checkpoints(run_dir)):
+    for path in reversed(run_dir.all_checkpoints()):
         defect = _defect(path)
         if defect is None:
             return path, skipped
@@ -132,11 +115,11 @@ def newest(run_dir: Path, resume: str) -> tuple[Path | None, list[str]]:
     return None, []
 
 
-def undo_after(run_dir: Path, step: int) -> list[Path]:
+def undo_after(run_dir: RunDir, step: int) -> list[Path]:
     """Put aside the checkpoints of later steps, which a run that goes on from an earlier one makes anew; where to."""
     moved = []
-    for path in checkpoints(run_dir):
-        if _step(path) > step:
+    for path in run_dir.all_checkpoints():
+        if step_of(path) > step:
             aside = path.with_name(f"undone-{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
             moved.append(path.rename(aside))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation import vllm
 from accel_sft.evaluation.evaluator import Evaluation, Evaluator
 from accel_sft.io import terminal
-from accel_sft.io.files import json_safe, write_atomically
-from accel_sft.io.run_dir import run_record, write_result
+from accel_sft.io.files import write_json_lines
+from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import decided_by_main, largest
 from accel_sft.launch.describe import recordable
 from accel_sft.launch.start import start
@@ -78,7 +77,7 @@ def _evaluate(task_name: str, task: Task, config: TrainConfig, base: str | None,
         samples = before.samples if before else []
         report.print_report(result, samples, after.samples, console=Console(highlight=False))
         if config.output_dir:
-            _write(Path(config.output_dir), result, samples, after.samples)
+            _write(RunDir(Path(config.output_dir)), result, samples, after.samples)
     leave_together()
 
 
@@ -91,9 +90,9 @@ def _options(task: Task) -> list[str]:
 
 def _as_trained(config: TrainConfig) -> TrainConfig:
     """With the lengths that the run in `--model`, or around it, was trained and judged with, where none are given."""
-    run = run_record(config.model)
-    if run is None:
+    if (folder := RunDir.around(config.model)) is None:
         return config
+    run = folder.read_record()
     evaluated = {"max_length": run["config"]["max_length"]}
     evaluated["max_new_tokens"] = run["config"]["max_new_tokens"] or run["max_new_tokens"]
     return dataclasses.replace(config, **{key: n for key, n in evaluated.items() if getattr(config, key) is None})
@@ -101,10 +100,10 @@ def _as_trained(config: TrainConfig) -> TrainConfig:
 
 def _differences(model: str, task_name: str, precision: str) -> list[str]:
     """In what this evaluation is not the one that the run made of itself."""
-    run = run_record(model)
-    if run is None:
+    if (folder := RunDir.around(model)) is None:
         return []
-    found, trained = [], run.get("launch", {}).get("precision", precision)
+    run, found = folder.read_record(), []
+    trained = run.get("launch", {}).get("precision", precision)
     if run["task"] != task_name:
         found.append(f"note: {model} was trained for {run['task']}, and is scored as {task_name}")
     if trained != precision:
@@ -174,9 +173,8 @@ def _release(accelerator: Accelerator, model: torch.nn.Module) -> None:
                 tensor.data = tensor.data.new_empty(0)
 
 
-def _write(folder: Path, result: dict[str, Any], before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
-    write_result(folder, result)
-    report.write_report(folder, result, before, after)
+def _write(run_dir: RunDir, result: dict[str, Any], before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
+    run_dir.write_result(result)
+    report.write_report(run_dir, result, before, after)
     for name, samples in (("base", before), ("tuned", after)):
-        lines = [json.dumps(json_safe(sample), ensure_ascii=False) + "\n" for sample in samples]
-        write_atomically(folder / f"samples-{name}.jsonl", "".join(lines))
+        write_json_lines(run_dir.answers_of(name), samples)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -13,11 +12,12 @@ from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.checkpoint.checkpoint import has_trained, replacing
+from accel_sft.checkpoint.checkpoint import replacing
 from accel_sft.data.chat import Encoding, conversation
 from accel_sft.data.splits import read_split
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.tokenization import SplitEncoder
+from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import Team, decided_by_main
 from accel_sft.models.load import Source, encoding_rules, find_source, load_tokenizer
 from accel_sft.models.tiny import build_tiny
@@ -79,7 +79,7 @@ class Prepared:
         return hashlib.sha256(both.encode()).hexdigest()
 
 
-def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: TrainConfig) -> Prepared:
+def prepare_data(accelerator: Accelerator, run_dir: RunDir, task: Task, config: TrainConfig) -> Prepared:
     """Read the task's splits, find the model's source (building `tiny`), tokenize, and plan the steps.
 
     Raises:
@@ -87,8 +87,8 @@ def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: Tr
     """
     train_examples, validation_examples = _read_splits(accelerator, task)
     if config.model == "tiny" and not config.init_from:
-        base = run_dir / "base"
-        if not base.exists() or not has_trained(run_dir):  # a fresh start must not meet an earlier one's tokenizer
+        base = run_dir.base
+        if not base.exists() or not run_dir.has_trained():  # a fresh start must not meet an earlier one's tokenizer
             with replacing(accelerator, base) as partial:
                 decided_by_main(accelerator, lambda: build_tiny(partial, _texts(task, train_examples), config.seed))
         source = find_source(config, str(base))

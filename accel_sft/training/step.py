@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,10 +16,8 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.data.chat import Encoded
 from accel_sft.io.files import write_atomically
+from accel_sft.io.run_dir import RunDir
 from accel_sft.training.optimizer import Stepper
-
-CAP_FILE = "most-tokens.json"
-"""In a run's folder, where a forward found no room and the step could not be repeated: what a resumed run keeps to."""
 
 
 class OutOfMemory(NamedTuple):
@@ -60,7 +57,7 @@ class TrainStep:
         stepper: Stepper,
         batching: Batching,
         pad_token_id: int,
-        run_dir: Path,
+        run_dir: RunDir,
         log: Callable[[str], None],
     ) -> None:
         self.accelerator, self.model, self.stepper = accelerator, model, stepper
@@ -136,7 +133,7 @@ class TrainStep:
         mend = "add --gradient-checkpointing, or choose a higher ZeRO stage or --adapter lora"
         if len(rows) > 1:
             most = min(oom.tokens // 2, _most_tokens(self.run_dir) or oom.tokens)
-            write_atomically(self.run_dir / CAP_FILE, json.dumps({"tokens": most}) + "\n")
+            write_atomically(self.run_dir.most_tokens, json.dumps({"tokens": most}) + "\n")
             mend = f"go on with --resume auto --output-dir {self.run_dir}: it keeps to {most:,} tokens a forward"
         return UserError(f"step {step}: {oom}; {mend}")
 
@@ -156,9 +153,9 @@ def reduce_step(
     return loss, min(without, default=OutOfMemory()), signal, gathered[:, 5:].tolist()
 
 
-def _most_tokens(run_dir: Path) -> int | None:
+def _most_tokens(run_dir: RunDir) -> int | None:
     """What a run that ended for want of memory left for the next; None: nothing."""
-    file = run_dir / CAP_FILE
+    file = run_dir.most_tokens
     return json.loads(file.read_text(encoding="utf-8"))["tokens"] if file.exists() else None
 
 

@@ -23,7 +23,7 @@ from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.token_store import TokenStore
 from accel_sft.evaluation.evaluator import Evaluation, Evaluator
 from accel_sft.io import terminal
-from accel_sft.io.run_dir import read_samples, write_result
+from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import accelerator as launch
 from accel_sft.launch.collectives import decided_by_main, largest
 from accel_sft.launch.info import read_launch
@@ -53,7 +53,7 @@ class Trainer:
     def __init__(
         self,
         accelerator: Accelerator,
-        run_dir: Path,
+        run_dir: RunDir,
         task_name: str,
         task: Task,
         config: TrainConfig,
@@ -250,13 +250,13 @@ class Trainer:
             return
         metrics = evaluation.metrics
         if state.update_best(metrics[self.task.main_metric], metrics["eval_loss"], self.task.higher_is_better):
-            self.export("best", evaluation)
+            self.export(self.run_dir.best, evaluation)
 
-    def export(self, name: str, evaluation: Evaluation | None = None) -> None:
+    def export(self, target: Path, evaluation: Evaluation | None = None) -> None:
         """The weights as they are, with a card, for plain transformers or peft."""
         after = evaluation.metrics if evaluation else self.state.latest
         card = summary.card(self.config, self.task_name, self.task, self.prepared, self.state.before, after)
-        checkpoint.export(self.accelerator, self.model, self.prepared.tokenizer, self.run_dir / name, card)
+        checkpoint.export(self.accelerator, self.model, self.prepared.tokenizer, target, card)
 
     def save(self) -> None:
         """A checkpoint of this step, with what was measured and judged so far."""
@@ -273,7 +273,7 @@ class Trainer:
     def finalize(self) -> None:
         """Export final/, write result.json and report.md, and show before beside after."""
         state, accelerator = self.state, self.accelerator
-        self.export("final")
+        self.export(self.run_dir.final)
         result = {
             **summary.summary(self.config, self.task_name, self.task, state, self.plan.total_steps),
             **largest(self.tracker.peak()),
@@ -283,9 +283,9 @@ class Trainer:
             "phases": self.tracker.phases(),
         }
         if accelerator.is_main_process:
-            before, after = (read_samples(self.run_dir, step) for step in (0, state.evaluated_step))
+            before, after = (self.run_dir.read_samples(step) for step in (0, state.evaluated_step))
             report.write_report(self.run_dir, result, before, after)
-            write_result(self.run_dir, result)
+            self.run_dir.write_result(result)
             self.tracker.close()
             report.print_report(result, before, after, console=Console(file=terminal.terminal(), highlight=False))
             best = f"best/ (step {state.best_step}) and " if state.best_step else ""
