@@ -1,10 +1,10 @@
-"""A run's folder, its checkpoints (complete or not there) and the weights it hands out (law 3)."""
+"""Checkpoints that are complete or not there: saved, found, loaded; and weights exported for other libraries."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from accel_sft.io import manifest
 from accel_sft.io.files import abandoned, write_atomically
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir, step_of
+from accel_sft.launch.collectives import decided_by_main
 
 
 @contextlib.contextmanager
 def replacing(accelerator: Accelerator, target: Path) -> Iterator[Path]:
-    """A folder beside `target` to fill from all ranks; it takes `target`'s place when it is whole and on the disk.
+    """A folder beside `target` to fill from all ranks; it replaces `target` once it is complete and on the disk.
 
-    What a kill leaves behind is put right by `settle`.
+    `settle` repairs what a kill leaves behind.
     """
     partial = target.with_name(f".{target.name}.partial")
     if accelerator.is_main_process:
@@ -47,8 +48,8 @@ def replacing(accelerator: Accelerator, target: Path) -> Iterator[Path]:
 
 
 def settle(run_dir: RunDir) -> None:
-    """Put right what a kill amid `replacing` left: the old folder back where the new one had not come yet. And take
-    away files that were being written."""
+    """Repair what a kill during `replacing` left: the old folder comes back if the new one was not there yet, and
+    half-written files and folders are removed."""
     for folder in (run_dir.path, run_dir.checkpoints, run_dir.samples):
         for temporary in abandoned(folder):
             temporary.unlink()
@@ -65,14 +66,14 @@ def settle(run_dir: RunDir) -> None:
 def save(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, run_dir: RunDir, state: dict[str, Any], keep: int
 ) -> Path:
-    """Write `checkpoints/step-<step>`: what training has changed, by parameter, and `state`; prune after.
+    """Write the trained parameters, their Adam state and `state` as the step's checkpoint; then delete old ones.
 
-    Frozen weights are left out: the run's source still has them. Random state is none to keep: a step's is made from
-    the seed, the step and the rank.
+    Frozen weights are left out, since the run's source has them. There is no random state to save: a step's is made
+    from the seed, the step and the rank.
 
     Args:
         state: JSON-able, with the key `step`.
-        keep: newest checkpoints left.
+        keep: how many of the newest checkpoints stay.
     """
     target = run_dir.checkpoint(state["step"])
     check_disk(accelerator, model, run_dir)
@@ -84,19 +85,29 @@ def save(
             manifest.write(partial, about)
     if accelerator.is_main_process:
         write_atomically(run_dir.latest, target.name + "\n")
-        # later ones are damaged, or of a run that was resumed from before them: they do not count as newest
+        # Later ones are damaged, or the run was resumed from before them: they do not count.
         for old in [path for path in run_dir.all_checkpoints() if step_of(path) <= state["step"]][:-keep]:
             shutil.rmtree(old)
     return target
 
 
+def find(accelerator: Accelerator, run_dir: RunDir, resume: str, log: Callable[[str], None]) -> Path | None:
+    """`newest` for all ranks, as rank 0 finds it; None if `--resume` is off. Those passed over are logged."""
+    if resume == "off":
+        return None
+    path, skipped = decided_by_main(accelerator, lambda: newest(run_dir, resume))
+    for line in skipped:
+        log(line)
+    return path
+
+
 def newest(run_dir: RunDir, resume: str) -> tuple[Path | None, list[str]]:
-    """The checkpoint to continue from, if any, and one line for each that was passed over and why.
+    """The checkpoint to continue from, if any, and a line for each damaged one that was passed over.
 
     Args:
         resume: "auto", or a checkpoint's folder.
     Raises:
-        UserError: the named checkpoint is not there or not whole.
+        UserError: the named checkpoint is missing or damaged, or all of them are damaged.
     """
     if resume != "auto":
         if defect := _defect(Path(resume)):
@@ -116,7 +127,7 @@ def newest(run_dir: RunDir, resume: str) -> tuple[Path | None, list[str]]:
 
 
 def undo_after(run_dir: RunDir, step: int) -> list[Path]:
-    """Put aside the checkpoints of later steps, which a run that goes on from an earlier one makes anew; where to."""
+    """Rename the checkpoints of later steps, which a run resumed at `step` makes again; returns their new paths."""
     moved = []
     for path in run_dir.all_checkpoints():
         if step_of(path) > step:
@@ -137,7 +148,7 @@ def _defect(path: Path) -> str | None:
 
 
 def load(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, path: Path) -> dict[str, Any]:
-    """Put weights and optimizer back, written under whatever layout; the `state` that was saved with them.
+    """Load weights and optimizer, written under any parallelism; returns the `state` that was saved with them.
 
     Raises:
         UserError: it was written under another precision, or is of another model.
@@ -155,7 +166,7 @@ def load(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, path:
 
 
 def export(accelerator: Accelerator, model: Any, tokenizer: Any, target: Path, card: str) -> None:
-    """Write what plain transformers (full weights) or peft (the adapter alone) load, tokenizer and card beside it.
+    """Write weights for plain transformers (all) or peft (the adapter alone), with tokenizer and model card.
 
     Gathers from all ranks under ZeRO-3 and FSDP; for an adapter only its own weights.
     """
@@ -190,7 +201,7 @@ def _gathered(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManage
 
 
 def parallelism(accelerator: Accelerator) -> dict[str, Any]:
-    """How this launch shares the run out between processes, and in which precision it computes."""
+    """Ranks, backend, ZeRO stage and precision of this launch."""
     plugin = accelerator.state.deepspeed_plugin
     return {
         "ranks": accelerator.num_processes,
@@ -201,7 +212,7 @@ def parallelism(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """In what two layouts differ, in words."""
+    """Words for each way in which two parallelisms differ."""
     words = {None: "none", "NO": "one process", "DEEPSPEED": "DeepSpeed", "zero_stage": "ZeRO stage"}
     words |= {"MULTI_CPU": "data parallel", "MULTI_GPU": "data parallel"}
     different = [(key, before.get(key), now) for key, now in here.items() if before.get(key) != now]

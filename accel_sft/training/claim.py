@@ -170,7 +170,7 @@ def write_run_record(
     }
 
     def write() -> None:
-        source = prepared.source
+        source = prepared.assembly.source
         if config.adapter != "none" or source.adapter:
             record["base_weights"] = weights_identity(source)
         if run_dir.record.exists() and run_dir.has_trained():

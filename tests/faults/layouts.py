@@ -68,7 +68,9 @@ class Job:
         model.lm_head.weight.requires_grad_(False)  # frozen weights are the source's
         if halves or (precision == "bf16" and os.environ.get("ACCELERATE_USE_DEEPSPEED")):
             model.to(torch.bfloat16)
-        self.model, self.optimizer = accelerator.prepare(self.accelerator, model.train(), adamw(model, config), config)
+        self.model, self.optimizer = accelerator.prepare_model(
+            self.accelerator, model.train(), adamw(model, config), config
+        )
         self.stepper = Stepper(self.accelerator, self.model, self.optimizer, config.max_grad_norm)
         self.folder = folder
         self.forwards_of(rows=2)
