@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 
+import psutil
 import pytest
 from accelerate import Accelerator
 from conftest import accel_sft, stopped
@@ -171,6 +172,37 @@ def test_what_came_after_a_checkpoint_that_is_named_is_put_aside(launched, tmp_p
         path.unlink()
     with pytest.raises(UserError, match="none of its checkpoints is whole; to start over, name another --output-dir"):
         checkpoint.newest(RunDir(run_dir), "auto")
+
+
+FORKS_AND_WAITS = """
+import multiprocessing, sys, time
+from pathlib import Path
+from accel_sft.training import claim
+claim._lock(Path(sys.argv[1]))
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(120,))
+child.start()
+print(child.pid, flush=True)
+time.sleep(120)
+"""
+
+
+def test_a_forked_child_that_outlives_its_killed_run_does_not_keep_the_folder(tmp_path, monkeypatch):
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS_AND_WAITS, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as run:
+        child = psutil.Process(int(run.stdout.readline()))
+        try:
+            monkeypatch.setattr(claim, "_LOCK_SECONDS", 0.5)
+            with pytest.raises(UserError, match="another process is working"):
+                claim._lock(tmp_path)  # the child gave up its copy of the lock, not the lock
+            run.kill()
+            run.wait()
+            assert child.is_running()
+            claim._lock(tmp_path)
+            claim.release()
+            assert not list(tmp_path.iterdir())
+        finally:
+            child.kill()
 
 
 def test_a_run_that_was_killed_before_its_record_may_be_resumed(tmp_path):
