@@ -93,7 +93,7 @@ class _EvaluateGroup(LazyTasks):
         base = SectionOption(
             ["--base"],
             metavar="TEXT",
-            help="Judge this model too, side by side: hub id or local folder.",
+            help="Evaluate this model too, side by side: hub id or local folder.",
             section=MODEL,
         )
         summary = (

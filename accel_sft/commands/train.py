@@ -1,4 +1,4 @@
-"""One run from launch to result: its folder, its data, its record, then the loop; and how each failure ends it."""
+"""Trains a task's model: a run from its launch to its result, and the message with which each failure ends it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
 
 
 def _claimed(task_name: str, task: Task, config: TrainConfig, signals: StopSignals, on_step: OnStep | None) -> None:
-    """The run in a folder that is its own, whose record says how it ended."""
+    """Claim the run's folder and train; result.json says how it ended, whatever happens."""
     with Watchdog(config.hang_timeout):
         accelerator = start(config)
         if config.dry_run:
@@ -64,11 +64,11 @@ def _claimed(task_name: str, task: Task, config: TrainConfig, signals: StopSigna
     try:
         _run(accelerator, run_dir, task_name, task, config, signals, on_step)
     except BaseException as raised:
-        signals.failing()  # ranks of a launcher that is gone lose each other, and have nothing to say any more
+        signals.failing()  # ranks whose launcher is gone lose each other; their errors are no causes
         error = _explained(run_dir, raised)
         begun = run_dir.record.exists() or config.output_dir is not None
         if not begun and isinstance(error, UserError) and accelerator.is_main_process:
-            shutil.rmtree(run_dir.path, ignore_errors=True)  # nobody named it, and the message says all there is
+            shutil.rmtree(run_dir.path, ignore_errors=True)  # nobody named it, and nothing in it is needed
         else:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             run_dir.write_ended(status, str(error) or type(error).__name__)
@@ -78,11 +78,11 @@ def _claimed(task_name: str, task: Task, config: TrainConfig, signals: StopSigna
 
 
 def _explained(run_dir: RunDir, error: BaseException) -> BaseException:
-    """What broke the run in words of what can be done, where that is known; else the error itself."""
-    if isinstance(error, SystemExit):  # a rank that just left, with status 0, would be waited for
+    """A UserError that says what can be done, where the cause is known; otherwise the error itself."""
+    if isinstance(error, SystemExit):  # the other ranks would wait for a rank that left with status 0
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return UserError(
-            f"{frame.filename}:{frame.lineno}: sys.exit({error.code!r}) amid the run; raise an error instead"
+            f"{frame.filename}:{frame.lineno}: sys.exit({error.code!r}) during the run; raise an error instead"
         )
     if isinstance(error, UserError) or not isinstance(error, Exception):
         return error
@@ -93,14 +93,14 @@ def _explained(run_dir: RunDir, error: BaseException) -> BaseException:
         )
     if trouble := _trouble(run_dir, error):
         return UserError(f"{run_dir}: {trouble}, then go on with --resume auto")
-    if lost := lost_peers():  # which a collective that broke cannot name
+    if lost := lost_peers():  # a collective that broke cannot name them
         return UserError(lost)
     return error
 
 
 def _trouble(run_dir: RunDir, error: Exception) -> str | None:
-    """What has become of the run's folder, if anything, and the mend; the folder is asked, for writers in C++ and in
-    threads do not pass the system's own words on."""
+    """What is wrong with the run's folder, if anything, and what to do. It looks at the folder, since writers in C++
+    and in threads do not pass on the system's message."""
     if not run_dir.path.is_dir():
         return "the folder is gone; put it back"
     if not os.access(run_dir.path, os.W_OK):
