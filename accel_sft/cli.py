@@ -82,9 +82,10 @@ class _EvaluateGroup(LazyTasks):
             run(name, task, config, base)
 
         def as_in_its_run(config: TrainConfig) -> dict[str, Any]:
-            from accel_sft.io.run_dir import run_record
+            from accel_sft.io.run_dir import RunDir
 
-            record = run_record(config.model)
+            run = RunDir.around(config.model)
+            record = run.read_record() if run else None
             before = record["task_options"] if record and record["task"] == name else {}
             mine = [s for s in settings(task_class) if s.name in before and not s.problem(before[s.name])]
             return {s.name: before[s.name] for s in mine if before[s.name] != HIDDEN}
@@ -92,7 +93,7 @@ class _EvaluateGroup(LazyTasks):
         base = SectionOption(
             ["--base"],
             metavar="TEXT",
-            help="Judge this model too, side by side: hub id or local folder.",
+            help="Evaluate this model too, side by side: hub id or local folder.",
             section=MODEL,
         )
         summary = (

@@ -23,16 +23,16 @@ from accel_sft.resilience.exit import ExitHandler
 EVALUATION = frozenset(
     ("model", "trust_remote_code", "dtype", "attn_implementation", "max_length", "eval_limit", "eval_batch_size")
 ) | {"max_new_tokens", "generate_with", "output_dir", "seed", "debug", "dry_run", "hang_timeout"}
-"""The trainer's settings that mean something where nothing is trained."""
+"""The trainer's settings that `evaluate` offers."""
 _IN_EVALUATION = {
     "model": {"default": dataclasses.MISSING, "help": "A run, saved weights or an adapter by folder, or a hub id."},
     "output_dir": {"help": "A new folder for result.json, report.md and the answers; default: none is written."},
 }
-"""What they mean there, where it is something else."""
+"""Defaults and help texts that differ in `evaluate`."""
 
 
 class _Value(click.ParamType):
-    """Converts what it can and leaves the rest for `Setting.problem`: click would stop at the first bad value."""
+    """Converts what it can and leaves bad values to `Setting.problem`: click would stop at the first one."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -64,7 +64,7 @@ class SectionOption(click.Option):
 
 
 def make_option(setting: Setting, section: str) -> SectionOption:
-    """The click option of a setting. Its default is None, so that what was given can be told from what was not."""
+    """The click option of a setting. Its default is None, which marks an option that was not given."""
     help = f"{setting.help} {_brackets(setting)}".strip()
     if setting.type is bool:
         flags = f"{setting.flag}/--no-{setting.flag[2:]}"
@@ -107,11 +107,11 @@ class TaskCommand(click.Command):
     """A command with a task's options and the trainer's, grouped by section in its help.
 
     Args:
-        task_class: the loaded task, or None while a shell completes: that reads no plugin.
+        task_class: the loaded task, or None while a shell completes, which imports no plugin.
         run: called with task, config and the values of `extra` options, all problems having been reported.
         only: names of the trainer's settings to offer; all by default.
         extra: further click options of this command.
-        usual: from the trainer's settings, those of the task where neither command line nor file has them.
+        usual: makes, from the trainer's settings, the task's settings that neither command line nor file give.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class TaskCommand(click.Command):
             wrong = {s.name: line for s in offered if s.name in given and (line := s.problem(given[s.name]))}
             missing = [f"{s.flag}: a value is needed" for s in offered if s.required and s.name not in values]
             problems += [*wrong.values(), *missing]
-            try:  # what is wrong in itself is left out, so that what is wrong between the others shows as well
+            try:  # bad values are left out, so that conflicts between the other settings are reported too
                 made += [] if missing else [make({k: v for k, v in values.items() if k not in wrong})]
             except UserError as error:
                 problems += error.problems

@@ -39,6 +39,7 @@ from accel_sft.batching.layouts import Batching, common_prefixes
 from accel_sft.batching.loss import nll, nll_sum
 from accel_sft.batching.verify import UNLIMITED
 from accel_sft.data.chat import Encoded
+from accel_sft.io.run_dir import RunDir
 
 CPU = torch.device("cpu")
 WAYS = [("shared", "mask"), ("shared", "rows"), ("packed", "mask"), ("packed", "rows"), ("padded", "mask")]
@@ -317,16 +318,16 @@ def test_of_two_that_measure_at_once_both_use_what_the_first_has_kept(timing):
 
 def test_a_runs_choice_is_kept_in_its_folder_for_its_own_job_and_launch(tmp_path):
     accelerator, batching, asked = Accelerator(cpu=True), Batching("packed", 64, head="pieces"), ["auto", "auto"]
-    assert choice.read(accelerator, tmp_path, ["job"]) is None
-    choice.write(accelerator, tmp_path, asked, batching, ["job"])
-    record = choice.read(accelerator, tmp_path, ["job"])
+    assert choice.read(accelerator, RunDir(tmp_path), ["job"]) is None
+    choice.write(accelerator, RunDir(tmp_path), asked, batching, ["job"])
+    record = choice.read(accelerator, RunDir(tmp_path), ["job"])
     assert choice.restored(record, asked) == batching
     assert choice.restored(record, ["auto", "4"]) is None, "something else is asked for now"
-    assert choice.read(accelerator, tmp_path, ["other data"]) is None
+    assert choice.read(accelerator, RunDir(tmp_path), ["other data"]) is None
     record = json.loads((tmp_path / "batching.json").read_text())
     record["layout"]["ranks"] = 2
     (tmp_path / "batching.json").write_text(json.dumps(record))
-    assert choice.read(accelerator, tmp_path, ["job"]) is None, "another launch"
+    assert choice.read(accelerator, RunDir(tmp_path), ["job"]) is None, "another launch"
 
 
 def test_dropout_is_not_shared_between_rows(model):

@@ -177,3 +177,8 @@ def test_the_refusal_above_fires(tmp_path):
     install(tmp_path, "accel-sft-quick", "quick = accel_sft_quick:Good", "import torch\n")
     (tmp_path / "sitecustomize.py").write_text(REFUSE)
     assert "RuntimeError: torch was imported" in accel_sft("tasks", site=tmp_path).stdout
+
+
+def test_no_module_is_longer_than_250_lines():
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules()}
+    assert {name: count for name, count in lines.items() if count > 250} == {}

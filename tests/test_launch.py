@@ -481,7 +481,7 @@ RANK = """
 import json, os, sys
 from pathlib import Path
 from accel_sft.launch.environment import prepare_environment
-from accel_sft.launch.accelerator import create_accelerator, prepare, whole_weights
+from accel_sft.launch.accelerator import create_accelerator, prepare_model, whole_weights
 from accel_sft.launch.describe import describe, launch_record
 from accel_sft.io.terminal import quiet
 
@@ -500,7 +500,7 @@ with quiet(folder / f"rank-{os.environ['RANK']}.log"):
     with whole_weights(accelerator):
         model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model, optimizer = prepare(accelerator, model, optimizer, config)
+    model, optimizer = prepare_model(accelerator, model, optimizer, config)
     inputs = torch.full((2, 4), 1.0 + accelerator.process_index, dtype=next(model.parameters()).dtype)
     loss = model(inputs).float().square().mean()
     if hasattr(model, "set_gradient_accumulation_boundary"):

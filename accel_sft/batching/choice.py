@@ -19,11 +19,12 @@ from accel_sft.data import cache
 from accel_sft.data.chat import Encoded
 from accel_sft.io import manifest
 from accel_sft.io.files import read_json, write_atomically
+from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import decided_by_main
 from accel_sft.launch.describe import device_name, parallelism, versions
 
-KIND, FILE = "batching", "batching.json"
-"""Of the cache's entries; in a run's folder."""
+KIND = "batching"
+"""Of the cache's entries."""
 
 
 def recorded(asked: Sequence[str], batching: Batching) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def restored(record: dict[str, Any] | None, asked: Sequence[str]) -> Batching | 
     return _batching(record.get("chosen"))
 
 
-def write(accelerator: Accelerator, run_dir: Path, asked: Sequence[str], batching: Batching, job: list[Any]) -> None:
+def write(accelerator: Accelerator, run_dir: RunDir, asked: Sequence[str], batching: Batching, job: list[Any]) -> None:
     """Keep what a run has chosen, so that one that is killed before its first checkpoint goes on with it.
 
     Args:
@@ -46,14 +47,14 @@ def write(accelerator: Accelerator, run_dir: Path, asked: Sequence[str], batchin
     """
     record = {**recorded(asked, batching), "layout": parallelism(accelerator), "job": job}
     text = json.dumps(record, indent=2) + "\n"
-    decided_by_main(accelerator, lambda: write_atomically(run_dir / FILE, text))
+    decided_by_main(accelerator, lambda: write_atomically(run_dir.batching, text))
 
 
-def read(accelerator: Accelerator, run_dir: Path, job: list[Any]) -> dict[str, Any] | None:
+def read(accelerator: Accelerator, run_dir: RunDir, job: list[Any]) -> dict[str, Any] | None:
     """What the run in this folder had chosen for this job under this launch; None if nothing."""
 
     def found() -> dict[str, Any] | None:
-        file = run_dir / FILE
+        file = run_dir.batching
         record = read_json(file) if file.exists() else {}
         here = {"layout": parallelism(accelerator), "job": job}
         return record if isinstance(record, dict) and here.items() <= record.items() else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,11 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_json_lines(path: Path, rows: Iterable[Any]) -> None:
+    """Replace `path` by a line of JSON for each row; NaN becomes null."""
+    write_atomically(path, "".join(json.dumps(json_safe(row), ensure_ascii=False) + "\n" for row in rows))
 
 
 def abandoned(folder: Path) -> list[Path]:

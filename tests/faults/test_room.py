@@ -18,6 +18,7 @@ from test_launch import seen_by_a_rank
 
 from accel_sft import UserError
 from accel_sft.checkpoint import capacity
+from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
 
 GIB = 2**30
@@ -25,10 +26,10 @@ GIB = 2**30
 
 def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1024, 1024)
-    capacity.check_disk(accelerator, model, tmp_path)
+    capacity.check_disk(accelerator, model, RunDir(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=70 << 20))
     with pytest.raises(UserError, match=r"a checkpoint takes 0.07 GiB, and 0.07 GiB of the disk are free; free space"):
-        capacity.check_disk(accelerator, model, tmp_path)
+        capacity.check_disk(accelerator, model, RunDir(tmp_path))
 
 
 @pytest.mark.parametrize(
