@@ -20,7 +20,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.data import cache
 from accel_sft.data.chat import Encoded, Encoding, Rules, conversation, encode_parts
-from accel_sft.data.fingerprint import identity
+from accel_sft.data.fingerprint import code_fingerprint
 from accel_sft.data.token_store import TokenStore, merge, write_part
 from accel_sft.io import manifest
 from accel_sft.io.terminal import terminal
@@ -205,7 +205,7 @@ def _decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
     return [
         _FORMAT,
         {name: importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")},
-        identity(encode_parts),
+        code_fingerprint(encode_parts),
         [cls.__qualname__, own_code, _vocabulary(tokenizer), tokenizer.eos_token_id],
         [template, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}],
         getattr(tokenizer, "split_special_tokens", None),
@@ -238,7 +238,7 @@ def examples_key(task: Task, examples: Sequence[Any], split: str, *, read: bool 
     """
     of_datasets = type(examples).__module__.partition(".")[0] == "datasets"
     fingerprint = getattr(examples, "_fingerprint" if of_datasets else "fingerprint", None)
-    if not read and isinstance(fingerprint, str) and fingerprint and (known := identity(task)):
+    if not read and isinstance(fingerprint, str) and fingerprint and (known := code_fingerprint(task)):
         return f"{fingerprint} {known}"
     digest = hashlib.sha256()
     for index in range(len(examples)):
