@@ -27,7 +27,8 @@ from typing import Any
 
 from accel_sft import UserError
 from accel_sft.data import rows
-from accel_sft.data.chat import conversation, encode
+from accel_sft.data.chat import encode
+from accel_sft.data.conversation import conversation
 from accel_sft.models.tiny import train_tokenizer
 from accel_sft_math import Math
 from accel_sft_ner import Ner
