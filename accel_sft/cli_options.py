@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 
 from accel_sft.api import registry
 from accel_sft.api.config import RUN, TrainConfig
-from accel_sft.api.config_file import load_yaml
+from accel_sft.api.config_file import BadOptions, load_yaml
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import Setting, settings
 from accel_sft.api.task import Task
@@ -168,16 +168,22 @@ class TaskCommand(click.Command):
         """Task and trainer settings from the command line over the YAML file over the defaults.
 
         Raises:
-            UserError: every problem of the file, of each value and between values, together.
+            UserError: every problem of the file, of each value and between values, together. What cannot be known
+                while another value is wrong or the file cannot be read is not reported.
         """
         given = {k: v for k, v in ctx.params.items() if ctx.get_parameter_source(k) is ParameterSource.COMMANDLINE}
         problems: list[str] = []
         from_file: dict[str, Any] = {}
+        wrong_in_file, readable = set(), True
         if config_file:
             try:
                 from_file = load_yaml(config_file, TrainConfig, self.task_class)
+            except BadOptions as error:
+                problems += error.problems
+                from_file, wrong_in_file = error.usable, error.wrong
             except UserError as error:
                 problems += error.problems
+                readable = False
         made = []
         for offered, make in ((self.train_settings, _build_config), (self.task_settings, self._build_task)):
             usual = self.usual(made[0]) if made else {}
@@ -185,12 +191,14 @@ class TaskCommand(click.Command):
                 s.name: source[s.name] for source in (usual, from_file, given) for s in offered if s.name in source
             }
             wrong = {s.name: line for s in offered if s.name in given and (line := s.problem(given[s.name]))}
-            missing = [f"{s.flag}: a value is needed" for s in offered if s.required and s.name not in values]
+            needed = {s.name: f"{s.flag}: a value is needed" for s in offered if s.required and s.name not in values}
+            missing = [line for name, line in needed.items() if readable and name not in wrong_in_file]
             problems += [*wrong.values(), *missing]
             try:  # bad values are left out, so that conflicts between the other settings are reported too
-                made += [] if missing else [make({k: v for k, v in values.items() if k not in wrong})]
+                made += [] if needed or not readable else [make({k: v for k, v in values.items() if k not in wrong})]
             except UserError as error:
-                problems += error.problems
+                left_out = {s.flag for s in offered if s.name in wrong_in_file or s.name in wrong}
+                problems += [line for line in error.problems if left_out.isdisjoint(re.findall(r"--[\w-]+", line))]
         if problems:
             raise UserError(*dict.fromkeys(problems))
         config, task = made

@@ -202,9 +202,29 @@ def test_problems_of_the_file_come_together_with_those_of_the_command_line(run, 
     assert "--seed -1: must be at least 0" in result.stderr
 
 
+SOURCE_WITH_NEED = GOOD.replace("option(10, min=2", "option(min=2")
+FAULTY_FILES = {
+    "a misspelt option": ("otput-dir: runs/a\nresume: auto\nsize: 4\n", "unknown option 'otput-dir'; did you mean"),
+    "another option misspelt": ("output-dir: runs/a\nresume: auto\nsize: 4\nlog: 3\n", "unknown option 'log'"),
+    "a misspelt option that is needed": ("sise: 4\n", "unknown option 'sise'; did you mean size?"),
+    "a wrong value that another needs": ("output-dir: [[a]]\nresume: auto\nsize: 4\n", "--output-dir: expected one"),
+    "a wrong value that is needed": ("size: x\n", "--size 'x': expected a whole number"),
+    "no YAML": ("size: 4\noutput-dir: [runs/a\nresume: auto\n", "not YAML: "),
+}
+
+
+@pytest.mark.parametrize(("content", "problem"), FAULTY_FILES.values(), ids=FAULTY_FILES)
+def test_what_stands_in_a_faulty_file_is_not_reported_as_missing(site, run, tmp_path, content, problem):
+    install(site, "p-required", "needy = p_required:Good", SOURCE_WITH_NEED)
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    resume = ["--resume", "auto"] if "not YAML" in problem else []  # of which the folder is in the file
+    (line,) = run("needy", "--config", str(file), *resume).stderr.splitlines()
+    assert line.startswith(f"Error: --config {file}: {problem}")
+
+
 def test_an_option_without_default_must_be_given(site, run):
-    source = GOOD.replace("option(10, min=2", "option(min=2")
-    install(site, "p-required", "needy = p_required:Good", source)
+    install(site, "p-required", "needy = p_required:Good", SOURCE_WITH_NEED)
     result = run("needy")
     assert (result.returncode, result.stderr) == (1, "Error: --size: a value is needed\n")
     assert "required" in run("needy", "--help").stdout

@@ -17,7 +17,8 @@ from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
-from accel_sft.data.chat import Encoded, conversation
+from accel_sft.data.chat import Encoded
+from accel_sft.data.conversation import conversation
 from accel_sft.data.template import AnswerText
 from accel_sft.evaluation.generate import Generator
 from accel_sft.io.heartbeat import heartbeat
