@@ -135,18 +135,18 @@ class Trial:
         sizes = self.within_memory(exact, TRIED_ON_DEVICE)
         if dropout:
             return self.least_work(sizes), f", the least work of {len(sizes)} sizes (masks of {dropout} depend on it)"
-        decided = choice.what_decides(self.accelerator, self.model, self.config, self.examples, sizes, self.train)
+        decided = choice.what_decides(self.accelerator, self.model, self.config, self.examples, exact, self.train)
         batching, told = choice.measured_once(self.accelerator, decided, lambda: self.fastest(sizes))
         if batching in sizes:
-            return batching, f", the fastest of {len(sizes)} ({told})"
+            return batching, f", the best of {len(sizes)} sizes ({told})"
         return self.least_work(sizes), f", the least work of {len(sizes)} sizes ({told})"
 
-    def fastest(self, candidates: Sequence[Batching]) -> Batching | None:
-        """The quickest to go through some of the examples; None where trials would take too long."""
+    def fastest(self, candidates: Sequence[Batching]) -> Batching:
+        """The quickest to go through some of the examples; where trials would take too long, that of the least work."""
         some = self._like_a_step(candidates)
         first = [self._seconds(candidates[0], some) for _ in range(2)][1]  # the first time warms up
         if first * len(candidates) > TRIED_SECONDS:
-            return None
+            return self.least_work(candidates)
         took = {batching: self._seconds(batching, some) for batching in candidates}
         near = [batching for batching in candidates if took[batching] <= NEAR * min(took.values())]
         spent = sum(took.values())

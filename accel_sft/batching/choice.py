@@ -63,7 +63,7 @@ def read(accelerator: Accelerator, run_dir: RunDir, job: list[Any]) -> dict[str,
 
 
 def measured_once(
-    accelerator: Accelerator, decided: list[Any], measure: Callable[[], Batching | None]
+    accelerator: Accelerator, decided: list[Any], measure: Callable[[], Batching]
 ) -> tuple[Batching | None, str]:
     """What `measure` found when it was first asked for what `decided` it, on this machine; and where that is kept.
 
@@ -73,7 +73,7 @@ def measured_once(
     Args:
         measure: called on all ranks or on none.
     Returns:
-        the batching, None where nothing can be kept or `measure` found nothing; and a phrase that tells which.
+        the batching, None where nothing can be kept; and a phrase that tells where it is, or why it is not.
     """
     key = hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode()).hexdigest()[:32]
     made: list[Path] = []
@@ -99,8 +99,6 @@ def measured_once(
         about, told = decided_by_main(accelerator, look)
         if about is None and not told:
             batching = measure()
-            if batching is None:
-                return None, "too slow to measure"
             about, told = decided_by_main(accelerator, lambda: keep(batching))
     finally:
         for path in made:
@@ -113,10 +111,13 @@ def what_decides(
     model: torch.nn.Module,
     config: TrainConfig,
     examples: Sequence[Encoded],
-    candidates: Sequence[Batching],
+    exact: Sequence[Batching],
     train: bool,
 ) -> list[Any]:
-    """All that what is measured depends on: the model's shape, the data, the launch, the machine, the software."""
+    """All that what is measured depends on: the model's shape, the data, the launch, the machine, the software.
+
+    Not the memory that happens to be free, which decides the sizes that are tried.
+    """
     unwrapped, tokens = accelerator.unwrap_model(model), hashlib.sha256()
     for example in examples:
         tokens.update(json.dumps([example.prompt_length, example.input_ids]).encode())
@@ -128,7 +129,7 @@ def what_decides(
     settings = [config.global_batch_size, config.gradient_checkpointing, config.compile]
     return [
         [shape, parameters, settings, train],
-        [tokens.hexdigest(), [dataclasses.asdict(batching) for batching in candidates]],
+        [tokens.hexdigest(), [dataclasses.asdict(batching) for batching in exact]],
         [parallelism(accelerator), device_name(accelerator), torch.get_num_threads(), versions()],
     ]
 
