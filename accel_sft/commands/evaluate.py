@@ -84,8 +84,8 @@ def _evaluate(task_name: str, task: Task, config: TrainConfig, base: str | None,
 def _options(task: Task) -> list[str]:
     """A line with the task's settings that differ from its defaults; a run's settings count as given."""
     mine = [setting for setting in settings(type(task)) if getattr(task, setting.name) != setting.default]
-    told = recordable({setting.name: getattr(task, setting.name) for setting in mine})
-    return ["task      " + ", ".join(f"{s.flag[2:]} {told[s.name]}" for s in mine)] if mine else []
+    values = recordable({setting.name: getattr(task, setting.name) for setting in mine})
+    return ["task      " + ", ".join(f"{s.flag[2:]} {values[s.name]}" for s in mine)] if mine else []
 
 
 def _as_trained(config: TrainConfig) -> TrainConfig:

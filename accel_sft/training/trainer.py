@@ -99,8 +99,8 @@ class Trainer:
                     self.tracker.log(f"{aside}: of a later step, put aside")
             self.tracker.rewind(self.state.step, evaluated=self.state.evaluated_step == self.state.step)
             other = checkpoint.differences(before, here)
-            told = f"; written under another layout ({'; '.join(other)})" if other else ""
-            self.tracker.log(f"resumed {path} at step {self.state.step} of {self.plan.total_steps}{told}")
+            how = f"; written under another layout ({'; '.join(other)})" if other else ""
+            self.tracker.log(f"resumed {path} at step {self.state.step} of {self.plan.total_steps}{how}")
         self.anomalies.rewind(self.state.step)
         self.tracker.phase("ready")
         self.tracker.phases()
