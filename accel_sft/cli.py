@@ -84,8 +84,7 @@ class _EvaluateGroup(LazyTasks):
         def as_in_its_run(config: TrainConfig) -> dict[str, Any]:
             from accel_sft.io.run_dir import RunDir
 
-            run = RunDir.around(config.model)
-            record = run.read_record() if run else None
+            record = RunDir.record_around(config.model)
             before = record["task_options"] if record and record["task"] == name else {}
             mine = [s for s in settings(task_class) if s.name in before and not s.problem(before[s.name])]
             return {s.name: before[s.name] for s in mine if before[s.name] != HIDDEN}

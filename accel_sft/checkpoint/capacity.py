@@ -6,12 +6,12 @@ import shutil
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
+from accel_sft.launch.collectives import Team, decided_by_main
 from accel_sft.launch.info import Launch
 
 SPARE_BYTES = 64 << 20
@@ -26,15 +26,16 @@ def check_disk(accelerator: Accelerator, model: torch.nn.Module, run_dir: RunDir
     Raises:
         UserError: on every rank, if it does not.
     """
-    problem = None
-    if accelerator.is_main_process:  # other machines may not see the folder yet
+
+    def check() -> None:
         needed, free = sum(_sizes(model)) * shards.BYTES + SPARE_BYTES, shutil.disk_usage(run_dir.path).free
         if free < needed:
-            problem = (
+            raise UserError(
                 f"{run_dir}: a checkpoint takes {_gib(needed)}, and {_gib(free)} of the disk are free; free space "
                 "(then go on with --resume auto), name another --output-dir, or --save-every off"
             )
-    _agree(problem)
+
+    decided_by_main(accelerator, check)  # other machines may not see the folder yet
 
 
 def check_host_memory(accelerator: Accelerator, model: torch.nn.Module, launch: Launch) -> None:
@@ -57,24 +58,23 @@ def check_host_memory(accelerator: Accelerator, model: torch.nn.Module, launch: 
         states = sum(sizes) * share * (MOMENTS + (COPY if launch.backend == "deepspeed" else 0))
     largest = max(sizes) * (share if launch.stage == 3 or launch.backend == "fsdp" else 1 / launch.local_world_size)
     file = min(sum(sizes) / launch.world_size * shards.BYTES, shards.FILE_BYTES + largest * shards.BYTES)
-    needed, free = (states + file) * launch.local_world_size, host_memory.free_bytes()
-    problem = (
-        f"host memory: {launch.local_world_size} processes on this machine need at least {_gib(needed)} for optimizer "
-        f"states and checkpoints of {sum(sizes):,} trained parameters, and {_gib(free)} are free "
-        f"({host_memory.describe()}); use --adapter lora, a higher ZeRO stage over more "
-        "machines, offload to nvme, or free memory"
-    )
-    _agree(problem if free < needed and launch.environment.get("LOCAL_RANK", "0") == "0" else None)
+    needed = (states + file) * launch.local_world_size
+
+    def check() -> None:
+        if (free := host_memory.free_bytes()) < needed:
+            raise UserError(
+                f"host memory: {launch.local_world_size} processes on this machine need at least {_gib(needed)} for "
+                f"optimizer states and checkpoints of {sum(sizes):,} trained parameters, and {_gib(free)} are free "
+                f"({host_memory.describe()}); use --adapter lora, a higher ZeRO stage over more "
+                "machines, offload to nvme, or free memory"
+            )
+
+    Team(accelerator).firsts(check)
 
 
 def _sizes(model: torch.nn.Module) -> list[int]:
     """Elements of each trained parameter, whole."""
     return [getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad]
-
-
-def _agree(problem: str | None) -> None:
-    if found := next(filter(None, gather_object([problem])), None):
-        raise UserError(found)
 
 
 def _gib(size: float) -> str:

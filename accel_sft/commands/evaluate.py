@@ -84,15 +84,14 @@ def _evaluate(task_name: str, task: Task, config: TrainConfig, base: str | None,
 def _options(task: Task) -> list[str]:
     """A line with the task's settings that differ from its defaults; a run's settings count as given."""
     mine = [setting for setting in settings(type(task)) if getattr(task, setting.name) != setting.default]
-    told = recordable({setting.name: getattr(task, setting.name) for setting in mine})
-    return ["task      " + ", ".join(f"{s.flag[2:]} {told[s.name]}" for s in mine)] if mine else []
+    values = recordable({setting.name: getattr(task, setting.name) for setting in mine})
+    return ["task      " + ", ".join(f"{s.flag[2:]} {values[s.name]}" for s in mine)] if mine else []
 
 
 def _as_trained(config: TrainConfig) -> TrainConfig:
     """`config` with the lengths that the run in or around `--model` was trained and evaluated with, unless given."""
-    if (folder := RunDir.around(config.model)) is None:
+    if (run := RunDir.record_around(config.model)) is None:
         return config
-    run = folder.read_record()
     evaluated = {"max_length": run["config"]["max_length"]}
     evaluated["max_new_tokens"] = run["config"]["max_new_tokens"] or run["max_new_tokens"]
     return dataclasses.replace(config, **{key: n for key, n in evaluated.items() if getattr(config, key) is None})
@@ -100,10 +99,9 @@ def _as_trained(config: TrainConfig) -> TrainConfig:
 
 def _differences(model: str, task_name: str, precision: str) -> list[str]:
     """Notes on how this evaluation differs from the one that the run made of itself."""
-    if (folder := RunDir.around(model)) is None:
+    if (run := RunDir.record_around(model)) is None:
         return []
-    run, found = folder.read_record(), []
-    trained = run.get("launch", {}).get("precision", precision)
+    found, trained = [], run.get("launch", {}).get("precision", precision)
     if run["task"] != task_name:
         found.append(f"note: {model} was trained for {run['task']}, and is scored as {task_name}")
     if trained != precision:

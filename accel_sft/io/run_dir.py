@@ -18,7 +18,7 @@ def _inside(*names: str) -> property:
 
 @dataclasses.dataclass(frozen=True)
 class RunDir:
-    """The folder `path` of one run. `evaluate --output-dir` writes result, report and answers of the same names."""
+    """The folder `path` of one run; `evaluate --output-dir` makes one with result, report and answers only."""
 
     path: Path
 
@@ -49,10 +49,11 @@ class RunDir:
         return str(self.path)
 
     @classmethod
-    def around(cls, model: str) -> RunDir | None:
-        """The run that the folder `model` is, or lies directly in; None if there is none."""
+    def record_around(cls, model: str) -> dict[str, Any] | None:
+        """The run.json of the run that the folder `model` is, or lies directly in; None if there is none."""
         folder = Path(model).expanduser()
-        return next((run for run in map(cls, (folder, folder.parent)) if run.record.is_file()), None)
+        run = next((run for run in map(cls, (folder, folder.parent)) if run.record.is_file()), None)
+        return run.read_record() if run else None
 
     def answers(self, step: int) -> Path:
         """The answers of the evaluation at `step`."""

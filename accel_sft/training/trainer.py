@@ -101,8 +101,8 @@ class Trainer:
                     self.tracker.log(f"{aside}: of a later step, put aside")
             self.tracker.rewind(self.state.step, evaluated=self.state.evaluated_step == self.state.step)
             other = differences(before, here)
-            told = f"; written under another layout ({'; '.join(other)})" if other else ""
-            self.tracker.log(f"resumed {path} at step {self.state.step} of {self.plan.total_steps}{told}")
+            how = f"; written under another layout ({'; '.join(other)})" if other else ""
+            self.tracker.log(f"resumed {path} at step {self.state.step} of {self.plan.total_steps}{how}")
         self.anomalies.rewind(self.state.step)
         self.tracker.phase("ready")
         self.tracker.phases()
@@ -121,9 +121,8 @@ class Trainer:
         kept = choice.restored(before, self.batching_asked)
         accelerator, pad_token_id = self.accelerator, self.prepared.assembly.tokenizer.pad_token_id
         some, evaluated = self.train_examples.some(), self.prepared.validation.kept
-        longest = (
-            [evaluated[int(evaluated.lengths.argmax())]] if len(evaluated) else []
-        )  # its loss is taken in the same layout
+        # the validation loss is computed in the same layout
+        longest = [evaluated[int(evaluated.lengths.argmax())]] if len(evaluated) else []
         batching, told = choose_batching(
             accelerator, self.model, self.config, some, pad_token_id, before=kept, also=longest
         )
