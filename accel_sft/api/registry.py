@@ -23,7 +23,9 @@ ALLOWED = "ACCEL_SFT_TASKS"
 """The variable that names the tasks whose code may run, commas between; unset: all that are installed."""
 SHIPPED = {"math": "accel-sft-math", "ner": "accel-sft-ner"}
 """Task names that belong to the distributions this project ships."""
-RESERVED = frozenset(("tasks", "check", "plan", "compare", "evaluate", "generate", "merge", "new-task", "doctor"))
+RESERVED = frozenset(
+    ("tasks", "check", "plan", "compare", "evaluate", "generate", "merge", "new-task", "doctor", "launch-file")
+)
 """Names of tools, present and to come, which no task may take."""
 NAME = re.compile(r"[a-z0-9-]+")
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
