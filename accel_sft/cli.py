@@ -12,7 +12,7 @@ from accel_sft.api import registry
 from accel_sft.api.config import MODEL, TrainConfig
 from accel_sft.api.options import HIDDEN, settings
 from accel_sft.api.task import Task
-from accel_sft.cli_options import EVALUATION, SectionOption, TaskCommand, summary_of
+from accel_sft.cli_options import EVALUATION, SectionOption, TaskCommand
 from accel_sft.commands.launch_file import launch_file
 from accel_sft.commands.new_task import new_task
 from accel_sft.commands.tasks import tasks
@@ -68,7 +68,7 @@ class _TrainGroup(LazyTasks):
             run(name, task, config)
 
         summary = (
-            f"{summary_of(task_class, name)}\n\nTrains, evaluates and saves a model for this task."
+            f"{registry.summary_of(task_class, name)}\n\nTrains, evaluates and saves a model for this task."
             if task_class
             else ""
         )
@@ -98,7 +98,7 @@ class _EvaluateGroup(LazyTasks):
             section=MODEL,
         )
         summary = (
-            f"{summary_of(task_class, name)}\n\nScores a model on this task's validation examples."
+            f"{registry.summary_of(task_class, name)}\n\nScores a model on this task's validation examples."
             if task_class
             else ""
         )

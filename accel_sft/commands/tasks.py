@@ -6,7 +6,6 @@ import click
 
 from accel_sft.api import registry
 from accel_sft.api.errors import UserError
-from accel_sft.cli_options import summary_of
 
 
 @click.command()
@@ -18,7 +17,7 @@ def tasks() -> None:
     rows, broken = [], []
     for plugin in found:
         try:
-            summary, status = summary_of(registry.load_plugin(plugin), plugin.summary), "ok"
+            summary, status = registry.summary_of(registry.load_plugin(plugin), plugin.summary), "ok"
         except UserError as error:
             summary, status = plugin.summary, "broken"
             broken += error.problems
