@@ -55,6 +55,7 @@ NO_TORCH = (
     "accel_sft.resilience.exit",
     "accel_sft.launch.audit",
     "accel_sft.launch.info",
+    "accel_sft.launch.rank_environment",
     "accel_sft.launch.deepspeed_ops",
     "accel_sft.launch.environment",
     "accel_sft.io.terminal",
