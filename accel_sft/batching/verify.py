@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from accel_sft.api.config import TrainConfig
@@ -17,6 +16,7 @@ from accel_sft.batching.collate import HEADS, Batch
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import fused_kernel, nll
 from accel_sft.data.chat import Encoded
+from accel_sft.launch.collectives import any_rank, first_reason
 
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
 TOLERANCE, REDUCED_TOLERANCE = 1e-3, 0.25
@@ -80,7 +80,7 @@ def exact_batchings(
                     batching = Batching(layout, UNLIMITED, attention=attention, head=head)
                     # ranks that came to different answers would run different forwards
                     mine = [differs(batching, *trial) for trial in zip(alone, trials, strict=True)]
-                    reason = next(filter(None, gather_object(mine)), None)
+                    reason = first_reason(next(filter(None, mine), None))
                     if not reason:
                         found.append(batching)
                         break
@@ -151,7 +151,7 @@ def _trials(examples: Sequence[Encoded]) -> list[list[Encoded]]:
 
 def _is_random(model: torch.nn.Module, batch: Batch) -> bool:
     """Whether two forwards of the same rows differ in training, on any rank."""
-    return any(gather_object([not torch.equal(nll(model, batch), nll(model, batch))]))
+    return any_rank(not torch.equal(nll(model, batch), nll(model, batch)))
 
 
 def _dropout(model: torch.nn.Module, is_random: bool) -> str | None:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
-from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
 from accel_sft.launch import host_memory
+from accel_sft.launch.collectives import raise_first
 from accel_sft.launch.info import Launch
 
 SPARE_BYTES = 64 << 20
@@ -34,7 +33,7 @@ def check_disk(accelerator: Accelerator, model: torch.nn.Module, run_dir: Path) 
                 f"{run_dir}: a checkpoint takes {_gib(needed)}, and {_gib(free)} of the disk are free; free space "
                 "(then go on with --resume auto), name another --output-dir, or --save-every off"
             )
-    _agree(problem)
+    raise_first(problem)
 
 
 def check_host_memory(accelerator: Accelerator, model: torch.nn.Module, launch: Launch) -> None:
@@ -64,17 +63,12 @@ def check_host_memory(accelerator: Accelerator, model: torch.nn.Module, launch: 
         f"({host_memory.describe()}); use --adapter lora, a higher ZeRO stage over more "
         "machines, offload to nvme, or free memory"
     )
-    _agree(problem if free < needed and launch.environment.get("LOCAL_RANK", "0") == "0" else None)
+    raise_first(problem if free < needed and launch.environment.get("LOCAL_RANK", "0") == "0" else None)
 
 
 def _sizes(model: torch.nn.Module) -> list[int]:
     """Elements of each trained parameter, whole."""
     return [getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad]
-
-
-def _agree(problem: str | None) -> None:
-    if told := next(filter(None, gather_object([problem])), None):
-        raise UserError(told)
 
 
 def _gib(size: float) -> str:

@@ -18,7 +18,7 @@ from accel_sft.data.chat import Encoding, conversation
 from accel_sft.data.splits import read_split
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.tokenization import SplitEncoder
-from accel_sft.launch.collectives import Team, decided_by_main
+from accel_sft.launch.collectives import by_each_rank, decided_by_main
 from accel_sft.models.load import Source, encoding_rules, find_source, load_tokenizer
 from accel_sft.models.tiny import build_tiny
 
@@ -113,7 +113,7 @@ def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: Tr
 def _read_splits(accelerator: Accelerator, task: Task) -> list[Sequence[Any]]:
     """Both splits; what is wrong on one rank is told by all of them, before one begins to write."""
     found: list[Sequence[Any]] = []
-    Team(accelerator).all(lambda: found.extend(read_split(task, split) for split in ("train", "validation")))
+    by_each_rank(lambda: found.extend(read_split(task, split) for split in ("train", "validation")))
     return found
 
 

@@ -25,7 +25,7 @@ from accel_sft.evaluation.evaluator import Evaluation, Evaluator
 from accel_sft.io import terminal
 from accel_sft.io.run_dir import read_samples, write_result
 from accel_sft.launch import accelerator as launch
-from accel_sft.launch.collectives import decided_by_main, largest
+from accel_sft.launch.collectives import decided_by_main, largest, largest_of_ranks
 from accel_sft.launch.info import read_launch
 from accel_sft.models.load import compile_blocks, load_model, trainable_parameters
 from accel_sft.resilience.anomalies import Anomalies
@@ -223,8 +223,7 @@ class Trainer:
 
     def between_answers(self) -> None:
         """Let a signal end an evaluation, on all ranks, before its next batch of answers."""
-        asked = torch.tensor([self.signals.asked], device=self.accelerator.device)
-        self.stop_if(int(self.accelerator.gather(asked).max()))
+        self.stop_if(int(largest_of_ranks(self.signals.asked)))
 
     def due(self, setting: str) -> bool:
         """Whether `--eval-every` or `--save-every` asks for it now."""
