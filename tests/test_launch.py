@@ -332,6 +332,34 @@ def test_error_fires(case, tmp_path, built):
         refuse(found)
 
 
+NEWER, TESTED = "1.16.0", "1.15.4"
+
+
+@pytest.mark.parametrize(
+    ("key", "accelerate", "level", "expected"),
+    [
+        ("colour", NEWER, "warning", "is unknown to accelerate 1.15, with which accel_sft was tested: see that accel"),
+        ("colour", TESTED, "error", "is unknown, and would be ignored in silence: remove it"),
+        ("zero_sage", NEWER, "error", "is unknown, and would be ignored in silence: did you mean zero_stage?"),
+        ("zero_sage", TESTED, "error", "is unknown, and would be ignored in silence: did you mean zero_stage?"),
+    ],
+)
+def test_a_key_that_resembles_none_may_be_a_newer_accelerates(
+    key, accelerate, level, expected, tmp_path, built, monkeypatch
+):
+    launch = seen_by_a_rank(written(tmp_path, Z2 | {"deepspeed_config": {"zero_stage": 2, key: 1}}))
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: accelerate if name == "accelerate" else real(name))
+    (finding,) = audit(TrainConfig(), launch, devices=0)
+    assert finding.level == level
+    assert expected in str(finding)
+
+
+def test_the_keys_are_those_of_the_accelerate_that_is_installed():
+    """A newer one is run with before its version stands beside the list of keys."""
+    assert tuple(map(int, importlib.metadata.version("accelerate").split(".")[:2])) == auditing._ACCELERATE
+
+
 def test_all_errors_are_raised_together(tmp_path, built):
     content = Z2 | {"deepspeed_config": {"zero_stage": 3, "zero_sage": 3}, "mixed_precision": "fp16"}
     with pytest.raises(UserError) as raised:
