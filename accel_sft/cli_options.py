@@ -214,9 +214,3 @@ def _build_config(values: dict[str, Any]) -> TrainConfig:
     if problems:
         raise UserError(*problems)
     return config
-
-
-def summary_of(cls: type, fallback: str) -> str:
-    """First line of a class's docstring; a dataclass without one has its signature there, which says nothing."""
-    doc = (vars(cls).get("__doc__") or "").strip()
-    return fallback if not doc or re.match(rf"{cls.__name__}\(", doc) else doc.splitlines()[0]

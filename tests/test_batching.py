@@ -40,6 +40,7 @@ from accel_sft.batching.loss import nll, nll_sum
 from accel_sft.batching.verify import UNLIMITED
 from accel_sft.data.chat import Encoded
 from accel_sft.io.run_dir import RunDir
+from accel_sft.launch import collectives
 
 CPU = torch.device("cpu")
 WAYS = [("shared", "mask"), ("shared", "rows"), ("packed", "mask"), ("packed", "rows"), ("padded", "mask")]
@@ -552,9 +553,7 @@ def test_a_device_without_room_for_the_smallest_forward_is_an_error_that_names_t
 
 
 def test_a_reason_on_another_rank_rules_a_layout_out_on_all(model, monkeypatch):
-    monkeypatch.setattr(
-        verify, "gather_object", lambda mine: mine if mine == [False] else [*mine, "the other rank says so"]
-    )
+    monkeypatch.setattr(collectives, "gather_object", lambda mine: [*mine, "the other rank says so"])
     batching, told = chosen(model)
     assert (batching.layout, batching.head) == ("padded", "everywhere")
     assert "not shared: the other rank says so" in told

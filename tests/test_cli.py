@@ -19,6 +19,8 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.options import settings
 from accel_sft.cli import cli
 
+LAUNCH_FILES = Path(__file__).parent.parent / "accelerate_configs"
+
 # A run that never reaches training: what the command hands over is printed, or fails as the option --size says.
 RECORD = """
 import json, sys
@@ -88,7 +90,7 @@ def test_help_has_tasks_and_tools_and_imports_no_plugin(site):
     tasks, tools = result.stdout.split("Tasks:")[1].split("Tools:")
     assert "loud" in tasks
     assert "accel-sft-loud sums up" in tasks
-    assert all(name in tools for name in ("tasks", "evaluate", "new-task"))
+    assert all(name in tools for name in ("tasks", "evaluate", "new-task", "launch-file"))
 
 
 def test_completion_offers_names_and_options_without_importing_a_plugin(site):
@@ -414,6 +416,27 @@ def test_any_language_prints_under_any_locale(site, env):
     else:
         assert "王大丫丫的回答是" in result.stdout
         assert result.stderr == "Error: 缺少答案\n"
+
+
+# Launch files
+
+
+def test_a_launch_file_is_printed_as_it_is(run):
+    assert run("launch-file", "z2").stdout == (LAUNCH_FILES / "z2.yaml").read_text(encoding="utf-8")
+    assert run("launch-file", "z2.yaml").stdout == run("launch-file", "z2").stdout
+
+
+def test_launch_files_are_listed_with_their_purpose(run):
+    listed = dict(line.split(maxsplit=1) for line in run("launch-file").stdout.splitlines())
+    assert listed.keys() == {path.stem for path in LAUNCH_FILES.iterdir()}
+    assert all(30 < len(purpose) <= 105 and purpose.endswith(".") for purpose in listed.values()), listed
+
+
+def test_an_unknown_launch_file_is_refused_with_the_nearest(run):
+    result = run("launch-file", "z2_ofload")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "did you mean z2_offload" in result.stderr
+    assert "choose one of ddp, fsdp2" in run("launch-file", "qqqq").stderr
 
 
 # Starting a task

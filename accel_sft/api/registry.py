@@ -93,6 +93,12 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
+def summary_of(cls: type, fallback: str) -> str:
+    """First line of a class's docstring; a dataclass without one has its signature there, which says nothing."""
+    doc = (vars(cls).get("__doc__") or "").strip()
+    return fallback if not doc or re.match(rf"{cls.__name__}\(", doc) else doc.splitlines()[0]
+
+
 def load_plugin(plugin: Plugin) -> type[Task]:
     """Import and check one plugin.
 

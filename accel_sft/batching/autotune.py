@@ -17,6 +17,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.verify import exact_batchings
 from accel_sft.data.chat import Encoded
+from accel_sft.launch.collectives import all_ranks, largest_of_ranks
 
 FORWARDS = {"cpu": {"mask": (256, 512, 1024), "rows": (1024, 2048, 4096), "padded": (1024, 4096)}}
 """Tokens in one forward that a device may be given on which nothing is tried."""
@@ -112,7 +113,7 @@ class Trial:
             for tokens in sizes:
                 sized = dataclasses.replace(batching, tokens=tokens)
                 rows = self._heaviest(sized)
-                fits = self._agreed(self._fits(sized, rows))
+                fits = all_ranks(self._fits(sized, rows))
                 if not fits:
                     break
                 fitting.append(sized)
@@ -171,8 +172,7 @@ class Trial:
         started = time.perf_counter()
         for rows in batching.divide(examples, self.accelerator.num_processes)[self.accelerator.process_index]:
             self._run(batching, rows)
-        mine = torch.tensor([time.perf_counter() - started], device=self.device)
-        return self.accelerator.gather(mine).max().item()
+        return largest_of_ranks(time.perf_counter() - started)
 
     def _spread(self) -> list[Encoded]:
         """Examples from all over the data, as many as a step has."""
@@ -244,6 +244,3 @@ class Trial:
             if parameter.requires_grad:
                 size = parameter.numel() * (parameter.element_size() + each)  # of what this rank holds of it
                 hold.append(torch.empty(size, dtype=torch.uint8, device=self.device))
-
-    def _agreed(self, mine: bool) -> bool:
-        return bool(self.accelerator.gather(torch.tensor([mine], device=self.device)).all())

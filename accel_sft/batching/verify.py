@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from accel_sft.api.config import TrainConfig
@@ -18,6 +17,7 @@ from accel_sft.batching.collate import HEADS, Batch
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import fused_kernel, nll
 from accel_sft.data.chat import Encoded
+from accel_sft.launch.collectives import any_rank, first_reason
 
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
 TOLERANCE, REDUCED_TOLERANCE = 1e-3, 0.25
@@ -83,7 +83,7 @@ def exact_batchings(
                     batching = Batching(layout, UNLIMITED, attention=attention, head=head)
                     # ranks that came to different answers would run different forwards
                     mine = [differs(batching, *trial) for trial in zip(alone, trials, strict=True)]
-                    reason = next(filter(None, gather_object(mine)), None)
+                    reason = first_reason(next(filter(None, mine), None))
                     if not reason and layout != "padded":
                         leaks = [_see_each_other(model, batching, rows, where, rounding) for rows in trials]
                         reason = "a change in one row changes another" if any(leaks) else None
@@ -160,7 +160,7 @@ def _is_random(model: torch.nn.Module, batch: Batch, rounding: float) -> bool:
     for _ in range(LOOKS):
         first, again = nll(model, batch), nll(model, batch)
         # ranks look equally often, for their forwards may wait for each other
-        if not any(gather_object([not _farthest(first, again) <= rounding])):
+        if not any_rank(not _farthest(first, again) <= rounding):
             return False
     return True
 
@@ -232,10 +232,10 @@ def _see_each_other(
         sources = torch.arange(len(after), device=after.device) if batch.sources is None else batch.sources
         later = batch.keep[sources] > last
         unchanged.append(before[later])
-        if not any(gather_object([not torch.equal(before[later], after[later])])):
+        if not any_rank(not torch.equal(before[later], after[later])):
             return False
     noise = max(_farthest(one, other) for one, other in itertools.pairwise(unchanged))
-    return any(gather_object([not _farthest(before[later], after[later]) <= min(rounding, NOISE * noise)]))
+    return any_rank(not _farthest(before[later], after[later]) <= min(rounding, NOISE * noise))
 
 
 def _most_logits(batching: Batching) -> int | None:

@@ -18,7 +18,7 @@ from accel_sft.data.conversation import conversation
 from accel_sft.data.splits import read_split
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.io.run_dir import RunDir
-from accel_sft.launch.collectives import Team, decided_by_main
+from accel_sft.launch.collectives import by_each_rank, decided_by_main
 from accel_sft.models.load import find_source
 from accel_sft.models.tiny import build_tiny
 from accel_sft.training.assembly import Assembly, assemble
@@ -115,7 +115,7 @@ def prepare_data(accelerator: Accelerator, run_dir: RunDir, task: Task, config: 
 def _read_splits(accelerator: Accelerator, task: Task) -> list[Sequence[Any]]:
     """Both splits. An error of one rank is raised on all of them, before any of them writes a file."""
     found: list[Sequence[Any]] = []
-    Team(accelerator).all(lambda: found.extend(read_split(task, split) for split in ("train", "validation")))
+    by_each_rank(lambda: found.extend(read_split(task, split) for split in ("train", "validation")))
     return found
 
 

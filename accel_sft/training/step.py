@@ -17,6 +17,7 @@ from accel_sft.batching.loss import nll_sum
 from accel_sft.data.chat import Encoded
 from accel_sft.io.files import write_atomically
 from accel_sft.io.run_dir import RunDir
+from accel_sft.launch.collectives import gather_numbers
 from accel_sft.training.optimizer import Stepper
 
 
@@ -148,12 +149,10 @@ def reduce_step(
     any rank got, and all ranks' system readings."""
     if accelerator.num_processes == 1:
         return share.item(), oom, signal, [system]
-    mine = [share.item(), signal, *oom, *system]
-    # float64: the largest index is exact
-    gathered = accelerator.gather(torch.tensor([mine], device=accelerator.device, dtype=torch.float64))
-    without = [OutOfMemory(*map(int, row)) for row in gathered[:, 2:5].tolist() if row[0]]
-    loss, signal = gathered[:, 0].sum().item(), int(gathered[:, 1].max())
-    return loss, min(without, default=OutOfMemory()), signal, gathered[:, 5:].tolist()
+    every = gather_numbers([share.item(), signal, *oom, *system])
+    without = [OutOfMemory(*map(int, numbers[2:5])) for numbers in every if numbers[2]]
+    loss, signal = sum(numbers[0] for numbers in every), int(max(numbers[1] for numbers in every))
+    return loss, min(without, default=OutOfMemory()), signal, [numbers[5:] for numbers in every]
 
 
 def _most_tokens(run_dir: RunDir) -> int | None:

@@ -23,7 +23,7 @@ from accel_sft.data.token_store import TokenStore
 from accel_sft.evaluation.evaluator import Evaluation
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.accelerator import prepare_model
-from accel_sft.launch.collectives import largest
+from accel_sft.launch.collectives import largest, largest_of_ranks
 from accel_sft.launch.describe import differences, parallelism
 from accel_sft.launch.info import read_launch
 from accel_sft.models.load import compile_blocks, trainable_parameters
@@ -199,8 +199,7 @@ class Trainer:
 
     def between_answers(self) -> None:
         """Let a signal end an evaluation, on all ranks, before its next batch of answers."""
-        asked = torch.tensor([self.signals.asked], device=self.accelerator.device)
-        self.stop_if(int(self.accelerator.gather(asked).max()))
+        self.stop_if(int(largest_of_ranks(self.signals.asked)))
 
     def evaluate(self) -> None:
         """Evaluate the current weights; export them as best/ if the task's main metric improved."""
