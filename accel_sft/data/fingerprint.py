@@ -91,8 +91,9 @@ def _places(top: str) -> list[Path]:
 def _files(top: str, imported: set[str]) -> str:
     """SHA-256 of all files of a package, data too; the top-level modules that its sources import go to `imported`."""
     digest, total = hashlib.sha256(), 0
+    pattern = "*.py" if top == "accel_sft" else "*"  # its launch files do not decide what a task does
     for place in _places(top):
-        for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
+        for file in sorted(place.rglob(pattern)) if place.is_dir() else [place]:
             if "__pycache__" in file.parts or (file.is_dir() and not file.is_symlink()):
                 continue
             total += file.stat().st_size
