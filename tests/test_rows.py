@@ -4,12 +4,14 @@ import functools
 import json
 import os
 import random
+import re
 import threading
 
 import pytest
 from parsers import CALLS, answer, other_answer
 
 from accel_sft import UserError, read_rows
+from accel_sft.api.errors import what_and_where
 from accel_sft.data import rows
 
 
@@ -231,6 +233,13 @@ def test_a_file_without_rows_is_refused(file, content):
 def test_bytes_that_are_not_utf8_are_named_by_line(file):
     (problem,) = problems(file('{"answer": "1"}\n{"answer": "é"}\n'.encode("latin-1")))
     assert problem.startswith(":2: not UTF-8")
+
+
+def test_an_error_that_passes_through_the_reader_names_the_caller_s_line(file):
+    rows = read_rows(file('{"answer": "1"}'), answer)
+    with pytest.raises(TypeError) as caught:
+        rows["first"]
+    assert re.search(rf"\({re.escape(__file__)}:\d+\)$", what_and_where(caught.value))
 
 
 def test_a_file_that_cannot_be_read(tmp_path):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel_sft.api.options import option, problems, shown
-
-if TYPE_CHECKING:
-    pass
 
 MODEL, ADAPTER, DATA, OPTIM, EVAL, RUN = "Model", "Adapter", "Data", "Optimisation", "Evaluation", "Run"
 
@@ -102,7 +99,7 @@ class TrainConfig:
     keep_checkpoints: int = option(2, section=RUN, min=1, help="Newest checkpoints kept.")
     resume: str = option("off", section=RUN, help="auto (newest complete checkpoint), a checkpoint's folder, or off.")
     hang_timeout: int = option(
-        1800, section=RUN, min=0, help="Seconds in which no rank gets on before the run ends, naming who; 0: wait."
+        1800, section=RUN, min=0, help="Seconds without progress after which the run ends and names the rank; 0: never."
     )
     log_every: int = option(10, section=RUN, min=1, help="Steps between console lines (files get every step).")
     tracker: str = option(
@@ -113,7 +110,7 @@ class TrainConfig:
     debug: bool = option(False, section=RUN, help="Tracebacks, and the libraries' own messages.")
 
     def problems(self) -> list[str]:
-        """What is wrong, one line each, naming the flag and the mend."""
+        """What is wrong, one line each, naming the flag and the value to give."""
         found = problems(self)
         for name in ("eval_every", "save_every"):
             value = getattr(self, name)
@@ -134,10 +131,10 @@ class TrainConfig:
         return found
 
     def resolved(self, defaults: dict[str, Any]) -> TrainConfig:
-        """A copy with every None that has a usual value filled in.
+        """A copy in which every None that has a usual value is replaced by it.
 
         Args:
-            defaults: what suits the model better than the usual values do.
+            defaults: values that suit the model better than the usual ones.
         """
         values = {**_USUAL, **defaults}
         if self.adapter != "none":
@@ -168,11 +165,11 @@ LAYOUT = frozenset(
     | {"tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every"}
     | {"patience", "batching", "compile", "generate_with", "on_nonfinite", "hang_timeout"}
 )
-"""Settings that decide how a run is executed or watched, not what a step learns: a resume may change them."""
+"""Settings that decide how a run is executed or observed, not what a step computes: a resume may change them."""
 
 
 _MOST_DIGITS = 18
-"""Of a number of steps or examples: Python refuses to read very long ones."""
+"""Most digits of a number of steps or examples: Python refuses to convert very long ones."""
 
 
 def _positive(text: str) -> bool:

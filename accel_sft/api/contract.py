@@ -1,4 +1,4 @@
-"""What a class must be to be used as a task, asked of the class itself. Standard library only."""
+"""Checks whether a class can be used as a task: its methods, their signatures, its options. Standard library only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CONTRACT = {
 
 
 def contract_faults(cls: Any) -> list[str]:
-    """In what a class falls short of the task contract, one phrase each; empty when it can be used."""
+    """Why a class cannot be used as a task, one phrase for each reason; empty when it can."""
     if not isinstance(cls, type) or not issubclass(cls, Task) or cls is Task:
         return [f"{getattr(cls, '__qualname__', repr(cls))} is not a subclass of accel_sft.Task"]
     causes = []
@@ -51,7 +51,7 @@ def _signature_fault(cls: type[Task], name: str) -> str:
     arguments = parameters if isinstance(method, (staticmethod, classmethod)) else ("self", *parameters)
     try:
         signature = inspect.signature(bound)
-    except ValueError:  # a callable written in C tells nothing
+    except ValueError:  # a callable written in C has no signature
         return ""
     try:
         signature.bind(*arguments)

@@ -1,4 +1,7 @@
-"""What a person can mend, told without a traceback; and where a stranger's code failed. Standard library only."""
+"""The error that is shown to users without a traceback, and the source line at which a plugin failed.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """A mistake the person at the terminal can mend: one line each of what, where and what to do.
+    """An error that the user can fix: one line for each problem, with what is wrong, where, and what to do.
 
     It is printed without a traceback (unless `--debug`) and ends the process with a non-zero status.
     """
@@ -18,12 +21,10 @@ class UserError(Exception):
 
 
 def what_and_where(error: BaseException) -> str:
-    """A stranger's error, and the line of its source that raised it."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).suffix == ".py"]
-    frames = [
-        f
-        for f in frames
-        if "importlib" not in Path(f.filename).parts and Path(f.filename).parent != Path(__file__).parent
-    ]
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    """An error in a plugin's code as text, with the last source line outside this package that it went through."""
+    package = Path(__file__).parent.parent
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    outside = [f"{path}:{line}" for path, line in frames if path.suffix == ".py" and package not in path.parents]
+    outside = [place for place in outside if "importlib" not in Path(place).parts]
+    where = f" ({outside[-1]})" if outside else ""
     return f"{type(error).__name__}: {error}{where}"

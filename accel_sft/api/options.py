@@ -1,4 +1,4 @@
-"""How a dataclass field becomes a setting: default, help, limits and type, all stated in one place.
+"""Settings as dataclass fields: type, default, help and limits of each, stated in one place.
 
 The command line, a YAML file and a test read the same fields, so a setting has one definition. Standard library only.
 """
@@ -44,12 +44,12 @@ def option(
 
 
 HIDDEN = "***"
-"""In place of a value that is a secret by its name."""
+"""Stands in records for the value of an option whose name says that it is a secret."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One field, resolved: `type` is str, int, float or bool; `optional` says that None is a value too."""
+    """One field: `type` is str, int, float or bool; with `optional`, None is a value too."""
 
     name: str
     type: type
@@ -74,12 +74,12 @@ class Setting:
         """What is wrong with `value` as this setting, or None."""
         if value is None:
             return None if self.optional else f"{self.flag}: a value is needed"
-        if isinstance(value, int) and value.bit_length() > 63:  # no tensor holds it, and Python may refuse to print it
+        if isinstance(value, int) and value.bit_length() > 63:  # too large for a tensor, perhaps to print
             return f"{self.flag}: a number of {value.bit_length()} bits; 63 are the most"
         accepted = (int, float) if self.type is float else (self.type,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and self.type is not bool):
             return f"{self.flag} {_represented(value)}: expected {_EXPECTED[self.type]}"
-        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):  # no file's name, and not to be recorded
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):  # no file's name
             return f"{self.flag} {shown(value)}: a NUL or bytes that are not UTF-8 are not text; remove them"
         if self.choices and value not in self.choices:
             return f"{self.flag} {shown(value)}: not one of {', '.join(self.choices)}"
@@ -93,12 +93,12 @@ class Setting:
 
 
 def shown(text: str) -> str:
-    """A value as a message repeats it: as it stands, unless it is empty, long, or would not stay on its line."""
+    """A value as messages repeat it: unchanged, unless it is empty, long, or would break the line."""
     return text if text and text.isprintable() and len(text) <= _SHOWN else _represented(text)
 
 
 def _represented(value: Any) -> str:
-    if isinstance(value, (list, tuple, set, dict)):  # may hold itself, or more than there is memory to write
+    if isinstance(value, (list, tuple, set, dict)):  # may contain itself, or be too large to write
         return f"({type(value).__name__})"
     if isinstance(value, (str, bytes)) and len(value) > _SHOWN:
         return f"{value[:_SHOWN]!r}..."

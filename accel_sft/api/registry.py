@@ -1,6 +1,7 @@
-"""Tasks by the entry point group `accel_sft.tasks`; a broken plugin breaks only itself. Standard library only.
+"""Finds and loads tasks by the entry point group `accel_sft.tasks`; a broken plugin breaks only itself.
 
-Names come from the metadata of installed distributions, without importing any plugin; `load` imports one.
+Names come from the metadata of installed distributions, without importing any plugin; `load` imports one. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _OWN_REQUIREMENT = re.compile(r"accel[-_.]+sft(?![-_.]*[a-z0-9])", re.IGNORECASE
 
 @dataclasses.dataclass(frozen=True)
 class Plugin:
-    """One entry point as its distribution's metadata tells it; `fault` says why it cannot be used, if so."""
+    """One entry point from a distribution's metadata; `fault` is why it cannot be used, or empty."""
 
     name: str
     target: str
@@ -60,7 +61,7 @@ def plugins() -> list[Plugin]:
 
 
 def _disallowed(plugin: Plugin) -> str:
-    """Why a plugin's code may not run here, where only certain tasks may."""
+    """Why a plugin may not run where ACCEL_SFT_TASKS names the tasks that may; empty if it may."""
     allowed = os.environ.get(ALLOWED)
     if allowed is None or plugin.name in [name.strip() for name in allowed.split(",")]:
         return ""
@@ -111,7 +112,7 @@ def load_plugin(plugin: Plugin) -> type[Task]:
     entry_point = importlib.metadata.EntryPoint(plugin.name, plugin.target, GROUP)
     try:
         cls = entry_point.load()
-    except (Exception, SystemExit) as error:  # whatever a stranger's module does when imported
+    except (Exception, SystemExit) as error:  # a plugin's module may raise anything when imported
         raise plugin.broken(f"cannot be imported: {what_and_where(error)}") from error
     causes = contract_faults(cls)
     if causes:
@@ -142,10 +143,10 @@ def _entry_points() -> list[Plugin]:
     for distribution in importlib.metadata.distributions():
         try:
             text = distribution.read_text("entry_points.txt") or ""
-            if GROUP not in text:  # reading on would cost a metadata parse for each package installed
+            if GROUP not in text:  # parsing the metadata of every installed package would take too long
                 continue
             metadata = distribution.metadata
-        except (OSError, ValueError) as error:  # ValueError: bytes that are no text; harms nobody else
+        except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8
             folder = getattr(getattr(distribution, "_path", None), "name", "?")
             found.append(Plugin("?", "?", folder, "?", "", (), f"its metadata cannot be read: {error}"))
             continue
@@ -164,7 +165,7 @@ def _entry_points() -> list[Plugin]:
 
 
 def _section(text: str) -> list[str]:
-    """Lines of the group's section; one stranger's damaged file must not raise here."""
+    """Lines of the group's section; a damaged file of any distribution must not raise here."""
     lines, inside = [], False
     for line in map(str.strip, text.splitlines()):
         if line.startswith("["):

@@ -1,4 +1,4 @@
-"""A task: what to learn, how to ask for it, and how to tell whether it was learnt. Standard library only."""
+"""The base class of tasks: examples, prompts, answers and scores. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Task(abc.ABC):
     """Subclass it as a keyword-only dataclass; every field made with `option` is a command-line option too.
 
     An example may be any object; the trainer only hands it back to the methods below. All methods must be pure:
-    every rank calls them and must see the same, and what they gave is kept for later runs.
+    every rank calls them and must get the same results, which are kept for later runs.
     """
 
     main_metric: ClassVar[str]
@@ -27,7 +27,7 @@ class Task(abc.ABC):
         """The examples of `split`, "train" or "validation". Raise UserError for data that cannot be used.
 
         A sequence may have an attribute `fingerprint`, a text that changes whenever an example does (what `read_rows`
-        returns has one): then a later start need not read every message and target to see that none has changed.
+        returns has one): then a later start need not read every message and target to find that none has changed.
         """
 
     @abc.abstractmethod
@@ -40,7 +40,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def score(self, example: Any, text: str) -> dict[str, Any]:
-        """Judge one generated answer: numbers (or anything JSON can hold that `aggregate` understands) by name."""
+        """Score one generated answer: numbers (or anything JSON can hold that `aggregate` understands) by name."""
 
     def aggregate(self, scores: Sequence[dict[str, Any]]) -> dict[str, float]:
         """One number per metric from all examples' scores, each counted once; the mean of each key by default."""

@@ -1,7 +1,7 @@
-"""What was made once and is kept for later runs: a folder per content, complete or not there, known to be whole.
+"""The cache: folders found by a hash of their content, complete or absent, and verified when they are opened.
 
 An entry is made under another name, written through to the disk and renamed, so that runs at the same time, or one
-that is killed, leave nothing half done. Standard library only.
+that is killed, leave no partial entry. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from accel_sft.io import manifest
 
 _ABANDONED_SECONDS = 3600
 UNUSED_DAYS = 30
-"""After which an entry is removed, when another one is made."""
+"""Days without use after which an entry is removed, when another one is made."""
 
 
 def folder() -> Path:
@@ -36,7 +36,7 @@ def folder() -> Path:
 
 
 def where() -> str:
-    """The cache's folder, to be named."""
+    """The cache's folder as messages name it."""
     try:
         return str(folder())
     except OSError as error:
@@ -44,7 +44,7 @@ def where() -> str:
 
 
 def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
-    """The entry's folder and what was written about it; None if it is not there, or damaged, which is told."""
+    """The entry's folder and what was written about it; None if it is absent or damaged, which is logged."""
     try:
         path = folder() / kind / key
         if not path.exists():
@@ -61,7 +61,7 @@ def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
 
 
 def partial(kind: str) -> Path:
-    """A new folder to fill, seal and `publish`; what dead processes left, or nobody has used for long, is removed.
+    """A new folder to fill, to write a manifest in and to `publish`; abandoned and long unused folders are removed.
 
     Raises:
         OSError: the cache cannot be written.
@@ -80,12 +80,12 @@ def partial(kind: str) -> Path:
     for entry in (folder() / kind).glob("[!.]*"):
         with contextlib.suppress(OSError):
             if entry.stat().st_mtime < time.time() - UNUSED_DAYS * 86400:
-                shutil.rmtree(entry)  # a run that has it open keeps what it holds
+                shutil.rmtree(entry)  # a run that has it open keeps its files
     return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=folder() / kind))
 
 
 def publish(made: Path, kind: str, key: str) -> Path:
-    """Give a sealed folder its name, in the place of a damaged one; one that another run has put there stays."""
+    """Give a folder with a manifest its name, in place of a damaged one; an entry that another run made stays."""
     import shutil
 
     target = folder() / kind / key
@@ -110,10 +110,10 @@ def publish(made: Path, kind: str, key: str) -> Path:
 
 
 def discard(kind: str, key: str) -> None:
-    """Take away an entry that is whole but wrong.
+    """Remove an entry that is complete but wrong.
 
     Raises:
-        UserError: it cannot be taken away.
+        UserError: it cannot be removed.
     """
     import shutil
 
@@ -127,13 +127,13 @@ def discard(kind: str, key: str) -> None:
     except OSError as error:
         if path.exists():
             raise UserError(
-                f"{path}: holds what does not belong there, and cannot be removed ({error.strerror}); remove it, or "
+                f"{path}: has the wrong content, and cannot be removed ({error.strerror}); remove it, or "
                 "name another folder in ACCEL_SFT_CACHE"
             ) from None
 
 
 def log(line: str) -> None:
-    """Say it at the terminal, once for all ranks."""
+    """Print a line at the terminal, from rank 0 only."""
     from accel_sft.io.terminal import terminal
 
     if os.environ.get("RANK", "0") == "0":

@@ -1,4 +1,4 @@
-"""From a task's messages and target to token ids and the mask of what is learnt (law 2)."""
+"""Turns a task's messages and target into token ids, and marks which of them carry loss (law 2)."""
 
 from __future__ import annotations
 
@@ -53,35 +53,35 @@ class Rules:
 
 @dataclasses.dataclass
 class Encoding:
-    """A split's examples that can be used, and the indices of those that cannot, by reason.
+    """The usable examples of a split, and the indices of those left out, by reason.
 
     Attributes:
-        told: where the tokens come from, if there is something to say about it.
+        notes: lines about where the tokens come from.
     """
 
     split: str
     kept: Sequence[Encoded]
     left_out: dict[str, list[int]]
     cut: list[int]
-    told: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """What is told, and one line for each reason an example was left out or cut."""
+        """The notes, and one line for each reason that examples were left out or cut."""
         found = [*self.left_out.items(), ("cut to --max-length, their end-of-turn token is not learnt", self.cut)]
         named = [f"{self.split}: {len(indices)} {reason} ({_named(indices)})" for reason, indices in found if indices]
-        return [*self.told, *named]
+        return [*self.notes, *named]
 
     def note(self, other: Encoding) -> None:
-        """Take over what was left out and cut in the part of the split that follows."""
+        """Add what was left out and cut in the part of the split that follows."""
         for reason, indices in other.left_out.items():
             self.left_out.setdefault(reason, []).extend(indices)
         self.cut += other.cut
 
     def check(self, kept: int, rules: Rules) -> None:
-        """See that there is something to learn from, and nothing too long where that is an error.
+        """Check that there is something to learn from, and nothing too long where that is an error.
 
         Raises:
-            UserError: there is not, and why.
+            UserError: the check failed, and why.
         """
         if rules.truncation == "error" and rules.too_long in self.left_out:
             raise UserError(*self.lines(), "--truncation error stops here: raise --max-length, or choose drop or right")
@@ -157,7 +157,7 @@ def _encode_part(
     asked = rendered(tokenizer, turns, split, add_generation_prompt=True)
     told = rendered(tokenizer, list(map(answered, turns, targets)), split, add_generation_prompt=False)
     prompts, wholes = _tokens(tokenizer, asked), _tokens(tokenizer, told)
-    dropped = surroundings(tokenizer, turns[0], asked[0], split) is None  # which one-letter answers may hide
+    dropped = surroundings(tokenizer, turns[0], asked[0], split) is None  # `holds` may not notice
     ends = [end for end in tokenizer.convert_ids_to_tokens(sorted(rules.eos_ids)) if end]
 
     kept: list[Encoded] = []
@@ -173,7 +173,7 @@ def _encode_part(
         ids = _until_end_of_turn(whole, len(prompt), rules.eos_ids, tokenizer.eos_token_id)
         if len(ids) < len(whole) and any(end in target for end in ends):
             _, tail = surroundings(tokenizer, turns[at], asked[at], split) or ("", "")
-            if not any(end in tail for end in ends):  # the answer's own was found: the template writes none
+            if not any(end in tail for end in ends):  # what was found is the answer's own: the template writes none
                 ids = [*whole, tokenizer.eos_token_id]
         if len(ids) > rules.max_length:
             if rules.truncation == "right" and len(prompt) < rules.max_length:

@@ -77,24 +77,18 @@ def _lines(stream: BinaryIO, name: str, begin: int) -> Iterator[Located]:
         begin += len(raw)
 
 
-class _Bad:
-    """Stands in a decoded value for a part that is not allowed, so that the rows after it are decoded too."""
-
-    def __init__(self, problem: ValueError) -> None:
-        self.problem = problem
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Bad:
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any] | ValueError:
+    """An object, or the error that stands in its place, so that the rows after it are decoded too."""
     row: dict[str, Any] = {}
     for key, value in pairs:
         if key in row:
-            return _Bad(Malformed(key, "each key once, it stands here twice"))
+            return Malformed(key, "each key once, it stands here twice")
         row[key] = value
     return row
 
 
-def _no_constant(name: str) -> _Bad:
-    return _Bad(ValueError(f"{name} is not JSON; use null or a number"))
+def _no_constant(name: str) -> ValueError:
+    return ValueError(f"{name} is not JSON; use null or a number")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
@@ -117,8 +111,8 @@ def _checked(value: Any) -> Any:
 
 
 def _problems_in(value: Any, depth: int = 0) -> Iterator[ValueError]:
-    if isinstance(value, _Bad):
-        yield value.problem
+    if isinstance(value, ValueError):
+        yield value
     elif depth > _MAX_DEPTH:
         yield ValueError("nested too deeply")
     elif isinstance(value, str):

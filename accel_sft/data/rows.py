@@ -1,7 +1,6 @@
-"""Rows of a JSON or JSONL file: all checked at the first reading, each parsed when it is asked for.
+"""Reads rows of a JSON or JSON Lines file: all are checked at the first reading, each is parsed when it is used.
 
-What the first reading finds out, where each row stands, is kept in the cache by the file's content and the parser.
-Standard library only.
+The place of each row is kept in the cache, found by the file's content and the parser. Standard library only.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from accel_sft.io import manifest
 
 MAX_PROBLEMS = 20
 IN_MEMORY_BYTES = 1 << 20
-"""Smaller files are held, and checked on every start: that takes no longer than asking the cache."""
+"""Smaller files are held in memory and checked at every start: that takes no longer than a look into the cache."""
 _PLACE = struct.Struct("<qII")  # a row's first byte in the file, number of bytes, and their CRC-32
 _PLACES = "places.bin"
 Row = TypeVar("Row")
@@ -44,7 +43,7 @@ class RowProblem(Malformed):
 
 
 class _File:
-    """An open file of which parts are read; closed when nobody refers to it any more."""
+    """An open file of which parts are read; closed with the last reference to it."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._descriptor = os.dup(stream.fileno())
@@ -68,13 +67,13 @@ class _Held:
 
 
 class Rows(Sequence[Row]):
-    """The rows of a file as a sequence that holds none of them: each is read and parsed when it is asked for.
+    """The rows of a file as a sequence that has none of them in memory: each is read and parsed when it is used.
 
-    A slice is such a sequence too; `list(rows)` holds them all.
+    A slice is such a sequence too; `list(rows)` has them all in memory.
 
     Attributes:
-        fingerprint: the same for the same rows and parser; None: the parser cannot be told from another one (it was
-            made inside a function, or holds what is no plain value).
+        fingerprint: the same for the same rows and parser; None: the parser has none (it was made inside a function,
+            has values that are not plain, reads files; see `code_fingerprint`).
     """
 
     def __init__(
@@ -158,7 +157,7 @@ def read_rows(path: str | Path, parse: Callable[[dict[str, Any]], Row]) -> Rows[
 def _opened(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
-    except ValueError as error:  # a NUL or a lone surrogate
+    except ValueError as error:  # the name has a NUL or a lone surrogate
         raise UserError(f"{str(path)!r}: not a file's name ({error}); give an existing JSON or JSONL file") from None
 
 
@@ -171,7 +170,11 @@ def _sha256(stream: BinaryIO) -> str:
 
 
 def _validated(stream: BinaryIO, name: str, parse: Callable[[dict[str, Any]], Any]) -> bytes:
-    """The place of each row, one after the other, when every row is good."""
+    """The place of each row, one after the other.
+
+    Raises:
+        UserError: bad rows, or none.
+    """
     places, problems, more, before = bytearray(), [], 0, 0
     for row, (value, line, begin, raw) in enumerate(located(stream, name), 1):
         try:
@@ -201,12 +204,15 @@ def _kept(key: str) -> _File | None:
     found = cache.find("rows", key)
     if found is None:
         return None
-    with contextlib.suppress(OSError), (found[0] / _PLACES).open("rb") as stream:  # gone again: as if never kept
+    with (
+        contextlib.suppress(OSError),
+        (found[0] / _PLACES).open("rb") as stream,
+    ):  # it may be removed by now
         return _File(stream)
 
 
 def _keep(places: _Held, key: str) -> _File | _Held:
-    """`places` in the cache; where that cannot be written, as they are: the rows are checked again next time."""
+    """Put `places` into the cache. If it cannot be written they stay in memory, and the next start checks all rows."""
     made = None
     try:
         made = cache.partial("rows")

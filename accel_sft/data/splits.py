@@ -1,4 +1,4 @@
-"""A task's splits, read and checked."""
+"""Reads a split of a task's examples and checks that it can be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which examples make a step (law 1)."""
+"""Decides which examples each optimizer step learns from, by data, seed and global batch size alone (law 1)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class StepPlan:
 
     The examples are read as an endless stream, one permutation per epoch; step k takes its `global_batch_size` next
     ones, across an epoch's end if need be, so each example is seen exactly once per epoch. The last step ends with the
-    last epoch. Nothing here is a state: a resumed run asks for the next step.
+    last epoch. There is no state: a resumed run asks for the next step.
 
     Args:
         lengths, supervised: tokens, and tokens with a loss, of each example; shape (examples,).
@@ -54,7 +54,7 @@ class StepPlan:
         return np.concatenate([self._permutation(e)[offsets[epochs == e]] for e in range(epochs[0], epochs[-1] + 1)])
 
     def seed_of(self, step: int, rank: int) -> int:
-        """Of what a rank draws at random in a step, which is dropout: so no random state has to outlive a stop."""
+        """Seed of what a rank draws at random in a step (dropout), so that checkpoints need no random state."""
         return int(np.random.SeedSequence([self.seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)
 
     def epoch(self, step: int) -> float:

@@ -1,4 +1,4 @@
-"""What a chat template makes of an answer: whether it is there at all, and what is written around it."""
+"""What a chat template writes around an answer, whether it keeps the answer whole, and how to take it off again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.text import one_line
 
 _PROBE = "\ue000\ue001"
-"""Stands for an answer where only its surroundings are looked for: text of no language, nothing to strip or split."""
+"""Stands for an answer when its surroundings are looked for: characters that no template strips or splits."""
 _MARK = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷\s]+▷")
 """What templates write around blocks: `<think>`, `<|channel|>`, `[/THINK]`, `◁/think▷`."""
 
@@ -62,7 +62,7 @@ def holds(prompt: str, whole: str, target: str) -> bool:
 
 
 def refusal(split: str, index: int, prompt: str, whole: str, target: str) -> UserError:
-    """That the template drops or cuts an answer, in one line."""
+    """The error for a template that drops or cuts an answer."""
     made, answer = one_line(_behind(prompt, whole)), one_line(target)
     return UserError(
         f'{split} example {index}: the answer would not be learnt: the chat template makes "{made}" of "{answer}"; '
@@ -72,7 +72,7 @@ def refusal(split: str, index: int, prompt: str, whole: str, target: str) -> Use
 
 
 def not_a_prefix(tokenizer: Any, split: str, index: int, prompt: list[int], whole: list[int]) -> UserError:
-    """Where the tokens of a prompt and those of prompt and answer part, in one line."""
+    """The error for prompt tokens that do not begin those of prompt and answer, with the first difference."""
     pairs = zip(prompt, whole, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(whole)))
     return UserError(
@@ -92,10 +92,10 @@ def _behind(prompt: str, whole: str) -> str:
 
 
 class AnswerText:
-    """What a generated answer says: without what the template writes around answers, thinking, and special tokens.
+    """The text of a generated answer, without what the template writes around answers, thinking, and special tokens.
 
     Qwen3's template writes an empty thinking block before every answer, gpt-oss's names a channel, others break the
-    line. It is learnt and generated as the template has it, but no task knows of it.
+    line. Answers are learnt and generated with it, but tasks do not know of it.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -61,7 +61,7 @@ def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
 def _vocabulary(tokenizer: Any) -> str:
     if getattr(tokenizer, "is_fast", False):
         return _sha256(tokenizer.backend_tokenizer.to_str().encode())
-    with tempfile.TemporaryDirectory() as folder:  # a tokenizer in Python: nothing else tells all about it
+    with tempfile.TemporaryDirectory() as folder:  # a tokenizer in Python: its files are all that decides
         tokenizer.save_pretrained(folder)
         return _sha256(
             b"".join(

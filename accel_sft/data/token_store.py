@@ -1,4 +1,4 @@
-"""A split's tokens in an Arrow file that is mapped into memory: a sequence of examples that takes none of its own."""
+"""A split's tokens in a memory-mapped Arrow file, as a sequence of examples that needs no memory of its own."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class TokenStore(Sequence[Encoded]):
             prompts, indices, offsets, ids = self._views[number]
             at = row - self._starts[number]
             found.append(Encoded(indices[at], ids[offsets[at] : offsets[at + 1]].tolist(), prompts[at]))
-        self._give_back()
+        self._release_pages()
         return found
 
-    def _give_back(self) -> None:
-        """Let go of the pages that were read: one access may map two megabytes, a few hundred the whole file.
+    def _release_pages(self) -> None:
+        """Release the pages that were read: one access may map two megabytes, a few hundred the whole file.
 
         The system keeps the file in what memory it has to spare, so that the next access costs some microseconds.
         """
@@ -86,7 +86,7 @@ class TokenStore(Sequence[Encoded]):
 
     def _gathered(self, column: Any) -> np.ndarray:
         found = np.concatenate([column(*batch) for batch in self._batches])
-        self._give_back()
+        self._release_pages()
         return found
 
     def find(self, index: int) -> Encoded | None:
@@ -150,7 +150,7 @@ def write_part(path: Path, parts: Iterable[Sequence[Encoded]]) -> int:
 
 
 def merge(parts: Sequence[Path], path: Path) -> str:
-    """One file of all parts, in their order; SHA-256 of its tokens, in which parts and batches leave no trace."""
+    """Write one file of all parts, in their order; SHA-256 of its tokens, however they are divided into parts."""
     import pyarrow as pa
 
     digests = [hashlib.sha256() for _ in range(3)]

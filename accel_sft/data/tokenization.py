@@ -1,4 +1,4 @@
-"""A split's tokens: made once by all ranks of a machine together, kept by content, and the same on every rank."""
+"""Tokenizes a split once for all runs, on all ranks of a machine together; every rank gets the same tokens."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from accel_sft.launch.collectives import Result, Team
 
 KIND, FILE = "tokens", "tokens.arrow"
 _COMPARED = 32
-"""Examples that are tokenized on every start, to see that the kept tokens are still what the task makes of them."""
+"""Examples that are tokenized at every start, to check that the cached tokens are what the task makes of them."""
 _ANNOUNCED = 50_000
-"""Examples from which tokenizing takes so long that a line says what is waited for."""
+"""From this number of examples on, a line announces that they are being tokenized."""
 
 
 class SplitEncoder:
@@ -41,7 +41,7 @@ class SplitEncoder:
         self._decided = decided_without_examples(tokenizer, rules)
 
     def __call__(self, examples: Sequence[Any], split: str) -> Encoding:
-        """A split's tokens from the cache, or made and put there.
+        """A split's tokens, from the cache or made and put there.
 
         Raises:
             UserError: what `chat.encode` raises, for the lowest example, on every rank; examples that differ between
@@ -49,7 +49,7 @@ class SplitEncoder:
         """
         team = self.team
         keys = team.all(lambda: self.key(examples, split))
-        if len(set(keys)) > 1:  # a fingerprint that is drawn at random, where none could be computed, or other examples
+        if len(set(keys)) > 1:  # datasets draws a fingerprint at random where it can compute none
             keys = team.all(lambda: self.key(examples, split, read=True))
         if len(set(keys)) > 1:
             raise UserError(
@@ -62,7 +62,7 @@ class SplitEncoder:
             folder, about = found[team.rank]
             encoding = self._opened(folder, about, split)
             if all(team.all(lambda: self._agrees(encoding, examples))):
-                encoding.told.append(f"{split}: {len(encoding.kept):,} examples, tokens from the cache")
+                encoding.notes.append(f"{split}: {len(encoding.kept):,} examples, tokens from the cache")
                 return encoding
             cache.log(f"{folder}: not what the task makes of its rows now; it is made again")
             team.firsts(lambda: cache.discard(KIND, key))
@@ -81,7 +81,7 @@ class SplitEncoder:
         return token_key(self._decided, self.task, examples, split, read=read)
 
     def _agrees(self, encoding: Encoding, examples: Sequence[Any]) -> bool:
-        """Whether the tokens are what this very process makes of some of the examples."""
+        """Whether this process makes the same tokens of some of the examples."""
         some = range(0, len(examples), -(-len(examples) // _COMPARED))
         parts = encode_parts(self.tokenizer, self.task, examples, some, encoding.split, self.rules)
         stored = (encoding.kept.find(index) for index in some)
@@ -104,12 +104,12 @@ class SplitEncoder:
         try:
             return self._made_in(lambda: cache.partial(KIND), examples, split, key)
         except _Unwritable as problem:
-            told = f"{split}: tokens cannot be kept in {cache.where()} ({problem}); they are made for this run only"
+            note = f"{split}: tokens cannot be kept in {cache.where()} ({problem}); they are made for this run only"
         try:
             encoding = self._made_in(lambda: Path(tempfile.mkdtemp(prefix="accel_sft-")), examples, split, None)
         except _Unwritable as problem:
-            raise UserError(told, f"nor in {tempfile.gettempdir()} ({problem}): free space in one of the two") from None
-        encoding.told.append(told)
+            raise UserError(note, f"nor in {tempfile.gettempdir()} ({problem}): free space in one of the two") from None
+        encoding.notes.append(note)
         return encoding
 
     def _made_in(self, place: Callable[[], Path], examples: Sequence[Any], split: str, key: str | None) -> Encoding:
@@ -140,12 +140,12 @@ class SplitEncoder:
                 return cache.publish(folder, KIND, key), about
 
             return self._opened(*_written(team.firsts(_writing(merged)))[team.rank], split)
-        finally:  # what has its name by now is not there any more under this one
+        finally:  # after publishing, it is no longer there under this name
             if team.rank == team.first and isinstance(folder, Path):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _share(self, folder: Path, examples: Sequence[Any], split: str) -> tuple[Encoding, int]:
-        """Write this rank's contiguous share; what was left out of it, and how many examples were not."""
+        """Write this rank's contiguous share; returns what was left out of it, and the number of examples written."""
         ranks, place = len(self.team.here), self.team.rank - self.team.first
         indices = range(len(examples) * place // ranks, len(examples) * (place + 1) // ranks)
         left_out = Encoding(split, [], {}, [])
@@ -155,7 +155,7 @@ class SplitEncoder:
                 left_out.note(part)
                 yield part.kept
                 if any((folder / f"failed-{lower}").exists() for lower in range(place)):
-                    return  # a lower example's error is what will be told
+                    return  # the error of a lower example will be reported
 
         try:
             return left_out, write_part(folder / f"part-{place}", parts())
@@ -170,7 +170,7 @@ class _Unwritable(Exception):
 
 
 def _writing(work: Callable[[], Result]) -> Callable[[], Result | _Unwritable]:
-    """`work`, which gives the reason where it cannot write: to be told to all ranks before one of them raises it."""
+    """`work`, which returns why it cannot write instead of raising it, so that all ranks get to know it first."""
 
     def tried() -> Result | _Unwritable:
         try:
