@@ -251,7 +251,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
     rate = ("--learning-rate", "1e8", "--warmup-ratio", "1", "--max-grad-norm", "0")
     run = accel_sft(*JOB, *rate, *("--eval-every", "off"), run_dir=tmp_path / "run")
     assert run.status == 1
-    assert ", and nothing was learnt from it; its training examples are " in run.output
+    assert ", and the step was not applied; its training examples are " in run.output
     assert not (tmp_path / "run" / "final").exists()
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
 

@@ -1,4 +1,4 @@
-"""The Accelerator for this machine and this yaml, and what it really became, read back after it is built."""
+"""Builds the Accelerator for this launch, prepares model and optimizer, verifies the DeepSpeed engine's settings."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 LEAST_COLLECTIVE_SECONDS = 3600
-"""That a rank waits for others, one of which may be loading a model from afar."""
+"""How long a rank waits for others at least; one of them may be downloading a model."""
 
 
 def create_accelerator(config: TrainConfig) -> Accelerator:
     """The Accelerator of this launch, synchronised over all its ranks.
 
-    Accumulation boundaries and the schedule are the trainer's: DeepSpeed is told one micro-batch a step, and never
-    the real batch. Clipping and offload details are written into its configuration, since the yaml cannot hold them.
-    The first rank of each machine tells the terminal what DeepSpeed will compile, in here and in `prepare_model`.
+    The trainer decides accumulation boundaries and the schedule: DeepSpeed is configured with one micro-batch a step,
+    never with the real batch. Clipping and offload details are written into its configuration; the yaml cannot have
+    them. The first rank of each machine prints what DeepSpeed will compile in here and in `prepare_model`.
 
     Raises:
         UserError: the ranks do not form one group.
@@ -55,7 +55,7 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
     if restarts():
         register_rendezvous_handler(_ATTEMPT, _rendezvous_of_this_attempt)
         group["init_method"] = f"{_ATTEMPT}://"
-    if launch.world_size > 1:  # whoever hangs is named before the libraries give up, which cannot say who it was
+    if launch.world_size > 1:  # the hang watch names a hung rank before this timeout, whose error would not
         group["timeout"] = datetime.timedelta(seconds=max(config.hang_timeout + 300, LEAST_COLLECTIVE_SECONDS))
     if launch.backend == "deepspeed":
         if not devices:
@@ -79,7 +79,7 @@ _ATTEMPT = "attempt"
 
 
 def _rendezvous_of_this_attempt(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """Where ranks that were started again meet: the launcher's store still has the addresses of those before them."""
+    """The rendezvous of restarted ranks: the launcher's store still has the addresses of the attempt before."""
     from torch.distributed import PrefixStore, TCPStore
 
     environment = os.environ
@@ -114,7 +114,7 @@ def _write_deepspeed_config(resolved: dict[str, Any], launch: Launch, config: Tr
 
 
 def _swap_folder(root: Path) -> Path:
-    """A folder of this process alone under `root`, gone when it ends: two runs must not share swap files."""
+    """A folder under `root` for this process alone, removed when it ends: two runs must not share swap files."""
     root.mkdir(parents=True, exist_ok=True)
     (root / ".gitignore").write_text("*\n")
     host = socket.gethostname()
@@ -132,8 +132,8 @@ def _swap_folder(root: Path) -> Path:
 def whole_weights(accelerator: Accelerator) -> Iterator[None]:
     """Inside, a model is built with all its weights on every rank, whatever the stage.
 
-    Under ZeRO-3 transformers shares parameters out while it builds a model, which draws other random weights than
-    every other stage does. A model that starts from random weights is built in here; loaded ones need not be.
+    Under ZeRO-3 transformers shards parameters while it builds a model, and draws other random weights than every
+    other stage does. A model that starts from random weights is built in here; a loaded one need not be.
     """
     if accelerator.distributed_type.value != "DEEPSPEED":
         yield
@@ -150,17 +150,17 @@ def whole_weights(accelerator: Accelerator) -> Iterator[None]:
 def prepare_model(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """`accelerator.prepare`, after which the optimizer has made no step yet and the engine was read back.
+    """`accelerator.prepare`, with the optimizer still at step 0 and the engine's settings verified.
 
     DeepSpeed's stage 0 in half precision makes an optimizer step of zeros while it is built, which decays the weights
-    and counts in Adam's bias correction: the first losses differ from all other stages.
+    and counts in Adam's bias correction: without the corrections here its first losses differ from other stages'.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     model, optimizer = accelerator.prepare(model, optimizer)
     if accelerator.distributed_type.value.startswith("MULTI_"):
-        # buffers (angles of positions) are the same everywhere, and so no rank waits for another in a forward
+        # buffers (angles of positions) are equal on all ranks; no rank then waits for another in a forward
         model.broadcast_buffers = False
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate

@@ -40,7 +40,7 @@ _JSON_DEEPSPEED = """
 
 
 def audit(config: TrainConfig, launch: Launch | None = None, devices: int | None = None) -> list[Finding]:
-    """Everything to know about this launch before paying for it, errors first.
+    """Audit this launch before anything is loaded; findings, errors first.
 
     Args:
         launch: instead of the one this process is a rank of.
@@ -157,19 +157,19 @@ def _precision(launch: Launch, devices: int) -> list[Finding]:
 
 
 def _ignored(launch: Launch, config: TrainConfig) -> list[Finding]:
-    """Settings that DeepSpeed would take from the launch, and that are the trainer's own here."""
+    """Settings that DeepSpeed would take from the launch; here the trainer decides them."""
     found = []
     where = launch.json_file or launch.config_file or "the launch"
     steps = launch.json.get("gradient_accumulation_steps")
     steps = steps or launch.environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if str(steps) not in ("auto", "1"):
-        mend = "remove it; --global-batch-size says what a step learns from"
+        mend = "remove it; --global-batch-size decides the rows of a step"
         found.append(Finding("warning", f"{where}: gradient_accumulation_steps {steps} is not used", mend))
     clip = launch.json.get("gradient_clipping")
     clip = launch.environment.get("ACCELERATE_GRADIENT_CLIPPING", "auto") if clip is None else clip
     if clip != "auto" and float(clip) != config.max_grad_norm:
         what = f"{where}: gradient_clipping {clip} is not used, --max-grad-norm {config.max_grad_norm:g} is"
-        found.append(Finding("warning", what, f"remove it, or say --max-grad-norm {clip}"))
+        found.append(Finding("warning", what, f"remove it, or set --max-grad-norm {clip}"))
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
         if launch.json.get(key, "auto") != "auto":
             mend = "remove it; --global-batch-size and --micro-batch-size decide"

@@ -1,4 +1,4 @@
-"""DeepSpeed's operators, compiled on first use: which a launch needs, and whether this machine can compile them."""
+"""DeepSpeed's compiled operators: which ones a launch needs, and whether this machine can compile them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def operators(launch: Launch, devices: int) -> list[str]:
 
 
 def audit_operators(launch: Launch, devices: int) -> list[Finding]:
-    """Can the operators be compiled? A failure surfaces minutes later inside ninja otherwise."""
+    """Whether this machine can compile the operators: otherwise ninja would fail minutes later."""
     needed = operators(launch, devices)
     if not needed:
         return []
@@ -91,7 +91,7 @@ def audit_compilation(launch: Launch, devices: int) -> list[Finding]:
 def _abandoned(lock: Path) -> bool:
     """Whether nobody compiles behind this lock: its maker would hold it open, and ninja would run in its folder.
 
-    Never said of another user's lock, nor of one that a process on another machine may have made.
+    False for another user's lock, and for one that a process on another machine may have made.
     """
     import psutil
 

@@ -1,4 +1,4 @@
-"""The resolved launch, as the terminal shows it and as a run's record keeps it."""
+"""The resolved launch as rows for the terminal, and as the record in run.json; versions of the libraries."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def describe(accelerator: Accelerator, config: TrainConfig) -> list[tuple[str, s
 
 
 def launch_record(accelerator: Accelerator) -> dict[str, Any]:
-    """The resolved launch for `run.json`: configuration, yaml text, versions, devices. Holds no secrets."""
+    """The resolved launch for `run.json`: configuration, yaml text, versions, devices. Secrets are left out."""
     launch = read_launch()
     plugin = accelerator.state.deepspeed_plugin if launch.backend == "deepspeed" else None
     return {

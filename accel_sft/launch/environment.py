@@ -1,4 +1,4 @@
-"""What libraries find in this process when they are imported: threads, log levels, a PATH with ninja. No torch."""
+"""Sets the environment variables that libraries read at import: threads, log levels, a PATH with ninja. No torch."""
 
 from __future__ import annotations
 

@@ -1,19 +1,13 @@
-"""Host memory that is left for this process, of its machine and every container it is in; what it does. No torch."""
+"""Free host memory, of the machine and of every container around this process. No torch."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import psutil
 
 SYSTEM = Path("/")
-"""Below which the kernel's files are looked for."""
+"""The root under which the kernel's files are read; tests name another."""
 
 
 def free_bytes() -> int:
@@ -33,29 +27,6 @@ def describe() -> str:
         words += f", {used / 2**30:.1f} of the container's {limit / 2**30:.1f} GiB used"
     kills = sum(_field(folder / name, "oom_kill") for folder in _folders() for name in ("memory.events",))
     return f"{words}, {kills} processes killed for it so far" if kills else words
-
-
-def work(process: psutil.Process) -> tuple[float, int]:
-    """Seconds of a core that a process and those below it have used, but for the calling thread, and bytes of files.
-
-    The bytes are those they wrote, and those they had from a disk, for to ask this reads others. What comes through a
-    socket does not count; it is used or written.
-    """
-    import psutil
-
-    seconds, count, below = 0.0, 0, []
-    with contextlib.suppress(psutil.Error):
-        below = process.children(recursive=True)
-    for each in (process, *below):
-        with contextlib.suppress(psutil.Error):
-            times = each.cpu_times()
-            seconds += times.children_user + times.children_system
-            own = each.pid == os.getpid()  # of which the system tells hundredths, and the interpreter all
-            seconds += time.process_time() - time.thread_time() if own else times.user + times.system
-            if hasattr(each, "io_counters"):  # not on macOS
-                done = each.io_counters()
-                count += done.read_bytes + done.write_chars
-    return seconds, count
 
 
 def _containers() -> Iterator[tuple[int, int]]:

@@ -1,7 +1,7 @@
-"""The launch as this rank sees it: what was asked for, and what arrived.
+"""`Launch`: backend, ZeRO stage, offload, precision and ranks, read from the launcher's flags, yaml and environment.
 
-`accelerate launch` hands its yaml over through environment variables and drops what it does not know without a word.
-So the yaml itself is read again, its path taken from the launcher's own command line (our parent process).
+`accelerate launch` hands its yaml over through environment variables and drops unknown keys in silence. So the yaml
+itself is read again, its path taken from the command line of the launcher (this process's parent).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from accel_sft.io.text import one_line
 from accel_sft.launch.rank_environment import launcher_flags, rank_environment
 
 PARENT = os.getppid()
-"""Who started this process. Noted before torch is imported, which takes seconds: a launcher that is killed meanwhile
-would never be missed."""
+"""Process id of the parent. Read before torch is imported, which takes seconds: a launcher that is killed meanwhile
+would otherwise go unnoticed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing to know about the launch. An `error` stops the run, a `warning` or a `note` is printed."""
+    """One result of the audit, with its remedy. An `error` stops the run, a `warning` or a `note` is printed."""
 
     level: str
     what: str
@@ -37,7 +37,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """The launch as this rank sees it: what was asked for (command line, yaml, JSON) and what arrived (environment).
+    """The launch as this rank sees it: what the user asked for (flags, yaml, JSON) and what arrived (environment).
 
     Attributes:
         arguments: the launcher's own flags by name without dashes, `num_processes`; empty when there is no launcher.
@@ -113,8 +113,8 @@ class Launch:
         return self._deepspeed_variable(f"OFFLOAD_{what.upper()}_DEVICE", "none")
 
     def nvme_path(self, what: str) -> Path:
-        """The folder for `optimizer` or `param` under NVMe offload. The launcher reads this key and never passes it
-        on (accelerate 1.15), so it is taken from the command line or the yaml."""
+        """The folder for `optimizer` or `param` under NVMe offload. The launcher reads this key and does not
+        hand it over (accelerate 1.15), so it is taken from the command line or the yaml."""
         key = f"offload_{what}_nvme_path"
         inside = (self.zero.get(f"offload_{what}") or {}).get("nvme_path")
         named = self.arguments.get(key) or (self.yaml.get("deepspeed_config") or {}).get(key) or inside
@@ -128,7 +128,7 @@ class Launch:
 
     @property
     def precision(self) -> tuple[str, str]:
-        """(`bf16`, `fp16`, `fp8` or `no`, what decided it). A JSON that says true or false beats the command line."""
+        """(`bf16`, `fp16`, `fp8` or `no`, what decided it). A JSON with true or false wins over the command line."""
         for name in ("bf16", "fp16"):
             if str((self.json.get(name) or {}).get("enabled")).lower() == "true":
                 return name, f"{self.json_file}"

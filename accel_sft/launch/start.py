@@ -1,4 +1,4 @@
-"""The launch audited, its Accelerator made, and what both resolved to shown once."""
+"""Starts a command on its ranks: audits the launch, builds the Accelerator, and prints the resolved settings once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from accel_sft.launch.describe import describe
 
 
 def start(config: TrainConfig, *, train: bool = True) -> Accelerator:
-    """Audit the launch, build its Accelerator, and print once what both resolved to.
+    """Audit the launch, build its Accelerator, and print the resolved launch and settings once.
 
     Args:
-        train: else only the settings that an evaluation heeds are shown.
+        train: if False, only the settings that an evaluation uses are shown.
     Raises:
         UserError: every error of the audit.
     """
@@ -39,15 +39,15 @@ def start(config: TrainConfig, *, train: bool = True) -> Accelerator:
                 print(wrapped(f"{finding.level}: {finding}"), file=terminal)
             print(wrapped("settings  " + _settings_line(config, train), 10), file=terminal)
             if config.dry_run:
-                print("nothing is wrong with this launch; data and model were not looked at", file=terminal)
+                print("the launch is valid; data and model were not checked", file=terminal)
     return accelerator
 
 
 def _settings_line(config: TrainConfig, train: bool) -> str:
-    """The settings that are not what the bare trainer has, or that were resolved."""
+    """The settings that differ from the trainer's defaults, model and seed always."""
     usual, values = TrainConfig(), config.as_dict()
     if not train:
-        heeded = {setting.name for setting in settings(TrainConfig) if setting.section in (MODEL, EVAL)}
-        values = {k: v for k, v in values.items() if k in heeded | {"max_length", "output_dir"}}
+        used = {setting.name for setting in settings(TrainConfig) if setting.section in (MODEL, EVAL)}
+        values = {k: v for k, v in values.items() if k in used | {"max_length", "output_dir"}}
     differing = {k: v for k, v in values.items() if v != getattr(usual, k) or k in ("model", "seed")}
     return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in differing.items())

@@ -1,4 +1,4 @@
-"""Losses and gradients that are no numbers, or out of all proportion: named with their examples, not learnt from."""
+"""NaN or infinite losses and gradients, which are never applied, and loss spikes: reported with their examples."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from accel_sft.io.files import json_safe, write_atomically
 from accel_sft.io.run_dir import RunDir
 
 MOST_IN_A_ROW = 10
-"""Steps left out one after the other before `--on-nonfinite skip` gives up."""
+"""Skipped steps in a row after which `--on-nonfinite skip` gives up."""
 WINDOW, FEWEST, DEVIATIONS = 64, 16, 10.0
 """A loss is a spike if it stands so many median absolute deviations above the median of the losses before it."""
 _SHOWN = 8
 
 
 class Anomalies:
-    """Looks at every step's numbers, which are the same on every rank.
+    """Checks loss and gradient norm of every step, which are the same on every rank.
 
     Args:
         precision: the launch's; under fp16 gradients overflow while the scale of the loss is found.
-        log: tells a line.
+        log: prints a line.
         writes: whether this rank writes the file.
     """
 
@@ -39,31 +39,31 @@ class Anomalies:
         self._in_a_row = 0
 
     def rewind(self, step: int) -> None:
-        """Forget what was written of later steps, which are made again."""
+        """Drop the records of later steps, which are repeated."""
         if self.writes and self.file.exists():
             lines = self.file.read_text(encoding="utf-8").splitlines(keepends=True)
             write_atomically(self.file, "".join(line for line in lines if json.loads(line)["step"] <= step))
 
     def left_out(self) -> int:
-        """How many steps of the run were not learnt from."""
+        """How many steps of the run were skipped."""
         return len(self.file.read_text(encoding="utf-8").splitlines()) if self.file.exists() else 0
 
     def look(self, step: int, loss: float, grad_norm: float, examples: Sequence[Any]) -> None:
-        """Take note of a step; one that is not finite was not learnt from.
+        """Check a step; one whose loss or gradient is NaN or infinite was not applied.
 
         Args:
             step: from 1.
             examples: the step's.
         Raises:
-            UserError: it is not finite, and the run is to stop, or has left out too many.
+            UserError: it is NaN or infinite, and the run is to stop, or has skipped too many.
         """
         if not math.isfinite(loss) or (not math.isfinite(grad_norm) and self.precision != "fp16"):
             self._not_finite(step, loss, grad_norm, examples)
             return
         self._in_a_row = 0
         if self._is_spike(loss):
-            usual = statistics.median(self._losses)
-            self.log(f"step {step}: the loss is {loss:.4g}, {usual:.4g} being usual; examples {_listed(examples)}")
+            line = f"step {step}: the loss is {loss:.4g}, the recent median {statistics.median(self._losses):.4g}"
+            self.log(f"{line}; examples {_listed(examples)}")
         self._losses.append(loss)
 
     def _not_finite(self, step: int, loss: float, grad_norm: float, examples: Sequence[Any]) -> None:
@@ -73,16 +73,16 @@ class Anomalies:
             with self.file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         what = f"the gradient's norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
-        told = f"step {step}: {what}, and nothing was learnt from it; its training examples are {_listed(examples)}"
+        message = f"step {step}: {what}, and the step was not applied; its training examples are {_listed(examples)}"
         self._in_a_row += 1
         anew = "start a new run with a lower --learning-rate"
         if self.config.on_nonfinite == "stop":
-            mend = f"look at these examples, and go on with --resume auto --on-nonfinite skip; or {anew}"
-            raise UserError(f"{told} (all in {self.file}); {mend}")
+            mend = f"look at these examples, and continue with --resume auto --on-nonfinite skip; or {anew}"
+            raise UserError(f"{message} (all in {self.file}); {mend}")
         if self._in_a_row >= MOST_IN_A_ROW:
-            cause = "no example but the weights may be at fault"
-            raise UserError(f"{told}; that was the {MOST_IN_A_ROW}th in a row (all in {self.file}): {cause}; {anew}")
-        self.log(f"{told} (all in {self.file}); left out")
+            cause = "the weights may be at fault rather than an example"
+            raise UserError(f"{message}; that was the {MOST_IN_A_ROW}th in a row (all in {self.file}): {cause}; {anew}")
+        self.log(f"{message} (all in {self.file}); skipped")
 
     def _is_spike(self, loss: float) -> bool:
         if len(self._losses) < FEWEST:

@@ -1,4 +1,4 @@
-"""How a command that failed ends: what is printed, by which rank, with what status, and what torchrun is told."""
+"""How a command that failed ends: its message, the rank that prints it, its exit status, torchrun's record of it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
 
 
 def use_utf8() -> None:
-    """Let no character end a run: a terminal that cannot show it gets an escape, one without a choice gets UTF-8."""
+    """Print any character: an ASCII terminal gets UTF-8, another gets an escape for what it cannot show."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             plain = stream.encoding.lower() in ("ascii", "ansi_x3.4-1968", "us-ascii")
@@ -99,7 +99,7 @@ def _attempt_directory() -> Path | None:
 
 
 def lost_peers() -> str:
-    """Ranks of this machine that are gone, where none has said why it failed; "" if there are none."""
+    """A sentence about ranks of this machine that ended, if none has recorded an error; "" if there are none."""
     return "" if _earlier_failures() else lost_ranks(_attempt_directory())
 
 
@@ -112,7 +112,9 @@ def _earlier_failures() -> list[tuple[int, str]]:
 
 
 def report(text: str, message: str, file: TextIO | None = None) -> None:
-    """Tell torchrun, in the form of its own ErrorHandler (without a call stack it shows the message), then the user.
+    """Record the message for torchrun in its ErrorHandler's form, and print the text.
+
+    Without a call stack in the record torchrun shows the message.
 
     Args:
         file: to print to, instead of standard error.
@@ -126,7 +128,7 @@ def report(text: str, message: str, file: TextIO | None = None) -> None:
             Path(f"{record_file}.new").write_text(json.dumps(record), encoding="utf-8")
             os.replace(f"{record_file}.new", record_file)  # another rank may be reading
         except OSError as error:
-            text += f"\n(torchrun could not be told: {error})"
+            text += f"\n(the error could not be recorded for torchrun: {error})"
     _print_once(text, file)
 
 
@@ -140,7 +142,7 @@ def _print_once(text: str, file: TextIO | None = None) -> None:
         except FileExistsError:
             return
         except OSError as error:
-            text += f"\n(the ranks could not agree who prints this: {error})"
+            text += f"\n(other ranks may print this too: {error})"
     elif several and os.environ.get("RANK", "0") != "0":
         text = f"[{_rank()}] {text}"
     with contextlib.suppress(BrokenPipeError):
@@ -153,14 +155,14 @@ def _place(error: BaseException) -> str:
 
 
 def _stdout_is_closed() -> bool:
-    """Whether the reader of our output has left, as `head` does. Asked of the system: a failed flush may tell once."""
+    """Whether the reader of our output has closed it, as `head` does. A failed flush would show that only once."""
     poll = select.poll()
     poll.register(1, 0)
     return any(event & (select.POLLERR | select.POLLHUP | select.POLLNVAL) for _, event in poll.poll(0))
 
 
 def leave_together() -> None:
-    """Take down what joins the ranks, once all are done: a rank that just exits leaves threads that abort it."""
+    """Destroy the process group once all ranks are done: a rank that just exits leaves threads that abort it."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.barrier()
@@ -169,7 +171,7 @@ def leave_together() -> None:
 
 def _leave(status: int) -> NoReturn:
     """Exit at once on several ranks: destructors there wait for collectives that no other rank will join."""
-    if _stdout_is_closed():  # what is still to be written would be complained about on the way out
+    if _stdout_is_closed():  # Python would complain about unwritten output as it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     distributed = sys.modules.get("torch.distributed")
     running = distributed is not None and distributed.is_available() and distributed.is_initialized()

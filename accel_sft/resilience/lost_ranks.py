@@ -1,4 +1,4 @@
-"""What became of a rank that is gone without a word, as far as those beside it can tell. No torch."""
+"""Names the ranks of this machine that ended without an error of their own, and by which signal. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel_sft.launch import host_memory
 
 
 def lost_ranks(attempt: Path | None) -> str:
-    """Which ranks of this machine are gone without an error of their own, and the memory there is; "" if none.
+    """A sentence about the ranks of this machine that ended without an error of their own; "" if there are none.
 
     Args:
         attempt: the folder in which torchrun's ranks of this machine record their errors, by local rank.
@@ -39,13 +39,13 @@ def lost_ranks(attempt: Path | None) -> str:
         memory = host_memory.describe()
         return f"{names} was killed (signal 9, as the system does when memory runs out); host memory now: {memory}"
     if signals == {0}:
-        return f"{names} ended without a word"
-    told = " and ".join(signal.Signals(number).name for number in sorted(signals - {0}))
-    return f"{names} was ended by {told}; what it said, if anything, is in the run's logs"
+        return f"{names} ended without an error message"
+    ended_by = " and ".join(signal.Signals(number).name for number in sorted(signals - {0}))
+    return f"{names} was ended by {ended_by}; its output, if any, is in the run's logs"
 
 
 def _exit_code(pid: int) -> int | None:
-    """Of a process that its parent has not asked about yet, as wait() would give it; field 52, see proc(5)."""
+    """The status of a process not waited for yet, as wait() would return it; field 52 of proc(5)."""
     with contextlib.suppress(OSError, ValueError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1])
     return None

@@ -1,4 +1,4 @@
-"""How a run is stopped from outside: a signal ends it in order, a launcher that is gone at once (law 3)."""
+"""SIGTERM, SIGINT and a lost launcher: a signal lets the run write a checkpoint, a lost launcher ends it at once."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from accel_sft.launch.info import PARENT, under_launcher
 
 WATCH_SECONDS = 1.0
 """Between looks at whether the launcher is still there."""
-DEAF_SECONDS = 4.0
-"""After a signal that the main thread has not heard: it is in C, and may wait there for a rank that is gone. The
+UNHANDLED_SECONDS = 4.0
+"""After a signal that the main thread has not handled: it is in C, and may wait there for a rank that has ended. The
 launcher kills after 30."""
 GONE = 1
 """Exit status of a rank without a launcher."""
-_DEFERRED = "{name}: the run ends once it is in order; a second signal ends it at once\n"
+_DEFERRED = "{name}: the run will write a checkpoint and end; a second signal ends it at once\n"
 
 
 class Interruption(KeyboardInterrupt):
-    """A signal was followed: the run has a checkpoint, and ends.
+    """The run ends because of a signal, and has written a checkpoint.
 
     Attributes:
         status: the exit status a shell reports for the signal.
@@ -32,8 +32,8 @@ class Interruption(KeyboardInterrupt):
 
     def __init__(self, number: int, step: int) -> None:
         super().__init__(
-            f"stopped by {signal.Signals(number).name} after step {step}, with a checkpoint; to go on: the same "
-            "command with --resume auto and this run's --output-dir"
+            f"stopped by {signal.Signals(number).name} after step {step}, with a checkpoint; to continue, run the "
+            "same command with --resume auto and with this run's folder as --output-dir"
         )
         self.status = 128 + number
 
@@ -42,7 +42,7 @@ _inside: StopSignals | None = None
 
 
 def _forked() -> None:
-    """What a task forks, to run an answer with a timeout, say, dies by a signal; and it is not this process's."""
+    """A process that a task forks, to run an answer with a timeout, say, handles signals as if there were no run."""
     if _inside is not None:
         _inside.leave_alone()
 
@@ -51,11 +51,11 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
-    """Inside, SIGTERM and SIGINT end the process, or while `deferred` says so are noted; a second one ends it at once.
+    """Inside, SIGTERM and SIGINT end the process, or are noted while `deferred`; a second signal ends it at once.
 
-    A rank whose launcher is gone ends within two seconds, without a word in any file: a later run may already write
-    there. One that was told to stop before that is left to write its checkpoint. One that hears no signal as it starts,
-    for it waits in C for others to come, ends all the same.
+    A rank whose launcher has ended does so too within two seconds and writes no file: a later run may already write
+    there. One that got a signal before may still write its checkpoint. During start-up the main thread may wait for
+    other ranks in C, where it handles no signal; the watching thread ends the process then.
 
     Attributes:
         asked: number of the signal that came while `deferred`; 0: none.
@@ -73,7 +73,8 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
         global _inside
         _inside = self
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._heard) for number in (signal.SIGTERM, signal.SIGINT)}
+            handled = (signal.SIGTERM, signal.SIGINT)
+            self._before = {number: signal.signal(number, self._on_signal) for number in handled}
         if self._launcher is not None:
             threading.Thread(target=self._watch, args=(self._arriving(),), name="launcher-watch", daemon=True).start()
         return self
@@ -87,7 +88,7 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
         self.leave_alone()
 
     def leave_alone(self) -> None:
-        """Signals mean what they meant before."""
+        """Restore the handlers from before."""
         for number, handler in self._before.items():
             if not (self._failing and number == signal.SIGTERM):
                 signal.signal(number, handler)
@@ -95,13 +96,13 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
             signal.set_wakeup_fd(-1)
 
     def exit_if_orphaned(self) -> None:
-        """End now if the launcher is gone: to be called before anything is written."""
+        """End now if the launcher has ended; call this before anything is written."""
         if self._launcher is not None and os.getppid() != self._launcher and not self.asked:
-            _log("the launcher is gone: this rank ends without writing anything more\n")
+            _log("the launcher has ended: this rank ends without writing anything more\n")
             os._exit(GONE)
 
     def failing(self) -> None:
-        """This rank ends with an error: without a word if the launcher is gone, else not before it has said it.
+        """This rank ends with an error: at once if the launcher has ended, else SIGTERM is ignored until it is printed.
 
         The launcher that misses one rank sends the others SIGTERM within a tenth of a second.
         """
@@ -120,18 +121,18 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
 
     def _watch(self, arriving: int) -> None:
         came: dict[int, float] = {}
-        begun = False  # from then on ranks are connected, and notice themselves that one is gone
+        begun = False  # from then on ranks are connected, and collectives fail when one has ended
         while not self._ended.is_set():
             if select.select([arriving], [], [], WATCH_SECONDS)[0]:
                 came |= {number: time.monotonic() for number in os.read(arriving, 64) if number in self._before}
             begun = begun or self.deferred
             for number, then in came.items():
-                if not (begun or self.asked) and time.monotonic() - then > DEAF_SECONDS:
-                    _log(f"rank {os.environ.get('RANK', '0')}: {signal.Signals(number).name} amid the start: ended\n")
+                if not (begun or self.asked) and time.monotonic() - then > UNHANDLED_SECONDS:
+                    _log(f"rank {os.environ.get('RANK', '0')}: {signal.Signals(number).name} during start-up: ended\n")
                     os._exit(128 + number)
             self.exit_if_orphaned()
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             os._exit(128 + number)
         self.asked = number
@@ -142,6 +143,6 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
 
 
 def _log(line: str) -> None:
-    """At the terminal, from wherever the program is: print() could be amid another print()."""
+    """Write to the terminal from a signal handler, which may have interrupted a print()."""
     with contextlib.suppress(OSError, ValueError):
         os.write(terminal().fileno(), line.encode())

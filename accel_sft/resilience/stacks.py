@@ -1,4 +1,4 @@
-"""Where a rank stands: the line its main thread is at, whether it waits there for others, what its process does."""
+"""What a rank is doing: its main thread's line, whether it waits for other ranks there, its CPU and disk activity."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import os
 import re
 import socket
 import sysconfig
+import time
 from types import FrameType
 
 import psutil
 
 _WAITING = ("/torch/distributed/", "/deepspeed/comm/", "/torch/autograd/graph.py")
-"""Files of functions in which a rank waits for others; gradients are exchanged within a backward."""
+"""Files of functions in which a rank waits for others; gradients are reduced within a backward."""
 _REDUCING = ("reduce_step", "gather_numbers")
 """Functions that wait for the result of a collective where the device runs behind."""
 _LIBRARIES = re.compile(
@@ -22,7 +23,7 @@ _LIBRARIES = re.compile(
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
-    """From the inside out."""
+    """All frames of a stack, the innermost first."""
     found = []
     while frame is not None:
         found.append(frame)
@@ -31,7 +32,7 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
 
 
 def waits(frame: FrameType | None) -> bool:
-    """Whether a thread waits for other ranks: in a collective, or, where devices run behind, for its result."""
+    """Whether a thread waits for other ranks: in a collective, or for its result where the device runs behind."""
     for each in _frames(frame)[:8]:
         if any(part in each.f_code.co_filename for part in _WAITING) or each.f_code.co_name in _REDUCING:
             return True
@@ -60,8 +61,29 @@ def process_beside(rank: int) -> psutil.Process | None:
 
 
 def state(rank: int, host: str) -> str:
-    """What the system says of a rank's process."""
+    """The state of a rank's process, as the system reports it."""
     if host not in ("", socket.gethostname()):
         return f"on {host}"
     process = process_beside(rank)
     return f"process {process.pid}, which is {process.status()}" if process else "its process is gone"
+
+
+def work(process: psutil.Process) -> tuple[float, int]:
+    """CPU seconds that a process and its children have used, without the calling thread's, and bytes of files.
+
+    The bytes are those written, and those read from a disk: this function itself reads files that are on none. Bytes
+    from a socket do not count, for a process computes with them or writes them.
+    """
+    seconds, count, children = 0.0, 0, []
+    with contextlib.suppress(psutil.Error):
+        children = process.children(recursive=True)
+    for each in (process, *children):
+        with contextlib.suppress(psutil.Error):
+            times = each.cpu_times()
+            seconds += times.children_user + times.children_system
+            own = each.pid == os.getpid()  # the system counts in hundredths of a second, the interpreter in nanoseconds
+            seconds += time.process_time() - time.thread_time() if own else times.user + times.system
+            if hasattr(each, "io_counters"):  # not on macOS
+                done = each.io_counters()
+                count += done.read_bytes + done.write_chars
+    return seconds, count

@@ -1,9 +1,10 @@
-"""A rank that stops answering is named, with its stack, and the run ends: collectives would wait for it for ever.
+"""The hang watch: ends a run in which no rank makes progress, and names the rank that hangs, with its stack.
 
-The main thread of each rank beats wherever it gets on (a forward, an answer, a score, a file); a thread beside it tells
-the others, through the launcher's store, how long ago that was. When no rank has got on for the time that is set, the
-culprit is one that says nothing any more, or one that is busy with something else than waiting for others. As a run
-starts, in a task's code and in libraries that load, download or compile, to be at work is to get on.
+Without it, collectives would wait for a hung rank for ever. The main thread of each rank sends a heartbeat after each
+forward, answer, score or file; a watching thread beside it publishes in the launcher's store how long ago that was.
+When no rank has made progress for `--hang-timeout` seconds, the culprits are the ranks that do not respond, and those
+whose main thread does something else than wait for other ranks. During start-up, in which a task's code and libraries
+load, download or compile, CPU or disk activity counts as progress too.
 """
 
 from __future__ import annotations
@@ -26,25 +27,26 @@ import psutil
 from accel_sft.io.heartbeat import heartbeat, heartbeat_count
 from accel_sft.io.run_dir import stacks_file
 from accel_sft.io.terminal import terminal
-from accel_sft.launch import host_memory
 from accel_sft.launch.info import restarts
 from accel_sft.resilience import exit
-from accel_sft.resilience.stacks import place, process_beside, state, waits
+from accel_sft.resilience.stacks import place, process_beside, state, waits, work
 
 SILENT_SECONDS = 5.0
-"""Without a sign of a rank's watching thread, which signs every second, before it counts as silent."""
+"""A rank whose watching thread has published nothing for so long does not respond; it publishes every second."""
 GRACE_SECONDS = 3.0
-"""In which all ranks write their stacks, before one of them ends the run."""
+"""Time for all ranks to write their stacks before one of them ends the run."""
 LEAST_CPU, LEAST_BYTES = 0.005, 4096
-"""Of a core, and from or to files in a second: what a process does that is at work. One that polls does less."""
+"""Activity per second that counts as progress during start-up: seconds of a core, bytes of files. Polling does less.
+
+One look of the watching thread takes 3 ms of a core beside 120 processes, more beside others: it does not count."""
 
 
 class Sign(NamedTuple):
-    """What a rank's watching thread says of its main thread.
+    """What a rank's watching thread publishes about its main thread.
 
     Attributes:
-        tick: a number that grows with every sign.
-        stalled: whole seconds since it got on.
+        tick: a number that grows with every publication.
+        stalled: whole seconds since it made progress.
         waiting: whether it waits for other ranks.
         place: the innermost line that is not a library's.
     """
@@ -60,12 +62,12 @@ NEVER = Sign(-1, 0, False, "", "its start")
 
 
 class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
-    """Inside, no rank of this run stands still for longer than `seconds` without being named.
+    """Inside, the run ends if no rank makes progress for `seconds`, and the ranks that hang are named.
 
     Args:
         seconds: 0: nothing is watched.
-        folder: for the stacks, `hang-rank-<n>.txt`; None: that of a rank which is named goes to the terminal.
-        ended: told the message, on the rank that ends the run.
+        folder: for the stacks, `hang-rank-<n>.txt`; None: the stack of a rank that hangs goes to the terminal.
+        ended: called with the message, on the rank that ends the run.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._main = threading.main_thread()
         self._heartbeats_only = False
-        self._worked: dict[int, tuple[float, int]] = {}  # what ranks had done when they were looked at
+        self._worked: dict[int, tuple[float, int]] = {}  # of each rank, CPU seconds and bytes at the last look
         self._heard: dict[int, tuple[int, float]] = {}  # of each rank, its last tick and when that came
         self._silent: set[int] = set()
 
@@ -89,11 +91,11 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     def __exit__(self, *_: object) -> None:
         self._over.set()
         if self.seconds:
-            self._thread.join(SILENT_SECONDS)  # what is amid a call to the store as the process ends would abort it
+            self._thread.join(SILENT_SECONDS)  # a call to the store that the process's end interrupts would abort it
 
     @contextlib.contextmanager
     def heartbeats_only(self) -> Iterator[None]:
-        """Inside, only beats count: there are some wherever it gets on."""
+        """Inside, only heartbeats count as progress; CPU and disk activity do not."""
         heartbeat()
         self._heartbeats_only = True
         try:
@@ -109,17 +111,17 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
             store, before = _store() if self.ranks > 1 else None, stacks.seek(0, os.SEEK_END)
             while not self._over.wait(pause if tick else 0):
                 now, tick = time.monotonic(), tick + 1
-                if now - awake > SILENT_SECONDS:  # the whole process was stopped, and goes on
+                if now - awake > SILENT_SECONDS:  # the whole process was stopped, and has continued
                     since += now - awake
-                if heartbeat_count() != seen or self._prepares(now - awake):
+                if heartbeat_count() != seen or self._is_active(now - awake):
                     seen, since = heartbeat_count(), now
-                    stacks.truncate(before)  # of a rank that got on after all
+                    stacks.truncate(before)  # of a rank that made progress after all
                     # of its own accord and without the interpreter, which a main thread in C may be holding
                     faulthandler.dump_traceback_later(self.seconds, file=stacks)
                 sign = self._sign(tick, now - since)
                 signs = _exchange(store, sign, self.rank, self.ranks, ask=sign.stalled >= self.seconds)
                 elapsed, awake = now - awake, now
-                if sign.stalled < self.seconds or not self._all_stand_still(store, signs, now, elapsed):
+                if sign.stalled < self.seconds or not self._all_hang(store, signs, now, elapsed):
                     still, shown = 0.0, False
                     continue
                 still = still or now
@@ -132,7 +134,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
 
     @contextlib.contextmanager
     def _stacks(self) -> Iterator[IO[str]]:
-        """Where the interpreter writes them; a file of the run, which keeps an earlier attempt's, is gone if empty."""
+        """The file for stacks. That of a run keeps those of an earlier attempt, and is removed if empty."""
         if self.folder is None:
             with tempfile.TemporaryFile("a+", encoding="utf-8") as file:
                 yield file
@@ -144,71 +146,71 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
             if not path.stat().st_size:
                 path.unlink()
 
-    def _prepares(self, seconds: float) -> bool:
-        """Whether this rank is at work where that is enough, on something else than waiting for other ranks."""
+    def _is_active(self, seconds: float) -> bool:
+        """Whether CPU or disk activity counts now, and this rank shows some that is not waiting for other ranks."""
         frame = sys._current_frames().get(self._main.ident)
-        return not self._heartbeats_only and not waits(frame) and self._is_at_work(self.rank, seconds)
+        return not self._heartbeats_only and not waits(frame) and self._has_worked(self.rank, seconds)
 
-    def _is_at_work(self, rank: int, seconds: float) -> bool:
-        """Whether a rank of this machine has used the CPU or files in the seconds since it was looked at before."""
+    def _has_worked(self, rank: int, seconds: float) -> bool:
+        """Whether a rank of this machine has used the CPU or files in the seconds since the last look."""
         process = psutil.Process() if rank == self.rank else process_beside(rank)
-        before, now = self._worked.get(rank, (0.0, 0)), host_memory.work(process) if process else (0.0, 0)
+        before, now = self._worked.get(rank, (0.0, 0)), work(process) if process else (0.0, 0)
         self._worked[rank] = now
-        cpu, count = abs(now[0] - before[0]), abs(now[1] - before[1])  # less: a process below it has ended
+        cpu, count = abs(now[0] - before[0]), abs(now[1] - before[1])  # it shrinks when a child process ends
         return cpu >= LEAST_CPU * seconds or count >= LEAST_BYTES * seconds
 
     def _sign(self, tick: int, stalled: float) -> Sign:
         frame = sys._current_frames().get(self._main.ident)
         return Sign(tick, int(stalled), waits(frame), socket.gethostname(), place(frame))
 
-    def _all_stand_still(self, store: Any, signs: dict[int, Sign], now: float, elapsed: float) -> bool:
-        """Whether no rank gets on; one that has not signed for some seconds does not, unless it is at work in C."""
+    def _all_hang(self, store: Any, signs: dict[int, Sign], now: float, elapsed: float) -> bool:
+        """Whether no rank makes progress. One that does not respond makes none, unless it computes in C."""
         if store is None and self.ranks > 1 and signs[self.rank].waiting:
-            return False  # for others that cannot be asked
+            return False  # for ranks whose signs cannot be read
         for rank, sign in signs.items():
             if self._heard.get(rank, (None, 0.0))[0] != sign.tick:
                 self._heard[rank] = sign.tick, now
         self._silent = {rank for rank in signs if now - self._heard[rank][1] > SILENT_SECONDS}
-        if not self._heartbeats_only and any(self._is_at_work(rank, elapsed) for rank in self._silent):
+        if not self._heartbeats_only and any(self._has_worked(rank, elapsed) for rank in self._silent):
             return False
         return all(sign.stalled >= self.seconds for rank, sign in signs.items() if rank not in self._silent)
 
     def _end(self, store: Any, signs: dict[int, Sign]) -> None:
         """End this rank; one of all ranks names the culprit before."""
-        if _speaks(store):
+        if _is_first(store):
             message = self._message(signs)
             exit.report(f"Error: {message}", message, terminal())
             for rank in self._silent:
                 if process := process_beside(rank):
-                    with contextlib.suppress(psutil.Error):  # stopped, it hears no other signal, and is waited for
+                    with contextlib.suppress(psutil.Error):  # a stopped process handles no other signal
                         process.kill()
-            telling = threading.Thread(target=self.ended, args=(message,), daemon=True)
-            telling.start()
-            telling.join(GRACE_SECONDS)  # the disk may be what hangs
+            recording = threading.Thread(target=self.ended, args=(message,), daemon=True)
+            recording.start()
+            recording.join(GRACE_SECONDS)  # the disk itself may hang
         else:
             time.sleep(GRACE_SECONDS)
         os._exit(1)
 
     def _message(self, signs: dict[int, Sign]) -> str:
         busy = {rank for rank, sign in signs.items() if rank not in self._silent and not sign.waiting}
-        told = []
+        culprits = []
         for rank in sorted(self._silent | busy or signs):
             sign = signs[rank]
             if rank in self._silent:
-                told.append(f"rank {rank} says nothing any more ({state(rank, sign.host)}), last seen in {sign.place}")
+                culprits.append(f"rank {rank} does not respond ({state(rank, sign.host)}), last seen in {sign.place}")
             else:
-                told.append(f"rank {rank} stands in {sign.place}")
-        end = "" if self._heartbeats_only else "; if it was at work, a longer --hang-timeout waits for it"
+                culprits.append(f"rank {rank} is stuck in {sign.place}")
+        end = "" if self._heartbeats_only else "; if it was still working, set a longer --hang-timeout"
         if self.folder:
-            end += f"; stacks are in {stacks_file(self.folder, '*')}; go on with --resume auto"
+            end += f"; stacks are in {stacks_file(self.folder, '*')}; continue with --resume auto"
         return (
             f"nothing has moved for {max(sign.stalled for sign in signs.values())} seconds (--hang-timeout): "
-            f"{'; '.join(told)}{end}"
+            f"{'; '.join(culprits)}{end}"
         )
 
 
 def _store() -> Any:
-    """The launcher's, where ranks have met; None if it cannot be reached."""
+    """The launcher's key-value store; None if it cannot be reached."""
     from torch.distributed import PrefixStore, TCPStore
 
     address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
@@ -219,8 +221,8 @@ def _store() -> Any:
     return PrefixStore(f"watch-{restarts()}", store)
 
 
-def _speaks(store: Any) -> bool:
-    """Whether this rank is the first to know, or the only one left to say so."""
+def _is_first(store: Any) -> bool:
+    """Whether this rank is the first to report the hang, or the only one left."""
     try:
         return store is None or store.add("spoken", 1) == 1
     except RuntimeError:
@@ -228,14 +230,14 @@ def _speaks(store: Any) -> bool:
 
 
 def _exchange(store: Any, sign: Sign, rank: int, ranks: int, ask: bool) -> dict[int, Sign]:
-    """Tell this rank's sign; if asked to, what all ranks have told."""
+    """Publish this rank's sign; if `ask`, return the signs of all ranks."""
     found = {rank: sign}
     if store is not None:
-        with contextlib.suppress(RuntimeError):  # it is gone with the launcher, which others look after
+        with contextlib.suppress(RuntimeError):  # the store ends with the launcher, which StopSignals watches
             store.set(str(rank), "\t".join(map(str, sign)))
             for other in range(ranks) if ask else ():
                 if other != rank:
-                    told = store.get(str(other)).decode().split("\t", 4) if store.check([str(other)]) else NEVER
-                    tick, stalled, waiting, host, place = told
+                    published = store.get(str(other)).decode().split("\t", 4) if store.check([str(other)]) else NEVER
+                    tick, stalled, waiting, host, place = published
                     found[other] = Sign(int(tick), int(stalled), str(waiting) == "True", host, place)
     return found

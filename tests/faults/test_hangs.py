@@ -142,10 +142,10 @@ def test_a_rank_that_stands_still_is_named_with_its_place_and_stack(launches, me
     folder, run, took = launches[method].result()
     assert run.status == 1
     said = " ".join(run.output.split())
-    assert "rank 1 stands in ponder (" in said
+    assert "rank 1 is stuck in ponder (" in said
     assert "accel_sft_stuck.py:" in said
-    assert "go on with --resume auto" in said
-    assert "rank 0 stands" not in said
+    assert "continue with --resume auto" in said
+    assert "rank 0 is stuck" not in said
     assert took < TIMEOUT + PAST
     stack = (folder / "run" / "logs" / "hang-rank-1.txt").read_text()
     assert "in ponder" in stack
@@ -160,8 +160,8 @@ def test_an_evaluation_that_stands_still_shows_the_stack_at_the_terminal(launche
     assert took < 5 + PAST
     said = " ".join(run.output.split())
     assert "Error: nothing has moved for" in said
-    assert "rank 1 stands in ponder (" in said
-    assert "rank 0 stands" not in said
+    assert "rank 1 is stuck in ponder (" in said
+    assert "rank 0 is stuck" not in said
     assert said.count("in ponder File") == said.count("Timeout (0:00:05)!") == 1
 
 
@@ -170,7 +170,7 @@ def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(launches, whe
     status, last, log, took = launches[when].result()
     said = " ".join(log.split())
     assert status == 1
-    assert f"rank 1 says nothing any more (process {last}, which is stopped), last seen in" in said
+    assert f"rank 1 does not respond (process {last}, which is stopped), last seen in" in said
     assert "rank 0" not in said.split("Error: nothing has moved")[1].split("stacks are in")[0]
     assert TIMEOUT <= took < TIMEOUT + PAST + imports  # as it starts, the other one is still importing torch
 
@@ -290,7 +290,7 @@ def watched(tmp_path_factory):
 
 
 @pytest.mark.parametrize("what", ["computes", "loads"])
-def test_to_be_at_work_is_to_get_on_but_where_it_is_watched_closely(watched, what):
+def test_activity_is_progress_until_only_heartbeats_count(watched, what):
     done = watched[what].result()
     assert done.returncode == 1
     assert done.stdout.startswith("went on\nError: nothing has moved for 2 seconds")
@@ -304,7 +304,7 @@ def test_a_process_that_was_suspended_as_a_whole_goes_on_and_one_that_hangs_then
     said, status = watched["suspended"].result()
     assert "went on" in said
     assert status == 1
-    assert "rank 0 stands in <module> (<string>:" in said
+    assert "rank 0 is stuck in <module> (<string>:" in said
 
 
 def test_a_disk_that_hangs_too_keeps_neither_the_message_nor_the_end(watched):
@@ -313,7 +313,7 @@ def test_a_disk_that_hangs_too_keeps_neither_the_message_nor_the_end(watched):
     assert "nothing has moved for" in done.stdout
 
 
-def test_a_run_that_gets_on_leaves_no_stacks(tmp_path):
+def test_a_run_that_makes_progress_leaves_no_stacks(tmp_path):
     file = tmp_path / "hang-rank-0.txt"
     with watchdog.Watchdog(1, tmp_path) as watched, watched.heartbeats_only():
         until = time.monotonic() + PAST
@@ -325,7 +325,7 @@ def test_a_run_that_gets_on_leaves_no_stacks(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_files_that_are_written_read_and_hashed_count_as_getting_on(tmp_path):
+def test_files_that_are_written_read_and_hashed_send_heartbeats(tmp_path):
     def beats_in(call, *arguments):
         before = heartbeat_count()
         call(*arguments)

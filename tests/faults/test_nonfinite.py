@@ -114,7 +114,7 @@ def test_by_default_it_stops_the_run_which_may_go_on(tmp_path, save_every):
     run = launched_so(tmp_path, "loss", None, "no", "--save-every", save_every)
     assert run.status == 1
     (record,) = map(json.loads, (run.run_dir / "nonfinite.jsonl").read_text().splitlines())
-    assert f"step {record['step']}: the loss is inf, and nothing was learnt from it" in run.output
+    assert f"step {record['step']}: the loss is inf, and the step was not applied" in run.output
     assert run.result()["status"] == "failed"
     assert not (run.run_dir / "final").exists()
     again = accel_sft(
@@ -168,5 +168,5 @@ def test_a_loss_out_of_all_proportion_is_told_with_its_examples(tmp_path):
     assert said == []
     watched.look(60, 9.0, 1.0, [Example(index) for index in range(20)])
     (line,) = said
-    assert line.startswith("step 60: the loss is 9, 1.")
-    assert line.endswith("being usual; examples 0, 1, 2, 3, 4, 5, 6, 7 and 12 more")
+    assert line.startswith("step 60: the loss is 9, the recent median 1.")
+    assert line.endswith("; examples 0, 1, 2, 3, 4, 5, 6, 7 and 12 more")

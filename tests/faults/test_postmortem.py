@@ -35,9 +35,9 @@ KILLED = "import os; os.kill(os.getpid(), {})"
     ("ends", "told"),
     [
         (KILLED.format(9), "rank 5 was killed (signal 9, as the system does when memory runs out); host memory now: "),
-        (KILLED.format(11), "rank 5 was ended by SIGSEGV; what it said, if anything, is in the run's logs"),
+        (KILLED.format(11), "rank 5 was ended by SIGSEGV; its output, if any, is in the run's logs"),
         (KILLED.format(6), "rank 5 was ended by SIGABRT"),
-        ("pass", "rank 5 ended without a word"),
+        ("pass", "rank 5 ended without an error message"),
         ("from pathlib import Path; Path('ATTEMPT/1/error.json').write_text('{}')", ""),
     ],
 )

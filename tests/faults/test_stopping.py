@@ -142,7 +142,7 @@ def test_a_signal_after_the_last_step_lets_the_run_finish(tmp_path):
     few = ("--max-steps", "1", "--eval-every", "off", "--output-dir", str(tmp_path / "run"))
     done = subprocess.run([sys.executable, "-c", ENDING, *JOB, *few], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "SIGTERM: the run ends once it is in order; a second signal ends it at once" in done.stdout
+    assert "SIGTERM: the run will write a checkpoint and end; a second signal ends it at once" in done.stdout
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "complete"
 
 
