@@ -21,7 +21,7 @@ from accel_sft.checkpoint import checkpoint
 from accel_sft.checkpoint.capacity import check_disk, check_host_memory
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.token_store import TokenStore
-from accel_sft.evaluation.evaluator import Evaluation, Evaluator
+from accel_sft.evaluation.evaluator import Evaluation, Evaluator, answer_backend
 from accel_sft.io import terminal
 from accel_sft.io.run_dir import read_samples, write_result
 from accel_sft.launch import accelerator as launch
@@ -95,16 +95,12 @@ class Trainer:
         self.model, self.optimizer = launch.prepare(accelerator, model, optimizer, config)
         tracker.phase("sharded")
         self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm)
+        tokenizer, examples, encoded = prepared.tokenizer, prepared.validation_examples, prepared.validation.kept
+        backend = answer_backend(
+            accelerator, config, tokenizer, self.model, prepared.source, self.between_answers, tracker.log
+        )
         self.evaluator = Evaluator(
-            accelerator,
-            prepared.tokenizer,
-            task,
-            prepared.validation_examples,
-            prepared.validation.kept,
-            config,
-            prepared.longest_answer,
-            self.between_answers,
-            tracker.log,
+            accelerator, tokenizer, task, examples, encoded, config, backend, prepared.longest_answer
         )
 
     def resume(self) -> None:
