@@ -326,6 +326,19 @@ def test_vllm_goes_with_the_evaluation(launched, fake, number):
     wait_for(fake.is_gone, seconds=15)
 
 
+def test_vllm_that_makes_no_progress_ends_the_evaluation_and_itself(launched, fake):
+    run = layout(launched, "plain").run_dir
+    fake.set_behaviour("hang")
+    words = ["evaluate", "math", "--model", str(run), "--validation-examples", "7", "--generate-with", "vllm"]
+    done = accel_sft(*words, "--hang-timeout", "8")
+    assert done.status == 1, done.output
+    assert re.search(
+        r"nothing has moved for \d+ seconds \(--hang-timeout\): rank 0 stands in .*vllm_process", done.output
+    )
+    assert (fake.folder / "asked").exists()
+    wait_for(fake.is_gone, seconds=15)
+
+
 def wait_for(come_true, seconds=120):
     until = time.monotonic() + seconds
     while not come_true():

@@ -24,8 +24,8 @@ from accel_sft.launch import host_memory
 SCRIPT = Path(__file__).with_name("vllm_script.py")
 POLL_SECONDS, MESSAGE_SECONDS = 0.5, 30.0
 """Between two looks at the script, and between two lines that say that it is still at work."""
-LEAST_CPU_SECONDS = 0.01
-"""Of CPU time between two looks, below which the script makes no progress and there is no heartbeat."""
+LEAST_CPU_SECONDS, LEAST_BYTES = 0.02, 4096
+"""CPU time and bytes from or to files between two looks. Below both, the script makes no progress: no heartbeat."""
 END_SECONDS = 8.0
 """For the script's process group to be gone; the group is killed five seconds after standard input is closed."""
 LAST_LINES, LONGEST_LINE = 10, 400
@@ -103,7 +103,7 @@ def _started(words: list[str], environment: Mapping[str, str], log: Any) -> Any:
 def _wait(process: subprocess.Popen, device: torch.device) -> dict[str, float]:
     """Wait for the process to end; the largest memory of its processes, as far as samples show it."""
     started = shown = time.monotonic()
-    watched, worked, on_gpu = psutil.Process(process.pid), 0.0, device.type == "cuda"
+    watched, before, on_gpu = psutil.Process(process.pid), (0.0, 0), device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else 0
     peaks = {"peak_device_memory_gib": 0.0} if on_gpu else {}
     peaks["peak_host_memory_gib"] = 0.0
@@ -111,10 +111,11 @@ def _wait(process: subprocess.Popen, device: torch.device) -> dict[str, float]:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(POLL_SECONDS)
             return peaks
-        cpu_seconds, _ = host_memory.work(watched)
-        if abs(cpu_seconds - worked) >= LEAST_CPU_SECONDS:  # less: a process below it has ended
+        work = host_memory.work(watched)
+        # the sums fall when a process below the script ends
+        if abs(work[0] - before[0]) >= LEAST_CPU_SECONDS or abs(work[1] - before[1]) >= LEAST_BYTES:
             heartbeat()
-            worked = cpu_seconds
+        before = work
         taken = {"peak_host_memory_gib": _resident_bytes(watched)}
         if on_gpu:
             taken["peak_device_memory_gib"] = free - torch.cuda.mem_get_info(device)[0]
