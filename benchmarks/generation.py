@@ -105,13 +105,13 @@ class Transformers:
 def contestants(model: torch.nn.Module, tokenizer: object, examples: list[Encoded]) -> dict[str, Callable]:
     """The ways to answer, by name, ours first."""
     most = max(example.supervised_tokens for example in examples)
-    generator = Generator(Accelerator(cpu=True), tokenizer, None, most)
+    generator = Generator(Accelerator(cpu=True), tokenizer, model, None)
     started = time.perf_counter()
-    generator.choose(model, examples)
-    print(f"{generator.told}; checked once, in {time.perf_counter() - started:.1f} s\n")
+    generator.choose(examples, most)
+    print(f"{generator.message}; checked once, in {time.perf_counter() - started:.1f} s\n")
     shared = common_prefix(examples)
     return {
-        "accel_sft": lambda rows: {example.index: answer for example, answer in generator(model, rows)},
+        "accel_sft": lambda rows: {example.index: answer for example, answer in generator(rows, most).answers},
         "`generate`, 64 rows behind a cached instruction": Transformers(model, tokenizer, 64, most, shared),
         "`generate`, 64 rows": Transformers(model, tokenizer, 64, most),
         "`generate`, one question at a time": Transformers(model, tokenizer, 1, most),

@@ -1,102 +1,96 @@
-"""Stands in for the program `vllm`: its routes and its form of answers, computed by transformers' own `generate`.
+"""Stands in for the package `vllm`: the names that vllm_script uses, computed by transformers' own `generate`.
 
-FAKE_VLLM in the environment is a folder: `record.json` tells who was started how, and the file `do`, if there is one,
-what to do instead: die, linger, refuse, vanish, be-silent or be-old.
+FAKE_VLLM in the environment is a folder: `record.json` describes the process and the arguments of LLM, and the file
+`do`, if there is one, says what to do instead: die, hang, work, vanish, cut or babble.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 FOLDER = Path(os.environ["FAKE_VLLM"])
 DO = (FOLDER / "do").read_text() if (FOLDER / "do").exists() else ""
-ARGUMENTS = sys.argv[1:]
 HELPER = "import signal, time; signal.signal(signal.SIGTERM, signal.{}); print(1, flush=True); time.sleep(600)"
 
 
-def argument(flag: str) -> str | None:
-    return ARGUMENTS[ARGUMENTS.index(flag) + 1] if flag in ARGUMENTS else None
+@dataclasses.dataclass
+class SamplingParams:
+    temperature: float
+    max_tokens: int
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    detokenize: bool
 
 
-def write(name: str, content: object) -> None:
-    partial = FOLDER / f".{name}.{threading.get_ident()}"  # questions come side by side
-    partial.write_text(json.dumps(content))
-    partial.rename(FOLDER / name)
+def TokensPrompt(*, prompt_token_ids):
+    return {"prompt_token_ids": prompt_token_ids}
 
 
-def load():
-    import torch
-    from transformers import AutoModelForCausalLM
+class LLM:
+    def __init__(self, model, *, dtype, max_model_len, skip_tokenizer_init, generation_config, **others):
+        stubborn = HELPER.format("SIG_IGN" if DO == "cut" else "SIG_DFL")
+        helper = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
+        helper.stdout.readline()
+        arguments = {**others, "model": model, "dtype": dtype, "max_model_len": max_model_len}
+        partial = FOLDER / ".record"
+        partial.write_text(
+            json.dumps({"arguments": arguments, "pids": [os.getpid(), helper.pid], "environment": dict(os.environ)})
+        )
+        partial.rename(FOLDER / "record.json")
+        if DO == "die":
+            print("(Worker) ERROR ValueError: too little memory", *(f"trace {n}" for n in range(30)), sep="\n")
+            sys.stdout.flush()
+            sys.exit(3)
+        if DO:
+            return
+        import torch
+        from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(ARGUMENTS[1], dtype=getattr(torch, argument("--dtype")))
-    names = [argument("--served-model-name")]
-    if "--enable-lora" in ARGUMENTS:
-        from peft import PeftModel
+        assert (skip_tokenizer_init, generation_config) == (True, "vllm")
+        self.limit, self.lora = max_model_len, others.get("enable_lora", False)
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
 
-        name, _, folder = argument("--lora-modules").partition("=")
-        model, names = PeftModel.from_pretrained(model, folder), [*names, name]
-    return model, names
-
-
-def complete(asked: dict) -> list[int]:
-    import torch
-
-    prompt = torch.tensor([asked["prompt"]])
-    assert prompt.shape[1] + asked["max_tokens"] <= int(argument("--max-model-len"))
-    assert (asked["temperature"], asked["ignore_eos"], asked["return_token_ids"]) == (0, True, True)
-    settings = {"do_sample": False, "max_new_tokens": asked["max_tokens"], "eos_token_id": asked["stop_token_ids"]}
-    with LOCK:
-        output = MODEL.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **settings)
-    return output[0, prompt.shape[1] :].tolist()
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.reply(503 if DO == "linger" else 200 if self.path == "/health" else 404, {})
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if DO == "be-silent":
-            write("asked.json", asked)
+    def generate(self, prompts, sampling_params, *, lora_request=None):
+        (FOLDER / "asked").touch()
+        if DO == "hang":
             time.sleep(600)
+        if DO == "work":
+            until = time.monotonic() + 6
+            while time.monotonic() < until:
+                pass
         if DO == "vanish":
-            print("RuntimeError: the engine is dead", flush=True)
+            print("progress 10%\rprogress 20%\nRuntimeError: the engine is dead", flush=True)
             os._exit(9)
-        if DO == "refuse" or self.path != "/v1/completions" or (not DO and asked["model"] not in NAMES):
-            return self.reply(400, {"error": {"message": "this prompt is\nnot for me", "code": 400}})
-        choice = {"index": 0, "text": "", "finish_reason": "stop"}
-        self.reply(200, {"choices": [choice if DO else {**choice, "token_ids": complete(asked)}]})
+        if DO == "cut":
+            return [output([1])] * (len(prompts) - 1)
+        if DO:
+            return [output([1.5])] * len(prompts)
+        if lora_request:
+            from peft import PeftModel
 
-    def reply(self, status: int, content: dict) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+            assert self.lora
+            self.model = PeftModel.from_pretrained(self.model, lora_request.lora_path)
+        return [output(self.answer(prompt["prompt_token_ids"], sampling_params)) for prompt in prompts]
+
+    def answer(self, ids, sampling):
+        import torch
+
+        prompt = torch.tensor([ids])
+        assert prompt.shape[1] + sampling.max_tokens <= self.limit
+        assert (sampling.temperature, sampling.ignore_eos, sampling.detokenize) == (0, True, False)
+        settings = {"max_new_tokens": sampling.max_tokens, "eos_token_id": sampling.stop_token_ids}
+        mask = torch.ones_like(prompt)
+        return self.model.generate(input_ids=prompt, attention_mask=mask, do_sample=False, **settings)[
+            0, prompt.shape[1] :
+        ].tolist()
 
 
-class Listener(ThreadingHTTPServer):
-    request_queue_size = 2048
-    daemon_threads = True
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only who started it may end it
-    stubborn = HELPER.format("SIG_IGN" if DO == "refuse" else "SIG_DFL")
-    helper = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
-    helper.stdout.readline()
-    write("record.json", {"words": ARGUMENTS, "pids": [os.getpid(), helper.pid], "environment": dict(os.environ)})
-    if DO == "die":
-        print("(Worker) ERROR ValueError: too little memory", *(f"trace {n}" for n in range(30)), sep="\n", flush=True)
-        sys.exit(3)
-    MODEL, NAMES = (None, []) if DO else load()
-    LOCK = threading.Lock()
-    Listener((argument("--host"), int(argument("--port"))), Handler).serve_forever()
+def output(ids):
+    return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tuple(ids))])

@@ -28,11 +28,12 @@ from accel_sft.api.errors import UserError
 from accel_sft.batching.layouts import Batching
 from accel_sft.data.chat import Encoded, encode, end_of_turn_ids
 from accel_sft.evaluation import generate
-from accel_sft.evaluation.evaluator import Evaluator
+from accel_sft.evaluation.evaluator import Evaluator, answer_backend
 from accel_sft.evaluation.generate import Generator, common_prefix, divide
 from accel_sft.io.heartbeat import heartbeat_count
 from accel_sft.launch import collectives
 from accel_sft.models.adapters import merged, reason_unmergeable
+from accel_sft.models.load import Source
 
 NEW_TOKENS = 12
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -136,9 +137,9 @@ def end_early(model, tokenizer, examples):
 
 
 def generated(model, tokenizer, examples, batch_size=64, new_tokens=NEW_TOKENS):
-    generator = Generator(Accelerator(cpu=True), tokenizer, batch_size, new_tokens)
+    generator = Generator(Accelerator(cpu=True), tokenizer, model, batch_size)
     with torch.no_grad():
-        return {example.index: ids for example, ids in generator(model, examples)}, generator
+        return {example.index: ids for example, ids in generator(examples, new_tokens).answers}, generator
 
 
 @pytest.mark.parametrize("kind", ["tiny", "llama", "gemma", "lora", "window of 4096"])
@@ -148,7 +149,7 @@ def test_answers_behind_a_shared_prefix_are_those_of_separate_questions(kind, ba
     expected = end_early(model, tokenizer, examples)
     answers, generator = generated(model, tokenizer, examples, batch_size)
     prefix = common_prefix(examples)
-    assert generator.told == f"answers: the {prefix} tokens that all prompts begin with are computed once"
+    assert generator.message == f"answers: the {prefix} tokens that all prompts begin with are computed once"
     assert answers == expected
 
 
@@ -169,7 +170,7 @@ def test_questions_without_a_common_beginning_are_answered_in_the_same_way(tiny,
     ]
     expected = end_early(model, tokenizer, bare)
     answers, generator = generated(model, tokenizer, bare)
-    assert generator.told == "answers: prompts begin with fewer than 8 common tokens; each is computed whole"
+    assert generator.message == "answers: prompts begin with fewer than 8 common tokens; each is computed whole"
     assert answers == expected
 
 
@@ -196,7 +197,7 @@ def test_a_model_that_cannot_share_is_left_to_transformers_with_the_reason(kind,
     model = build(kind, tiny, len(tokenizer))
     expected, before = end_early(model, tokenizer, examples), heartbeat_count()
     answers, generator = generated(model, tokenizer, examples, batch_size=4)
-    assert generator.told.startswith(f"answers by transformers' generate, as {REFUSED[kind]}")
+    assert generator.message.startswith(f"answers by transformers' generate, as {REFUSED[kind]}")
     assert answers == expected
     assert heartbeat_count() - before >= max(map(len, answers.values()))  # one a token, for the watch over hangs
 
@@ -239,7 +240,7 @@ def test_an_adapter_is_merged_for_the_answers_without_a_bit_being_written(tiny, 
 def test_an_adapter_that_would_be_rounded_stays_apart_with_the_reason(tiny, tokenizer, examples):
     model = build("lora", tiny, len(tokenizer)).to(torch.bfloat16)
     _, generator = generated(model, tokenizer, examples)
-    assert generator.told.endswith("; the adapter stays apart, as its sum with the weights would be rounded")
+    assert generator.message.endswith("; the adapter stays apart, as its sum with the weights would be rounded")
 
 
 def test_an_adapter_stays_apart_on_all_ranks_where_one_has_no_room(tiny, tokenizer, examples, monkeypatch):
@@ -249,7 +250,7 @@ def test_an_adapter_stays_apart_on_all_ranks_where_one_has_no_room(tiny, tokeniz
     model.get_submodule("base_model.model.model.layers.0.mlp.up_proj.lora_A.default").register_forward_hook(
         lambda *_: counted.append(1)
     )
-    generator = Generator(Accelerator(cpu=True), tokenizer, 4, 3)
+    generator = Generator(Accelerator(cpu=True), tokenizer, model, 4)
     with generator._ready(model) as reason, torch.no_grad():
         model(torch.tensor([examples[0].input_ids]))
     assert (reason, counted) == ("it has no room", [1])
@@ -257,7 +258,9 @@ def test_an_adapter_stays_apart_on_all_ranks_where_one_has_no_room(tiny, tokeniz
 
 def evaluated(model, tokenizer, examples, task):
     config = TrainConfig(max_new_tokens=3).resolved({})
-    evaluator = Evaluator(Accelerator(cpu=True), tokenizer, task, range(len(examples)), examples, config)
+    accelerator = Accelerator(cpu=True)
+    backend = answer_backend(accelerator, config, tokenizer, model, Source("m", "m"))
+    evaluator = Evaluator(accelerator, tokenizer, task, range(len(examples)), examples, config, backend)
     return evaluator(model, Batching("shared", 256))
 
 

@@ -23,6 +23,7 @@ from accel_sft.checkpoint import checkpoint
 from accel_sft.data.chat import encode
 from accel_sft.data.splits import read_split
 from accel_sft.evaluation.evaluator import Evaluator
+from accel_sft.evaluation.generate import Generator
 from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.training import claim
@@ -52,7 +53,9 @@ def evaluate(tiny, **methods):
     eos = {tokenizer.eos_token_id}
     kept = encode(tokenizer, task, examples, "validation", eos_ids=eos, max_length=99, truncation="drop").kept
     config = TrainConfig(max_new_tokens=2).resolved({})
-    return Evaluator(Accelerator(cpu=True), tokenizer, task, examples, kept, config)(model, Batching("shared", 256))
+    accelerator = Accelerator(cpu=True)
+    backend = Generator(accelerator, tokenizer, model, None)
+    return Evaluator(accelerator, tokenizer, task, examples, kept, config, backend)(model, Batching("shared", 256))
 
 
 def fail(*_):

@@ -30,7 +30,7 @@ ROOT = {"__init__", "__main__", "cli", "cli_options"}
 STANDARD_LIBRARY_ONLY = (
     "accel_sft.io.heartbeat",
     "accel_sft.api.options",
-    "accel_sft.evaluation.supervise",
+    "accel_sft.evaluation.vllm_script",
     "accel_sft.io.manifest",
     "accel_sft.training.state",
     "accel_sft.data.fingerprint",

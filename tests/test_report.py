@@ -1,4 +1,4 @@
-"""The report people wrote by hand: base beside tuned, the answers listed, nothing in them taking effect."""
+"""A report shows base beside tuned and lists the answers; no markup in an answer takes effect."""
 
 import io
 import json
@@ -57,8 +57,8 @@ def test_metrics_come_first_then_loss_then_costs():
     assert comparison_rows(BEFORE, AFTER) == [
         ("accuracy", "0", "1", "+1"),
         ("validation loss", "4.5", "0.01", "-4.49"),
-        ("time for all answers (s)", "19.7", "29.55", "x 1.5"),
-        ("generated tokens/s", "20.3", "12.1", "x 0.596"),
+        ("time for all answers (s)", "19.7", "29.55", ""),  # of a moment of the process, not of a model
+        ("generated tokens/s", "20.3", "12.1", ""),
     ]
 
 
@@ -145,6 +145,7 @@ def card(**changed):
     usual = {
         "base_model": "org/model-0.5B",
         "task": "math",
+        "max_new_tokens": 17,
         "messages": [{"role": "system", "content": "Sum."}, {"role": "user", "content": "```5=```"}],
         "data": {"training examples": 1798},
         "settings": {"learning_rate": 1e-4, "output_dir": "/somewhere/run", "max_steps": None},
@@ -154,7 +155,7 @@ def card(**changed):
     return model_card(**{**usual, **changed})
 
 
-def test_the_card_says_what_was_learnt_from_what_and_how_well():
+def test_the_card_names_the_base_the_task_the_scores_and_the_data():
     text = card()
     meta = yaml.safe_load(text.split("---\n")[1])
     assert meta["base_model"] == "org/model-0.5B"
@@ -165,6 +166,8 @@ def test_the_card_says_what_was_learnt_from_what_and_how_well():
     assert "max_steps" not in text
     assert text.count("````") == 2  # a fence that the prompt's own does not close
     assert '"role": "system"' in text
+    assert "`model-0.5B`, fine-tuned for the task `math` with accel_sft." in text
+    assert "max_new_tokens=17," in text
 
 
 def test_an_adapters_card_names_peft_and_a_folder_is_no_hub_id(tmp_path):
@@ -173,7 +176,7 @@ def test_an_adapters_card_names_peft_and_a_folder_is_no_hub_id(tmp_path):
     assert meta["library_name"] == "peft"
     assert "base_model" not in meta
     assert str(tmp_path) not in text
-    assert "a lora adapter of `base`" in text
+    assert "A lora adapter of `base`, trained for the task `math` with accel_sft." in text
     assert "AutoPeftModelForCausalLM.from_pretrained" in text
 
 

@@ -16,6 +16,7 @@ from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.data import tokenization
 from accel_sft.data.chat import Rules, encode
+from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.evaluator import Evaluator
 
 TURNS = (
@@ -104,12 +105,26 @@ def encoded(tokenizer, examples, truncation="drop", max_length=512):
     return encode(tokenizer, Says(), examples, "validation", **rules).kept
 
 
+class Answered:
+    """A backend whose answers are given."""
+
+    uses_model = False
+
+    def __init__(self, generated):
+        self.generated = generated
+
+    def __call__(self, examples, max_new_tokens):
+        return self.generated
+
+
 def scored(tokenizer, examples, answers):
     """What the evaluator makes of answers (texts, or token ids) to these examples."""
     kept = encoded(tokenizer, examples)
-    evaluator = Evaluator(Accelerator(cpu=True), tokenizer, Says(), examples, kept, TrainConfig().resolved({}))
     ids = [tokenizer(a, add_special_tokens=False)["input_ids"] if isinstance(a, str) else a for a in answers]
-    return evaluator.score(0.0, list(zip(kept, ids, strict=True)), 1.0)
+    backend = Answered(Generated(list(zip(kept, ids, strict=True)), 1.0, {}))
+    config = TrainConfig().resolved({})
+    evaluator = Evaluator(Accelerator(cpu=True), tokenizer, Says(), examples, kept, config, backend)
+    return evaluator.score_answers(0.0)
 
 
 def learnt(tokenizer, examples):

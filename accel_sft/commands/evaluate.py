@@ -17,7 +17,6 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.batching.autotune import choose_batching
-from accel_sft.data.chat import end_of_turn_ids
 from accel_sft.data.splits import read_split
 from accel_sft.evaluation import vllm
 from accel_sft.evaluation.evaluator import Evaluation
@@ -46,7 +45,7 @@ def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None
     config = _as_trained(config).resolved({})
     sources = [find_source(config, model) for model in filter(None, (base, config.model))]
     for source in sources if config.generate_with == "vllm" else ():
-        vllm.refuse(source)
+        vllm.check(source)
     with Watchdog(config.hang_timeout) as watch:
         _evaluate(task_name, task, config, base, watch)
 
@@ -54,7 +53,7 @@ def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None
 def _evaluate(task_name: str, task: Task, config: TrainConfig, base: str | None, watch: Watchdog) -> None:
     accelerator = start(config, train=False)
     if config.generate_with == "vllm":
-        decided_by_main(accelerator, vllm.find_program)
+        decided_by_main(accelerator, vllm.find_python)
     if config.dry_run:
         return
     if accelerator.is_main_process:
@@ -139,24 +138,17 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: s
     load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
     some = encoding.kept.some()
     batching, _ = choose_batching(accelerator, prepared, config, some, assembly.tokenizer.pad_token_id, train=False)
-    evaluator = assembly.evaluator(examples, encoding)
-    if config.generate_with == "transformers":
-        with watch.heartbeats_only():
-            evaluation = evaluator(prepared, batching)
+    prepared.eval()
+    evaluator = assembly.evaluator(prepared, examples, encoding)
+    with watch.heartbeats_only():
+        eval_loss = evaluator.loss(prepared, batching)
+        if not evaluator.backend.uses_model:
+            _release(accelerator, loaded)
+            del loaded, prepared
+            clear_device_cache(garbage_collection=True)
+        evaluation = evaluator.score_answers(eval_loss)
+    if evaluator.backend.uses_model:
         _release(accelerator, loaded)
-    else:
-        prepared.eval()
-        with torch.no_grad(), watch.heartbeats_only():
-            eval_loss = evaluator.loss(prepared, batching)
-        dtype, ends = loaded.dtype, end_of_turn_ids(assembly.tokenizer, loaded.generation_config)
-        _release(accelerator, loaded)
-        del loaded, prepared
-        clear_device_cache(garbage_collection=True)  # the server takes what it finds free
-        most = evaluator.max_new_tokens
-        answers, seconds = vllm.answer(
-            accelerator, config, source, evaluator.encoded, dtype=dtype, max_new_tokens=most, stop_token_ids=ends
-        )
-        evaluation = evaluator.score(eval_loss, answers, seconds)
     return Evaluation({**evaluation.metrics, **load_peaks}, evaluation.samples)
 
 

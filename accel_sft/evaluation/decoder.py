@@ -1,4 +1,4 @@
-"""Greedy answers of a batch of rows behind one copy of their common prefix; rows that have ended are let go."""
+"""Decodes a batch greedily behind one copy of the rows' common prefix; rows that have ended leave the batch."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.models.prefix_attention import Prefix, install
 
-ROOM = 32
-"""Tokens that the cache grows by: concatenating for every token would copy all of it every time."""
+GROWTH = 32
+"""Tokens that the cache grows by: to grow for every token would copy all of it every time."""
 DROPPED_AT = 8
-"""Ended rows are let go when they are one in so many: letting go copies the others' cache."""
+"""Ended rows are dropped once they are one row in so many: dropping them copies the cache of the others."""
 
 
 class Decoder:
     """A model that has read the prefix, and a batch of rows behind it: `start`, then `step` and `keep`.
 
-    Rows are padded at the left, so that all write the same column of the cache; no row sees another's or its own
-    padding. The model is called as a whole, so that whatever gathers its weights (ZeRO-3, FSDP) does, equally often on
-    every rank that calls the same methods.
+    Rows are padded at the left, so that all write the same column of the cache; no row attends to padding. The
+    model is called as a whole, so that ZeRO-3 and FSDP gather its weights, equally often on every rank that calls the
+    same methods.
 
     Args:
         model: with sdpa attention that takes `position_ids` and a plain cache; in eval mode.
-        prefix: token ids that all rows begin with; none is all right.
+        prefix: token ids that all rows begin with; may be empty.
         logits_to_keep: whether the model's forward can leave out the logits of all but the last token.
     """
 
@@ -45,10 +45,10 @@ class Decoder:
             )
 
     def start(self, rows: Sequence[Sequence[int]], forwards: int = 1) -> torch.Tensor:
-        """Read what rows have behind the prefix, at least a token each; logits of what comes next, (B, vocabulary).
+        """Read the rows' tokens behind the prefix, at least one each; logits of the next token, (B, vocabulary).
 
         Args:
-            forwards: the rows are divided among so many; neighbours should be of like length.
+            forwards: number of forwards that the rows are divided among; sort the rows by length.
         """
         parts = [[rows[at] for at in part] for part in np.array_split(np.arange(len(rows)), forwards)]
         longest = max(map(len, rows))
@@ -79,7 +79,7 @@ class Decoder:
         return logits[:, -1], cache
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Read one more token of each row, (B,); logits of what comes next, (B, vocabulary)."""
+        """Read one more token of each row, (B,); logits of the next token, (B, vocabulary)."""
         self.seen = torch.cat([self.seen, self.seen.new_ones(len(tokens), 1)], dim=1)
         logits = self.model(
             input_ids=tokens[:, None],
@@ -92,7 +92,7 @@ class Decoder:
         return logits[:, -1]
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Go on with these rows of the batch alone."""
+        """Drop all other rows from the batch."""
         self.seen, self.position = self.seen[rows], self.position[rows]
         for layer in self.cache.layers:
             layer.keep(rows)
@@ -106,12 +106,12 @@ class Decoder:
         forwards: int = 1,
         anyone: Callable[[bool], bool] = bool,
     ) -> list[list[int]]:
-        """The most likely token again and again, up to one of `ends`, which is part of the answer.
+        """Each row's most likely tokens, up to the first of `ends`, which is part of the answer.
 
         Args:
             forwards: of `start`.
-            anyone: whether any rank goes on, given whether this one does; where ranks share weights all go on as long
-                as one does.
+            anyone: takes whether this rank has rows left; returns whether any rank has. Ranks that share weights go on
+                together.
         """
         answers: list[list[int]] = [[] for _ in rows]
         going = list(range(len(rows)))  # the row in each place of the batch; None: it has ended
@@ -123,7 +123,7 @@ class Decoder:
             if not anyone(bool(places)):
                 return answers
             if DROPPED_AT * (len(going) - len(places)) >= len(going) > 1:
-                places = places or [0]  # a rank that has ended goes on with the least
+                places = places or [0]  # a rank whose rows have ended goes on with one
                 kept = torch.tensor(places, device=self.device)
                 going, tokens = [going[place] for place in places], tokens[kept]
                 self.keep(kept)
@@ -144,17 +144,17 @@ class Decoder:
 
 
 class _Columns(DynamicLayer):
-    """A layer's keys and values with room for more, so that a token is written and nothing copied.
+    """A layer's keys and values in buffers with spare columns, so that a new token is written without a copy.
 
     Args:
-        parts: the layers of rows that were read apart; theirs are freed.
-        longest: columns of the longest.
+        parts: the layers of rows that were read in separate forwards; their tensors are freed.
+        longest: columns of the longest part.
     """
 
     def __init__(self, parts: Sequence[DynamicLayer], longest: int) -> None:
         super().__init__()
         self.is_initialized, self.length = True, longest
-        self._rooms = [self._joined([getattr(part, name) for part in parts], longest) for name in ("keys", "values")]
+        self._buffers = [self._joined([getattr(part, name) for part in parts], longest) for name in ("keys", "values")]
         for part in parts:
             part.keys = part.values = None
         self._show()
@@ -162,30 +162,29 @@ class _Columns(DynamicLayer):
     @staticmethod
     def _joined(parts: Sequence[torch.Tensor], longest: int) -> torch.Tensor:
         first = parts[0]
-        room = first.new_zeros(
-            sum(map(len, parts)), first.shape[1], longest + ROOM, first.shape[3]
-        )  # zeros: no nan is masked
+        # zeros: uninitialised memory may hold NaN, which a mask does not remove
+        buffer = first.new_zeros(sum(map(len, parts)), first.shape[1], longest + GROWTH, first.shape[3])
         at = 0
         for part in parts:
-            room[at : at + len(part), :, longest - part.shape[2] : longest] = part
+            buffer[at : at + len(part), :, longest - part.shape[2] : longest] = part
             at += len(part)
-        return room
+        return buffer
 
     def _show(self) -> None:
-        self.keys, self.values = (room[:, :, : self.length] for room in self._rooms)
+        self.keys, self.values = (buffer[:, :, : self.length] for buffer in self._buffers)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Write the columns of new tokens; keys and values of all."""
         new = slice(self.length, self.length + key_states.shape[2])
-        if new.stop > self._rooms[0].shape[2]:
-            self._rooms = [torch.nn.functional.pad(room, (0, 0, 0, ROOM)) for room in self._rooms]
-        for room, states in zip(self._rooms, (key_states, value_states), strict=True):
-            room[:, :, new] = states
+        if new.stop > self._buffers[0].shape[2]:
+            self._buffers = [torch.nn.functional.pad(buffer, (0, 0, 0, GROWTH)) for buffer in self._buffers]
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, new] = states
         self.length = new.stop
         self._show()
         return self.keys, self.values
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Go on with these rows alone."""
-        self._rooms = [room[rows] for room in self._rooms]
+        """Drop all other rows."""
+        self._buffers = [buffer[rows] for buffer in self._buffers]
         self._show()

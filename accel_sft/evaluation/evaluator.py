@@ -1,11 +1,11 @@
-"""Does it do the job: validation loss, generated answers, and the metric, each example counted once (law 4)."""
+"""Evaluates a model: validation loss, generated answers and the task's metrics, each example counted once (law 4)."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +16,19 @@ from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
-from accel_sft.data.chat import Encoded
+from accel_sft.data.chat import Encoded, end_of_turn_ids
 from accel_sft.data.conversation import conversation
 from accel_sft.data.template import AnswerText
+from accel_sft.evaluation.backend import AnswerBackend, Generated
 from accel_sft.evaluation.generate import Generator
+from accel_sft.evaluation.vllm import VllmBackend
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, gather_numbers, largest
+from accel_sft.models.load import Source
 from accel_sft.tracking.report import COSTS
-from accel_sft.tracking.system import peak_memory_gib, reset_peak_memory
+from accel_sft.tracking.system import reset_peak_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +42,41 @@ class Evaluation:
     samples: list[dict[str, Any]]
 
 
+def answer_backend(
+    accelerator: Accelerator,
+    config: TrainConfig,
+    tokenizer: Any,
+    model: Any,
+    source: Source,
+    between: Callable[[], None] = lambda: None,
+    log: Callable[[str], None] | None = None,
+) -> AnswerBackend:
+    """What generates the answers, as `--generate-with` asks.
+
+    Args:
+        model: prepared, if the accelerator shards it.
+        source: what the model was loaded from.
+        between: called by every rank between two batches of answers; may end the evaluation by raising.
+        log: takes the line that says how answers are generated; by default it goes to the terminal, from rank 0.
+    """
+    if config.generate_with == "vllm":
+        unwrapped = accelerator.unwrap_model(model)
+        ends = end_of_turn_ids(tokenizer, unwrapped.generation_config)
+        return VllmBackend(accelerator, config, source, dtype=unwrapped.dtype, stop_token_ids=ends)
+    return Generator(accelerator, tokenizer, model, config.eval_batch_size, between, log or _log)
+
+
+def _log(line: str) -> None:
+    print(wrapped(line), file=terminal())
+
+
 class Evaluator:
-    """Evaluates a prepared model at any stage, on any number of ranks, without touching training's random state.
+    """Evaluates a model at any stage, on any number of ranks, without touching training's random state.
 
     Args:
         encoded: the validation examples that can be used, by their index in `examples`.
+        backend: what generates the answers.
         max_new_tokens: tokens generated at most; None: the longest answer's, its end-of-turn token included.
-        between: called by every rank between two batches of answers; may end the evaluation by raising.
-        log: tells a line, on rank 0; by default at the terminal.
     """
 
     def __init__(
@@ -57,65 +87,67 @@ class Evaluator:
         examples: Sequence[Any],
         encoded: Sequence[Encoded],
         config: TrainConfig,
+        backend: AnswerBackend,
         max_new_tokens: int | None = None,
-        between: Callable[[], None] = lambda: None,
-        log: Callable[[str], None] | None = None,
     ) -> None:
-        self.log = log or (lambda line: print(wrapped(line), file=terminal()))
         self.accelerator, self.tokenizer, self.task, self.examples = accelerator, tokenizer, task, examples
-        self.answer_text = AnswerText(tokenizer)
+        self.backend, self.answer_text = backend, AnswerText(tokenizer)
         self.encoded = list(encoded[: config.eval_limit])
         longest_answer = max(example.supervised_tokens for example in self.encoded)
         self.max_new_tokens = config.max_new_tokens or max_new_tokens or longest_answer
-        self.generator = Generator(accelerator, tokenizer, config.eval_batch_size, self.max_new_tokens, between)
 
     def __call__(self, model: torch.nn.Module, batching: Batching) -> Evaluation:
-        """Validation loss, then greedy answers, scored where they were generated and gathered once.
+        """Validation loss, then the scores of greedy answers; for a backend that generates with this model.
+
+        Raises:
+            UserError: as `loss` and `score_answers` do.
+        """
+        with _eval_mode(model):
+            return self.score_answers(self.loss(model, batching))
+
+    def loss(self, model: torch.nn.Module, batching: Batching) -> float:
+        """Validation loss in nats a supervised token, over all ranks.
 
         Args:
-            batching: how the loss's forwards are laid out; `--eval-batch-size` is for generation.
+            batching: how the forwards are laid out; `--eval-batch-size` is for generation.
         Raises:
-            UserError: the task's score() or aggregate() returned something unusable.
+            UserError: out of device memory.
         """
-        was_training = model.training
-        model.eval()
         reset_peak_memory(self.accelerator.device)
-        try:
-            with torch.no_grad():
-                eval_loss = self.loss(model, batching)
-                if self.generator.choose(model, self.encoded) and self.accelerator.is_main_process:
-                    self.log(self.generator.told)
-                self.accelerator.wait_for_everyone()
-                started = time.perf_counter()
-                answers = self.generator(model, self.encoded)
-                seconds = time.perf_counter() - started
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"evaluation: out of device memory ({str(error).splitlines()[0][:100]}); lower --eval-batch-size or "
-                "--max-new-tokens, or choose a higher ZeRO stage"
-            ) from error
-        finally:
-            model.train(was_training)
-        peaks = largest(peak_memory_gib(self.accelerator.device), "generate_")
-        evaluation = self.score(eval_loss, answers, seconds)
+        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
+        total = torch.zeros(2, dtype=torch.float64)
+        with _eval_mode(model), torch.no_grad(), _out_of_memory_explained():
+            for rows in batching.divide(self.encoded, ranks)[rank]:
+                nll = nll_sum(model, batching.batch(rows, self.tokenizer.pad_token_id, self.accelerator.device))
+                total += torch.tensor([nll.item(), sum(example.supervised_tokens for example in rows)]).double()
+            nll, tokens = map(sum, zip(*gather_numbers(total.tolist()), strict=True))
+        return nll / tokens
+
+    def score_answers(self, eval_loss: float) -> Evaluation:
+        """Greedy answers by the backend, each scored on the rank that has it, and gathered once.
+
+        Raises:
+            UserError: out of device memory; or the task's score() or aggregate() returned something unusable.
+        """
+        with torch.no_grad(), _out_of_memory_explained():
+            generated = self.backend(self.encoded, self.max_new_tokens)
+        peaks = largest(generated.peaks, "generate_")
+        evaluation = self.score(eval_loss, generated)
         return dataclasses.replace(evaluation, metrics={**evaluation.metrics, **peaks})
 
-    def score(self, eval_loss: float, answers: Sequence[tuple[Encoded, list[int]]], seconds: float) -> Evaluation:
-        """Every rank's answers scored and gathered, wherever they come from.
+    def score(self, eval_loss: float, generated: Generated) -> Evaluation:
+        """Score and gather what every rank has generated.
 
-        Args:
-            answers: this rank's share of `encoded`, each example with the token ids of its answer.
-            seconds: it took to get them.
         Raises:
             UserError: the task's score() or aggregate() returned something unusable.
         """
-        gathered = self._gathered(answers, seconds)
+        gathered = self._gathered(generated.answers, generated.seconds)
         samples = sorted(gathered, key=lambda sample: sample["index"])
         assert [s["index"] for s in samples] == sorted(e.index for e in self.encoded), "an example was lost or doubled"
         seconds = max(sample.pop("seconds") for sample in samples)
         tokens = sum(sample.pop("tokens") for sample in samples)
         scores = [sample["scores"] for sample in samples]
-        metrics = decided_by_main(self.accelerator, lambda: self._aggregate(scores))  # one judgement for all ranks
+        metrics = decided_by_main(self.accelerator, lambda: self._aggregate(scores))  # the same numbers on all ranks
         speed = {
             "eval_loss": eval_loss,
             "generate_seconds": seconds,
@@ -124,18 +156,8 @@ class Evaluator:
         }
         return Evaluation({**metrics, **speed}, samples)
 
-    def loss(self, model: torch.nn.Module, batching: Batching) -> float:
-        """Validation loss in nats a supervised token, over all ranks; for a model in eval mode, without gradients."""
-        ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
-        total = torch.zeros(2, dtype=torch.float64)
-        for rows in batching.divide(self.encoded, ranks)[rank]:
-            nll = nll_sum(model, batching.batch(rows, self.tokenizer.pad_token_id, self.accelerator.device))
-            total += torch.tensor([nll.item(), sum(example.supervised_tokens for example in rows)]).double()
-        nll, tokens = map(sum, zip(*gather_numbers(total.tolist()), strict=True))
-        return nll / tokens
-
     def _gathered(self, answers: Sequence[tuple[Encoded, list[int]]], seconds: float) -> list[dict[str, Any]]:
-        """Every rank's samples; what is wrong on the lowest rank that has something wrong, on all of them."""
+        """Every rank's samples; the UserError of the lowest rank that has one is raised on all."""
         every = by_each_rank(lambda: [{**self._sample(*answer), "seconds": seconds} for answer in answers])
         return [sample for samples in every for sample in samples]
 
@@ -192,3 +214,24 @@ class Evaluator:
                 f"the task's aggregate() gave {', '.join(sorted(taken))}: names of the trainer's own numbers"
             )
         return metrics
+
+
+@contextlib.contextmanager
+def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+@contextlib.contextmanager
+def _out_of_memory_explained() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"evaluation: out of device memory ({str(error).splitlines()[0][:100]}); lower --eval-batch-size or "
+            "--max-new-tokens, or choose a higher ZeRO stage"
+        ) from error

@@ -1,9 +1,10 @@
-"""Greedy answers to a set of prompts: what they share is computed once, and each rank has the same work (law 4)."""
+"""Generates with the model in memory: by the decoder where that is exact, else by `generate`; equal work per rank."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,84 +12,95 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from transformers import GenerationConfig, StoppingCriteriaList
 
 from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE, arguments, limited_layers
-from accel_sft.data.chat import Encoded, end_of_turn_ids
+from accel_sft.data.chat import Encoded
+from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.decoder import Decoder
-from accel_sft.io.heartbeat import heartbeat
+from accel_sft.evaluation.plain_generate import generate, greedy
 from accel_sft.launch.collectives import any_rank, first_reason
 from accel_sft.models.adapters import merged, reason_unmergeable
+from accel_sft.tracking.system import peak_memory_gib
 
 SHORTEST_PREFIX = 8
-"""Common tokens below which there is nothing to save."""
+"""Common tokens below which sharing them saves nothing."""
 READ_TOKENS = 2048
 """Tokens, padding included, that one forward over prompts takes."""
 FEWEST_ROWS, MOST_ROWS, CACHED_TOKENS = 64, 256, 16384
-"""Rows answered at once where no number is given: the fewest, or more as long as they are no more tokens than that."""
+"""Without a batch size a batch has the fewest rows, or up to the most if their cache stays within so many tokens."""
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
+"""The decoder is compared with single rows on a few of the first rows."""
 
 
 class Generator:
     """Answers prompts with a prepared model at any stage, on any number of ranks; touches no random state.
 
-    What is exact for the very model is found out on it at first use; `told` then says what was chosen, and why.
+    The first call finds out whether the decoder is exact for this model. `message` then says what was chosen, and why.
 
     Args:
+        model: in eval mode whenever the generator is called, without gradients.
         batch_size: rows answered at once on one rank; None: by their length.
-        max_new_tokens: of an answer, its end-of-turn token included.
         between: called by every rank before each batch of answers.
+        log: takes `message` once, on rank 0.
     """
+
+    uses_model = True
 
     def __init__(
         self,
         accelerator: Accelerator,
         tokenizer: Any,
+        model: torch.nn.Module,
         batch_size: int | None,
-        max_new_tokens: int,
         between: Callable[[], None] = lambda: None,
+        log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.between = between
-        self.accelerator, self.tokenizer = accelerator, tokenizer
-        self.batch_size, self.max_new_tokens = batch_size, max_new_tokens
+        self.accelerator, self.tokenizer, self.model = accelerator, tokenizer, model
+        self.batch_size, self.between, self.log = batch_size, between, log
         plugin = accelerator.state.deepspeed_plugin
         zero3 = plugin is not None and plugin.zero_stage == 3
         self.sharded = zero3 or accelerator.distributed_type == DistributedType.FSDP
-        self.told = ""
+        self.message = ""
 
-    def __call__(self, model: torch.nn.Module, examples: Sequence[Encoded]) -> list[tuple[Encoded, list[int]]]:
-        """This rank's share of the examples, each with its answer's token ids, the end-of-turn token included.
+    def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
+        """Answer this rank's share of the examples; every rank calls it with the same ones."""
+        self.choose(examples, max_new_tokens)
+        self.accelerator.wait_for_everyone()
+        started = time.perf_counter()
+        answers = self._answer_all(examples, max_new_tokens)
+        seconds = time.perf_counter() - started
+        return Generated(answers, seconds, peak_memory_gib(self.accelerator.device))
 
-        Every rank calls it, with the same examples, in eval mode and without gradients.
-        """
-        self.choose(model, examples)
-        unwrapped = self.accelerator.unwrap_model(model)
-        prefix = common_prefix(examples)
+    def choose(self, examples: Sequence[Encoded], max_new_tokens: int) -> None:
+        """Find out, on all ranks together, whether the decoder is exact for this model, unless that is known."""
+        if self.message:
+            return
+        unwrapped, prefix = self.accelerator.unwrap_model(self.model), common_prefix(examples)
+        with self._ready(unwrapped) as adapter:
+            self.plain = self._reason_plain(unwrapped, examples, prefix, max_new_tokens)
+        self.message = self._describe(prefix, adapter)
+        if self.accelerator.is_main_process:
+            self.log(self.message)
+
+    def _answer_all(self, examples: Sequence[Encoded], max_new_tokens: int) -> list[tuple[Encoded, list[int]]]:
+        unwrapped, prefix = self.accelerator.unwrap_model(self.model), common_prefix(examples)
+        rows_at_once = self._rows_at_once(examples, prefix, max_new_tokens)
         with self._ready(unwrapped):
             decoder = None if self.plain else self._decoder(unwrapped, examples[0].input_ids[:prefix])
+            settings = greedy(self.tokenizer, unwrapped, max_new_tokens)
             answered = []
-            for ranks in divide(examples, self.accelerator.num_processes, self._rows_at_once(examples, prefix)):
+            for ranks in divide(examples, self.accelerator.num_processes, rows_at_once):
                 self.between()
                 rows = ranks[self.accelerator.process_index]
                 # a rank that has run out of rows answers any, for the ranks share their weights
                 some = rows or next(filter(None, ranks))[:1]
-                answers = self._answers(unwrapped, decoder, some, _forwards(ranks, prefix))
+                answers = self._answers(unwrapped, decoder, settings, some, _forwards(ranks, prefix))
                 answered += zip(rows, answers, strict=False)
         return answered
 
-    def choose(self, model: torch.nn.Module, examples: Sequence[Encoded]) -> bool:
-        """Find out, on all ranks, what is exact for this model; False from the second time on: it is known."""
-        if self.told:
-            return False
-        unwrapped, prefix = self.accelerator.unwrap_model(model), common_prefix(examples)
-        with self._ready(unwrapped) as adapter:
-            self.plain = self._why_plain(unwrapped, examples, prefix)
-        self.told = self._line(prefix, adapter)
-        return True
-
     @contextlib.contextmanager
     def _ready(self, model: Any) -> Iterator[str | None]:
-        """The model as it is quickest; why an adapter is not merged."""
+        """Inside, the adapter is merged where that changes no answer; yields the reason why it is not."""
         with contextlib.ExitStack() as stack:
             if hasattr(model, "_original_forward"):  # autocast: casts of the weights are kept from forward to forward
                 stack.enter_context(self.accelerator.autocast())
@@ -104,7 +116,7 @@ class Generator:
                     stack.enter_context(merged(model))
                 yield reason
 
-    def _line(self, prefix: int, adapter: str | None) -> str:
+    def _describe(self, prefix: int, adapter: str | None) -> str:
         line = f"answers: the {prefix} tokens that all prompts begin with are computed once"
         if self.plain:
             line = f"answers by transformers' generate, as {self.plain}"
@@ -116,33 +128,34 @@ class Generator:
         keep = "logits_to_keep" in arguments(model)
         return Decoder(model, prefix, self.accelerator.device, logits_to_keep=keep)
 
-    def _answers(self, model: Any, decoder: Decoder | None, rows: Sequence[Encoded], forwards: int) -> list[list[int]]:
-        settings = greedy(self.tokenizer, model, self.max_new_tokens)
+    def _answers(
+        self, model: Any, decoder: Decoder | None, settings: Any, rows: Sequence[Encoded], forwards: int
+    ) -> list[list[int]]:
         if decoder is None:
             return generate(model, self.tokenizer, settings, rows, self.accelerator.device)
         return decoder.answers(
             [row.input_ids[decoder.length : row.prompt_length] for row in rows],
-            self.max_new_tokens,
+            settings.max_new_tokens,
             set(settings.eos_token_id),
             forwards=forwards,
             anyone=any_rank if self.sharded else bool,
         )
 
-    def _rows_at_once(self, examples: Sequence[Encoded], prefix: int) -> int:
+    def _rows_at_once(self, examples: Sequence[Encoded], prefix: int, max_new_tokens: int) -> int:
         if self.batch_size or self.plain:
             return self.batch_size or FEWEST_ROWS
-        longest = max(example.prompt_length for example in examples) - prefix + self.max_new_tokens
+        longest = max(example.prompt_length for example in examples) - prefix + max_new_tokens
         return min(max(CACHED_TOKENS // longest, FEWEST_ROWS), MOST_ROWS)
 
-    def _why_plain(self, model: Any, examples: Sequence[Encoded], prefix: int) -> str | None:
-        """Why the model is left to transformers' `generate`, on all ranks; None if it need not be."""
-        longest = max(example.prompt_length for example in examples) + self.max_new_tokens
+    def _reason_plain(self, model: Any, examples: Sequence[Encoded], prefix: int, max_new_tokens: int) -> str | None:
+        """Why transformers' `generate` answers, the same on all ranks; None if the decoder does."""
+        longest = max(example.prompt_length for example in examples) + max_new_tokens
         empty = "a prompt is empty" if any(example.prompt_length == 0 for example in examples) else None
-        reason = empty or _reason_unsupported(model, longest) or self._differs(model, examples, prefix)
+        reason = empty or _reason_unsupported(model, longest) or self._reason_inexact(model, examples, prefix)
         return first_reason(reason)
 
-    def _differs(self, model: Any, examples: Sequence[Encoded], prefix: int) -> str | None:
-        """What is wrong with the predictions for a few rows, compared with each row alone without a cache."""
+    def _reason_inexact(self, model: Any, examples: Sequence[Encoded], prefix: int) -> str | None:
+        """How the decoder's predictions for a few rows differ from those of each row alone; None if they do not."""
         among = sorted(examples[:CHECKED_AMONG], key=lambda example: (-example.prompt_length, example.index))
         rows = among[:: max(len(among) // CHECKED_ROWS, 1)][:CHECKED_ROWS]
         prompts = [row.input_ids[: row.prompt_length] for row in rows]
@@ -170,7 +183,7 @@ class Generator:
 
 
 def common_prefix(examples: Sequence[Encoded]) -> int:
-    """How many tokens all prompts begin with, at least one being left of each; 0 if too few to matter."""
+    """The number of tokens that all prompts begin with, less than any prompt has; 0 if below SHORTEST_PREFIX."""
     prompts = [example.input_ids[: example.prompt_length] for example in examples]
     first, last = min(prompts), max(prompts)
     most = min(map(len, prompts)) - 1
@@ -179,10 +192,10 @@ def common_prefix(examples: Sequence[Encoded]) -> int:
 
 
 def divide(examples: Sequence[Encoded], ranks: int, batch_size: int) -> list[list[list[Encoded]]]:
-    """Batches of like work, longest first, and each rank's rows of them; the same on every rank.
+    """Batches of similar work, longest first, each as a list of rows per rank; the same on every rank.
 
-    A row's work is its tokens, those of the answer that is expected included. A batch gives all ranks as many rows, or
-    one less, and its longest row to another rank than the batch before.
+    The work of a row is its number of tokens, with those of the expected answer. Within a batch the ranks' numbers of
+    rows differ by one at most, and the longest row goes to another rank than in the batch before.
     """
     ordered = sorted(examples, key=lambda example: (-len(example.input_ids), example.index))
     count = math.ceil(len(ordered) / (ranks * batch_size))
@@ -194,13 +207,13 @@ def divide(examples: Sequence[Encoded], ranks: int, batch_size: int) -> list[lis
 
 
 def _forwards(ranks: Sequence[Sequence[Encoded]], prefix: int) -> int:
-    """Among how many forwards the prompts of a batch are divided, on every rank."""
+    """The number of forwards that read the prompts of a batch, the same on every rank."""
     most = max(len(rows) * max(row.prompt_length - prefix for row in rows) for rows in ranks if rows)
     return max(1, min(math.ceil(most / READ_TOKENS), *map(len, ranks)))
 
 
 def _reason_unsupported(model: Any, longest: int) -> str | None:
-    """Why the model's architecture or settings rule a shared prefix out, as far as its configuration tells."""
+    """Why the model's configuration rules out a shared prefix; None if it does not."""
     attention = getattr(model.config, "_attn_implementation", None)
     if attention != "sdpa":
         return f"attention {attention} takes no shared prefix, sdpa does"
@@ -208,42 +221,3 @@ def _reason_unsupported(model: Any, longest: int) -> str | None:
         return "the model takes no positions"
     limited = limited_layers(model, longest)
     return f"the model's cache has layers of another kind ({limited})" if limited else None
-
-
-def greedy(tokenizer: Any, model: Any, max_new_tokens: int) -> Any:
-    """Generation settings for greedy answers; what the model's own file says of sampling or penalties is overruled."""
-    return GenerationConfig(
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=sorted(end_of_turn_ids(tokenizer, model.generation_config)),
-        pad_token_id=tokenizer.pad_token_id,
-        use_cache=True,
-    )
-
-
-def _beats(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-    """A stopping criterion that stops nothing, asked after every token."""
-    heartbeat()
-    return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-def generate(
-    model: Any, tokenizer: Any, settings: Any, batch: Sequence[Encoded], device: torch.device
-) -> list[list[int]]:
-    """Answers' token ids (end-of-turn included), one per example, from left-padded prompts in one batch."""
-    longest = max(example.prompt_length for example in batch)
-    rows = [example.input_ids[: example.prompt_length] for example in batch]
-    input_ids = torch.tensor([[tokenizer.pad_token_id] * (longest - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)  # (B, T)
-    criteria = StoppingCriteriaList([_beats])
-    output = model.generate(
-        input_ids=input_ids, attention_mask=mask, generation_config=settings, stopping_criteria=criteria
-    )
-    ends = set(settings.eos_token_id)
-    answers = []
-    for ids in output[:, longest:].tolist():
-        stop = next((at for at, token in enumerate(ids) if token in ends), len(ids) - 1)
-        answers.append(ids[: stop + 1])
-    return answers

@@ -1,12 +1,12 @@
-"""Answers by vLLM, which pins its own torch and transformers: the program of another environment, run as a server."""
+"""Answers by vLLM, which pins its own torch and transformers: `vllm_script` is run by the Python of its environment."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,20 @@ from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.data.chat import Encoded
-from accel_sft.evaluation.server import Server, free_port
+from accel_sft.evaluation.backend import Generated
+from accel_sft.evaluation.vllm_process import run_script
 from accel_sft.io.files import read_json
 from accel_sft.launch.collectives import long_work_by_main
 from accel_sft.models.load import Source
 
-VARIABLE = "ACCEL_SFT_VLLM"
-AT_ONCE = 256
-"""Questions asked at a time; the server batches them itself."""
+PROGRAM, OPTIONS = "ACCEL_SFT_VLLM", "ACCEL_SFT_VLLM_OPTIONS"
+"""Environment variables: the `vllm` or `python` of vLLM's environment; arguments of vllm.LLM as a JSON object."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes for `--max-lora-rank`."""
+"""Values that vLLM takes for `max_lora_rank`."""
 CPU_CACHE_GIB = "4"
 """For keys and values where vLLM runs on a CPU; by itself it would take nearly all of the machine's memory."""
 MEMORY_SHARE, MEMORY_SPARE = 0.9, 0.03
-"""Shares of a GPU's memory: what the server may take, and what it leaves of what is free."""
+"""Shares of a GPU's memory: what vLLM may take, and what it leaves of what is free."""
 
 _LAUNCHER = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|OMP_NUM_THREADS"
@@ -37,104 +37,135 @@ _LAUNCHER = re.compile(
 )
 
 
-def find_program() -> str:
-    """The program that `$ACCEL_SFT_VLLM` names, or the `vllm` on PATH.
+class VllmBackend:
+    """Answers prompts on rank 0, from the weights on disk; the other ranks wait.
+
+    Args:
+        dtype: that transformers computes in.
+        stop_token_ids: each ends an answer and is part of it.
+    """
+
+    uses_model = False
+    """The caller's model must have left the device before: vLLM takes what memory it finds free on rank 0's."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: TrainConfig,
+        source: Source,
+        *,
+        dtype: torch.dtype,
+        stop_token_ids: Iterable[int],
+    ) -> None:
+        self.accelerator, self.config, self.source, self.dtype = accelerator, config, source, dtype
+        self.stop_token_ids = sorted(stop_token_ids)
+
+    def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
+        """Greedy answers to all examples on rank 0 and to none on the others; every rank calls it.
+
+        Raises:
+            UserError: there is no vLLM, or its script failed; with the last lines of its log.
+        """
+        log = Path(self.config.output_dir, "vllm.log") if self.config.output_dir else None
+        limit = max(example.prompt_length for example in examples) + max_new_tokens
+
+        def answer() -> Generated:
+            on_gpu = self.accelerator.device.type == "cuda"
+            share = memory_share(*torch.cuda.mem_get_info(self.accelerator.device)) if on_gpu else None
+            request = {
+                "prompts": [example.input_ids[: example.prompt_length] for example in examples],
+                "llm": llm_arguments(self.source, self.dtype, limit, self.config.trust_remote_code, share),
+                # an answer ends where transformers ends it, and not at what the model's configuration alone names
+                "sampling": {
+                    "temperature": 0.0,
+                    "max_tokens": max_new_tokens,
+                    "stop_token_ids": self.stop_token_ids,
+                    "ignore_eos": True,
+                    "detokenize": False,
+                },
+                "adapter": str(Path(self.source.adapter).resolve()) if self.source.adapter else None,
+            }
+            answers, seconds, peaks = run_script(find_python(), request, environment(), log, self.accelerator.device)
+            return Generated(list(zip(examples, answers, strict=True)), seconds, peaks)
+
+        self.accelerator.wait_for_everyone()  # until each has released its model
+        generated = long_work_by_main(self.accelerator, answer)
+        return generated if self.accelerator.is_main_process else Generated([], generated.seconds, generated.peaks)
+
+
+def find_python() -> str:
+    """The Python beside the program that `$ACCEL_SFT_VLLM` names, or beside the `vllm` on PATH.
 
     Raises:
         UserError: there is none.
     """
-    named = os.environ.get(VARIABLE)
-    if found := shutil.which(named or "vllm"):
+    named = os.environ.get(PROGRAM)
+    found = shutil.which(named or "vllm")
+    if not found and named:
+        raise UserError(f"--generate-with vllm: {PROGRAM}={named} is no program that can be run; correct or unset it")
+    if not found:
+        raise UserError(
+            "--generate-with vllm: there is no vllm on PATH; install it into an environment of its own "
+            "(python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm) and name it: "
+            f"export {PROGRAM}=$PWD/.venv-vllm/bin/vllm"
+        )
+    if re.fullmatch(r"python[\d.]*", Path(found).name):
         return found
-    if named:
-        raise UserError(f"--generate-with vllm: {VARIABLE}={named} is no program that can be run; correct or unset it")
+    for folder in (Path(found).parent, Path(found).resolve().parent):  # the latter: a link to an environment's program
+        if python := shutil.which("python", path=str(folder)):
+            return python
     raise UserError(
-        "--generate-with vllm: there is no vllm on PATH; install it into an environment of its own "
-        "(python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm) and name it: "
-        f"export {VARIABLE}=$PWD/.venv-vllm/bin/vllm"
+        f"--generate-with vllm: there is no python beside {found}; name the one of vLLM's environment: "
+        f"export {PROGRAM}=.../bin/python"
     )
 
 
-def refuse(source: Source) -> None:
-    """What vLLM cannot serve, found before anything is loaded.
+def check(source: Source) -> None:
+    """Find what vLLM cannot do before anything is loaded.
 
     Raises:
-        UserError: the adapter is not LoRA.
+        UserError: the adapter is not LoRA, or `$ACCEL_SFT_VLLM_OPTIONS` is no JSON object.
     """
+    _options()
     if source.adapter and (kind := _adapter(source)["peft_type"]) != "LORA":
         raise UserError(
             f"--generate-with vllm: it serves LoRA adapters, and {source.adapter} is {kind}; leave the option out"
         )
 
 
-def answer(
-    accelerator: Accelerator,
-    config: TrainConfig,
+def llm_arguments(
     source: Source,
-    examples: Sequence[Encoded],
-    *,
-    dtype: torch.dtype,
-    max_new_tokens: int,
-    stop_token_ids: Iterable[int],
-) -> tuple[list[tuple[Encoded, list[int]]], float]:
-    """Greedy answers: this rank's share, that is all on rank 0 and none on others, and the seconds they took.
-
-    Every rank calls it, having let go of its model: the server takes what memory there is on rank 0's device.
-
-    Args:
-        dtype: that transformers computes in.
-        max_new_tokens: of an answer, the token that ends it included.
-    Raises:
-        UserError: there is no vLLM, it does not start, refuses a question, or ends early.
-    """
-    longest = max(example.prompt_length for example in examples) + max_new_tokens
-    request = {"model": "tuned" if source.adapter else "base", "max_tokens": max_new_tokens, "temperature": 0}
-    # ends where transformers ends, and not at what the model's configuration alone calls its end
-    request |= {"stop_token_ids": sorted(stop_token_ids), "ignore_eos": True, "return_token_ids": True}
-
-    log = Path(config.output_dir, "vllm.log") if config.output_dir else None
-
-    def work() -> tuple[list[list[int]], float]:
-        port, on_gpu = free_port(), accelerator.device.type == "cuda"
-        share = memory_share(*torch.cuda.mem_get_info(accelerator.device)) if on_gpu else None
-        words = command(find_program(), source, port, dtype, longest, config.trust_remote_code, share)
-        threads = min(len(examples), AT_ONCE)
-        with ThreadPoolExecutor(threads) as pool, Server(words, port, _environment(), log) as server:
-            return server.answers(pool, request, examples)
-
-    accelerator.wait_for_everyone()  # until each has let go of its model
-    answers, seconds = long_work_by_main(accelerator, work)
-    return list(zip(examples, answers, strict=True)) if accelerator.is_main_process else [], seconds
-
-
-def command(
-    program: str,
-    source: Source,
-    port: int,
     dtype: torch.dtype,
     max_model_len: int,
     trust_remote_code: bool = False,
     share: float | None = None,
-) -> list[str]:
-    """The server's command line.
+) -> dict[str, Any]:
+    """Arguments of vllm.LLM; those in `$ACCEL_SFT_VLLM_OPTIONS` come last.
 
     Args:
         max_model_len: tokens of the longest prompt with its answer.
         share: of the GPU's memory; None on a CPU.
     """
-    words = [program, "serve", source.weights, "--host", "127.0.0.1", "--port", str(port)]
-    # its own choice of a type halves float32
-    words += ["--served-model-name", "base", "--dtype", str(dtype).removeprefix("torch.")]
-    # no tokenizer: it is asked and answers in ids; no settings of the model's own: they may hold a repetition penalty
-    words += ["--max-model-len", str(max_model_len), "--skip-tokenizer-init", "--generation-config", "vllm"]
-    words += ["--gpu-memory-utilization", f"{share:.2f}"] if share else []
-    words += ["--trust-remote-code"] if trust_remote_code else []
+    # without a dtype vLLM would halve float32; the model's own generation settings may hold a repetition penalty
+    arguments = {"model": source.weights, "dtype": str(dtype).removeprefix("torch."), "generation_config": "vllm"}
+    arguments |= {"max_model_len": max_model_len, "skip_tokenizer_init": True, "trust_remote_code": trust_remote_code}
+    arguments |= {"gpu_memory_utilization": round(share, 2)} if share else {}
     if source.adapter:
         adapter = _adapter(source)
         rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])
-        words += ["--enable-lora", "--lora-modules", f"tuned={Path(source.adapter).resolve()}"]
-        words += ["--max-lora-rank", str(next((most for most in LORA_RANKS if most >= rank), rank))]
-    return words
+        arguments |= {"enable_lora": True, "max_lora_rank": next((most for most in LORA_RANKS if most >= rank), rank)}
+    return arguments | _options()
+
+
+def _options() -> dict[str, Any]:
+    text = os.environ.get(OPTIONS) or "{}"
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{OPTIONS}={text}: not JSON ({error})") from None
+    if not isinstance(options, dict):
+        raise UserError(f'{OPTIONS}={text}: give arguments of vllm.LLM as JSON, such as {{"tensor_parallel_size": 2}}')
+    return options
 
 
 def _adapter(source: Source) -> dict[str, Any]:
@@ -142,11 +173,11 @@ def _adapter(source: Source) -> dict[str, Any]:
 
 
 def memory_share(free: int, total: int) -> float:
-    """The share of a GPU's memory that the server may take, of which `free` of `total` bytes are free."""
+    """The share of a GPU's memory that vLLM may take, of which `free` of `total` bytes are free."""
     return min(MEMORY_SHARE, free / total - MEMORY_SPARE)
 
 
-def _environment() -> dict[str, str]:
-    """This process's, without what a launcher tells its ranks: vLLM would take itself for one of them, and wait."""
-    environment = {name: value for name, value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
-    return {"VLLM_CPU_KVCACHE_SPACE": CPU_CACHE_GIB, **environment}
+def environment() -> dict[str, str]:
+    """This process's variables without the launcher's: vLLM would take itself for a rank and wait for others."""
+    kept = {name: value for name, value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
+    return {"VLLM_CPU_KVCACHE_SPACE": CPU_CACHE_GIB, **kept}

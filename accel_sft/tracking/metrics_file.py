@@ -12,27 +12,27 @@ from accel_sft.io.files import json_safe, write_atomically
 
 
 class MetricsFile:
-    """Opened for appending at the first line."""
+    """The run's metrics.jsonl; the first append opens it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: Any = None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add one line; nan and infinity become null."""
+        """Add one line; NaN and infinity become null."""
         if self._file is None:
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed in close
-        # Unbuffered and in one call: whoever kills the process leaves whole lines.
+        # Unbuffered and in one call: a kill leaves whole lines only.
         line = memoryview(json.dumps(json_safe(record)).encode() + b"\n")
-        while line:  # a disk that is filling up takes a part, and the next time says why
+        while line:  # a full disk takes a part of it, and raises at the next write
             line = line[self._file.write(line) :]
 
     def rewind(self, step: int, evaluated: bool = True) -> tuple[int, dict[str, Any] | None]:
-        """Drop every line after `step`, and unless it is `evaluated` an evaluation at that step.
+        """Drop every line after `step`, and the evaluation at `step` unless the checkpoint contains it (`evaluated`).
 
         Returns:
-            how many other lines were dropped because they could not be read, and the last training line if such an
-            evaluation was there.
+            the number of unreadable lines, which are dropped too; and, if an evaluation at `step` was dropped, the last
+            training line, else None.
         """
         self.close()
         if not self.path.exists():
@@ -54,12 +54,12 @@ class MetricsFile:
         return unreadable, trained if dropped else None
 
     def sync(self) -> None:
-        """See every line on the disk."""
+        """Flush every line to the disk."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """A later append opens it again."""
+        """Close the file; a later append opens it again."""
         if self._file is not None:
             self._file.close()
         self._file = None

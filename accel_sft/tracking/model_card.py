@@ -1,4 +1,4 @@
-"""The model card that is exported beside weights. No torch."""
+"""Writes the model card, README.md, that is exported beside weights. No torch."""
 
 from __future__ import annotations
 
@@ -19,42 +19,47 @@ def model_card(
     task: str,
     adapter: str = "none",
     messages: Sequence[Mapping[str, str]],
+    max_new_tokens: int,
     data: Mapping[str, Any],
     settings: Mapping[str, Any],
     result: Mapping[str, Any],
     versions: Mapping[str, str],
 ) -> str:
-    """README.md of an exported model: where it comes from, what it learnt, how well, and with what.
+    """README.md of an exported model: its base, its task, its scores, its data, settings and versions.
 
     Args:
         base_model: hub id, folder or `tiny`; only a hub id is named in the metadata, which takes nothing else.
         messages: one prompt as the task asks it, system message included.
+        max_new_tokens: of an answer, as the run evaluated it.
         data: counts by name, such as {"training examples": 1798}.
         settings: the run's options; those that only say how the run was executed are left out.
     """
-    import yaml
+    from huggingface_hub import ModelCard, ModelCardData
 
-    library = "transformers" if adapter == "none" else "peft"
-    meta: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["accel_sft", "sft"]}
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", base_model) and not Path(base_model).exists():
-        meta["base_model"] = base_model
-    name = Path(base_model).name
-    what = f"fine-tuned from `{name}`" if adapter == "none" else f"a {adapter} adapter of `{name}`"
-    learnt = [[key, value] for key, value in settings.items() if key not in LAYOUT and value is not None]
+    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base_model) and not Path(base_model).exists()
+    metadata = ModelCardData(
+        base_model=base_model if on_hub else None,
+        library_name="transformers" if adapter == "none" else "peft",
+        pipeline_tag="text-generation",
+        tags=["accel_sft", "sft"],
+    )
+    base = f"`{Path(base_model).name}`"
+    what = f"{base}, fine-tuned" if adapter == "none" else f"A {adapter} adapter of {base}, trained"
+    trained_with = [[key, value] for key, value in settings.items() if key not in LAYOUT and value is not None]
     parts = [
-        "---\n" + yaml.safe_dump(meta, sort_keys=True) + "---",
-        f"# {markdown_cell(task)}\n\nA causal language model {what} for the task `{task}` with accel_sft.",
-        "## How to ask\n\nWith the messages it was trained on, the system message included:\n\n"
-        + _usage(messages, adapter),
+        f"---\n{metadata.to_yaml()}\n---",
+        f"# {markdown_cell(task)}\n\n{what} for the task `{task}` with accel_sft.",
+        "## Usage\n\nWith the messages it was trained on, the system message included:\n\n"
+        + _usage(messages, adapter, max_new_tokens),
         "## Before and after\n\n" + comparison_table(result),
         "## Data\n\n" + markdown_table(["", "count"], list(data.items())),
-        "## Settings\n\n" + markdown_table(["setting", "value"], learnt),
+        "## Settings\n\n" + markdown_table(["setting", "value"], trained_with),
         "## Versions\n\n" + markdown_table(["package", "version"], list(versions.items())),
     ]
-    return "\n\n".join(parts) + "\n"
+    return str(ModelCard("\n\n".join(parts) + "\n"))
 
 
-def _usage(messages: Sequence[Mapping[str, str]], adapter: str) -> str:
+def _usage(messages: Sequence[Mapping[str, str]], adapter: str, max_new_tokens: int) -> str:
     """A Python block that asks one question in plain transformers, or peft."""
     library, model = (
         ("transformers", "AutoModelForCausalLM") if adapter == "none" else ("peft", "AutoPeftModelForCausalLM")
@@ -70,7 +75,7 @@ def _usage(messages: Sequence[Mapping[str, str]], adapter: str) -> str:
         '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"',
         ")",
         'inputs.pop("token_type_ids", None)',
-        "output = model.generate(**inputs, max_new_tokens=256, do_sample=False)",
+        f"output = model.generate(**inputs, max_new_tokens={max_new_tokens}, do_sample=False)",
         'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
     ]
     fence = "`" * max(3, 1 + max((len(run) for line in lines for run in re.findall("`+", line)), default=0))

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees while training: one bar that fits the line, or plain lines."""
+"""Shows progress at the terminal: one bar that fits the line, or plain lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 from accel_sft.io.terminal import wrapped
 
 SHORTEST_BAR = 10
-"""Cells left to the bar before details are dropped from the line."""
+"""Cells; details are dropped from the line until the bar has as many."""
 SECONDS_BETWEEN_DRAWS = 0.5
 
 
@@ -47,14 +47,14 @@ class ProgressBar:
         self._first: tuple[int, float] | None = None
 
     def log(self, text: str) -> None:
-        """A line of its own, above the bar."""
+        """Print a line above the bar."""
         if self.live:
             self._console.print(wrapped(text), markup=False, soft_wrap=True)
         else:
             print(text, file=self._file, flush=True)
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Show a training record (`step`, `loss`, and what else `details` knows)."""
+        """Show a training record: its `step`, and of `loss`, `learning_rate` and the like what it has."""
         now = time.monotonic()
         self.done, self._record = int(record["step"]), record
         if self._first is None:  # the first step compiles and warms up: the rate is measured after it
@@ -73,14 +73,14 @@ class ProgressBar:
             self._draw(time.monotonic())
 
     def seconds_left(self, now: float) -> float | None:
-        """From the mean time of a step since this start, evaluations and checkpoints included; None at first."""
+        """Estimated from the mean step since this start, evaluations and checkpoints included; None at first."""
         if self._first is None or self.done <= self._first[0]:
             return None
         step, began = self._first
         return (now - began) / (self.done - step) * max(self.total_steps - self.done, 0)
 
     def close(self) -> None:
-        """Leave the bar as it stands and give the terminal back."""
+        """Draw the bar for the last time and release the terminal."""
         if self._bar is not None:
             self._draw(time.monotonic())
             self._bar.stop()
@@ -106,7 +106,7 @@ class ProgressBar:
         self._bar.update(self._text(now), refresh=True)
 
     def _text(self, now: float) -> Text:
-        """The count, a bar, and right of it the details, of which the least needed are left out until the line fits."""
+        """The count, a bar and the details, of which the least important are left out until the line fits."""
         count = f"{self.done}/{self.total_steps}"
         loss = [f"loss {_short(self._record['loss'])}"] if _is(self._record, "loss") else []
         metrics = [f"{name} {_short(value)}" for name, value in self._metrics.items()]

@@ -1,4 +1,4 @@
-"""A run's result, and the report people wrote by hand: base beside tuned, and the answers one by one. No torch."""
+"""Renders a run's report: base beside tuned, memory at start-up, and answers side by side. No torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COSTS = {
     "generate_peak_host_memory_gib": "peak host memory to generate (GiB)",
     "peak_memory_gib": "peak memory (GiB)",
 }
-"""What an evaluation's numbers say of its cost and not of the answers, as a reader calls them."""
+"""An evaluation's numbers for time and memory, which say nothing of the answers, with their labels in a report."""
 
 _TRAINING = {
     "status": "status",
@@ -40,16 +40,15 @@ _TRAINING = {
 def comparison_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """(what, base, tuned, change) for every number of two flat evaluations: the task's metrics, loss, then costs.
 
-    The change is a difference, for costs a factor; a number that one side lacks is an empty cell there.
+    The change is a difference. Costs have none: both models were timed in one process, at different moments of it, and
+    its memory holds more than a model. A number that one side lacks is an empty cell there.
     """
     keys = [key for key in dict.fromkeys([*after, *before]) if _number(after.get(key, before.get(key)))]
     keys.sort(key=lambda key: ([*COSTS].index(key) + 2) if key in COSTS else key == "eval_loss")
     rows = []
     for key in keys:
         old, new = before.get(key), after.get(key)
-        change = ""
-        if _number(old) and _number(new):
-            change = f"{new - old:+.3g}" if key not in COSTS else f"x {new / old:.3g}" if old else ""
+        change = f"{new - old:+.3g}" if _number(old) and _number(new) and key not in COSTS else ""
         label = "validation loss" if key == "eval_loss" else COSTS.get(key, key)
         rows.append((label, shown(old), shown(new), change))
     return rows
@@ -61,7 +60,7 @@ def render_report(
     """The report as markdown: training, base beside tuned, memory at start-up, and the first answers side by side.
 
     Args:
-        result: what `write_result` takes; `before`, `after`, `phases` and `task` may be missing.
+        result: the content of result.json; `before`, `after`, `phases` and `task` may be missing.
         before_samples, after_samples: {"index", "prompt", "expected", "generated", "scores"} of each evaluation.
     """
     title = " ".join(str(result[key]) for key in ("task", "model") if result.get(key))
@@ -102,7 +101,7 @@ def print_report(
     *,
     console: Any = None,
 ) -> None:
-    """The same at the terminal, as wide as it is (80 columns where there is none).
+    """Print base beside tuned and the first answers, as wide as the terminal (80 columns where there is none).
 
     Args:
         console: a rich Console; standard output by default.
@@ -121,7 +120,7 @@ def print_report(
         table.add_column(name, justify="right", no_wrap=True)
     for label, base, tuned, change in comparison_rows(before, result.get("after") or {}):
         table.add_row(*map(Text, (label, base, tuned, change) if before else (label, tuned)))
-    if table.row_count:  # nothing was judged with --eval-every off
+    if table.row_count:  # nothing was evaluated with --eval-every off
         console.print(table)
     rows = _side_by_side(before_samples, after_samples)
     if not rows:
@@ -129,9 +128,9 @@ def print_report(
     count = max(len(before_samples), len(after_samples))
     answers = Table(box=box.SIMPLE_HEAD, title=f"answers ({len(rows)} of {count})", title_justify="left", expand=True)
     texts = ("expected", *sides)
-    room = console.width - 3 * (len(texts) + 1) - 1  # less each column's padding and the lines between
-    wide = room * 3 // (3 * len(texts) + 2)  # alike, so that equal answers are broken alike
-    answers.add_column("prompt", width=room - len(texts) * wide, overflow="fold")
+    columns = console.width - 3 * (len(texts) + 1) - 1  # less each column's padding and the lines between
+    wide = columns * 3 // (3 * len(texts) + 2)  # the same for each, so that equal answers break at the same place
+    answers.add_column("prompt", width=columns - len(texts) * wide, overflow="fold")
     for name in texts:
         answers.add_column(name, width=wide, overflow="fold")
     for _, prompt, expected, base, tuned, *_ in rows:
@@ -152,7 +151,7 @@ def samples_table(samples: Sequence[Mapping[str, Any]]) -> str:
 
 
 def comparison_table(result: Mapping[str, Any]) -> str:
-    """Base beside tuned, and the change, of every number of a result's `before` and `after`."""
+    """A markdown table of `comparison_rows`."""
     rows = comparison_rows(result.get("before") or {}, result.get("after") or {})
     return markdown_table(["", "base", "tuned", "change"], rows)
 

@@ -1,4 +1,4 @@
-"""What this process takes from its machine: CPU, host memory, GPU. A reading that cannot be had is nan or None."""
+"""Measures this process's CPU, host memory and GPU. A reading that is unavailable is NaN or None."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 GIB = 2**30
 
 SYSTEM_FIELDS = (
-    "sample",  # number of the sample, so that a reader tells a new one from a repeated one
+    "sample",  # number of the sample: the same number means the same readings
     "cpu_percent",  # of one core, as in top: 200 is two busy cores
     "process_memory_gib",  # resident memory of this rank's process
     "host_memory_gib",  # in use on the whole machine
@@ -27,10 +27,10 @@ SYSTEM_FIELDS = (
 
 
 class SystemSampler:
-    """Readings of one rank's process and device, taken at most once a second, so that asking every step costs nothing.
+    """Readings of one rank's process and device, taken at most once a second, so that a call in every step is cheap.
 
     Args:
-        device: the rank's torch device; without CUDA the GPU readings stay nan.
+        device: the rank's torch device; without CUDA the GPU readings stay NaN.
     """
 
     def __init__(self, device: torch.device, *, seconds_between: float = 1.0) -> None:
@@ -137,7 +137,7 @@ def peak_memory_gib(device: torch.device) -> dict[str, float]:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let peaks start from now, so that loading and generating each have their own; Linux only for the host's."""
+    """Restart the peaks, so that loading and generating each have their own; for host memory on Linux only."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with contextlib.suppress(OSError):  # elsewhere, or forbidden in a container: then the peak is the process's

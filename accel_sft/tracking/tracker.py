@@ -1,10 +1,10 @@
-"""What a run shows and records: console, metrics.jsonl, sample answers, curves, memory at start-up, the profiler."""
+"""Records a run: metrics.jsonl, sample answers, TensorBoard and other trackers, progress bar, memory at start-up."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from accel_sft.io.files import json_safe, write_json_lines
 from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.io.text import markdown_table, shown
 from accel_sft.tracking.metrics_file import MetricsFile
+from accel_sft.tracking.profiler import profiler
 from accel_sft.tracking.progress_bar import ProgressBar
 from accel_sft.tracking.report import COSTS, samples_table
 from accel_sft.tracking.system import (
@@ -40,14 +41,14 @@ _LINE = 79
 
 
 class Tracker:
-    """The run's eyes, on every rank; only rank 0 writes. `phases()` is the one method that may be a collective.
+    """Records and shows a run. It lives on every rank, and rank 0 writes. Only `phases()` may be a collective.
 
     Args:
         run_dir: the run's own folder.
         total_steps: optimizer steps of the whole run.
         start_step: steps done before this start.
-        main_metric: the metric shown in the bar; by default the first one evaluated.
-        terminal: the stream of the bar and of `log`; standard output by default.
+        main_metric: the metric shown in the bar; by default the first one of an evaluation.
+        terminal: the stream that the bar and `log` print to; standard output by default.
     Raises:
         UserError: `config.tracker` names a tracker that Accelerate does not know or that is not installed.
     """
@@ -91,7 +92,7 @@ class Tracker:
         self.close()
 
     def log(self, text: str) -> None:
-        """A line above the bar, on rank 0."""
+        """Print a line above the bar, on rank 0."""
         if self._writes:
             self._line.log(text)
 
@@ -127,7 +128,7 @@ class Tracker:
         return self._phases
 
     def system(self) -> list[float]:
-        """This rank's readings in the order of `system.SYSTEM_FIELDS`, at most a second old; nan where not there."""
+        """This rank's readings in the order of `system.SYSTEM_FIELDS`, at most a second old; NaN if unavailable."""
         return self._system.sample()
 
     def step(self, record: Mapping[str, Any], system: Sequence[Sequence[float]] = ()) -> None:
@@ -135,8 +136,8 @@ class Tracker:
 
         Args:
             record: `step`, `epoch`, `loss`, `grad_norm`, `learning_rate`, `supervised_tokens`, `tokens`, `seconds`
-                and any other number. `tokens_per_second` is added; nan and infinity become null in metrics.jsonl.
-            system: each rank's `system()`, drawn when its sample is new.
+                and any other number. `tokens_per_second` is added; NaN and infinity become null in metrics.jsonl.
+            system: each rank's `system()`; a curve gets a point when the sample is new.
         """
         if not self._writes:
             return
@@ -158,7 +159,7 @@ class Tracker:
         """Record an evaluation made after `step` steps.
 
         Args:
-            metrics: `eval_loss` and the task's, then what it cost (`report.COSTS`).
+            metrics: `eval_loss` and the task's, then time and memory (`report.COSTS`).
             samples: every answer: {"index", "prompt", "expected", "generated", "scores"}.
         """
         if not self._writes:
@@ -176,22 +177,21 @@ class Tracker:
             self._line.evaluated({main: quality[main]})
         line = f"step {step}:"
         for key in sorted(quality, key=lambda key: (key != main, key != "eval_loss")):
-            if len(told := f"{line}  {key} {shown(quality[key])}") > _LINE:
+            if len(longer := f"{line}  {key} {shown(quality[key])}") > _LINE:
                 break  # the rest is in metrics.jsonl, the curves and the report
-            line = told
+            line = longer
         self.log(line)
 
     def flush(self) -> None:
-        """See every line on the disk, hand all curves to the system. To be called before a checkpoint: a resume from
-        there finds them."""
+        """Write every line to the disk and every curve to the system, before a checkpoint: a resume needs them."""
         self._metrics.sync()
         self._trackers.flush()
 
     def rewind(self, step: int, evaluated: bool = True) -> None:
-        """Forget what was recorded after `step`, by a run that got further than the checkpoint now resumed.
+        """Delete what an earlier start of this run recorded after `step`, at which it resumes now.
 
-        Step 0 starts over: its evaluation is forgotten too. So is that of a step whose checkpoint does not know of it
-        (not `evaluated`), for it will be made again: a signal had ended the run before it, a kill the next one amid it.
+        Step 0 starts over, so its evaluation is deleted too. So is the evaluation at `step` if the checkpoint does not
+        contain it (not `evaluated`): a signal or a kill came before it was whole, and it is made again.
         """
         self.start_step = self._line.done = step
         if not self._writes:
@@ -209,28 +209,13 @@ class Tracker:
         if kept < 0:
             self._show_settings()
 
-    @contextlib.contextmanager
-    def profiler(self) -> Iterator[Any]:
+    def profiler(self) -> contextlib.AbstractContextManager[Any]:
         """Call the result's `step()` after each optimizer step; with --profile, steps 3-5 are traced on every rank."""
-        if not self.config.profile:
-            yield _NoProfiler()
-            return
-        folder = self.run_dir.profile
-        worker = f"rank{self.accelerator.process_index}"
-        with torch.profiler.profile(
-            schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
-            on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder), worker_name=worker),
-            record_shapes=True,
-            profile_memory=True,
-        ) as profiler:
-            yield profiler
-        if list(folder.glob(f"{worker}.*")):
-            self.log(f"profile: {folder} (open its files in ui.perfetto.dev or chrome://tracing)")
-        else:
-            self.log("profile: nothing was traced, it begins with the third step")
+        folder = self.run_dir.profile if self.config.profile else None
+        return profiler(folder, self.accelerator.process_index, self.log)
 
     def peak(self) -> dict[str, float | None]:
-        """This rank's largest memory so far in GiB; the device's is None without CUDA.
+        """This rank's largest memory so far in GiB; None for the device without CUDA.
 
         Call it before an evaluation too, which resets the peaks to measure its own.
         """
@@ -247,11 +232,6 @@ class Tracker:
     def _show_settings(self) -> None:
         rows = list(self.config.as_dict().items())
         self._trackers.text("settings", markdown_table(["setting", "value"], rows), self.start_step)
-
-
-class _NoProfiler:
-    def step(self) -> None:
-        """Nothing is traced."""
 
 
 def _training_curves(record: Mapping[str, Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Where curves are drawn: TensorBoard in the run's own folder, and Accelerate's other trackers by name."""
+"""Sends curves and texts to TensorBoard, in the run's folder, and to Accelerate's other trackers by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from accel_sft.api.errors import UserError
 
 FLUSH_SECONDS = 5
-"""What TensorBoard may lack at the end of a run that was killed; metrics.jsonl lacks nothing."""
+"""A killed run may miss so many seconds of points in TensorBoard; metrics.jsonl misses none."""
 
 
 def tracker_names(setting: str) -> list[str]:
@@ -38,7 +38,7 @@ def tracker_names(setting: str) -> list[str]:
 
 
 class Trackers:
-    """Rank 0's trackers. A service that fails on the way is named and left out; TensorBoard's errors are raised.
+    """Rank 0's trackers. A service that fails during the run is logged and dropped; TensorBoard's errors raise.
 
     Args:
         names: checked by `tracker_names`.
@@ -87,8 +87,8 @@ class Trackers:
             self._writer.add_text(tag, markdown, step)
 
     def rewind(self, step: int) -> None:
-        """Forget TensorBoard's points after `step`, below 0 everything. Other services keep theirs: a resumed run is a
-        new one there.
+        """Delete TensorBoard's points after `step`, all of them if it is below 0. Other services keep theirs: there a
+        resumed run is a new one.
         """
         if self._writer and step < 0:
             self._writer.close()

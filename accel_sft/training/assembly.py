@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from accelerate import Accelerator
@@ -12,7 +12,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.task import Task
 from accel_sft.data.chat import Encoding
 from accel_sft.data.tokenization import SplitEncoder
-from accel_sft.evaluation.evaluator import Evaluator
+from accel_sft.evaluation.evaluator import Evaluator, answer_backend
 from accel_sft.models.load import Source, encoding_rules, load_model, load_tokenizer
 
 
@@ -37,9 +37,20 @@ class Assembly:
             total_steps=total_steps,
         )
 
-    def evaluator(self, examples: Sequence[Any], encoding: Encoding, *options: Any) -> Evaluator:
-        """Of the validation examples and their encoding; `options` are Evaluator's further arguments."""
-        return Evaluator(self.accelerator, self.tokenizer, self.task, examples, encoding.kept, self.config, *options)
+    def evaluator(
+        self,
+        model: Any,
+        examples: Sequence[Any],
+        encoding: Encoding,
+        max_new_tokens: int | None = None,
+        between: Callable[[], None] = lambda: None,
+        log: Callable[[str], None] | None = None,
+    ) -> Evaluator:
+        """Of the validation examples and their encoding, with the answer backend that the settings ask for; the
+        arguments are those of `answer_backend` and `Evaluator`."""
+        backend = answer_backend(self.accelerator, self.config, self.tokenizer, model, self.source, between, log)
+        data = self.task, examples, encoding.kept, self.config
+        return Evaluator(self.accelerator, self.tokenizer, *data, backend, max_new_tokens)
 
 
 def assemble(accelerator: Accelerator, task: Task, config: TrainConfig, source: Source) -> Assembly:

@@ -33,6 +33,7 @@ def card(
         task=task_name,
         adapter=config.adapter,
         messages=task.messages(prepared.validation_examples[prepared.validation.kept[0].index]),
+        max_new_tokens=config.max_new_tokens or prepared.longest_answer,
         data=prepared.counts(),
         settings=describe.recordable({**config.as_dict(), **dataclasses.asdict(task)}),
         result={"before": before or {}, "after": after or {}},

@@ -83,7 +83,8 @@ class Trainer:
         tracker.phase("sharded")
         self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm)
         options = prepared.longest_answer, self.between_answers, tracker.log
-        self.evaluator = prepared.assembly.evaluator(prepared.validation_examples, prepared.validation, *options)
+        examples, encoding = prepared.validation_examples, prepared.validation
+        self.evaluator = prepared.assembly.evaluator(self.model, examples, encoding, *options)
 
     def resume(self) -> None:
         """Load the checkpoint that `--resume` asks for, if there is one; see that the next ones fit on the disk."""

@@ -1,0 +1,37 @@
+"""What the evaluator asks of whatever generates answers: the decoder, transformers' `generate` or vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+from accel_sft.data.chat import Encoded
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """Answers of one rank.
+
+    Attributes:
+        answers: this rank's share of the examples, each with its answer's token ids, the end-of-turn token included.
+        seconds: that generating took, without loading or checking anything.
+        peaks: largest memory in GiB of what generated, by the names of `tracking.system.peak_memory_gib`.
+    """
+
+    answers: list[tuple[Encoded, list[int]]]
+    seconds: float
+    peaks: dict[str, float]
+
+
+class AnswerBackend(Protocol):
+    """Generates greedy answers. Every rank calls it with the same examples; together they answer each one once.
+
+    Attributes:
+        uses_model: whether it generates with the caller's model; if not, the caller releases the model before.
+    """
+
+    uses_model: bool
+
+    def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
+        """Answer the examples with at most `max_new_tokens` tokens each, the token that ends an answer included."""

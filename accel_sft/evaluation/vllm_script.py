@@ -1,0 +1,53 @@
+"""Generates answers with vLLM: a script for the Python of vLLM's own environment. Standard library and vllm only.
+
+Run as `python -P vllm_script.py REQUEST.json RESULT.json`, with a pipe as standard input that nothing is written to.
+The system closes the pipe when the process at its other end closes it or ends, however that happens. A shell then ends
+this process group: a thread of this process could not while C code holds the interpreter.
+
+The request holds `prompts` (lists of token ids), `llm` (arguments of vllm.LLM), `sampling` (of vllm.SamplingParams) and
+`adapter` (the folder of a LoRA adapter, or null). The result holds `answers` (lists of token ids, in the order of the
+prompts) and `seconds` (that generating took, without loading).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+END_GROUP = """
+cat > /dev/null
+kill -s TERM -- -$1 2> /dev/null
+for tenth in $(seq 50); do kill -s 0 -- -$1 2> /dev/null || exit 0; sleep 0.1; done
+kill -s KILL -- -$1
+"""
+"""A shell's words: once standard input is closed, the group has five seconds to clean up before it is killed."""
+
+
+def main(request_file: str, result_file: str) -> None:
+    """Load the model, answer all prompts, and write the result file as a whole."""
+    subprocess.Popen(["sh", "-c", END_GROUP, "sh", str(os.getpgid(0))], start_new_session=True)
+    with open(request_file, encoding="utf-8") as file:
+        request = json.load(file)
+
+    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.lora.request import LoRARequest
+
+    llm = LLM(**request["llm"])
+    adapter = LoRARequest("adapter", 1, request["adapter"]) if request["adapter"] else None
+    prompts = [TokensPrompt(prompt_token_ids=ids) for ids in request["prompts"]]
+    started = time.perf_counter()
+    outputs = llm.generate(prompts, SamplingParams(**request["sampling"]), lora_request=adapter)
+    result = {
+        "seconds": time.perf_counter() - started,
+        "answers": [list(output.outputs[0].token_ids) for output in outputs],
+    }
+    with open(f"{result_file}.partial", "w", encoding="utf-8") as file:
+        json.dump(result, file)
+    os.replace(f"{result_file}.partial", result_file)
+
+
+if __name__ == "__main__":  # vLLM's workers import this file
+    main(*sys.argv[1:])
