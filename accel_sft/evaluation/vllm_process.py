@@ -19,7 +19,7 @@ import torch
 from accel_sft.api.errors import UserError
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.terminal import terminal
-from accel_sft.launch import host_memory
+from accel_sft.launch.activity import work
 
 SCRIPT = Path(__file__).with_name("vllm_script.py")
 POLL_SECONDS, MESSAGE_SECONDS = 0.5, 30.0
@@ -111,11 +111,11 @@ def _wait(process: subprocess.Popen, device: torch.device) -> dict[str, float]:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(POLL_SECONDS)
             return peaks
-        work = host_memory.work(watched)
+        now = work(watched)
         # the sums fall when a process below the script ends
-        if abs(work[0] - before[0]) >= LEAST_CPU_SECONDS or abs(work[1] - before[1]) >= LEAST_BYTES:
+        if abs(now[0] - before[0]) >= LEAST_CPU_SECONDS or abs(now[1] - before[1]) >= LEAST_BYTES:
             heartbeat()
-        before = work
+        before = now
         taken = {"peak_host_memory_gib": _resident_bytes(watched)}
         if on_gpu:
             taken["peak_device_memory_gib"] = free - torch.cuda.mem_get_info(device)[0]

@@ -27,9 +27,10 @@ import psutil
 from accel_sft.io.heartbeat import heartbeat, heartbeat_count
 from accel_sft.io.run_dir import stacks_file
 from accel_sft.io.terminal import terminal
+from accel_sft.launch.activity import work
 from accel_sft.launch.info import restarts
 from accel_sft.resilience import exit
-from accel_sft.resilience.stacks import place, process_beside, state, waits, work
+from accel_sft.resilience.stacks import place, process_beside, state, waits
 
 SILENT_SECONDS = 5.0
 """A rank whose watching thread has published nothing for so long does not respond; it publishes every second."""
