@@ -65,7 +65,13 @@ def settle(run_dir: Path) -> None:
 
 
 def save(
-    accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, run_dir: Path, state: dict[str, Any], keep: int
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: Any,
+    run_dir: Path,
+    state: dict[str, Any],
+    keep: int,
+    extra: shards.Extra | None = None,
 ) -> Path:
     """Write `checkpoints/step-<step>`: what training has changed, by parameter, and `state`; prune after.
 
@@ -75,12 +81,13 @@ def save(
     Args:
         state: JSON-able, with the key `step`.
         keep: newest checkpoints left.
+        extra: tensors that training needs besides, equal on all ranks; `load_extra` reads them.
     """
     target = run_dir / "checkpoints" / f"step-{state['step']:06d}"
     check_disk(accelerator, model, run_dir)
     about = {**state, "layout": parallelism(accelerator), "loss_scale": shards.loss_scale(accelerator, model)}
     with replacing(accelerator, target) as partial:
-        shards.write(accelerator, model, optimizer, partial)
+        shards.write(accelerator, model, optimizer, partial, extra)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             manifest.write(partial, about)
@@ -169,6 +176,11 @@ def load(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, path:
     shards.read(accelerator, model, optimizer, path)
     shards.set_loss_scale(accelerator, model, state.get("loss_scale"))
     return state
+
+
+def load_extra(path: Path) -> shards.Extra:
+    """The `extra` tensors that `save` was given."""
+    return shards.read_extra(path)
 
 
 def export(accelerator: Accelerator, model: Any, tokenizer: Any, target: Path, card: str) -> None:

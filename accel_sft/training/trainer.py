@@ -116,7 +116,10 @@ class Trainer:
             )
             for line in skipped:
                 self.tracker.log(line)
-        saved = checkpoint.load(self.accelerator, self.model, self.optimizer, path) if path else {}
+        saved = {}
+        if path:
+            saved = checkpoint.load(self.accelerator, self.model, self.optimizer, path)
+            self.stepper.adapter.set_extra_state(self.stepper.adapted, checkpoint.load_extra(path))
         here = checkpoint.parallelism(self.accelerator)
         before = saved.get("layout", here)
         self.train_step = self.new_train_step(saved["batching"] if path and before == here else None)
@@ -267,7 +270,8 @@ class Trainer:
         self.signals.exit_if_orphaned()
         saved = {"step": self.state.step, "progress": dataclasses.asdict(self.state), "batching": batching}
         self.tracker.flush()
-        checkpoint.save(self.accelerator, self.model, self.optimizer, self.run_dir, saved, self.config.keep_checkpoints)
+        extra, keep = self.stepper.adapter.extra_state(self.stepper.adapted), self.config.keep_checkpoints
+        checkpoint.save(self.accelerator, self.model, self.optimizer, self.run_dir, saved, keep, extra)
         self.saved_step = self.state.step
 
     def finalize(self) -> None:
