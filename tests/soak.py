@@ -2,7 +2,8 @@
 
 Each layout runs a small job once to the end. Then the same job is started in fresh folders, killed again and again at
 an instant drawn from the whole length of a run, resumed each time, and in the end compared: the weights by SHA-256,
-every line of metrics.jsonl, result.json. Instants are aimed at: a phase is drawn first, for most of them are short;
+every line of metrics.jsonl, result.json. Every other layout has a fixed micro-batch, the rest the default batching;
+with an odd seed it is the other way round. Instants are aimed at: a phase is drawn first, for most of them are short;
 which one a kill did hit is read from the files that the run has written by then.
 
 Exit status 0 only if every folder ended as the uninterrupted run did and nothing hung.
@@ -37,11 +38,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 STEPS, SAVE_EVERY, EVAL_EVERY = 12, 2, 4
 JOB = ("math", "--max-steps", str(STEPS), "--global-batch-size", "10", "--seed", "7", "--max-new-tokens", "6")
-JOB += ("--train-examples", "60", "--validation-examples", "7", "--micro-batch-size", "5")  # the data is seen twice
+JOB += ("--train-examples", "60", "--validation-examples", "7")  # the data is seen twice
 JOB += ("--save-every", str(SAVE_EVERY), "--eval-every", str(EVAL_EVERY))
 DROPOUT = ("--adapter", "lora", "--lora-dropout", "0.1")
+FIXED = ("--batching", "shared", "--micro-batch-size", "5")
 LAYOUTS = {"plain": DROPOUT, "ddp": (), "z2": DROPOUT, "z3": ()}
-"""What each layout trains: all weights, or an adapter with dropout."""
+"""What each layout trains: all weights, or an adapter with dropout; `alternate` adds to it."""
 KILLS_PER_FOLDER = 5
 LAUNCH_SECONDS, END_SECONDS = 120, 30
 """A launch that takes longer hangs, and so does one that is not gone so long after it was killed."""
@@ -59,6 +61,12 @@ KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
 ALONE = (("run", KILL), ("run", KILL), ("run", TERM), ("run", INT))
 LAUNCHED = (("rank 0", KILL), ("rank 1", KILL), ("all ranks", KILL), ("launcher", KILL), ("everyone", KILL))
 LAUNCHED += (("launcher", TERM), ("launcher", INT), ("everyone", INT))  # the last is Ctrl-C at a terminal
+
+
+def alternate(seed: int) -> None:
+    """Fix the batching of every other layout; the defaults stay for the rest."""
+    for number, name in enumerate(LAYOUTS):
+        LAYOUTS[name] += FIXED if (number + seed) % 2 else ()
 
 
 class Launch:
@@ -247,7 +255,8 @@ def reference(layout: str, folder: Path) -> Reference:
         sys.exit(f"{layout}: two uninterrupted runs differ: {differences(*outcomes)}")
     weights = next(digest for name, digest in outcomes[0].items() if name.startswith("final/"))
     told = ", ".join(f"{phase} {length:.3f} s" for phase, length in seconds.items())
-    print(f"{layout}: uninterrupted, final weights {weights[:16]}; {told}", flush=True)
+    how = "fixed" if set(FIXED) <= set(LAYOUTS[layout]) else "default"
+    print(f"{layout}: uninterrupted, {how} batching, final weights {weights[:16]}; {told}", flush=True)
     return Reference(outcomes[0], seconds)
 
 
@@ -377,6 +386,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     os.environ["ACCEL_SFT_CACHE"] = str(folder / "cache")
     layouts = arguments.layouts.split(",")
+    alternate(arguments.seed)
     expected = {layout: reference(layout, folder) for layout in layouts}
     soak = Soak(random.Random(arguments.seed), arguments.kills)
     number = 0

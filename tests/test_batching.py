@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ from transformers.masking_utils import sdpa_mask
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.batching import loss, verify
+from accel_sft.batching import choice, loss, verify
 from accel_sft.batching.autotune import Trial, choose_batching
 from accel_sft.batching.layouts import Batching, common_prefixes
 from accel_sft.batching.loss import nll, nll_sum
@@ -222,7 +223,7 @@ def test_a_plain_model_shares_prefixes(model):
     batching, told = chosen(model, batching="shared")
     assert batching.layout == "shared"
     line = f"batching shared (one copy of what rows share), up to {batching.tokens:,} tokens a forward"
-    assert told == f"{line}, the fastest of 6 tried"
+    assert told == f"{line}, the least work of 6 sizes"
 
 
 def test_the_settings_win(model):
@@ -242,6 +243,90 @@ def test_what_a_run_had_chosen_is_kept_while_it_is_exact(model):
             Accelerator(cpu=True), changed, TrainConfig().resolved({}), rows(), 0, before=kept
         )
         assert (batching == kept) is (attention == "sdpa")
+
+
+def test_two_starts_choose_alike_whatever_a_clock_would_say(model, monkeypatch):
+    alike = {chosen(model)[0] for _ in range(2)}
+    clock = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock) ** 2)
+    assert {chosen(model)[0] for _ in range(2)} == alike
+    assert next(clock) == 0, "nothing was timed"
+
+
+def test_the_least_work_wins_over_fewer_forwards_and_over_fewer_tokens(model):
+    long = rows(64, instruction=300, longest=30)
+    width, by_rows, by_mask = model.config.hidden_size, ("shared", "rows"), ("shared", "mask")
+    assert batching_of(by_rows, 4096).computed_tokens(long, 1) > batching_of(by_mask, 4096).computed_tokens(long, 1)
+    assert chosen(model, long, global_batch_size=64)[0].attention == "rows"  # the whole mask costs more than that
+    small, large = (batching_of(by_rows, tokens).work(long, 1, width, 64) for tokens in (512, 2048))
+    assert large < small  # each forward computes the instruction again
+
+
+@pytest.fixture
+def timing(monkeypatch, tmp_path):
+    """This CPU is treated as a device whose candidates are timed; (the cache's folder, who is the fastest)."""
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("accel_sft.batching.autotune.FORWARDS", {})
+    monkeypatch.setattr("accel_sft.batching.autotune.TRIED_ON_DEVICE", (64, 128, 256))
+    quickest = ["padded"]
+    monkeypatch.setattr(Trial, "_seconds", lambda _, batching, __: 0.1 if batching.layout == quickest[0] else 0.5)
+    return tmp_path / "cache", quickest
+
+
+def test_what_was_measured_is_kept_for_the_next_start_and_told(model, timing):
+    cache, quickest = timing
+    first, told = chosen(model)
+    assert first.layout == "padded"
+    assert f"the fastest of 9 (measured, kept in {cache}" in told
+    quickest[0] = "shared"
+    again, told = chosen(model)
+    assert again == first
+    assert f"the fastest of 9 (measured before, kept in {cache}" in told
+    assert chosen(model, rows(20))[0].layout == "shared", "other data is measured anew"
+    (cache / "batching" / told.split("/batching/")[1][:32] / "manifest.json").write_text("{}")
+    assert chosen(model)[0].layout == "shared", "a damaged entry is made again"
+
+
+def test_where_nothing_can_be_kept_nothing_is_measured(model, timing):
+    cache, quickest = timing
+    cache.write_text("a file, not a folder")
+    first, told = chosen(model)
+    assert f"the least work of 9 sizes (not measured: {cache} cannot be written" in told
+    quickest[0] = "shared"
+    assert chosen(model)[0] == first
+
+
+def test_with_dropout_nothing_is_measured_for_its_masks_depend_on_the_layout(model, timing):
+    dropping = copy.deepcopy(model)
+    dropping.config.attention_dropout = 0.1
+    first, told = chosen(dropping)
+    assert "sizes (masks of attention_dropout depend on it)" in told
+    timing[1][0] = "packed"
+    assert chosen(dropping)[0] == first
+    assert not timing[0].exists()
+
+
+def test_of_two_that_measure_at_once_both_use_what_the_first_has_kept(timing):
+    accelerator, found = Accelerator(cpu=True), Batching("packed", 64)
+    other = Batching("padded", 64)
+    mine, told = choice.measured_once(
+        accelerator, ["job"], lambda: choice.measured_once(accelerator, ["job"], lambda: found) and other
+    )
+    assert mine == found, told
+
+
+def test_a_runs_choice_is_kept_in_its_folder_for_its_own_job_and_launch(tmp_path):
+    accelerator, batching, asked = Accelerator(cpu=True), Batching("packed", 64, head="pieces"), ["auto", "auto"]
+    assert choice.read(accelerator, tmp_path, ["job"]) is None
+    choice.write(accelerator, tmp_path, asked, batching, ["job"])
+    record = choice.read(accelerator, tmp_path, ["job"])
+    assert choice.restored(record, asked) == batching
+    assert choice.restored(record, ["auto", "4"]) is None, "something else is asked for now"
+    assert choice.read(accelerator, tmp_path, ["other data"]) is None
+    record = json.loads((tmp_path / "batching.json").read_text())
+    record["layout"]["ranks"] = 2
+    (tmp_path / "batching.json").write_text(json.dumps(record))
+    assert choice.read(accelerator, tmp_path, ["job"]) is None, "another launch"
 
 
 def test_dropout_is_not_shared_between_rows(model):
@@ -542,6 +627,35 @@ def test_examples_that_would_see_each_other_are_found_out(model):
     assert batching.layout == "padded"
     assert "not shared: its loss is not that of single rows" in told
     batching, told = chosen(Smearing(model))
+    assert batching.layout == "padded"
+    assert "not packed: a change in one row changes another" in told
+
+
+class Wavering(Wrapped):
+    """A model that rounds otherwise from one forward to the next, as on a busy machine; rows see `leak` of others."""
+
+    leak = 0.0
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None):
+        embedded = self.model.get_input_embeddings()(input_ids)
+        embedded = embedded + self.leak * torch.roll(embedded, 1, dims=1)
+        output = self.model(
+            inputs_embeds=embedded,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            logits_to_keep=logits_to_keep,
+            use_cache=False,
+        )
+        output.logits = output.logits * (1 + 3e-7 * torch.randn_like(output.logits))
+        return output
+
+
+def test_rounding_that_wavers_is_neither_dropout_nor_a_leak_and_hides_none(model):
+    wavering = Wavering(model)
+    batching, told = chosen(wavering, batching="shared")
+    assert batching.layout == "shared", told
+    wavering.leak = 1e-4
+    batching, told = chosen(wavering)
     assert batching.layout == "padded"
     assert "not packed: a change in one row changes another" in told
 

@@ -1,4 +1,4 @@
-"""How rows are laid out in this run: the fastest of what the model computes exactly and the device has room for."""
+"""How rows are laid out in this run: the least work of what the model computes exactly and the device has room for."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
+from accel_sft.batching import choice
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.verify import exact_batchings
 from accel_sft.data.chat import Encoded
 
-TRIED_FORWARDS = {"mask": (256, 512, 1024), "rows": (1024, 2048, 4096), "padded": (1024, 4096)}
-"""Tokens in one forward that a CPU is tried with: there the fastest is not the largest."""
+FORWARDS = {"cpu": {"mask": (256, 512, 1024), "rows": (1024, 2048, 4096), "padded": (1024, 4096)}}
+"""Tokens in one forward that a device may be given on which nothing is tried."""
 TRIED_ON_DEVICE = tuple(2**power for power in range(10, 18))
 """The same on any other device, as far as its memory goes."""
-TRIED_TOKENS, TRIED_SECONDS, MOST_ROUNDS, NEAR = {"cpu": 2048}, 10.0, 3, 2.0
-"""What each rank tries them on (other devices: the largest forward), how long trying each once may take, and how often
-those are tried that need no more than NEAR times the least."""
-UNTRIED_FORWARD = {"mask": 1024, "rows": 2048, "padded": 1024}
-"""Tokens in one forward of a model too slow for trials on a CPU."""
+TRIED_SECONDS, MOST_ROUNDS, NEAR = 10.0, 3, 2.0
+"""How long trying each once may take on such a device, and how often those are tried that need no more than NEAR times
+the least."""
+FORWARD_TOKENS = {"cpu": 64, "other": 1024}
+"""What a forward and its backward cost beside what they compute, in tokens."""
+USUAL_WIDTH = 1024
+"""Of a model whose configuration does not tell its hidden size."""
 STATE_BYTES = 8
 """Of AdamW a trained parameter, that the first update allocates where the optimizer is not DeepSpeed's."""
 
@@ -41,38 +44,32 @@ def choose_batching(
     before: Batching | None = None,
     also: Sequence[Encoded] = (),
 ) -> tuple[Batching, str]:
-    """The fastest layout that this model computes as it does single rows, by trial, in the memory there is.
+    """A layout that this model computes as it does single rows, and how much of it fits into one forward.
+
+    On a CPU it is the one of the least work, which follows from the rows' lengths: two starts choose alike, whatever
+    else the machine does. On other devices it is the fastest by trial, measured once and kept in the cache; with
+    dropout, whose masks depend on the layout, and where nothing can be kept, it is that of the least work there too.
 
     Every rank calls it, with the same examples. No random state and no gradient is touched.
 
     Args:
         model: prepared.
         train: whether a backward follows, and dropout will be on.
-        before: what a resumed run had chosen; kept if it is still exact.
-        also: rows that will be laid out so too, and are not timed.
+        before: what this run had chosen; kept if it is still exact.
+        also: rows that will be laid out so too, and do not count in the choice.
     Returns:
         the batching, and a line that says what was chosen, and why not what was asked for.
     Raises:
         UserError: not even the smallest forward fits into the device's memory.
     """
-    exact, reasons = exact_batchings(accelerator, model, config, [*examples, *also], pad_token_id, train)
-    on_cpu = accelerator.device.type == "cpu"
-    why = ""
+    exact, reasons, dropout = exact_batchings(accelerator, model, config, [*examples, *also], pad_token_id, train)
     if before in (dataclasses.replace(b, tokens=before.tokens, rows=before.rows) for b in exact if before):
-        batching = before
+        batching, why = before, ", as before"
     elif config.micro_batch_size != "auto":
-        batching = dataclasses.replace(exact[0], rows=int(config.micro_batch_size))
+        batching, why = dataclasses.replace(exact[0], rows=int(config.micro_batch_size)), ""
     else:
         trial = Trial(accelerator, model, config, examples, pad_token_id, train=train)
-        if on_cpu:
-            sizes = [dataclasses.replace(b, tokens=n) for b in exact for n in TRIED_FORWARDS[_kind(b)]]
-        else:
-            sizes = trial.within_memory(exact, TRIED_ON_DEVICE)
-        batching = trial.fastest(sizes)
-        why = f", the fastest of {len(sizes)} tried"
-        if batching is None:
-            sizes = [dataclasses.replace(b, tokens=UNTRIED_FORWARD[_kind(b)]) for b in exact] if on_cpu else sizes
-            batching, why = trial.least_computed(sizes), ", the least work (too slow to try)"
+        batching, why = trial.chosen(exact, dropout)
     what = {"shared": "one copy of what rows share", "packed": "rows in one sequence", "padded": "each row by itself"}
     size = f"{batching.rows} examples" if batching.rows else f"{batching.tokens:,} tokens"
     line = f"batching {batching.layout} ({what[batching.layout]}), up to {size} a forward{why}"
@@ -101,6 +98,7 @@ class Trial:
         train: bool,
     ) -> None:
         self.accelerator, self.model, self.examples, self.train = accelerator, model, examples, train
+        self.config = config
         self.pad_token_id, self.device = pad_token_id, accelerator.device
         self.step_size = config.global_batch_size or len(examples)
 
@@ -129,6 +127,20 @@ class Trial:
             )
         return fitting
 
+    def chosen(self, exact: Sequence[Batching], dropout: str | None) -> tuple[Batching, str]:
+        """One of these in a size, and a phrase that tells how it was found."""
+        if forwards := FORWARDS.get(self.device.type):
+            sizes = [dataclasses.replace(b, tokens=tokens) for b in exact for tokens in forwards[_kind(b)]]
+            return self.least_work(sizes), f", the least work of {len(sizes)} sizes"
+        sizes = self.within_memory(exact, TRIED_ON_DEVICE)
+        if dropout:
+            return self.least_work(sizes), f", the least work of {len(sizes)} sizes (masks of {dropout} depend on it)"
+        decided = choice.what_decides(self.accelerator, self.model, self.config, self.examples, sizes, self.train)
+        batching, told = choice.measured_once(self.accelerator, decided, lambda: self.fastest(sizes))
+        if batching in sizes:
+            return batching, f", the fastest of {len(sizes)} ({told})"
+        return self.least_work(sizes), f", the least work of {len(sizes)} sizes ({told})"
+
     def fastest(self, candidates: Sequence[Batching]) -> Batching | None:
         """The quickest to go through some of the examples; None where trials would take too long."""
         some = self._like_a_step(candidates)
@@ -146,9 +158,13 @@ class Trial:
             took = {batching: min(took[batching], seconds) for batching, seconds in again.items()}
         return min(near, key=took.__getitem__)
 
-    def least_computed(self, candidates: Sequence[Batching]) -> Batching:
-        some, ranks = self._like_a_step(candidates), self.accelerator.num_processes
-        return min(candidates, key=lambda batching: batching.computed_tokens(some, ranks))
+    def least_work(self, candidates: Sequence[Batching]) -> Batching:
+        """The one that takes the least of a step: the first of equals, and the same at every start."""
+        some, ranks = self._spread(), self.accelerator.num_processes
+        base = self.accelerator.unwrap_model(self.model).config.get_text_config(decoder=True)
+        width = getattr(base, "hidden_size", None) or USUAL_WIDTH
+        each = FORWARD_TOKENS.get(self.device.type, FORWARD_TOKENS["other"])
+        return min(candidates, key=lambda batching: batching.work(some, ranks, width, each))
 
     def _seconds(self, batching: Batching, examples: Sequence[Encoded]) -> float:
         self.accelerator.wait_for_everyone()
@@ -158,11 +174,14 @@ class Trial:
         mine = torch.tensor([time.perf_counter() - started], device=self.device)
         return self.accelerator.gather(mine).max().item()
 
+    def _spread(self) -> list[Encoded]:
+        """Examples from all over the data, as many as a step has."""
+        return list(self.examples[:: max(len(self.examples) // self.step_size, 1)])[: self.step_size]
+
     def _like_a_step(self, candidates: Sequence[Batching]) -> list[Encoded]:
-        """Examples from all over the data, as many as a step has, but no more than a rank computes a trial's for."""
-        ranks, examples = self.accelerator.num_processes, self.examples
-        most = TRIED_TOKENS.get(self.device.type) or max(batching.tokens for batching in candidates)
-        spread = list(examples[:: max(len(examples) // self.step_size, 1)])[: self.step_size]
+        """The same, but no more than the largest forward of each rank takes."""
+        ranks, spread = self.accelerator.num_processes, self._spread()
+        most = max(batching.tokens for batching in candidates)
         while len(spread) > 1 and candidates[0].computed_tokens(spread, ranks) > most * ranks:
             spread = spread[: len(spread) // 2]
         return spread

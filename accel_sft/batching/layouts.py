@@ -30,6 +30,10 @@ from accel_sft.models.prefix_attention import install
 FILLED = 2
 """Times a forward's tokens that its rows, filled up to the longest of them, may take in attention row by row."""
 
+PAIRS = 6
+"""Of a query and a key, for each dimension of the hidden state, that cost as much as a token does elsewhere: it meets
+about 12 width^2 weights in a layer, and a pair 2 width numbers."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Batching:
@@ -126,9 +130,33 @@ class Batching:
             return len(examples) * max((len(example.input_ids) for example in examples), default=0)
         return sum(len(example.input_ids) for example in examples) - sum(self._common(examples))
 
+    def attended_pairs(self, examples: Sequence[Encoded]) -> int:
+        """Pairs of a query and a key that attention computes in a forward of these examples, in this order."""
+        if not examples:
+            return 0
+        longest = max(len(example.input_ids) for example in examples)
+        if self.layout == "padded":
+            return len(examples) * longest**2
+        if len(examples) == 1 or self.attention not in ("rows", "varlen"):
+            return self.tokens_in(examples) ** 2
+        common = self._common(examples)[1]
+        return common**2 + len(examples) * (longest - common) * longest
+
     def computed_tokens(self, examples: Sequence[Encoded], world_size: int) -> int:
         """Tokens, padding included, that all ranks together compute for a step of these examples."""
         return sum(self.tokens_in(rows) for rank in self.divide(examples, world_size) for rows in rank)
+
+    def work(self, examples: Sequence[Encoded], world_size: int, width: int, each_forward: float) -> float:
+        """What a step of these examples costs the rank that has most, in tokens.
+
+        Args:
+            width: the model's hidden size.
+            each_forward: what a forward costs beside its tokens and their attention, in tokens.
+        """
+        return max(
+            sum(self.tokens_in(rows) + self.attended_pairs(rows) / (PAIRS * width) + each_forward for rows in forwards)
+            for forwards in self.divide(examples, world_size)
+        )
 
     def batch(self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device) -> Batch:
         """The tensors of one forward; no example: a connected forward without a target."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +23,11 @@ CHECKED_ROWS, CHECKED_AMONG = 3, 256
 TOLERANCE, REDUCED_TOLERANCE = 1e-3, 0.25
 """Nats a token may differ by between layouts, in float32 and in reduced precision. Examples that see each other, or
 stand at wrong positions, differ by more even in a random model; that they do not see each other is held to the bit."""
+ROUNDING, REDUCED_ROUNDING, LOOKS = 1e-5, 1e-2, 3
+"""By how much of its loss a token's may differ from one forward to the next where nothing is random: a machine may
+round otherwise when it is busy. Forwards that must be alike are looked at so many times."""
+NOISE = 4
+"""How many times as large as what differs without any change a difference may be that is laid to rounding."""
 UNLIMITED = 2**31
 """Tokens in one forward where nobody has chosen a number."""
 
@@ -33,35 +39,32 @@ def exact_batchings(
     examples: Sequence[Encoded],
     pad_token_id: int,
     train: bool,
-) -> tuple[list[Batching], list[str]]:
+) -> tuple[list[Batching], list[str], str | None]:
     """What the model can take of what was asked for, or else of what comes after it; and why not the others.
 
     Args:
         examples: the longest row that is to be laid out among them.
     Returns:
-        batchings without a limit of tokens, at least one, and `layout: reason` of each layout that is not exact.
+        batchings without a limit of tokens, at least one; `layout: reason` of each layout that is not exact; and where
+        the model has dropout in training, None without any.
     """
     unwrapped = accelerator.unwrap_model(model)
     layouts = ["shared", "packed", "padded"]
     asked = layouts if config.batching == "auto" else layouts[layouts.index(config.batching) :]
     heads = _heads(unwrapped, accelerator.device)
     full = accelerator.mixed_precision == "no" and config.dtype in ("auto", "float32")
+    rounding = ROUNDING if full else REDUCED_ROUNDING
     trials = _trials(examples)
-    differs = functools.partial(
-        _differs,
-        model=model,
-        pad_token_id=pad_token_id,
-        device=accelerator.device,
-        tolerance=TOLERANCE if full else REDUCED_TOLERANCE,
-    )
     where = pad_token_id, accelerator.device
+    differs = functools.partial(_differs, model, where=where, tolerance=TOLERANCE if full else REDUCED_TOLERANCE)
     # padded rows are what every model is trained with; numbers that differ are its own (a router's capacity, noise)
     whole = Batching("padded", UNLIMITED, head="everywhere")
     found, reasons = [], []
     was_training = model.training
     with torch.no_grad(), torch.random.fork_rng():
         model.train()
-        dropout = _dropout(unwrapped, _is_random(model, whole.batch(trials[0][:1], *where))) if train else None
+        one = whole.batch(trials[0][:1], *where)
+        dropout = _dropout(unwrapped, _is_random(model, one, rounding)) if train else None
         model.eval()
         # the longest row's logits everywhere might not fit; what it is there for does not depend on the head
         lean = dataclasses.replace(whole, head="labelled" if "labelled" in heads else "everywhere")
@@ -81,13 +84,16 @@ def exact_batchings(
                     # ranks that came to different answers would run different forwards
                     mine = [differs(batching, *trial) for trial in zip(alone, trials, strict=True)]
                     reason = next(filter(None, gather_object(mine)), None)
+                    if not reason and layout != "padded":
+                        leaks = [_see_each_other(model, batching, rows, where, rounding) for rows in trials]
+                        reason = "a change in one row changes another" if any(leaks) else None
                     if not reason:
                         found.append(batching)
                         break
             if len(found) == before:
                 reasons.append(f"{layout}: {reason}")
     model.train(was_training)
-    return found or [whole], reasons
+    return found or [whole], reasons, dropout
 
 
 def arguments(model: torch.nn.Module) -> set[str]:
@@ -149,9 +155,21 @@ def _trials(examples: Sequence[Encoded]) -> list[list[Encoded]]:
     return [sorted(rows, key=lambda example: (example.input_ids, example.index)) for rows in trials]
 
 
-def _is_random(model: torch.nn.Module, batch: Batch) -> bool:
-    """Whether two forwards of the same rows differ in training, on any rank."""
-    return any(gather_object([not torch.equal(nll(model, batch), nll(model, batch))]))
+def _is_random(model: torch.nn.Module, batch: Batch, rounding: float) -> bool:
+    """Whether forwards of the same rows differ in training, on any rank, each time and by more than rounding."""
+    for _ in range(LOOKS):
+        first, again = nll(model, batch), nll(model, batch)
+        # ranks look equally often, for their forwards may wait for each other
+        if not any(gather_object([not _farthest(first, again) <= rounding])):
+            return False
+    return True
+
+
+def _farthest(first: torch.Tensor, again: torch.Tensor) -> float:
+    """The largest difference of two losses of a token, as a share of the largest loss; nan is more than any."""
+    if not len(first):
+        return 0.0
+    return ((first - again).abs().max() / first.abs().max().clamp(min=1)).item()
 
 
 def _dropout(model: torch.nn.Module, is_random: bool) -> str | None:
@@ -167,41 +185,59 @@ def _dropout(model: torch.nn.Module, is_random: bool) -> str | None:
 
 
 def _differs(
+    model: torch.nn.Module,
     batching: Batching,
     alone: float,
     rows: Sequence[Encoded],
     *,
-    model: torch.nn.Module,
-    pad_token_id: int,
-    device: torch.device,
+    where: tuple[int, torch.device],
     tolerance: float,
 ) -> str | None:
     """What is wrong with a few rows laid out so, compared with the sum of their losses alone; None if nothing is."""
-    batch = batching.batch(rows, pad_token_id, device)
-    most_logits = 1 if batching.head == "pieces" else None  # pieces as small as can be
+    batch = batching.batch(rows, *where)
     try:
-        together = nll(model, batch, most_logits)
+        together = nll(model, batch, _most_logits(batching))
     except torch.OutOfMemoryError:  # a RuntimeError, and no matter of what the model can take
         raise
     except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
         return f"the model does not take it ({str(error).splitlines()[0][:100]})"
     difference = abs(alone - (together * batch.weights).sum().item()) / batch.weights.sum().item()
-    if not difference <= tolerance:
-        return f"its loss is not that of single rows (off by {difference:.2g} nats a token)"
-    if batching.layout != "padded" and _see_each_other(model, batch, together, rows[0], most_logits):
-        return "a change in one row changes another"
-    return None
+    return (
+        None
+        if difference <= tolerance
+        else f"its loss is not that of single rows (off by {difference:.2g} nats a token)"
+    )
 
 
 def _see_each_other(
-    model: torch.nn.Module, batch: Batch, before: torch.Tensor, first: Encoded, most_logits: int | None
+    model: torch.nn.Module,
+    batching: Batching,
+    rows: Sequence[Encoded],
+    where: tuple[int, torch.device],
+    rounding: float,
 ) -> bool:
-    """Whether another last token of the first row changes, by so much as a bit, what is said of later rows."""
+    """Whether another last token of the first row changes, by so much as a bit, what is said of later rows, on a rank.
+
+    Where it does so each time, and the unchanged rows themselves differ from one forward to the next, as on a busy
+    machine, what is below rounding and no more than a few times as large as these differences is none of the change.
+    """
+    batch, first = batching.batch(rows, *where), rows[0]
     last = len(first.input_ids) - 1
     ids = batch.inputs["input_ids"].clone()
     ids[0, last] = next((token for token in first.input_ids if token != first.input_ids[-1]), 0)
-    changed = {**batch.inputs, "input_ids": ids}
-    after = nll(model, dataclasses.replace(batch, inputs=changed), most_logits)
-    sources = torch.arange(len(after), device=after.device) if batch.sources is None else batch.sources
-    later = batch.keep[sources] > last
-    return not torch.equal(before[later], after[later])
+    changed = dataclasses.replace(batch, inputs={**batch.inputs, "input_ids": ids})
+    unchanged: list[torch.Tensor] = []
+    for _ in range(LOOKS):
+        before, after = (nll(model, each, _most_logits(batching)) for each in (batch, changed))
+        sources = torch.arange(len(after), device=after.device) if batch.sources is None else batch.sources
+        later = batch.keep[sources] > last
+        unchanged.append(before[later])
+        if not any(gather_object([not torch.equal(before[later], after[later])])):
+            return False
+    noise = max(_farthest(one, other) for one, other in itertools.pairwise(unchanged))
+    return any(gather_object([not _farthest(before[later], after[later]) <= min(rounding, NOISE * noise)]))
+
+
+def _most_logits(batching: Batching) -> int | None:
+    """Pieces of the head as small as can be, where it is computed in pieces."""
+    return 1 if batching.head == "pieces" else None

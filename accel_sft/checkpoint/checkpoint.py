@@ -17,6 +17,7 @@ from accel_sft.checkpoint.capacity import check_disk
 from accel_sft.io import manifest
 from accel_sft.io.files import abandoned, write_atomically
 from accel_sft.io.heartbeat import heartbeat
+from accel_sft.launch.describe import parallelism
 
 POINTER = "latest"
 """The file beside the checkpoints that names the newest; written last."""
@@ -216,22 +217,3 @@ def _gathered(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManage
     import deepspeed
 
     return deepspeed.zero.GatheredParameters([parameter])
-
-
-def parallelism(accelerator: Accelerator) -> dict[str, Any]:
-    """How this launch shares the run out between processes, and in which precision it computes."""
-    plugin = accelerator.state.deepspeed_plugin
-    return {
-        "ranks": accelerator.num_processes,
-        "backend": accelerator.distributed_type.value,
-        "zero_stage": plugin.zero_stage if plugin else None,
-        "precision": accelerator.mixed_precision,
-    }
-
-
-def differences(before: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """In what two layouts differ, in words."""
-    words = {None: "none", "NO": "one process", "DEEPSPEED": "DeepSpeed", "zero_stage": "ZeRO stage"}
-    words |= {"MULTI_CPU": "data parallel", "MULTI_GPU": "data parallel"}
-    different = [(key, before.get(key), now) for key, now in here.items() if before.get(key) != now]
-    return [f"{words.get(key, key)} {words.get(then, then)}, now {words.get(now, now)}" for key, then, now in different]

@@ -34,7 +34,7 @@ def describe(accelerator: Accelerator, config: TrainConfig) -> list[tuple[str, s
         *([("DeepSpeed JSON", str(launch.json_file))] if launch.json_file else []),
         ("backend", backend),
         ("processes", f"{accelerator.num_processes} on {launch.machines} machine(s)"),
-        ("device", _device_name(accelerator)),
+        ("device", device_name(accelerator)),
         ("precision", f"{'fp32' if value == 'no' else value} (from {source})"),
         ("threads per process", str(torch.get_num_threads())),
         ("clipping", clip),
@@ -58,7 +58,7 @@ def launch_record(accelerator: Accelerator) -> dict[str, Any]:
         "precision": launch.precision[0],
         "threads_per_process": torch.get_num_threads(),
         "communication": accelerator.state.backend,
-        "device": _device_name(accelerator),
+        "device": device_name(accelerator),
         "host": {"platform": platform.platform(), "cores": usable_cores()},
         "deepspeed_config": recordable(plugin.deepspeed_config) if plugin else None,
         "versions": versions(),
@@ -76,9 +76,10 @@ def recordable(value: Any, name: str = "") -> Any:
     return value if value is None or isinstance(value, (bool, int, str)) or math.isfinite(value) else str(value)
 
 
-def _device_name(accelerator: Accelerator) -> str:
+def device_name(accelerator: Accelerator) -> str:
+    """The kind of device that this rank computes on, and of a CPU how many cores."""
     if accelerator.device.type == "cuda":
-        return torch.cuda.get_device_name(accelerator.device)
+        return torch.cuda.getdevice_name(accelerator.device)
     return f"{accelerator.device.type} ({usable_cores()} cores)" if accelerator.device.type == "cpu" else "mps"
 
 
@@ -89,3 +90,22 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+def parallelism(accelerator: Accelerator) -> dict[str, Any]:
+    """How this launch shares the run out between processes, and in which precision it computes."""
+    plugin = accelerator.state.deepspeed_plugin
+    return {
+        "ranks": accelerator.num_processes,
+        "backend": accelerator.distributed_type.value,
+        "zero_stage": plugin.zero_stage if plugin else None,
+        "precision": accelerator.mixed_precision,
+    }
+
+
+def differences(before: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """In what two layouts differ, in words."""
+    words = {None: "none", "NO": "one process", "DEEPSPEED": "DeepSpeed", "zero_stage": "ZeRO stage"}
+    words |= {"MULTI_CPU": "data parallel", "MULTI_GPU": "data parallel"}
+    different = [(key, before.get(key), now) for key, now in here.items() if before.get(key) != now]
+    return [f"{words.get(key, key)} {words.get(then, then)}, now {words.get(now, now)}" for key, then, now in different]

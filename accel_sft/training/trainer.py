@@ -15,6 +15,7 @@ from rich.console import Console
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.task import Task
+from accel_sft.batching import choice
 from accel_sft.batching.autotune import choose_batching
 from accel_sft.batching.layouts import Batching
 from accel_sft.checkpoint import checkpoint
@@ -26,6 +27,7 @@ from accel_sft.io import terminal
 from accel_sft.io.run_dir import read_samples, write_result
 from accel_sft.launch import accelerator as launch
 from accel_sft.launch.collectives import decided_by_main, largest
+from accel_sft.launch.describe import differences, parallelism
 from accel_sft.launch.info import read_launch
 from accel_sft.models.load import compile_blocks, load_model, trainable_parameters
 from accel_sft.resilience.anomalies import Anomalies
@@ -120,7 +122,7 @@ class Trainer:
         if path:
             saved = checkpoint.load(self.accelerator, self.model, self.optimizer, path)
             self.stepper.adapter.set_extra_state(self.stepper.adapted, checkpoint.load_extra(path))
-        here = checkpoint.parallelism(self.accelerator)
+        here = parallelism(self.accelerator)
         before = saved.get("layout", here)
         self.train_step = self.new_train_step(saved["batching"] if path and before == here else None)
         if path is None:
@@ -131,7 +133,7 @@ class Trainer:
                 for aside in checkpoint.undo_after(self.run_dir, self.state.step):
                     self.tracker.log(f"{aside}: of a later step, put aside")
             self.tracker.rewind(self.state.step, evaluated=self.state.evaluated_step == self.state.step)
-            other = checkpoint.differences(before, here)
+            other = differences(before, here)
             told = f"; written under another layout ({'; '.join(other)})" if other else ""
             self.tracker.log(f"resumed {path} at step {self.state.step} of {self.plan.total_steps}{told}")
         self.anomalies.rewind(self.state.step)
@@ -142,10 +144,14 @@ class Trainer:
             check_disk(self.accelerator, self.model, self.run_dir)
 
     def new_train_step(self, before: dict[str, Any] | None) -> TrainStep:
-        """Rows laid out as before the run stopped, unless asked for otherwise now; else what is exact and fast here."""
-        same = before and before["asked"] == self.batching_asked
-        named = {field.name for field in dataclasses.fields(Batching)}  # an earlier version's may be others
-        kept = Batching(**before["chosen"]) if same and before["chosen"].keys() == named else None
+        """Rows laid out as before the run stopped, unless asked for otherwise now; else what is exact and fast here.
+
+        The choice is in the run's folder before the first step, and a run without a checkpoint goes on with it.
+        """
+        job = [self.prepared.fingerprint(), self.plan.global_batch_size]
+        if before is None and self.config.resume != "off":
+            before = choice.read(self.accelerator, self.run_dir, job)
+        kept = choice.restored(before, self.batching_asked)
         accelerator, pad_token_id = self.accelerator, self.prepared.tokenizer.pad_token_id
         some, evaluated = self.train_examples.some(), self.prepared.validation.kept
         longest = (
@@ -155,6 +161,7 @@ class Trainer:
             accelerator, self.model, self.config, some, pad_token_id, before=kept, also=longest
         )
         self.tracker.log(told)
+        choice.write(accelerator, self.run_dir, self.batching_asked, batching, job)
         return TrainStep(accelerator, self.model, self.stepper, batching, pad_token_id, self.run_dir, self.tracker.log)
 
     def train(self) -> None:
@@ -263,10 +270,9 @@ class Trainer:
 
     def save(self) -> None:
         """A checkpoint of this step, with what was measured and judged so far."""
-        batching = {
-            "asked": self.batching_asked,
-            "chosen": dataclasses.asdict(self.train_step.batching),
-        }  # measured, so it is kept (law 3)
+        batching = choice.recorded(
+            self.batching_asked, self.train_step.batching
+        )  # so that a resume keeps to it (law 3)
         self.signals.exit_if_orphaned()
         saved = {"step": self.state.step, "progress": dataclasses.asdict(self.state), "batching": batching}
         self.tracker.flush()

@@ -1,0 +1,137 @@
+"""A choice of batching is made once: what was measured is kept in the cache, and a run's own before its first step."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.batching.layouts import Batching
+from accel_sft.data import cache
+from accel_sft.data.chat import Encoded
+from accel_sft.io import manifest
+from accel_sft.io.files import read_json, write_atomically
+from accel_sft.launch.collectives import decided_by_main
+from accel_sft.launch.describe import device_name, parallelism, versions
+
+KIND, FILE = "batching", "batching.json"
+"""Of the cache's entries; in a run's folder."""
+
+
+def recorded(asked: Sequence[str], batching: Batching) -> dict[str, Any]:
+    """As a checkpoint and the run's folder keep it, beside `--batching` and `--micro-batch-size`."""
+    return {"asked": list(asked), "chosen": dataclasses.asdict(batching)}
+
+
+def restored(record: dict[str, Any] | None, asked: Sequence[str]) -> Batching | None:
+    """What was recorded, unless something else is asked for now, or another version wrote it."""
+    if not record or record.get("asked") != list(asked):
+        return None
+    return _batching(record.get("chosen"))
+
+
+def write(accelerator: Accelerator, run_dir: Path, asked: Sequence[str], batching: Batching, job: list[Any]) -> None:
+    """Keep what a run has chosen, so that one that is killed before its first checkpoint goes on with it.
+
+    Args:
+        job: what the choice was made for, besides the launch; as JSON can hold it.
+    """
+    record = {**recorded(asked, batching), "layout": parallelism(accelerator), "job": job}
+    text = json.dumps(record, indent=2) + "\n"
+    decided_by_main(accelerator, lambda: write_atomically(run_dir / FILE, text))
+
+
+def read(accelerator: Accelerator, run_dir: Path, job: list[Any]) -> dict[str, Any] | None:
+    """What the run in this folder had chosen for this job under this launch; None if nothing."""
+
+    def found() -> dict[str, Any] | None:
+        file = run_dir / FILE
+        record = read_json(file) if file.exists() else {}
+        here = {"layout": parallelism(accelerator), "job": job}
+        return record if isinstance(record, dict) and here.items() <= record.items() else None
+
+    return decided_by_main(accelerator, found)
+
+
+def measured_once(
+    accelerator: Accelerator, decided: list[Any], measure: Callable[[], Batching | None]
+) -> tuple[Batching | None, str]:
+    """What `measure` found when it was first asked for what `decided` it, on this machine; and where that is kept.
+
+    Every rank calls it. Of runs that measure at the same time, all use what one of them found. Nothing is measured
+    where it could not be kept: another start might find something else.
+
+    Args:
+        measure: called on all ranks or on none.
+    Returns:
+        the batching, None where nothing can be kept or `measure` found nothing; and a phrase that tells which.
+    """
+    key = hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    made: list[Path] = []
+
+    def look() -> tuple[dict[str, Any] | None, str]:
+        if found := cache.find(KIND, key):
+            return found[1], f"measured before, kept in {found[0]}"
+        try:
+            made.append(cache.partial(KIND))
+        except OSError as error:
+            return None, f"not measured: {cache.where()} cannot be written ({error.strerror})"
+        return None, ""
+
+    def keep(batching: Batching) -> tuple[dict[str, Any] | None, str]:
+        try:
+            manifest.write(made[0], {"chosen": dataclasses.asdict(batching)})
+            path = cache.publish(made[0], KIND, key)
+            return manifest.verify(path), f"measured, kept in {path}"  # another run's, if it was quicker
+        except OSError as error:
+            return None, f"not kept: {cache.where()} cannot be written ({error.strerror})"
+
+    try:
+        about, told = decided_by_main(accelerator, look)
+        if about is None and not told:
+            batching = measure()
+            if batching is None:
+                return None, "too slow to measure"
+            about, told = decided_by_main(accelerator, lambda: keep(batching))
+    finally:
+        for path in made:
+            shutil.rmtree(path, ignore_errors=True)
+    return _batching((about or {}).get("chosen")), told
+
+
+def what_decides(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    config: TrainConfig,
+    examples: Sequence[Encoded],
+    candidates: Sequence[Batching],
+    train: bool,
+) -> list[Any]:
+    """All that what is measured depends on: the model's shape, the data, the launch, the machine, the software."""
+    unwrapped, tokens = accelerator.unwrap_model(model), hashlib.sha256()
+    for example in examples:
+        tokens.update(json.dumps([example.prompt_length, example.input_ids]).encode())
+    parameters = [
+        [name, list(getattr(each, "ds_shape", each.shape)), str(each.dtype), each.requires_grad]
+        for name, each in unwrapped.named_parameters()
+    ]
+    shape = {key: value for key, value in unwrapped.config.to_dict().items() if key != "_name_or_path"}
+    settings = [config.global_batch_size, config.gradient_checkpointing, config.compile]
+    return [
+        [shape, parameters, settings, train],
+        [tokens.hexdigest(), [dataclasses.asdict(batching) for batching in candidates]],
+        [parallelism(accelerator), device_name(accelerator), torch.get_num_threads(), versions()],
+    ]
+
+
+def _batching(chosen: Any) -> Batching | None:
+    named = {field.name for field in dataclasses.fields(Batching)}  # an earlier version's may be others
+    return Batching(**chosen) if isinstance(chosen, dict) and chosen.keys() == named else None
