@@ -39,8 +39,10 @@ from accel_sft.batching.layouts import Batching, common_prefixes
 from accel_sft.batching.loss import nll, nll_sum
 from accel_sft.batching.verify import UNLIMITED
 from accel_sft.data.chat import Encoded
+from accel_sft.models.prefix_attention import install, installed
 
 CPU = torch.device("cpu")
+install()
 WAYS = [("shared", "mask"), ("shared", "rows"), ("packed", "mask"), ("packed", "rows"), ("padded", "mask")]
 
 
@@ -224,6 +226,27 @@ def test_a_plain_model_shares_prefixes(model):
     assert batching.layout == "shared"
     line = f"batching shared (one copy of what rows share), up to {batching.tokens:,} tokens a forward"
     assert told == f"{line}, the least work of 6 sizes"
+
+
+@pytest.fixture
+def untouched(monkeypatch):
+    """transformers' own sdpa attention, as a process has it that prepared no model."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
+
+
+def test_a_batching_registers_nothing_and_makes_no_rows_that_plain_attention_would_mix(untouched):
+    batching = batching_of(("shared", "rows"), 64)
+    assert AttentionInterface()["sdpa"] is sdpa_attention_forward
+    with pytest.raises(RuntimeError, match=r"call prefix_attention.install\(\)"):
+        batching.batch(rows(4), 0, CPU)
+
+
+def test_the_attention_of_rows_is_registered_where_a_model_is_found_to_take_it(model, untouched):
+    assert not installed()
+    assert chosen(model, batching="padded")[0].layout == "padded"
+    assert not installed()
+    assert chosen(model, batching="shared")[0].attention == "rows"
+    assert installed()
 
 
 def test_the_settings_win(model):

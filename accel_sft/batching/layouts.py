@@ -25,7 +25,7 @@ import torch
 from accel_sft.batching import collate
 from accel_sft.batching.collate import Batch
 from accel_sft.data.chat import Encoded
-from accel_sft.models.prefix_attention import install
+from accel_sft.models.prefix_attention import installed
 
 FILLED = 2
 """Times a forward's tokens that its rows, filled up to the longest of them, may take in attention row by row."""
@@ -54,10 +54,6 @@ class Batching:
     rows: int | None = None
     attention: str = "mask"
     head: str = "labelled"
-
-    def __post_init__(self) -> None:
-        if self.attention == "rows":
-            install()
 
     def divide(self, examples: Sequence[Encoded], world_size: int) -> list[list[list[Encoded]]]:
         """The forwards of each rank: equally many, of near-equal tokens, empty ones to make up the number.
@@ -165,6 +161,8 @@ class Batching:
         elif self.layout == "padded":
             batch = collate.padded(examples, pad_token_id, device)
         elif self.attention == "rows" and len(examples) > 1:
+            if not installed():
+                raise RuntimeError("attention by rows: call prefix_attention.install() before the model's forwards")
             batch = collate.behind_prefix(examples, self._common(examples)[1], device)
         else:
             batch = collate.tree(examples, self._common(examples), self.attention, device)

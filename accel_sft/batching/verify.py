@@ -18,6 +18,7 @@ from accel_sft.batching.collate import HEADS, Batch
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import fused_kernel, nll
 from accel_sft.data.chat import Encoded
+from accel_sft.models.prefix_attention import install
 
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
 TOLERANCE, REDUCED_TOLERANCE = 1e-3, 0.25
@@ -79,6 +80,8 @@ def exact_batchings(
             if layout == "shared" and dropout and not reason:
                 reason = f"rows of a step would share their dropout ({dropout})"
             for attention in () if reason else _attentions(unwrapped, layout):
+                if attention == "rows":
+                    install()
                 for head in heads:
                     batching = Batching(layout, UNLIMITED, attention=attention, head=head)
                     # ranks that came to different answers would run different forwards

@@ -41,9 +41,18 @@ class Prefix:
 
 
 def install() -> None:
-    """Let every model with sdpa attention take `rows` or `prefix` among its arguments; without them nothing changes."""
+    """Let every model with sdpa attention take `rows` or `prefix` among its arguments; without them nothing changes.
+
+    It changes transformers' attention of the whole process, so it is called where a model is prepared for such
+    arguments, and nowhere else.
+    """
     kernels.install()
     AttentionInterface.register("sdpa", rows_attention)
+
+
+def installed() -> bool:
+    """Whether sdpa takes `rows` and `prefix`; plain sdpa would ignore them, and rows would see each other."""
+    return AttentionInterface()["sdpa"] is rows_attention
 
 
 def rows_attention(
