@@ -13,11 +13,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE, arguments, limited_layers
+from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.data.chat import Encoded, end_of_turn_ids
 from accel_sft.evaluation.decoder import Decoder
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.models.adapters import merged, reason_unmergeable
+from accel_sft.models.architecture import arguments, limited_layers
 
 SHORTEST_PREFIX = 8
 """Common tokens below which there is nothing to save."""

@@ -1,4 +1,4 @@
-"""Where the weights come from: a folder, a hub, an earlier run, or the built-in tiny model; and adapters on them."""
+"""Finds and loads weights and tokenizer: of a folder, a hub, an earlier run, or the built-in tiny model."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def find_source(config: TrainConfig, model: str | None = None) -> Source:
 
 
 def weights_identity(source: Source) -> str | None:
-    """What tells a folder's full weights from others of the same name and shape; None for a hub id.
+    """A hash that differs between full weights of the same name and shape in a folder; None for a hub id.
 
-    SHA-256 of the configuration and of the weight files' names, sizes and content. Of a large file that is 64 MiB,
-    evenly spread: other training has changed every matrix, and to read all takes as long as to load it.
+    SHA-256 of the configuration and of the weight files' names, sizes and content. Of a large file 64 MiB
+    are read, evenly spread: training changes every matrix, and reading all takes as long as loading the model.
 
     Raises:
         UserError: they cannot be read.
@@ -204,7 +204,7 @@ def trainable_parameters(model: torch.nn.Module) -> int:
 
 
 def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules:
-    """What decides tokens besides tokenizer and examples: ids that end a turn, and what becomes of long examples."""
+    """The rules of tokenization besides the tokenizer: ids that end a turn, and what happens to long examples."""
     ends = end_of_turn_ids(tokenizer, _generation_config(source, config))
     return Rules(frozenset(ends), config.max_length, config.truncation)
 

@@ -1,4 +1,4 @@
-"""Attention of rows behind one copy of their common prefix: in one sequence with it (training), or in a batch."""
+"""Attention of rows to one copy of their common prefix and to themselves: in one sequence (training) or in a batch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def install() -> None:
     It changes transformers' attention of the whole process, so it is called where a model is prepared for such
     arguments, and nowhere else.
     """
-    kernels.install()
+    kernels.probe_kernels()
     AttentionInterface.register("sdpa", rows_attention)
 
 
