@@ -10,10 +10,12 @@ from click.shell_completion import CompletionItem
 import accel_sft
 from accel_sft.api import registry
 from accel_sft.api.config import MODEL, TrainConfig
-from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, settings
 from accel_sft.api.task import Task
-from accel_sft.cli_options import EVALUATION, SectionOption, TaskCommand, summary_of
+from accel_sft.cli_options import EVALUATION, SectionOption, TaskCommand
+from accel_sft.commands.launch_file import launch_file
+from accel_sft.commands.new_task import new_task
+from accel_sft.commands.tasks import tasks
 
 
 class LazyTasks(click.Group):
@@ -66,7 +68,7 @@ class _TrainGroup(LazyTasks):
             run(name, task, config)
 
         summary = (
-            f"{summary_of(task_class, name)}\n\nTrains, evaluates and saves a model for this task."
+            f"{registry.summary_of(task_class, name)}\n\nTrains, evaluates and saves a model for this task."
             if task_class
             else ""
         )
@@ -82,9 +84,9 @@ class _EvaluateGroup(LazyTasks):
             run(name, task, config, base)
 
         def as_in_its_run(config: TrainConfig) -> dict[str, Any]:
-            from accel_sft.io.run_dir import run_record
+            from accel_sft.io.run_dir import RunDir
 
-            record = run_record(config.model)
+            record = RunDir.record_around(config.model)
             before = record["task_options"] if record and record["task"] == name else {}
             mine = [s for s in settings(task_class) if s.name in before and not s.problem(before[s.name])]
             return {s.name: before[s.name] for s in mine if before[s.name] != HIDDEN}
@@ -92,11 +94,11 @@ class _EvaluateGroup(LazyTasks):
         base = SectionOption(
             ["--base"],
             metavar="TEXT",
-            help="Judge this model too, side by side: hub id or local folder.",
+            help="Evaluate this model too, side by side: hub id or local folder.",
             section=MODEL,
         )
         summary = (
-            f"{summary_of(task_class, name)}\n\nScores a model on this task's validation examples."
+            f"{registry.summary_of(task_class, name)}\n\nScores a model on this task's validation examples."
             if task_class
             else ""
         )
@@ -120,40 +122,10 @@ def cli() -> None:
     """
 
 
-@cli.command()
-def tasks() -> None:
-    """List the installed tasks, their versions, and the broken ones and why."""
-    found = registry.plugins()
-    if not found:
-        click.echo("No task is installed. `accel-sft new-task NAME` starts one of your own.")
-    rows, broken = [], []
-    for plugin in found:
-        try:
-            summary, status = summary_of(registry.load_plugin(plugin), plugin.summary), "ok"
-        except UserError as error:
-            summary, status = plugin.summary, "broken"
-            broken += error.problems
-        rows.append((plugin.name, f"{plugin.distribution} {plugin.version}", status, summary))
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-    for row in rows:
-        click.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip())
-    if broken:
-        click.echo("\nBroken, and why:")
-        click.echo("\n".join(f"  {line}" for line in broken))
-
-
 @cli.group(cls=_EvaluateGroup)
 def evaluate() -> None:
     """Score a model on a task's validation examples, beside its base if you name one."""
 
 
-@cli.command("new-task")
-@click.argument("name")
-@click.argument("directory", required=False)
-def new_task(name: str, directory: str | None) -> None:
-    """Start a task of your own: a plugin named NAME in DIRECTORY (default: accel-sft-NAME)."""
-    from accel_sft.commands.new_task import write_plugin
-
-    target = write_plugin(name, directory)
-    click.echo(f"Wrote {target}: pyproject.toml, the task, and its test. Next:")
-    click.echo(f"  pip install -e {target}\n  accel-sft {name}\n  pytest {target}")
+for _tool in (new_task, tasks, launch_file):
+    cli.add_command(_tool)

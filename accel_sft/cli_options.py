@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 
 from accel_sft.api import registry
 from accel_sft.api.config import RUN, TrainConfig
-from accel_sft.api.config_file import load_yaml
+from accel_sft.api.config_file import BadOptions, load_yaml
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import Setting, settings
 from accel_sft.api.task import Task
@@ -23,16 +23,16 @@ from accel_sft.resilience.exit import ExitHandler
 EVALUATION = frozenset(
     ("model", "trust_remote_code", "dtype", "attn_implementation", "max_length", "eval_limit", "eval_batch_size")
 ) | {"max_new_tokens", "generate_with", "output_dir", "seed", "debug", "dry_run", "hang_timeout"}
-"""The trainer's settings that mean something where nothing is trained."""
+"""The trainer's settings that `evaluate` offers."""
 _IN_EVALUATION = {
     "model": {"default": dataclasses.MISSING, "help": "A run, saved weights or an adapter by folder, or a hub id."},
     "output_dir": {"help": "A new folder for result.json, report.md and the answers; default: none is written."},
 }
-"""What they mean there, where it is something else."""
+"""Defaults and help texts that differ in `evaluate`."""
 
 
 class _Value(click.ParamType):
-    """Converts what it can and leaves the rest for `Setting.problem`: click would stop at the first bad value."""
+    """Converts what it can and leaves bad values to `Setting.problem`: click would stop at the first one."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -64,7 +64,7 @@ class SectionOption(click.Option):
 
 
 def make_option(setting: Setting, section: str) -> SectionOption:
-    """The click option of a setting. Its default is None, so that what was given can be told from what was not."""
+    """The click option of a setting. Its default is None, which marks an option that was not given."""
     help = f"{setting.help} {_brackets(setting)}".strip()
     if setting.type is bool:
         flags = f"{setting.flag}/--no-{setting.flag[2:]}"
@@ -107,11 +107,11 @@ class TaskCommand(click.Command):
     """A command with a task's options and the trainer's, grouped by section in its help.
 
     Args:
-        task_class: the loaded task, or None while a shell completes: that reads no plugin.
+        task_class: the loaded task, or None while a shell completes, which imports no plugin.
         run: called with task, config and the values of `extra` options, all problems having been reported.
         only: names of the trainer's settings to offer; all by default.
         extra: further click options of this command.
-        usual: from the trainer's settings, those of the task where neither command line nor file has them.
+        usual: makes, from the trainer's settings, the task's settings that neither command line nor file give.
     """
 
     def __init__(
@@ -168,16 +168,22 @@ class TaskCommand(click.Command):
         """Task and trainer settings from the command line over the YAML file over the defaults.
 
         Raises:
-            UserError: every problem of the file, of each value and between values, together.
+            UserError: every problem of the file, of each value and between values, together. What cannot be known
+                while another value is wrong or the file cannot be read is not reported.
         """
         given = {k: v for k, v in ctx.params.items() if ctx.get_parameter_source(k) is ParameterSource.COMMANDLINE}
         problems: list[str] = []
         from_file: dict[str, Any] = {}
+        wrong_in_file, readable = set(), True
         if config_file:
             try:
                 from_file = load_yaml(config_file, TrainConfig, self.task_class)
+            except BadOptions as error:
+                problems += error.problems
+                from_file, wrong_in_file = error.usable, error.wrong
             except UserError as error:
                 problems += error.problems
+                readable = False
         made = []
         for offered, make in ((self.train_settings, _build_config), (self.task_settings, self._build_task)):
             usual = self.usual(made[0]) if made else {}
@@ -185,12 +191,14 @@ class TaskCommand(click.Command):
                 s.name: source[s.name] for source in (usual, from_file, given) for s in offered if s.name in source
             }
             wrong = {s.name: line for s in offered if s.name in given and (line := s.problem(given[s.name]))}
-            missing = [f"{s.flag}: a value is needed" for s in offered if s.required and s.name not in values]
+            needed = {s.name: f"{s.flag}: a value is needed" for s in offered if s.required and s.name not in values}
+            missing = [line for name, line in needed.items() if readable and name not in wrong_in_file]
             problems += [*wrong.values(), *missing]
-            try:  # what is wrong in itself is left out, so that what is wrong between the others shows as well
-                made += [] if missing else [make({k: v for k, v in values.items() if k not in wrong})]
+            try:  # bad values are left out, so that conflicts between the other settings are reported too
+                made += [] if needed or not readable else [make({k: v for k, v in values.items() if k not in wrong})]
             except UserError as error:
-                problems += error.problems
+                left_out = {s.flag for s in offered if s.name in wrong_in_file or s.name in wrong}
+                problems += [line for line in error.problems if left_out.isdisjoint(re.findall(r"--[\w-]+", line))]
         if problems:
             raise UserError(*dict.fromkeys(problems))
         config, task = made
@@ -206,9 +214,3 @@ def _build_config(values: dict[str, Any]) -> TrainConfig:
     if problems:
         raise UserError(*problems)
     return config
-
-
-def summary_of(cls: type, fallback: str) -> str:
-    """First line of a class's docstring; a dataclass without one has its signature there, which says nothing."""
-    doc = (vars(cls).get("__doc__") or "").strip()
-    return fallback if not doc or re.match(rf"{cls.__name__}\(", doc) else doc.splitlines()[0]

@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft import UserError
-from accel_sft.data import json_stream, rows
-from accel_sft.data.chat import conversation, encode
+from accel_sft.data import rows
+from accel_sft.data.chat import encode
+from accel_sft.data.conversation import conversation
 from accel_sft.models.tiny import train_tokenizer
 from accel_sft_math import Math
 from accel_sft_ner import Ner
@@ -221,14 +222,13 @@ def fuzz(files: int, seed: int, folder: Path) -> Counts:
     """Make files and read them; those that are neither accepted nor refused are printed."""
     tokenizer = train_tokenizer([text for n in range(60) for text in (f"{n}=", f"{PREFIX}{n} + {n}", '{"name": {}}')])
     counts, path = Counts(), folder / "rows.json"
-    in_memory, block = rows.IN_MEMORY_BYTES, json_stream._BLOCK
+    in_memory = rows.IN_MEMORY_BYTES
     for number in range(files):
         draw = random.Random(f"{seed} {number}")
         kind = draw.choice(["math", "ner"])
         content = content_of(draw, kind)
         path.write_bytes(content)
-        small = draw.random() < 0.1  # as a large file is read: in blocks, which end anywhere
-        rows.IN_MEMORY_BYTES, json_stream._BLOCK = (0, draw.randrange(1, 9)) if small else (in_memory, block)
+        rows.IN_MEMORY_BYTES = 0 if draw.random() < 0.1 else in_memory  # a tenth is read as a large file is
         started = time.perf_counter()
         try:
             task = reader(kind, path)
@@ -245,7 +245,7 @@ def fuzz(files: int, seed: int, folder: Path) -> Counts:
             counts.failed += 1
             shown = repr(content) if len(content) < 2000 else f"{content[:2000]!r}... ({len(content):,} bytes)"
             print(f"row {number} ({kind}), of --seed {seed}: {shown}\n{traceback.format_exc()}", file=sys.stderr)
-    rows.IN_MEMORY_BYTES, json_stream._BLOCK = in_memory, block
+    rows.IN_MEMORY_BYTES = in_memory
     return counts
 
 

@@ -17,6 +17,7 @@ from accel_sft.api.adapters import ADAPTERS, AdapterType, launch_problem
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.options import settings
 from accel_sft.checkpoint import checkpoint
+from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
 from accel_sft.models import adapters
 from accel_sft.models.adapters import TYPES, Adapter, adapter_of, merged, reason_unmergeable, type_of
@@ -133,13 +134,14 @@ def test_what_adalora_knows_of_its_directions_comes_back_from_a_checkpoint(base,
         stepper.update(step)
     before = adapter_of(model).extra_state(model)
     assert known <= {kind for kind, tensors in before.items() if tensors}
-    path = checkpoint.save(accelerator, model, optimizer, tmp_path, {"step": steps}, 1, before)
+    path = checkpoint.save(accelerator, model, optimizer, RunDir(tmp_path), {"step": steps}, 1, before)
     (file,) = path.glob("*.safetensors")
     with safe_open(file, framework="pt") as stored:
         written = {tuple(key.split(":", 2)) for key in stored.keys()}  # noqa: SIM118, not a mapping
     assert {(kind, "0", name) for kind, tensors in before.items() for name in tensors} <= written
     fresh = adapted(base, AdaLoraConfig(**ADALORA, **LORA))
-    adapter_of(fresh).set_extra_state(fresh, checkpoint.load_extra(path))
+    optimizer = torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad], lr=0.01)
+    checkpoint.load(accelerator, fresh, optimizer, path, Stepper(accelerator, fresh, optimizer, 1.0).set_extra_state)
     after = adapter_of(fresh).extra_state(fresh)
     assert before.keys() == after.keys()
     for kind, tensors in before.items():

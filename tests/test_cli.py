@@ -19,6 +19,8 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.options import settings
 from accel_sft.cli import cli
 
+LAUNCH_FILES = Path(__file__).parent.parent / "accelerate_configs"
+
 # A run that never reaches training: what the command hands over is printed, or fails as the option --size says.
 RECORD = """
 import json, sys
@@ -88,7 +90,7 @@ def test_help_has_tasks_and_tools_and_imports_no_plugin(site):
     tasks, tools = result.stdout.split("Tasks:")[1].split("Tools:")
     assert "loud" in tasks
     assert "accel-sft-loud sums up" in tasks
-    assert all(name in tools for name in ("tasks", "evaluate", "new-task"))
+    assert all(name in tools for name in ("tasks", "evaluate", "new-task", "launch-file"))
 
 
 def test_completion_offers_names_and_options_without_importing_a_plugin(site):
@@ -202,9 +204,29 @@ def test_problems_of_the_file_come_together_with_those_of_the_command_line(run, 
     assert "--seed -1: must be at least 0" in result.stderr
 
 
+SOURCE_WITH_NEED = GOOD.replace("option(10, min=2", "option(min=2")
+FAULTY_FILES = {
+    "a misspelt option": ("otput-dir: runs/a\nresume: auto\nsize: 4\n", "unknown option 'otput-dir'; did you mean"),
+    "another option misspelt": ("output-dir: runs/a\nresume: auto\nsize: 4\nlog: 3\n", "unknown option 'log'"),
+    "a misspelt option that is needed": ("sise: 4\n", "unknown option 'sise'; did you mean size?"),
+    "a wrong value that another needs": ("output-dir: [[a]]\nresume: auto\nsize: 4\n", "--output-dir: expected one"),
+    "a wrong value that is needed": ("size: x\n", "--size 'x': expected a whole number"),
+    "no YAML": ("size: 4\noutput-dir: [runs/a\nresume: auto\n", "not YAML: "),
+}
+
+
+@pytest.mark.parametrize(("content", "problem"), FAULTY_FILES.values(), ids=FAULTY_FILES)
+def test_what_stands_in_a_faulty_file_is_not_reported_as_missing(site, run, tmp_path, content, problem):
+    install(site, "p-required", "needy = p_required:Good", SOURCE_WITH_NEED)
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    resume = ["--resume", "auto"] if "not YAML" in problem else []  # of which the folder is in the file
+    (line,) = run("needy", "--config", str(file), *resume).stderr.splitlines()
+    assert line.startswith(f"Error: --config {file}: {problem}")
+
+
 def test_an_option_without_default_must_be_given(site, run):
-    source = GOOD.replace("option(10, min=2", "option(min=2")
-    install(site, "p-required", "needy = p_required:Good", source)
+    install(site, "p-required", "needy = p_required:Good", SOURCE_WITH_NEED)
     result = run("needy")
     assert (result.returncode, result.stderr) == (1, "Error: --size: a value is needed\n")
     assert "required" in run("needy", "--help").stdout
@@ -394,6 +416,27 @@ def test_any_language_prints_under_any_locale(site, env):
     else:
         assert "王大丫丫的回答是" in result.stdout
         assert result.stderr == "Error: 缺少答案\n"
+
+
+# Launch files
+
+
+def test_a_launch_file_is_printed_as_it_is(run):
+    assert run("launch-file", "z2").stdout == (LAUNCH_FILES / "z2.yaml").read_text(encoding="utf-8")
+    assert run("launch-file", "z2.yaml").stdout == run("launch-file", "z2").stdout
+
+
+def test_launch_files_are_listed_with_their_purpose(run):
+    listed = dict(line.split(maxsplit=1) for line in run("launch-file").stdout.splitlines())
+    assert listed.keys() == {path.stem for path in LAUNCH_FILES.iterdir()}
+    assert all(30 < len(purpose) <= 105 and purpose.endswith(".") for purpose in listed.values()), listed
+
+
+def test_an_unknown_launch_file_is_refused_with_the_nearest(run):
+    result = run("launch-file", "z2_ofload")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "did you mean z2_offload" in result.stderr
+    assert "choose one of ddp, fsdp2" in run("launch-file", "qqqq").stderr
 
 
 # Starting a task

@@ -114,6 +114,19 @@ def test_yaml_takes_names_with_either_dash_and_gives_them_their_types(yaml):
     }
 
 
+@pytest.mark.parametrize("text", ["no", "1e4", "0x10", "'8'", "010"])
+def test_yaml_text_is_as_it_was_written(yaml, text):
+    assert load_yaml(yaml(f"model: {text}\n"), TrainConfig) == {"model": text.strip("'")}
+
+
+def test_yaml_off_is_a_word(yaml):
+    assert load_yaml(yaml("eval_every: off\nsave-every: no\nresume: false\n"), TrainConfig) == {
+        "eval_every": "off",
+        "save_every": "off",
+        "resume": "off",
+    }
+
+
 def test_yaml_lists_are_names_with_commas_between(yaml):
     assert load_yaml(yaml("lora-target-modules: [q_proj, v_proj]\n"), TrainConfig) == {
         "lora_target_modules": "q_proj,v_proj"
@@ -133,8 +146,8 @@ def test_yaml_tells_all_its_problems(yaml):
 
 def test_yaml_refuses_a_name_given_twice_in_either_spelling(yaml):
     assert refused(yaml("max-length: 64\nseed: 1\nmax_length: 128\nseed: 2\nadapter: lara\n")) == [
-        "max_length is given 2 times, on lines 1 and 3; keep one",
-        "seed is given 2 times, on lines 2 and 4; keep one",
+        "max_length is given twice, on lines 1 and 3; keep one",
+        "seed is given twice, on lines 2 and 4; keep one",
         "--adapter lara: not one of none, lora, adalora",
     ]
 
@@ -150,11 +163,13 @@ def test_yaml_refuses_a_name_given_twice_in_either_spelling(yaml):
         ),
         ("seed: 0x" + "f" * 5000, "--seed: a number of 20000 bits; 63 are the most"),
         ("learning_rate: 1" + "0" * 400, "--learning-rate: a number of 1329 bits; 63 are the most"),
-        ("seed: {a: b}", "--seed: expected one value, got names and values (line 1)"),
-        ("seed: &a [*a]", "--seed: expected one value, got a list with more in it than values (line 1)"),
+        ("seed: {a: b}", "--seed: expected one value or a list of values, got more (line 1)"),
+        ("seed: &a [*a]", "--seed: expected one value or a list of values, got more (line 1)"),
         ("seed: [1, 2]", "--seed (list): expected a whole number"),
         ('adapter: "a\\nb"', "--adapter 'a\\nb': not one of none, lora, adalora"),
         ('model: "a\\0"', "--model 'a\\x00': a NUL or bytes that are not UTF-8 are not text; remove them"),
+        ('model: "\\Uffffffff"', "not YAML: Python int too large to convert to C int"),
+        ("{seed: 1, seed: 2}", "seed is given twice, on lines 1 and 1; keep one"),
         ("[a]: 1", "line 1: expected an option's name before the colon"),
         ("<<: {seed: 3}", "unknown option '<<'"),
         ("seed: " + "[" * 5000, "expected option names and values, one `name: value` a line"),

@@ -16,8 +16,9 @@ from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.layouts import Batching
 from accel_sft.data.chat import Encoded
+from accel_sft.io.run_dir import RunDir
 from accel_sft.training.optimizer import Stepper, adamw
-from accel_sft.training.step import CAP_FILE, TrainStep
+from accel_sft.training.step import TrainStep
 
 CRAMPED = """
 import os
@@ -114,7 +115,9 @@ def test_ranks_that_wait_for_each_other_amid_a_forward_end_and_a_resumed_run_kee
     run = accel_sft(*arguments, "--resume", "auto", **options)
     assert run.status == 0, run.output
     same_curve(layout(launched, "plain").lines(), run.lines())
-    assert run.result()["batching"]["tokens"] == json.loads((tmp_path / "run" / CAP_FILE).read_text())["tokens"]
+    assert (
+        run.result()["batching"]["tokens"] == json.loads((tmp_path / "run" / "most-tokens.json").read_text())["tokens"]
+    )
 
 
 def test_the_least_of_what_several_ranks_found_no_room_for_is_kept(tmp_path, monkeypatch):
@@ -127,13 +130,13 @@ def test_the_least_of_what_several_ranks_found_no_room_for_is_kept(tmp_path, mon
     monkeypatch.setattr(Stepper, "forwards_alone", False)  # ranks wait for each other amid a forward
     stepper = Stepper(accelerator, model, adamw(model, TrainConfig().resolved({})), 1.0)
     padded = Batching("padded", 0, rows=2)
-    ranks = [TrainStep(accelerator, model, stepper, padded, 0, tmp_path, print) for _ in range(3)]
+    ranks = [TrainStep(accelerator, model, stepper, padded, 0, RunDir(tmp_path), print) for _ in range(3)]
     for rank, length, kept in zip(ranks, (20, 6, 40), (20, 6, 6), strict=True):
         rows = [Encoded(index, [3] * length, 2) for index in range(2)]
         with pytest.raises(UserError, match=f"it keeps to {kept} tokens a forward"):
             rank.forward_backward(rows, 2, 1)
-    assert json.loads((tmp_path / CAP_FILE).read_text()) == {"tokens": 6}
-    assert TrainStep(accelerator, model, stepper, padded, 0, tmp_path, print).batching.tokens == 6
+    assert json.loads((tmp_path / "most-tokens.json").read_text()) == {"tokens": 6}
+    assert TrainStep(accelerator, model, stepper, padded, 0, RunDir(tmp_path), print).batching.tokens == 6
 
 
 @pytest.mark.parametrize("yaml", [None, "z3"])

@@ -31,6 +31,7 @@ from accel_sft.evaluation import generate
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.evaluation.generate import Generator, common_prefix, divide
 from accel_sft.io.heartbeat import heartbeat_count
+from accel_sft.launch import collectives
 from accel_sft.models.adapters import merged, reason_unmergeable
 
 NEW_TOKENS = 12
@@ -243,7 +244,7 @@ def test_an_adapter_that_would_be_rounded_stays_apart_with_the_reason(tiny, toke
 
 def test_an_adapter_stays_apart_on_all_ranks_where_one_has_no_room(tiny, tokenizer, examples, monkeypatch):
     model = build("lora", tiny, len(tokenizer))
-    monkeypatch.setattr(generate, "gather_object", lambda mine: [*mine, "it has no room"])
+    monkeypatch.setattr(collectives, "gather_object", lambda mine: [*mine, "it has no room"])
     counted = []
     model.get_submodule("base_model.model.model.layers.0.mlp.up_proj.lora_A.default").register_forward_hook(
         lambda *_: counted.append(1)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 
+import psutil
 import pytest
 from accelerate import Accelerator
 from conftest import accel_sft, stopped
@@ -23,7 +24,7 @@ from accel_sft.data.chat import encode
 from accel_sft.data.splits import read_split
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.io.files import read_json
-from accel_sft.io.run_dir import read_status
+from accel_sft.io.run_dir import RunDir
 from accel_sft.training import claim
 
 
@@ -165,12 +166,43 @@ def test_a_finished_run_without_checkpoints_is_not_begun_anew_with_other_setting
 
 def test_what_came_after_a_checkpoint_that_is_named_is_put_aside(launched, tmp_path):
     run_dir = stopped(layout(launched, "plain"), tmp_path / "run", 6)
-    assert [path.name for path in checkpoint.undo_after(run_dir, 3)] == ["undone-step-000006"]
-    assert checkpoint.newest(run_dir, "auto")[0] == run_dir / "checkpoints" / "step-000003"
+    assert [path.name for path in checkpoint.undo_after(RunDir(run_dir), 3)] == ["undone-step-000006"]
+    assert checkpoint.newest(RunDir(run_dir), "auto")[0] == run_dir / "checkpoints" / "step-000003"
     for path in (run_dir / "checkpoints").glob("step-*/manifest.json"):
         path.unlink()
     with pytest.raises(UserError, match="none of its checkpoints is whole; to start over, name another --output-dir"):
-        checkpoint.newest(run_dir, "auto")
+        checkpoint.newest(RunDir(run_dir), "auto")
+
+
+FORKS_AND_WAITS = """
+import multiprocessing, sys, time
+from pathlib import Path
+from accel_sft.training import claim
+claim._lock(Path(sys.argv[1]))
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(120,))
+child.start()
+print(child.pid, flush=True)
+time.sleep(120)
+"""
+
+
+def test_a_forked_child_that_outlives_its_killed_run_does_not_keep_the_folder(tmp_path, monkeypatch):
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS_AND_WAITS, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as run:
+        child = psutil.Process(int(run.stdout.readline()))
+        try:
+            monkeypatch.setattr(claim, "_LOCK_SECONDS", 0.5)
+            with pytest.raises(UserError, match="another process is working"):
+                claim._lock(tmp_path)  # the child gave up its copy of the lock, not the lock
+            run.kill()
+            run.wait()
+            assert child.is_running()
+            claim._lock(tmp_path)
+            claim.release()
+            assert not list(tmp_path.iterdir())
+        finally:
+            child.kill()
 
 
 def test_a_run_that_was_killed_before_its_record_may_be_resumed(tmp_path):
@@ -217,7 +249,7 @@ def test_another_runs_checkpoint_is_refused(copy, tmp_path):
 def test_a_broken_record_is_named_and_a_broken_result_is_made_again(copy):
     whole, folder = copy
     (folder / "result.json").write_text('{"status": "comp')
-    assert read_status(folder) is None
+    assert RunDir(folder).read_status() is None
     record = (folder / "run.json").read_text()
     (folder / "run.json").write_text(record[:100])
     refused = accel_sft(*whole.arguments, "--resume", "auto", run_dir=folder)
@@ -239,7 +271,7 @@ def test_a_damaged_later_checkpoint_pushes_no_good_one_out(copy):
     resumed = accel_sft(*whole.arguments, "--resume", "auto", "--keep-checkpoints", "1", run_dir=folder)
     assert resumed.status == 0, resumed.output
     assert "step-000009: passed over" in resumed.output
-    path, _ = checkpoint.newest(folder, "auto")
+    path, _ = checkpoint.newest(RunDir(folder), "auto")
     assert path == folder / "checkpoints" / "step-000006"
     assert not (folder / "checkpoints" / "step-000003").exists()
 

@@ -50,10 +50,13 @@ NO_TORCH = (
     "accel_sft.models.tiny",
     "accel_sft.cli",
     "accel_sft.cli_options",
+    "accel_sft.commands.launch_file",
     "accel_sft.commands.new_task",
+    "accel_sft.commands.tasks",
     "accel_sft.resilience.exit",
     "accel_sft.launch.audit",
     "accel_sft.launch.info",
+    "accel_sft.launch.rank_environment",
     "accel_sft.launch.deepspeed_ops",
     "accel_sft.launch.environment",
     "accel_sft.io.terminal",
@@ -150,6 +153,7 @@ COMMANDS = {
     "help": ("--help", {}, "quick"),
     "version": ("--version", {}, "accel-sft, version"),
     "tasks": ("tasks", {}, "quick"),
+    "launch-file": ("launch-file z2", {}, "zero_stage: 2"),
     "help of a task": ("quick --help", {}, "--learning-rate"),
     "help of evaluate": ("evaluate --help", {}, "quick"),
     "completion": ("", {**BASH, "COMP_WORDS": "accel-sft q", "COMP_CWORD": "1"}, "plain,quick"),
@@ -178,3 +182,8 @@ def test_the_refusal_above_fires(tmp_path):
     install(tmp_path, "accel-sft-quick", "quick = accel_sft_quick:Good", "import torch\n")
     (tmp_path / "sitecustomize.py").write_text(REFUSE)
     assert "RuntimeError: torch was imported" in accel_sft("tasks", site=tmp_path).stdout
+
+
+def test_no_module_is_longer_than_250_lines():
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules()}
+    assert {name: count for name, count in lines.items() if count > 250} == {}

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from accelerate.commands import launch as launcher
-from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from accelerate.commands.config.config_args import BaseConfig, ClusterConfig, load_config_from_file
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
@@ -25,7 +25,8 @@ from accel_sft.launch import deepspeed_ops
 from accel_sft.launch.accelerator import verify_engine
 from accel_sft.launch.audit import audit, refuse
 from accel_sft.launch.environment import threads_per_process, usable_cores
-from accel_sft.launch.info import read_launch
+from accel_sft.launch.info import Launch, read_launch
+from accel_sft.launch.rank_environment import CONFIG_KEYS
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
@@ -45,19 +46,26 @@ def environment_of_a_rank(config_file, *flags):
     """What Accelerate's own launcher would hand to a rank, without starting any."""
     args = launcher.launch_command_parser().parse_args(["--config_file", str(config_file), *flags, "train.py"])
     args, defaults, precision_from_file = launcher._validate_launch_command(args)
-    if args.use_deepspeed:
+    if args.use_deepspeed and not args.cpu:
         fields = [*defaults.deepspeed_config, *(["mixed_precision"] if precision_from_file else [])]
         args.deepspeed_fields_from_accelerate_config = ",".join(fields)
         return prepare_deepspeed_cmd_env(args)[1]
-    return prepare_multi_gpu_env(args)
+    if (args.use_fsdp or args.use_megatron_lm or args.multi_gpu) and not args.cpu:
+        return prepare_multi_gpu_env(args)
+    return prepare_simple_launcher_cmd_env(args)[1]
 
 
-def seen_by_a_rank(config_file, *flags, world_size=2, machines=1):
-    """The launch as such a rank reads it."""
-    environment = environment_of_a_rank(config_file, *flags)
-    environment |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size // machines), "LOCAL_RANK": "0"}
-    command = ["python", "accelerate", "launch", "--config_file", str(config_file), *flags, "train.py"]
-    return read_launch(environment, command, Path.cwd())
+def of_the_launch(environment, *more):
+    """The variables that say how to train: addresses, ports and threads are the machine's."""
+    names = ("CUDA_VISIBLE_DEVICES", *more)
+    return {k: v for k, v in environment.items() if k.startswith(("ACCELERATE_", "FSDP_")) or k in names}
+
+
+def seen_by_a_rank(config_file, *flags):
+    """The launch as its first rank reads it; computed, and compared with what Accelerate's launcher hands over."""
+    launch = Launch.from_yaml(config_file, *flags)
+    assert of_the_launch(launch.environment) == of_the_launch(environment_of_a_rank(config_file, *flags))
+    return launch
 
 
 def written(folder, content, name="launch.yaml"):
@@ -84,6 +92,11 @@ def test_the_yaml_keys_we_know_are_those_of_the_launcher():
     assert fsdp - set(auditing._YAML_FSDP.split()) == set()
 
 
+def test_the_top_level_keys_we_know_are_those_of_the_launcher():
+    assert CONFIG_KEYS.split()[:5] == [*BaseConfig.__dataclass_fields__]
+    assert CONFIG_KEYS.split() == [*ClusterConfig.__dataclass_fields__]
+
+
 def _parser_groups():
     return launcher.launch_command_parser()._action_groups
 
@@ -93,7 +106,7 @@ def test_shipped_yaml_loads_and_is_clean(path, built):
     assert load_config_from_file(str(path)).num_processes == 2
     machines = 2 if path.stem.startswith("multinode") else 1
     flags = ["--machine_rank", "1", "--main_process_ip", "127.0.0.1"] if machines == 2 else []
-    launch = seen_by_a_rank(path, *flags, machines=machines)
+    launch = seen_by_a_rank(path, *flags)
     found = audit(TrainConfig(), launch, devices=2 if launch.backend == "fsdp" else 0)
     assert found == []
     assert launch.precision == ("bf16", str(path))
@@ -122,9 +135,153 @@ def test_shipped_yaml_is_what_its_name_says(name, backend, stage, optimizer, par
     assert (launch.offload("optimizer"), launch.offload("param")) == (optimizer, param)
 
 
+VARIANTS = {
+    "flags of DeepSpeed": (Z2, ["--zero_stage", "3", "--gradient_clipping", "1", "--zero3_save_16bit_model", "True"]),
+    "hyphens and equal signs": (Z2, ["--mixed-precision=no", "--offload-optimizer-device=CPU", "--num-processes=4"]),
+    "every key of DeepSpeed": (
+        Z2
+        | {
+            "debug": True,
+            "enable_cpu_affinity": True,
+            "mixed_precision": None,
+            "deepspeed_config": {
+                "zero_stage": 3,
+                "gradient_accumulation_steps": "auto",
+                "gradient_clipping": 1,
+                "offload_param_device": "NVMe",
+                "zero3_init_flag": False,
+                "deepspeed_moe_layer_cls_names": "Experts",
+                "num_processes": 7,
+            },
+        },
+        [],
+    ),
+    "no precision": ({key: value for key, value in Z2.items() if key != "mixed_precision"}, []),
+    "a file of old": (
+        {key: value for key, value in DDP.items() if key != "mixed_precision"}
+        | {"fp16": True, "dynamo_backend": "INDUCTOR"},
+        [],
+    ),
+    "dynamo": (
+        DDP | {"dynamo_config": {"dynamo_backend": "AOT_EAGER", "use_dynamic": True}},
+        ["--dynamo_use_fullgraph"],
+    ),
+    "another backend than the file's": (Z2, ["--multi_gpu"]),
+    "DeepSpeed by flag": (DDP, ["--use_deepspeed", "--zero_stage", "1"]),
+    "FSDP by flag": (DDP, ["--use_fsdp", "--fsdp_version", "2", "--fsdp_reshard_after_forward", "False"]),
+    "FSDP 1": (
+        DDP
+        | {
+            "distributed_type": "FSDP",
+            "fsdp_config": {
+                "transformer_layer_cls_to_wrap": "Block",
+                "fsdp_min_num_params": 2,
+                "ignored_modules": "a.*",
+            },
+        },
+        ["--fsdp_backward_prefetch", "BACKWARD_PRE"],
+    ),
+    "on the CPU": (Z2, ["--cpu"]),
+    "one process": (DDP | {"distributed_type": "NO", "use_cpu": True}, []),
+    "GPUs by number": (DDP | {"gpu_ids": "1,3"}, ["--debug", "--enable_cpu_affinity"]),
+}
+
+
+@pytest.mark.parametrize("case", VARIANTS)
+def test_a_launch_from_its_yaml_is_what_the_launcher_hands_over(case, tmp_path):
+    content, flags = VARIANTS[case]
+    seen_by_a_rank(written(tmp_path, content), *flags)
+
+
+PRINTS = """
+import json, os, sys
+if os.environ.get("RANK", "0") == "0":
+    open(sys.argv[1], "w").write(json.dumps(dict(os.environ)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "world_size"),
+    [
+        (Z2, ["--mixed_precision", "no"], 2),
+        (DDP, ["--num_processes", "3"], 3),
+        (DDP | {"distributed_type": "NO"}, [], 1),
+    ],
+    ids=["DeepSpeed with a JSON", "three processes", "one process"],
+)
+def test_a_launch_from_its_yaml_is_that_of_a_real_rank(content, flags, world_size, tmp_path):
+    if content is Z2:
+        content = Z2 | {"deepspeed_config": {"deepspeed_config_file": str(written(tmp_path, JSON, "ds.json"))}}
+    path, script, answer = written(tmp_path, content), tmp_path / "rank.py", tmp_path / "answer.json"
+    script.write_text(PRINTS)
+    accelerate = Path(sysconfig.get_path("scripts"), "accelerate")
+    command = [accelerate, "launch", "--config_file", path, "--main_process_port", "0", *flags, script, answer]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    launch = Launch.from_yaml(path, *flags)
+    ranks = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
+    assert of_the_launch(launch.environment, *ranks) == of_the_launch(json.loads(answer.read_text()), *ranks)
+    assert (launch.world_size, launch.machines) == (world_size, 1)
+
+
+def test_the_ranks_of_a_second_machine_are_numbered_behind_the_firsts():
+    path = ROOT / "accelerate_configs" / "multinode_z3.yaml"
+    flags = ["--num_processes", "8", "--machine_rank", "1", "--main_process_ip", "127.0.0.1"]
+    launch = seen_by_a_rank(path, *flags)
+    assert (launch.world_size, launch.local_world_size, launch.machines) == (8, 4, 2)
+    assert launch.environment["RANK"] == "4"
+
+
+REFUSED = {
+    "an unknown key": (
+        Z2 | {"num_proceses": 2},
+        "num_proceses: the launcher knows no such key; did you mean",
+    ),
+    "no backend": ({"num_processes": 2}, "distributed_type None is not supported"),
+    "a typo in the backend": (Z2 | {"distributed_type": "DEEPSPED"}, "did you mean DEEPSPEED?"),
+    "SageMaker": (Z2 | {"compute_environment": "AMAZON_SAGEMAKER"}, "write LOCAL_MACHINE"),
+    "no processes": ({k: v for k, v in Z2.items() if k != "num_processes"}, "num_processes is missing: give --num_p"),
+    "processes in words": (Z2 | {"num_processes": "two"}, "num_processes two: give --num_processes at least 1"),
+    "a bare no": (Z2 | {"mixed_precision": False}, "in quotes: YAML reads a bare no as false"),
+    "no such precision": (Z2 | {"mixed_precision": "bf32"}, "mixed_precision bf32 is unknown"),
+    "no JSON": (Z2 | {"deepspeed_config": {"deepspeed_config_file": "none.json"}}, "none.json: cannot be read as JSON"),
+    "no keys": (["a", "b"], "write one `key: value` a line"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_launcher_would_refuse_is_refused_in_a_line(case, tmp_path):
+    content, expected = REFUSED[case]
+    with pytest.raises(UserError, match=re.escape(expected)) as raised:
+        Launch.from_yaml(written(tmp_path, content))
+    assert len(raised.value.problems) == 1
+
+
+@pytest.mark.parametrize("text", [None, "a: [", b"\xff\xfe"])
+def test_a_launch_file_that_cannot_be_read_is_named(text, tmp_path):
+    path = tmp_path / "launch.yaml"
+    if text:
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(UserError, match=r"launch\.yaml: cannot be read"):
+        Launch.from_yaml(path)
+
+
+def test_a_launch_from_its_yaml_needs_no_torch():
+    script = """
+        import sys, time
+        from accel_sft.launch.info import Launch
+        begun = time.process_time()
+        print(Launch.from_yaml("accelerate_configs/z3_offload.yaml").offload("param"))
+        assert time.process_time() - begun < 0.5
+        assert not {"torch", "accelerate", "deepspeed"} & set(sys.modules)
+        """
+    process = python(script)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (stdout, stderr) == ("cpu\n", "")
+
+
 def test_command_line_wins(tmp_path, built):
     path = written(tmp_path, Z2)
-    launch = seen_by_a_rank(path, "--mixed_precision", "no", "--num_processes", "1", world_size=1)
+    launch = seen_by_a_rank(path, "--mixed_precision", "no", "--num_processes", "1")
     assert launch.precision == ("no", "--mixed_precision")
     assert audit(TrainConfig(), launch, devices=0) == []
 
@@ -175,6 +332,34 @@ def test_error_fires(case, tmp_path, built):
         refuse(found)
 
 
+NEWER, TESTED = "1.16.0", "1.15.4"
+
+
+@pytest.mark.parametrize(
+    ("key", "accelerate", "level", "expected"),
+    [
+        ("colour", NEWER, "warning", "is unknown to accelerate 1.15, with which accel_sft was tested: see that accel"),
+        ("colour", TESTED, "error", "is unknown, and would be ignored in silence: remove it"),
+        ("zero_sage", NEWER, "error", "is unknown, and would be ignored in silence: did you mean zero_stage?"),
+        ("zero_sage", TESTED, "error", "is unknown, and would be ignored in silence: did you mean zero_stage?"),
+    ],
+)
+def test_a_key_that_resembles_none_may_be_a_newer_accelerates(
+    key, accelerate, level, expected, tmp_path, built, monkeypatch
+):
+    launch = seen_by_a_rank(written(tmp_path, Z2 | {"deepspeed_config": {"zero_stage": 2, key: 1}}))
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: accelerate if name == "accelerate" else real(name))
+    (finding,) = audit(TrainConfig(), launch, devices=0)
+    assert finding.level == level
+    assert expected in str(finding)
+
+
+def test_the_keys_are_those_of_the_accelerate_that_is_installed():
+    """A newer one is run with before its version stands beside the list of keys."""
+    assert tuple(map(int, importlib.metadata.version("accelerate").split(".")[:2])) == auditing._ACCELERATE
+
+
 def test_all_errors_are_raised_together(tmp_path, built):
     content = Z2 | {"deepspeed_config": {"zero_stage": 3, "zero_sage": 3}, "mixed_precision": "fp16"}
     with pytest.raises(UserError) as raised:
@@ -215,7 +400,7 @@ def test_json_beats_the_command_line_only_with_an_error(tmp_path, built):
 
 
 def test_a_world_smaller_than_asked_for_is_an_error(tmp_path, built):
-    launch = seen_by_a_rank(written(tmp_path, DDP | {"distributed_type": "NO"}), world_size=1)
+    launch = seen_by_a_rank(written(tmp_path, DDP | {"distributed_type": "NO"}))
     assert "2 processes asked for, 1 started" in lines(audit(TrainConfig(), launch, devices=0), "error")[0]
 
 
@@ -430,7 +615,7 @@ def test_quiet_keeps_chatter_in_the_file_and_ours_on_the_terminal(tmp_path):
 def test_a_compilation_is_announced_by_rank_0_before_it_starts(rank, told, tmp_path):
     """The compiler, here one that fails at once, is reached while the Accelerator is built."""
     path = written(tmp_path, Z2 | {"num_processes": 1, "mixed_precision": "no"})
-    environment = seen_by_a_rank(path, world_size=1).environment
+    environment = seen_by_a_rank(path).environment
     process = python(
         """
         import sys
@@ -481,7 +666,7 @@ RANK = """
 import json, os, sys
 from pathlib import Path
 from accel_sft.launch.environment import prepare_environment
-from accel_sft.launch.accelerator import create_accelerator, prepare, whole_weights
+from accel_sft.launch.accelerator import create_accelerator, prepare_model, whole_weights
 from accel_sft.launch.describe import describe, launch_record
 from accel_sft.io.terminal import quiet
 
@@ -500,7 +685,7 @@ with quiet(folder / f"rank-{os.environ['RANK']}.log"):
     with whole_weights(accelerator):
         model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model, optimizer = prepare(accelerator, model, optimizer, config)
+    model, optimizer = prepare_model(accelerator, model, optimizer, config)
     inputs = torch.full((2, 4), 1.0 + accelerator.process_index, dtype=next(model.parameters()).dtype)
     loss = model(inputs).float().square().mean()
     if hasattr(model, "set_gradient_accumulation_boundary"):

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from accel_sft.io.files import write_atomically
-from accel_sft.io.run_dir import write_result
+from accel_sft.io.run_dir import RunDir
 from accel_sft.tracking.model_card import model_card
 from accel_sft.tracking.report import comparison_rows, print_report, render_report, write_report
 
@@ -38,7 +38,9 @@ def sample(index, generated, **scores):
 
 
 def test_the_result_is_json_whatever_the_numbers(tmp_path):
-    path = write_result(tmp_path, {"status": "finished", "before": {"eval_loss": math.nan}, "list": [math.inf, 1.5]})
+    path = RunDir(tmp_path).write_result(
+        {"status": "finished", "before": {"eval_loss": math.nan}, "list": [math.inf, 1.5]}
+    )
     assert "NaN" not in path.read_text()
     assert json.loads(path.read_text()) == {"status": "finished", "before": {"eval_loss": None}, "list": [None, 1.5]}
 
@@ -68,7 +70,7 @@ def test_what_one_side_lacks_is_an_empty_cell():
 def test_the_page_tells_training_comparison_memory_and_answers(tmp_path):
     before = [sample(index, "?", accuracy=0.0) for index in range(30)]
     after = [sample(index, "1 + 2", accuracy=1.0) for index in range(30)]
-    page = write_report(tmp_path, RESULT, before, after).read_text()
+    page = write_report(RunDir(tmp_path), RESULT, before, after).read_text()
     assert page == render_report(RESULT, before, after)
     assert page.startswith("# math tiny\n")
     assert "| training time &#40;s&#41; | 61.5 |" in page or "| training time (s) | 61.5 |" in page

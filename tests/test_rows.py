@@ -10,16 +10,15 @@ import pytest
 from parsers import CALLS, answer, other_answer
 
 from accel_sft import UserError, read_rows
-from accel_sft.data import json_stream, rows
+from accel_sft.data import rows
 
 
 @pytest.fixture(autouse=True, params=["held", "from the file"])
 def way(request, tmp_path, monkeypatch):
-    """Small files are held; large ones are read in blocks, which end anywhere, and what was found out is cached."""
+    """Small files are held in memory; of large ones the place of each row is kept in the cache."""
     monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "cache"))
     if request.param != "held":
         monkeypatch.setattr(rows, "IN_MEMORY_BYTES", 0)
-        monkeypatch.setattr(json_stream, "_BLOCK", 7)
     return request.param
 
 

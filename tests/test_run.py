@@ -361,5 +361,5 @@ def test_a_rank_that_fails_alone_ends_the_run_at_once_with_its_message(tmp_path,
     assert time.monotonic() - started < 120, "the other rank waited for the one that failed"
     summary = run.output[run.output.index("ChildFailedError") :]
     assert told in summary
-    assert "the judge is ill" in summary or "sys.exit(0) amid the run; raise an error instead" in summary
+    assert "the judge is ill" in summary or "sys.exit(0) during the run; raise an error instead" in summary
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"

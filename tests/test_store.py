@@ -22,7 +22,7 @@ from models import Sums, make_tiny
 from transformers import AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.data import cache, tokenization
+from accel_sft.data import cache, token_key
 from accel_sft.data.chat import Rules, encode, end_of_turn_ids
 from accel_sft.data.tokenization import FILE, KIND, SplitEncoder
 from accel_sft.io import manifest
@@ -152,7 +152,7 @@ TURNS = [{"role": "user", "content": "5="}]
 )
 def test_what_a_task_gives_on_one_rank_only_is_refused_on_both(two_ranks, monkeypatch, nonsense, told):
     # else every row is read first, and ranks differ
-    monkeypatch.setattr(tokenization, "identity", lambda *values: "known")
+    monkeypatch.setattr(token_key, "code_fingerprint", lambda *values: "known")
     good = [(TURNS, "5")] * 4
     for bad in (Named([*good[1:], nonsense]), Named([nonsense, *good[1:]])):  # in rank 1's share, and in rank 0's
         first, second = two_ranks(Named(good), bad, task=Recited())
@@ -223,6 +223,12 @@ def test_what_changes_the_tokens_misses_the_cache(tokenizer, tmp_path):
             keys.append(encoder(tokenizer, task).key(rows, "train"))
     assert len(set(keys)) == len(keys)
     assert keys[0] == encoder(AutoTokenizer.from_pretrained(tokenizer.name_or_path)).key(list(EXAMPLES), "train")
+
+
+def test_own_files_that_cannot_be_known_are_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr("accel_sft.data.fingerprint._MAX_BYTES", 10)
+    with pytest.raises(UserError, match="accel_sft's own files"):
+        encoder(tokenizer)
 
 
 def test_what_has_a_fingerprint_is_not_read_to_be_known(tokenizer):

@@ -23,6 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
+from accel_sft.io.run_dir import RunDir
 from accel_sft.tracking.metrics_file import MetricsFile
 from accel_sft.tracking.progress_bar import ProgressBar
 from accel_sft.tracking.system import SYSTEM_FIELDS, SystemSampler, host_memory_gib
@@ -55,7 +56,9 @@ def tracked(accelerator, tmp_path):
     def build(total_steps=10, **settings):
         if opened:
             time.sleep(1.1)  # TensorBoard orders a folder's files by the second of their names
-        opened.append(Tracker(accelerator, tmp_path / "runs" / "one", TrainConfig(**settings), total_steps=total_steps))
+        opened.append(
+            Tracker(accelerator, RunDir(tmp_path / "runs" / "one"), TrainConfig(**settings), total_steps=total_steps)
+        )
         return opened[-1]
 
     yield build
@@ -69,11 +72,11 @@ def record(step, **more):
 
 
 def lines(tracker):
-    return [json.loads(line) for line in (tracker.run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (tracker.run_dir.path / "metrics.jsonl").read_text().splitlines()]
 
 
 def events(tracker):
-    return EventAccumulator(str(tracker.run_dir), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    return EventAccumulator(str(tracker.run_dir.path), size_guidance={"scalars": 0, "tensors": 0}).Reload()
 
 
 def points(tracker, tag):
@@ -96,7 +99,7 @@ def test_a_loss_that_is_not_a_number_leaves_valid_json(tracked):
     tracker = tracked()
     tracker.step(record(1, loss=math.nan, grad_norm=math.inf))
     tracker.step(record(2, grad_norm=None))
-    assert "NaN" not in (tracker.run_dir / "metrics.jsonl").read_text()
+    assert "NaN" not in (tracker.run_dir.path / "metrics.jsonl").read_text()
     assert [(line["loss"], line["grad_norm"]) for line in lines(tracker)] == [(None, None), (1 / 3 + 2, None)]
 
 
@@ -144,8 +147,8 @@ def test_curves_are_read_back_from_the_run_folder_itself(tracked):
     for step in (1, 2, 3):
         tracker.step(record(step))
     tracker.close()
-    assert [path.name[:6] for path in tracker.run_dir.glob("**/events*")] == ["events"]
-    assert next(tracker.run_dir.glob("**/events*")).parent == tracker.run_dir
+    assert [path.name[:6] for path in tracker.run_dir.path.glob("**/events*")] == ["events"]
+    assert next(tracker.run_dir.path.glob("**/events*")).parent == tracker.run_dir.path
     assert points(tracker, "train/loss") == [(1, 1.3333), (2, 2.3333), (3, 3.3333)]
     drawn = set(events(tracker).Tags()["scalars"])
     assert {"train/grad_norm", "train/learning_rate", "throughput/tokens_per_second"} < drawn
@@ -171,7 +174,7 @@ def test_an_evaluation_is_recorded_with_every_answer(tracked, capsys):
     assert lines(tracker) == [{"step": 7, "eval_loss": 0.25, "accuracy": 0.5, "generate_seconds": 3.0}]
     assert points(tracker, "eval/accuracy") == [(7, 0.5)]
     assert points(tracker, "eval/loss") == [(7, 0.25)]
-    written = (tracker.run_dir / "samples" / "step-000007.jsonl").read_text().splitlines()
+    written = (tracker.run_dir.path / "samples" / "step-000007.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in written] == SAMPLES
     assert capsys.readouterr().out == "step 7:  accuracy 0.5  eval_loss 0.25\n"
 
@@ -195,7 +198,7 @@ def test_a_resumed_run_has_no_doubled_points(tracked, capsys):
         if step % 4 == 0:
             tracker.evaluation(step, {"eval_loss": 1.0, "accuracy": 0.1}, SAMPLES)
     tracker.close()
-    with open(tracker.run_dir / "metrics.jsonl", "a") as file:
+    with open(tracker.run_dir.path / "metrics.jsonl", "a") as file:
         file.write('{"step": 11, "lo')  # as a machine that lost power leaves it
     resumed = tracked()
     resumed.rewind(6)
@@ -220,8 +223,8 @@ def test_an_evaluation_that_no_checkpoint_knows_of_is_made_again_and_stands_once
     for evaluated in (False, True):
         resumed = tracked()
         resumed.rewind(3, evaluated=evaluated)
-        assert list(resumed.run_dir.glob("samples/*")) == (
-            [resumed.run_dir / "samples/step-000003.jsonl"] if evaluated else []
+        assert list(resumed.run_dir.path.glob("samples/*")) == (
+            [resumed.run_dir.path / "samples/step-000003.jsonl"] if evaluated else []
         )
         if not evaluated:
             resumed.evaluation(3, {"eval_loss": 2.0}, SAMPLES)
@@ -238,7 +241,7 @@ def test_rewinding_drops_the_answers_of_steps_undone(tracked):
     for step in (4, 8):
         tracker.evaluation(step, {"eval_loss": 1.0}, SAMPLES)
     tracker.rewind(6)
-    assert [path.name for path in tracker.run_dir.glob("samples/*")] == ["step-000004.jsonl"]
+    assert [path.name for path in tracker.run_dir.path.glob("samples/*")] == ["step-000004.jsonl"]
 
 
 def test_starting_over_forgets_everything(tracked):
@@ -271,7 +274,7 @@ def test_no_tracker_leaves_metrics_alone(tracked):
     tracker = tracked(tracker="none")
     tracker.step(record(1))
     tracker.evaluation(1, {"eval_loss": 1.0}, SAMPLES)
-    assert sorted(path.name for path in tracker.run_dir.iterdir()) == ["metrics.jsonl", "samples"]
+    assert sorted(path.name for path in tracker.run_dir.path.iterdir()) == ["metrics.jsonl", "samples"]
 
 
 class Service(GeneralTracker):
@@ -349,7 +352,7 @@ def test_the_profiler_traces_steps_three_to_five(tracked, capsys):
         for _ in range(6):
             torch.ones(4) @ torch.ones(4)
             profiler.step()
-    (trace,) = (tracker.run_dir / "profile").iterdir()
+    (trace,) = (tracker.run_dir.path / "profile").iterdir()
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"} < names
     assert "aten::dot" in names
@@ -367,7 +370,7 @@ def test_without_profile_nothing_is_traced(tracked):
     tracker = tracked()
     with tracker.profiler() as profiler:
         profiler.step()
-    assert not (tracker.run_dir / "profile").exists()
+    assert not (tracker.run_dir.path / "profile").exists()
 
 
 def test_the_machine_is_sampled_at_most_once_in_an_interval():
@@ -490,10 +493,11 @@ import sys, torch
 from pathlib import Path
 from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
+from accel_sft.io.run_dir import RunDir
 from accel_sft.tracking.tracker import Tracker
 torch.set_num_threads(1)
 accelerator = Accelerator(cpu=True)
-with Tracker(accelerator, Path(sys.argv[1]), TrainConfig(), total_steps=1) as tracker:
+with Tracker(accelerator, RunDir(Path(sys.argv[1])), TrainConfig(), total_steps=1) as tracker:
     tracker.phase("ready")
     phases = tracker.phases()
     assert [row["rank"] for row in phases] == [0, 1], phases

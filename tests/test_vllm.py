@@ -27,7 +27,7 @@ from accel_sft.commands import evaluate as judge
 from accel_sft.commands import train
 from accel_sft.data.chat import Encoded
 from accel_sft.evaluation import server, vllm
-from accel_sft.io.run_dir import read_samples
+from accel_sft.io.run_dir import RunDir
 from accel_sft.models.load import Source, find_source
 
 QUESTION = Encoded(5, [1, 2, 3, 4], 3)
@@ -109,7 +109,7 @@ def test_two_ranks_score_its_answers_as_the_run_scored_its_own(launched, fake, t
     assert done.status == 0, done.output
     assert "vllm: ready after" in done.output
     samples = [json.loads(line) for line in (tmp_path / "out" / "samples-tuned.jsonl").read_text().splitlines()]
-    assert samples == read_samples(run.run_dir, 6)
+    assert samples == RunDir(run.run_dir).read_samples(6)
     expected, result = run.result()["after"], done.result()
     assert result["generate_with"] == "vllm"
     assert result["after"]["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-4)

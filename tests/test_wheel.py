@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROJECTS = {"accel_sft": ROOT, "accel_sft_math": ROOT / "tasks" / "math", "accel_sft_ner": ROOT / "tasks" / "ner"}
+LAUNCH_FILES = ROOT / "accelerate_configs"
 
 
 def run(*command, **options) -> str:
@@ -33,7 +34,9 @@ def wheels(tmp_path_factory) -> list[Path]:
         for path in (path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
             shutil.copy(path, sources / name)
         if (folder / name).is_dir():
-            shutil.copytree(folder / name, sources / name / name, ignore=shutil.ignore_patterns("__pycache__"))
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(folder / name, sources / name / name, symlinks=True, ignore=ignored)
+    shutil.copytree(LAUNCH_FILES, sources / "accel_sft" / LAUNCH_FILES.name)  # a link inside the package leads here
     pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index")
     run(*pip, "--wheel-dir", built, *(sources / name for name in PROJECTS))
     return sorted(built.iterdir())
@@ -64,6 +67,7 @@ def test_wheels_hold_every_module_and_data_file(wheels):
     for name, folder in PROJECTS.items():
         files = [*(folder / name).rglob("*.py"), *(folder / name).rglob("*.yaml")]
         expected |= {path.relative_to(folder).as_posix() for path in files}
+    expected |= {f"accel_sft/launch_files/{path.name}" for path in LAUNCH_FILES.iterdir()}
     assert expected - held == set()
     assert {name for name in held if ".dist-info/" not in name} - expected == set()
 
@@ -80,5 +84,7 @@ def test_an_installation_from_wheels_trains_in_an_empty_folder(installed, tmp_pa
     tasks = run(installed / "accel-sft", "tasks", **user)
     assert "math" in tasks
     assert "ner" in tasks
+    for path in LAUNCH_FILES.iterdir():
+        assert run(installed / "accel-sft", "launch-file", path.stem, **user) == path.read_text(encoding="utf-8")
     run(installed / "accel-sft", "math", "--max-steps", "2", "--eval-every", "off", "--output-dir", "run", **user)
     assert (work / "run" / "final" / "model.safetensors").is_file()

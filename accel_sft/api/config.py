@@ -69,7 +69,7 @@ class TrainConfig:
         "stop",
         section=OPTIM,
         choices=("stop", "skip"),
-        help="A step whose loss or gradient is no number is never learnt from: stop there, or skip it.",
+        help="A step whose loss or gradient is NaN or infinite changes no weights: stop there, or skip it.",
     )
 
     eval_every: str = option(

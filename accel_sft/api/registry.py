@@ -23,7 +23,9 @@ ALLOWED = "ACCEL_SFT_TASKS"
 """The variable that names the tasks whose code may run, commas between; unset: all that are installed."""
 SHIPPED = {"math": "accel-sft-math", "ner": "accel-sft-ner"}
 """Task names that belong to the distributions this project ships."""
-RESERVED = frozenset(("tasks", "check", "plan", "compare", "evaluate", "generate", "merge", "new-task", "doctor"))
+RESERVED = frozenset(
+    ("tasks", "check", "plan", "compare", "report", "evaluate", "generate", "merge", "push", "new-task", "install")
+) | {"launch-file", "doctor"}
 """Names of tools, present and to come, which no task may take."""
 NAME = re.compile(r"[a-z0-9-]+")
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -89,6 +91,12 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """`; did you mean math?`, or nothing where no known name is near."""
     near = difflib.get_close_matches(name, sorted(known), n=3)
     return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def summary_of(cls: type, fallback: str) -> str:
+    """First line of a class's docstring; a dataclass without one has its signature there, which says nothing."""
+    doc = (vars(cls).get("__doc__") or "").strip()
+    return fallback if not doc or re.match(rf"{cls.__name__}\(", doc) else doc.splitlines()[0]
 
 
 def load_plugin(plugin: Plugin) -> type[Task]:

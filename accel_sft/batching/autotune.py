@@ -18,6 +18,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.verify import exact_batchings
 from accel_sft.data.chat import Encoded
+from accel_sft.launch.collectives import all_ranks, largest_of_ranks
 
 CPU_FORWARDS = {Tree: (256, 512, 1024), Varlen: (256, 512, 1024), RowByRow: (1024, 2048, 4096), Padded: (1024, 4096)}
 FORWARDS = {"cpu": CPU_FORWARDS}
@@ -109,7 +110,7 @@ class Trial:
             for tokens in sizes:
                 sized = dataclasses.replace(batching, tokens=tokens)
                 rows = self._heaviest(sized)
-                fits = self._agreed(self._fits(sized, rows))
+                fits = all_ranks(self._fits(sized, rows))
                 if not fits:
                     break
                 fitting.append(sized)
@@ -132,18 +133,18 @@ class Trial:
         sizes = self.within_memory(exact, TRIED_ON_DEVICE)
         if dropout:
             return self.least_work(sizes), f", the least work of {len(sizes)} sizes (masks of {dropout} depend on it)"
-        decided = choice.what_decides(self.accelerator, self.model, self.config, self.examples, sizes, self.train)
+        decided = choice.what_decides(self.accelerator, self.model, self.config, self.examples, exact, self.train)
         batching, told = choice.measured_once(self.accelerator, decided, lambda: self.fastest(sizes))
         if batching in sizes:
-            return batching, f", the fastest of {len(sizes)} ({told})"
+            return batching, f", the best of {len(sizes)} sizes ({told})"
         return self.least_work(sizes), f", the least work of {len(sizes)} sizes ({told})"
 
-    def fastest(self, candidates: Sequence[Batching]) -> Batching | None:
-        """The quickest to go through some of the examples; None where trials would take too long."""
+    def fastest(self, candidates: Sequence[Batching]) -> Batching:
+        """The quickest to go through some of the examples; where trials would take too long, that of the least work."""
         some = self._like_a_step(candidates)
         first = [self._seconds(candidates[0], some) for _ in range(2)][1]  # the first time warms up
         if first * len(candidates) > TRIED_SECONDS:
-            return None
+            return self.least_work(candidates)
         took = {batching: self._seconds(batching, some) for batching in candidates}
         near = [batching for batching in candidates if took[batching] <= NEAR * min(took.values())]
         spent = sum(took.values())
@@ -168,8 +169,7 @@ class Trial:
         started = time.perf_counter()
         for rows in batching.divide(examples, self.accelerator.num_processes)[self.accelerator.process_index]:
             self._run(batching, rows)
-        mine = torch.tensor([time.perf_counter() - started], device=self.device)
-        return self.accelerator.gather(mine).max().item()
+        return largest_of_ranks(time.perf_counter() - started)
 
     def _spread(self) -> list[Encoded]:
         """Examples from all over the data, as many as a step has."""
@@ -241,6 +241,3 @@ class Trial:
             if parameter.requires_grad:
                 size = parameter.numel() * (parameter.element_size() + each)  # of what this rank holds of it
                 hold.append(torch.empty(size, dtype=torch.uint8, device=self.device))
-
-    def _agreed(self, mine: bool) -> bool:
-        return bool(self.accelerator.gather(torch.tensor([mine], device=self.device)).all())

@@ -19,11 +19,12 @@ from accel_sft.data import cache
 from accel_sft.data.chat import Encoded
 from accel_sft.io import manifest
 from accel_sft.io.files import read_json, write_atomically
+from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import decided_by_main
 from accel_sft.launch.describe import device_name, parallelism, versions
 
-KIND, FILE = "batching", "batching.json"
-"""Of the cache's entries; in a run's folder."""
+KIND = "batching"
+"""Of the cache's entries."""
 
 
 def recorded(asked: Sequence[str], batching: Batching) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def restored(record: dict[str, Any] | None, asked: Sequence[str]) -> Batching | 
     return _batching(record.get("chosen"))
 
 
-def write(accelerator: Accelerator, run_dir: Path, asked: Sequence[str], batching: Batching, job: list[Any]) -> None:
+def write(accelerator: Accelerator, run_dir: RunDir, asked: Sequence[str], batching: Batching, job: list[Any]) -> None:
     """Keep what a run has chosen, so that one that is killed before its first checkpoint goes on with it.
 
     Args:
@@ -46,14 +47,14 @@ def write(accelerator: Accelerator, run_dir: Path, asked: Sequence[str], batchin
     """
     record = {**recorded(asked, batching), "layout": parallelism(accelerator), "job": job}
     text = json.dumps(record, indent=2) + "\n"
-    decided_by_main(accelerator, lambda: write_atomically(run_dir / FILE, text))
+    decided_by_main(accelerator, lambda: write_atomically(run_dir.batching, text))
 
 
-def read(accelerator: Accelerator, run_dir: Path, job: list[Any]) -> dict[str, Any] | None:
+def read(accelerator: Accelerator, run_dir: RunDir, job: list[Any]) -> dict[str, Any] | None:
     """What the run in this folder had chosen for this job under this launch; None if nothing."""
 
     def found() -> dict[str, Any] | None:
-        file = run_dir / FILE
+        file = run_dir.batching
         record = read_json(file) if file.exists() else {}
         here = {"layout": parallelism(accelerator), "job": job}
         return record if isinstance(record, dict) and here.items() <= record.items() else None
@@ -62,7 +63,7 @@ def read(accelerator: Accelerator, run_dir: Path, job: list[Any]) -> dict[str, A
 
 
 def measured_once(
-    accelerator: Accelerator, decided: list[Any], measure: Callable[[], Batching | None]
+    accelerator: Accelerator, decided: list[Any], measure: Callable[[], Batching]
 ) -> tuple[Batching | None, str]:
     """What `measure` found when it was first asked for what `decided` it, on this machine; and where that is kept.
 
@@ -72,7 +73,7 @@ def measured_once(
     Args:
         measure: called on all ranks or on none.
     Returns:
-        the batching, None where nothing can be kept or `measure` found nothing; and a phrase that tells which.
+        the batching, None where nothing can be kept; and a phrase that tells where it is, or why it is not.
     """
     key = hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode()).hexdigest()[:32]
     made: list[Path] = []
@@ -98,8 +99,6 @@ def measured_once(
         about, told = decided_by_main(accelerator, look)
         if about is None and not told:
             batching = measure()
-            if batching is None:
-                return None, "too slow to measure"
             about, told = decided_by_main(accelerator, lambda: keep(batching))
     finally:
         for path in made:
@@ -112,10 +111,13 @@ def what_decides(
     model: torch.nn.Module,
     config: TrainConfig,
     examples: Sequence[Encoded],
-    candidates: Sequence[Batching],
+    exact: Sequence[Batching],
     train: bool,
 ) -> list[Any]:
-    """All that what is measured depends on: the model's shape, the data, the launch, the machine, the software."""
+    """All that what is measured depends on: the model's shape, the data, the launch, the machine, the software.
+
+    Not the memory that happens to be free, which decides the sizes that are tried.
+    """
     unwrapped, tokens = accelerator.unwrap_model(model), hashlib.sha256()
     for example in examples:
         tokens.update(json.dumps([example.prompt_length, example.input_ids]).encode())
@@ -127,7 +129,7 @@ def what_decides(
     settings = [config.global_batch_size, config.gradient_checkpointing, config.compile]
     return [
         [shape, parameters, settings, train],
-        [tokens.hexdigest(), [dataclasses.asdict(batching) for batching in candidates]],
+        [tokens.hexdigest(), [dataclasses.asdict(batching) for batching in exact]],
         [parallelism(accelerator), device_name(accelerator), torch.get_num_threads(), versions()],
     ]
 

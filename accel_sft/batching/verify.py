@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.collate import Batch
@@ -17,6 +16,7 @@ from accel_sft.batching.forward_layouts import LAYOUTS, Layout
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import available_heads, nll
 from accel_sft.data.chat import Encoded
+from accel_sft.launch.collectives import any_rank, first_reason
 
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
 TOLERANCE, REDUCED_TOLERANCE = 1e-3, 0.25
@@ -84,7 +84,7 @@ def exact_batchings(
                     batching = Batching(name, UNLIMITED, attention=layout.attention, head=head.name)
                     # ranks that came to different answers would run different forwards
                     mine = [differs(batching, *trial) for trial in zip(alone, trials, strict=True)]
-                    reason = next(filter(None, gather_object(mine)), None)
+                    reason = first_reason(next(filter(None, mine), None))
                     if not reason and layout.one_sequence:
                         leaks = [_see_each_other(model, batching, rows, where, rounding) for rows in trials]
                         reason = "a change in one row changes another" if any(leaks) else None
@@ -124,7 +124,7 @@ def _is_random(model: torch.nn.Module, batch: Batch, rounding: float) -> bool:
     for _ in range(LOOKS):
         first, again = nll(model, batch), nll(model, batch)
         # ranks look equally often, for their forwards may wait for each other
-        if not any(gather_object([not _farthest(first, again) <= rounding])):
+        if not any_rank(not _farthest(first, again) <= rounding):
             return False
     return True
 
@@ -196,7 +196,7 @@ def _see_each_other(
         sources = torch.arange(len(after), device=after.device) if batch.sources is None else batch.sources
         later = batch.keep[sources] > last
         unchanged.append(before[later])
-        if not any(gather_object([not torch.equal(before[later], after[later])])):
+        if not any_rank(not torch.equal(before[later], after[later])):
             return False
     noise = max(_farthest(one, other) for one, other in itertools.pairwise(unchanged))
-    return any(gather_object([not _farthest(before[later], after[later]) <= min(rounding, NOISE * noise)]))
+    return any_rank(not _farthest(before[later], after[later]) <= min(rounding, NOISE * noise))

@@ -1,47 +1,48 @@
-"""Whether there is room for what a run is about to need, on the disk and in host memory: told before, not amid it."""
+"""Refuses a run that will not fit: free disk for its checkpoints, free host memory for its optimizer states."""
 
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
+from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
+from accel_sft.launch.collectives import Team, decided_by_main
 from accel_sft.launch.info import Launch
 
 SPARE_BYTES = 64 << 20
-"""Left free beside a checkpoint, for what else a run writes."""
+"""Of the disk, left free beside a checkpoint for the other files of a run."""
 MOMENTS, COPY, GRADIENT = 8, 4, 4
 """Bytes of a trained parameter's element in float32: AdamW's two moments, a copy of the weight, its gradient."""
 
 
-def check_disk(accelerator: Accelerator, model: torch.nn.Module, run_dir: Path) -> None:
-    """See that a checkpoint of this model has room on the disk.
+def check_disk(accelerator: Accelerator, model: torch.nn.Module, run_dir: RunDir) -> None:
+    """Check that a checkpoint of this model fits on the disk.
 
     Raises:
-        UserError: on every rank, if it has not.
+        UserError: on every rank, if it does not.
     """
-    problem = None
-    if accelerator.is_main_process:  # the folder need not be there for the others yet
-        needed, free = sum(_sizes(model)) * shards.BYTES + SPARE_BYTES, shutil.disk_usage(run_dir).free
+
+    def check() -> None:
+        needed, free = sum(_sizes(model)) * shards.BYTES + SPARE_BYTES, shutil.disk_usage(run_dir.path).free
         if free < needed:
-            problem = (
+            raise UserError(
                 f"{run_dir}: a checkpoint takes {_gib(needed)}, and {_gib(free)} of the disk are free; free space "
                 "(then go on with --resume auto), name another --output-dir, or --save-every off"
             )
-    _agree(problem)
+
+    decided_by_main(accelerator, check)  # other machines may not see the folder yet
 
 
 def check_host_memory(accelerator: Accelerator, model: torch.nn.Module, launch: Launch) -> None:
-    """See that host memory takes what this machine's ranks will put there: optimizer states that are offloaded, or on a
-    CPU all of them, and what a checkpoint's files are copied to. To be called before the first of it is made.
+    """Check that host memory is enough for what this machine's ranks will put there: optimizer states, where they are
+    offloaded or the device is a CPU, and the copy of a checkpoint's file. Call it before the optimizer has states.
 
-    It is the least they will take; what the libraries hold beside is not known.
+    It counts the least they will take; what the libraries take besides is not known.
 
     Raises:
         UserError: on every rank, if some machine has too little.
@@ -57,24 +58,23 @@ def check_host_memory(accelerator: Accelerator, model: torch.nn.Module, launch: 
         states = sum(sizes) * share * (MOMENTS + (COPY if launch.backend == "deepspeed" else 0))
     largest = max(sizes) * (share if launch.stage == 3 or launch.backend == "fsdp" else 1 / launch.local_world_size)
     file = min(sum(sizes) / launch.world_size * shards.BYTES, shards.FILE_BYTES + largest * shards.BYTES)
-    needed, free = (states + file) * launch.local_world_size, host_memory.free_bytes()
-    problem = (
-        f"host memory: {launch.local_world_size} processes on this machine need at least {_gib(needed)} for optimizer "
-        f"states and checkpoints of {sum(sizes):,} trained parameters, and {_gib(free)} are free "
-        f"({host_memory.describe()}); use --adapter lora, a higher ZeRO stage over more "
-        "machines, offload to nvme, or free memory"
-    )
-    _agree(problem if free < needed and launch.environment.get("LOCAL_RANK", "0") == "0" else None)
+    needed = (states + file) * launch.local_world_size
+
+    def check() -> None:
+        if (free := host_memory.free_bytes()) < needed:
+            raise UserError(
+                f"host memory: {launch.local_world_size} processes on this machine need at least {_gib(needed)} for "
+                f"optimizer states and checkpoints of {sum(sizes):,} trained parameters, and {_gib(free)} are free "
+                f"({host_memory.describe()}); use --adapter lora, a higher ZeRO stage over more "
+                "machines, offload to nvme, or free memory"
+            )
+
+    Team(accelerator).firsts(check)
 
 
 def _sizes(model: torch.nn.Module) -> list[int]:
     """Elements of each trained parameter, whole."""
     return [getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad]
-
-
-def _agree(problem: str | None) -> None:
-    if told := next(filter(None, gather_object([problem])), None):
-        raise UserError(told)
 
 
 def _gib(size: float) -> str:

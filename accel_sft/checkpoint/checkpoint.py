@@ -1,10 +1,10 @@
-"""A run's folder, its checkpoints (complete or not there) and the weights it hands out (law 3)."""
+"""Checkpoints that are complete or not there: saved, found, loaded; and weights exported for other libraries."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,16 @@ from accel_sft.checkpoint.capacity import check_disk
 from accel_sft.io import manifest
 from accel_sft.io.files import abandoned, write_atomically
 from accel_sft.io.heartbeat import heartbeat
+from accel_sft.io.run_dir import RunDir, step_of
+from accel_sft.launch.collectives import decided_by_main
 from accel_sft.launch.describe import parallelism
-
-POINTER = "latest"
-"""The file beside the checkpoints that names the newest; written last."""
 
 
 @contextlib.contextmanager
 def replacing(accelerator: Accelerator, target: Path) -> Iterator[Path]:
-    """A folder beside `target` to fill from all ranks; it takes `target`'s place when it is whole and on the disk.
+    """A folder beside `target` to fill from all ranks; it replaces `target` once it is complete and on the disk.
 
-    What a kill leaves behind is put right by `settle`.
+    `settle` repairs what a kill leaves behind.
     """
     partial = target.with_name(f".{target.name}.partial")
     if accelerator.is_main_process:
@@ -49,10 +48,10 @@ def replacing(accelerator: Accelerator, target: Path) -> Iterator[Path]:
     accelerator.wait_for_everyone()
 
 
-def settle(run_dir: Path) -> None:
-    """Put right what a kill amid `replacing` left: the old folder back where the new one had not come yet. And take
-    away files that were being written."""
-    for folder in (run_dir, run_dir / "checkpoints", run_dir / "samples"):
+def settle(run_dir: RunDir) -> None:
+    """Repair what a kill during `replacing` left: the old folder comes back if the new one was not there yet, and
+    half-written files and folders are removed."""
+    for folder in (run_dir.path, run_dir.checkpoints, run_dir.samples):
         for temporary in abandoned(folder):
             temporary.unlink()
         for outgoing in folder.glob(".*.outgoing"):
@@ -69,22 +68,22 @@ def save(
     accelerator: Accelerator,
     model: torch.nn.Module,
     optimizer: Any,
-    run_dir: Path,
+    run_dir: RunDir,
     state: dict[str, Any],
     keep: int,
     extra: shards.Extra | None = None,
 ) -> Path:
-    """Write `checkpoints/step-<step>`: what training has changed, by parameter, and `state`; prune after.
+    """Write the trained parameters, their Adam state and `state` as the step's checkpoint; then delete old ones.
 
-    Frozen weights are left out: the run's source still has them. Random state is none to keep: a step's is made from
-    the seed, the step and the rank.
+    Frozen weights are left out, since the run's source has them. There is no random state to save: a step's is made
+    from the seed, the step and the rank.
 
     Args:
         state: JSON-able, with the key `step`.
-        keep: newest checkpoints left.
-        extra: tensors that training needs besides, equal on all ranks; `load_extra` reads them.
+        keep: how many of the newest checkpoints stay.
+        extra: tensors that training needs besides, equal on all ranks; `load` hands them to `set_extra`.
     """
-    target = run_dir / "checkpoints" / f"step-{state['step']:06d}"
+    target = run_dir.checkpoint(state["step"])
     check_disk(accelerator, model, run_dir)
     about = {**state, "layout": parallelism(accelerator), "loss_scale": shards.loss_scale(accelerator, model)}
     with replacing(accelerator, target) as partial:
@@ -93,42 +92,37 @@ def save(
         if accelerator.is_main_process:
             manifest.write(partial, about)
     if accelerator.is_main_process:
-        write_atomically(target.parent / POINTER, target.name + "\n")
-        # later ones are damaged, or of a run that was resumed from before them: they do not count as newest
-        for old in [path for path in checkpoints(run_dir) if _step(path) <= state["step"]][:-keep]:
+        write_atomically(run_dir.latest, target.name + "\n")
+        # Later ones are damaged, or the run was resumed from before them: they do not count.
+        for old in [path for path in run_dir.all_checkpoints() if step_of(path) <= state["step"]][:-keep]:
             shutil.rmtree(old)
     return target
 
 
-def checkpoints(run_dir: Path) -> list[Path]:
-    """The run's checkpoint folders, oldest first."""
-    found = (run_dir / "checkpoints").glob("step-*")
-    return sorted((path for path in found if path.name.removeprefix("step-").isdecimal()), key=_step)
+def find(accelerator: Accelerator, run_dir: RunDir, resume: str, log: Callable[[str], None]) -> Path | None:
+    """`newest` for all ranks, as rank 0 finds it; None if `--resume` is off. Those passed over are logged."""
+    if resume == "off":
+        return None
+    path, skipped = decided_by_main(accelerator, lambda: newest(run_dir, resume))
+    for line in skipped:
+        log(line)
+    return path
 
 
-def has_trained(run_dir: Path) -> bool:
-    """Whether the folder holds what a run has learnt, which no other settings may go on with or take the place of."""
-    return bool(checkpoints(run_dir)) or (run_dir / "final").is_dir()
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def newest(run_dir: Path, resume: str) -> tuple[Path | None, list[str]]:
-    """The checkpoint to continue from, if any, and one line for each that was passed over and why.
+def newest(run_dir: RunDir, resume: str) -> tuple[Path | None, list[str]]:
+    """The checkpoint to continue from, if any, and a line for each damaged one that was passed over.
 
     Args:
         resume: "auto", or a checkpoint's folder.
     Raises:
-        UserError: the named checkpoint is not there or not whole.
+        UserError: the named checkpoint is missing or damaged, or all of them are damaged.
     """
     if resume != "auto":
         if defect := _defect(Path(resume)):
             raise UserError(f"--resume {resume}: {defect}")
         return Path(resume), []
     skipped: list[str] = []
-    for path in reversed(checkpoints(run_dir)):
+    for path in reversed(run_dir.all_checkpoints()):
         defect = _defect(path)
         if defect is None:
             return path, skipped
@@ -140,11 +134,11 @@ def newest(run_dir: Path, resume: str) -> tuple[Path | None, list[str]]:
     return None, []
 
 
-def undo_after(run_dir: Path, step: int) -> list[Path]:
-    """Put aside the checkpoints of later steps, which a run that goes on from an earlier one makes anew; where to."""
+def undo_after(run_dir: RunDir, step: int) -> list[Path]:
+    """Rename the checkpoints of later steps, which a run resumed at `step` makes again; returns their new paths."""
     moved = []
-    for path in checkpoints(run_dir):
-        if _step(path) > step:
+    for path in run_dir.all_checkpoints():
+        if step_of(path) > step:
             aside = path.with_name(f"undone-{path.name}")
             shutil.rmtree(aside, ignore_errors=True)
             moved.append(path.rename(aside))
@@ -161,9 +155,17 @@ def _defect(path: Path) -> str | None:
     return None
 
 
-def load(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, path: Path) -> dict[str, Any]:
-    """Put weights and optimizer back, written under whatever layout; the `state` that was saved with them.
+def load(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: Any,
+    path: Path,
+    set_extra: Callable[[shards.Extra], None] = lambda extra: None,
+) -> dict[str, Any]:
+    """Load weights and optimizer, written under any parallelism; returns the `state` that was saved with them.
 
+    Args:
+        set_extra: called with the `extra` tensors that `save` was given.
     Raises:
         UserError: it was written under another precision, or is of another model.
     """
@@ -176,16 +178,12 @@ def load(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, path:
         )
     shards.read(accelerator, model, optimizer, path)
     shards.set_loss_scale(accelerator, model, state.get("loss_scale"))
+    set_extra(shards.read_extra(path))
     return state
 
 
-def load_extra(path: Path) -> shards.Extra:
-    """The `extra` tensors that `save` was given."""
-    return shards.read_extra(path)
-
-
 def export(accelerator: Accelerator, model: Any, tokenizer: Any, target: Path, card: str) -> None:
-    """Write what plain transformers (full weights) or peft (the adapter alone) load, tokenizer and card beside it.
+    """Write weights for plain transformers (all) or peft (the adapter alone), with tokenizer and model card.
 
     Gathers from all ranks under ZeRO-3 and FSDP; for an adapter only its own weights.
     """

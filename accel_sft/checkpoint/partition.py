@@ -1,5 +1,4 @@
-"""Who holds what of a run: under each way to share it out, the tensors that the optimizer steps, and whose elements
-they are."""
+"""Which slice of each parameter and of its Adam state this rank owns, under ZeRO 0-3, DDP and FSDP."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Span(NamedTuple):
-    """Elements `start` to `start + size` of the flattened parameter `name`, from `offset` on in what holds them."""
+    """Elements `start` to `start + size` of the flattened parameter `name`, which begin at `offset` in their tensor."""
 
     name: str
     start: int
@@ -24,11 +23,11 @@ class Span(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """A tensor that the optimizer steps, and what of which parameters it holds.
+    """A tensor that the optimizer steps, and the spans of parameters that are in it.
 
     Attributes:
         optimizer: torch's AdamW, or DeepSpeed's for host memory.
-        written: whether this rank writes it; what all ranks have whole is written by one.
+        written: whether this rank writes it; one rank writes what all ranks have whole.
     """
 
     tensor: torch.Tensor
@@ -38,11 +37,11 @@ class Partition(NamedTuple):
 
     @property
     def state(self) -> dict[str, Any]:
-        """The optimizer's, of this tensor; empty before the first step."""
+        """The optimizer's state of this tensor; empty before the first step."""
         return self.optimizer.state[self.tensor]
 
     def begin_state(self, step: int) -> None:
-        """State of zeros, as the optimizer makes it in its first step, but after so many."""
+        """Make a state of zeros, as the optimizer does in its first step, but with this count of steps."""
         counted = isinstance(self.optimizer, torch.optim.AdamW)  # DeepSpeed's own counts in a plain number
         device = self.tensor.device if self.optimizer.defaults.get("fused") else "cpu"
         self.state["step"] = torch.tensor(float(step), device=device) if counted else step
@@ -54,7 +53,7 @@ class Partition(NamedTuple):
 def partitions(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, writing: bool = False
 ) -> Iterator[Partition]:
-    """What this rank has. With `writing`, changes made between two items are carried on to the weights that compute."""
+    """This rank's partitions. With `writing`, changes made between two items are copied to the weights that compute."""
     names = {id(p): name for name, p in accelerator.unwrap_model(model).named_parameters() if p.requires_grad}
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         yield from _of_parameters(accelerator, optimizer, names)
@@ -71,7 +70,7 @@ def partitions(
 
 
 def _of_parameters(accelerator: Accelerator, optimizer: Any, names: dict[int, str]) -> Iterator[Partition]:
-    """A torch optimizer steps the parameters themselves, whole, or as FSDP's shards of their first dimension."""
+    """A torch optimizer steps the parameters themselves, whole or as FSDP's shards of their first dimension."""
     inner = getattr(optimizer, "optimizer", optimizer)
     for number, parameter in enumerate(p for group in inner.param_groups for p in group["params"]):
         sharded = hasattr(parameter, "placements")
@@ -104,7 +103,7 @@ def _turn(accelerator: Accelerator, number: int) -> bool:
 
 
 def _of_stages_1_and_2(zero: Any, names: dict[int, str], writing: bool) -> Iterator[Partition]:
-    """A rank steps one stretch of each group of parameters that were put one after the other."""
+    """A rank steps one contiguous part of each group of flattened, concatenated parameters."""
     for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
         spans = []
         for parameter in parameters:
@@ -117,7 +116,7 @@ def _of_stages_1_and_2(zero: Any, names: dict[int, str], writing: bool) -> Itera
 
 
 def _of_stage_3(accelerator: Accelerator, zero: Any, names: dict[int, str], writing: bool) -> Iterator[Partition]:
-    """A rank steps its part of every parameter, padded to the same size everywhere; NVMe has it on a disk meanwhile."""
+    """A rank steps its part of every parameter, padded to the same size on each; with NVMe offload it is on disk."""
     if writing:
         zero._partition_all_parameters()
     for number, parameters in enumerate(zero.fp16_groups):
@@ -142,6 +141,6 @@ def _of_stage_3(accelerator: Accelerator, zero: Any, names: dict[int, str], writ
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements that this rank has of a tensor."""
+    """This rank's elements of a tensor, flattened."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.detach().view(-1)

@@ -1,9 +1,8 @@
-"""What training changes, by parameter and not by layout: written where it lies, read into any other layout (law 3).
+"""A checkpoint's files: trained weights and Adam state by parameter, read under any number of ranks or ZeRO stage.
 
-Whatever shares a run out between processes, each holds runs of elements of flattened parameters, in float32, and
-AdamW's two moments of the same elements. A checkpoint is those runs under the parameters' names, each with its place:
-nothing is gathered to write it, and whoever reads it, under another number of ranks, ZeRO stage or offload, takes the
-elements that are its own. Files are safetensors; numbers come back to the bit.
+Under every backend each rank owns spans of flattened parameters, in float32, and AdamW's two moments of the same
+elements. It writes them under the parameters' names, each with its place: nothing is gathered, and a rank under another
+parallelism reads the elements that it owns there. Files are safetensors; numbers come back to the bit (law 3).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ BYTES = 4 * (1 + len(MOMENTS))
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Of DeepSpeed's scaler, what changes while it trains."""
 FILE_BYTES = 1 << 30
-"""A file takes no more tensors above this; so much is copied to host memory at once."""
+"""A file above this size gets no more tensors; as much is copied to host memory at once."""
 
 
 Extra = Mapping[str, Mapping[str, torch.Tensor]]
@@ -36,7 +35,7 @@ Extra = Mapping[str, Mapping[str, torch.Tensor]]
 def write(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, folder: Path, extra: Extra | None = None
 ) -> None:
-    """This rank's part of what training has changed, as files in `folder`; all ranks together."""
+    """Write this rank's spans as files in `folder`; all ranks together."""
     parts: dict[str, torch.Tensor] = {}
     count = size = 0
 
@@ -58,7 +57,7 @@ def write(
             }
             for kind, tensor in kinds.items():
                 part = flat(tensor)[span.offset : span.offset + span.size]
-                # what is read from a disk for a moment only, and what is not in host memory, is copied
+                # copied: it may be swapped in from NVMe for a moment only, or not be in host memory
                 parts[_key(kind, span)] = part.to("cpu", copy=True)
                 size += part.numel() * part.element_size()
             if "step" in partition.state:
@@ -72,7 +71,7 @@ def write(
 
 
 def read(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, folder: Path) -> None:
-    """Put back what `write` wrote under whatever layout into a folder that was sealed; all ranks together.
+    """Read what `write` wrote, under any parallelism, into a folder with a manifest; all ranks together.
 
     Raises:
         UserError: it does not have all of this model's trained parameters.
@@ -104,9 +103,10 @@ def read_extra(folder: Path) -> Extra:
 
 
 def _count_up(optimizer: Any, steps: int) -> None:
-    """Have DeepSpeed's Adam for host memory make as many steps of nothing.
+    """Have DeepSpeed's Adam for host memory make as many steps on a tensor of zeros.
 
-    For bias correction it multiplies its betas up step by step, and out of turn takes powers, whose last bit differs.
+    For bias correction it multiplies its betas step by step; set to a later step, it takes powers, whose last bit
+    differs.
     """
     # not those of its defaults, for which accelerate leaves the library's own
     (beta1, beta2), nothing = optimizer.param_groups[0]["betas"], [torch.zeros(1) for _ in range(4)]
@@ -115,7 +115,7 @@ def _count_up(optimizer: Any, steps: int) -> None:
 
 
 def loss_scale(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, float]:
-    """What float16 has found to multiply losses by, and since when; {} in other precisions."""
+    """State of the float16 loss scaler; {} in other precisions."""
     if accelerator.scaler is not None:
         return accelerator.scaler.state_dict()
     scaler = _deepspeed_scaler(accelerator, model)
@@ -123,7 +123,7 @@ def loss_scale(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, fl
 
 
 def set_loss_scale(accelerator: Accelerator, model: torch.nn.Module, found: dict[str, float]) -> None:
-    """Go on with it; where another library counts in another way, with a new search, which leaves out some steps."""
+    """Restore it. A scaler of another library starts its search anew, which leaves out some steps."""
     if accelerator.scaler is not None:
         if found.keys() == accelerator.scaler.state_dict().keys():
             accelerator.scaler.load_state_dict(found)
@@ -172,7 +172,7 @@ class _Stored:
             )
 
     def step(self, span: Span) -> float | None:
-        """How often the optimizer had stepped the parameter; None: never."""
+        """How often the optimizer had stepped the parameter; None if never."""
         places = self.places.get(("step", span.name), {}).values()
         return max((file.get_tensor(key).item() for _, file, key in places), default=None)
 

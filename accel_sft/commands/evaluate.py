@@ -1,9 +1,8 @@
-"""`evaluate` on its own: one model on a task's validation examples, its base beside it if named; nothing is trained."""
+"""The command `evaluate`: scores a model on a task's validation examples, and its base beside it if named."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,20 @@ from accel_sft.api.task import Task
 from accel_sft.batching.autotune import choose_batching
 from accel_sft.data.chat import end_of_turn_ids
 from accel_sft.data.splits import read_split
-from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation import vllm
-from accel_sft.evaluation.evaluator import Evaluation, Evaluator
+from accel_sft.evaluation.evaluator import Evaluation
 from accel_sft.io import terminal
-from accel_sft.io.files import json_safe, write_atomically
-from accel_sft.io.run_dir import run_record, write_result
+from accel_sft.io.files import write_json_lines
+from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import decided_by_main, largest
 from accel_sft.launch.describe import recordable
 from accel_sft.launch.start import start
-from accel_sft.models.load import encoding_rules, find_source, load_model, load_tokenizer
+from accel_sft.models.load import find_source
 from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tracking import report
 from accel_sft.tracking.system import peak_memory_gib, reset_peak_memory
+from accel_sft.training.assembly import assemble
 
 
 def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None) -> None:
@@ -78,21 +77,20 @@ def _evaluate(task_name: str, task: Task, config: TrainConfig, base: str | None,
         samples = before.samples if before else []
         report.print_report(result, samples, after.samples, console=Console(highlight=False))
         if config.output_dir:
-            _write(Path(config.output_dir), result, samples, after.samples)
+            _write(RunDir(Path(config.output_dir)), result, samples, after.samples)
     leave_together()
 
 
 def _options(task: Task) -> list[str]:
-    """The task's own settings that are not what it has by default; those of a run are taken over."""
+    """A line with the task's settings that differ from its defaults; a run's settings count as given."""
     mine = [setting for setting in settings(type(task)) if getattr(task, setting.name) != setting.default]
-    told = recordable({setting.name: getattr(task, setting.name) for setting in mine})
-    return ["task      " + ", ".join(f"{s.flag[2:]} {told[s.name]}" for s in mine)] if mine else []
+    values = recordable({setting.name: getattr(task, setting.name) for setting in mine})
+    return ["task      " + ", ".join(f"{s.flag[2:]} {values[s.name]}" for s in mine)] if mine else []
 
 
 def _as_trained(config: TrainConfig) -> TrainConfig:
-    """With the lengths that the run in `--model`, or around it, was trained and judged with, where none are given."""
-    run = run_record(config.model)
-    if run is None:
+    """`config` with the lengths that the run in or around `--model` was trained and evaluated with, unless given."""
+    if (run := RunDir.record_around(config.model)) is None:
         return config
     evaluated = {"max_length": run["config"]["max_length"]}
     evaluated["max_new_tokens"] = run["config"]["max_new_tokens"] or run["max_new_tokens"]
@@ -100,9 +98,8 @@ def _as_trained(config: TrainConfig) -> TrainConfig:
 
 
 def _differences(model: str, task_name: str, precision: str) -> list[str]:
-    """In what this evaluation is not the one that the run made of itself."""
-    run = run_record(model)
-    if run is None:
+    """Notes on how this evaluation differs from the one that the run made of itself."""
+    if (run := RunDir.record_around(model)) is None:
         return []
     found, trained = [], run.get("launch", {}).get("precision", precision)
     if run["task"] != task_name:
@@ -127,24 +124,22 @@ def _claim(folder: Path) -> None:
 
 
 def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: str, watch: Watchdog) -> Evaluation:
-    """Load `model`, evaluate it, and let go of it. ZeRO-3 and FSDP shard it; else every rank holds all of it."""
+    """Load `model`, evaluate it, and free it. ZeRO-3 and FSDP shard it; otherwise every rank has all of it."""
     reset_peak_memory(accelerator.device)
     source = find_source(config, model)
-    tokenizer = load_tokenizer(source, config)
+    assembly = assemble(accelerator, task, config, source)
     examples = read_split(task, "validation")
-    encode = SplitEncoder(accelerator, tokenizer, task, encoding_rules(tokenizer, source, config))
-    encoding = encode(examples, "validation")
+    encoding = assembly.encode(examples, "validation")
     if accelerator.is_main_process:
         for line in encoding.lines():
             print(line, file=terminal.terminal())
-    plugin = accelerator.state.deepspeed_plugin
-    loaded = load_model(source, config, precision=accelerator.mixed_precision, deepspeed=plugin is not None)
+    loaded, plugin = assembly.load_model(), accelerator.state.deepspeed_plugin
     sharded = accelerator.distributed_type == DistributedType.FSDP or (plugin is not None and plugin.zero_stage == 3)
     prepared = accelerator.prepare(loaded) if sharded else loaded.to(accelerator.device)
     load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
     some = encoding.kept.some()
-    batching, _ = choose_batching(accelerator, prepared, config, some, tokenizer.pad_token_id, train=False)
-    evaluator = Evaluator(accelerator, tokenizer, task, examples, encoding.kept, config)
+    batching, _ = choose_batching(accelerator, prepared, config, some, assembly.tokenizer.pad_token_id, train=False)
+    evaluator = assembly.evaluator(examples, encoding)
     if config.generate_with == "transformers":
         with watch.heartbeats_only():
             evaluation = evaluator(prepared, batching)
@@ -153,7 +148,7 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: s
         prepared.eval()
         with torch.no_grad(), watch.heartbeats_only():
             eval_loss = evaluator.loss(prepared, batching)
-        dtype, ends = loaded.dtype, end_of_turn_ids(tokenizer, loaded.generation_config)
+        dtype, ends = loaded.dtype, end_of_turn_ids(assembly.tokenizer, loaded.generation_config)
         _release(accelerator, loaded)
         del loaded, prepared
         clear_device_cache(garbage_collection=True)  # the server takes what it finds free
@@ -166,7 +161,7 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: s
 
 
 def _release(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Let go of a model but for the caller's own reference."""
+    """Free a model but for the caller's own reference."""
     accelerator.free_memory()
     for parameter in model.parameters():
         if hasattr(parameter, "ds_tensor"):  # DeepSpeed keeps its engine for good, and the engine its model
@@ -174,9 +169,8 @@ def _release(accelerator: Accelerator, model: torch.nn.Module) -> None:
                 tensor.data = tensor.data.new_empty(0)
 
 
-def _write(folder: Path, result: dict[str, Any], before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
-    write_result(folder, result)
-    report.write_report(folder, result, before, after)
+def _write(run_dir: RunDir, result: dict[str, Any], before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
+    run_dir.write_result(result)
+    report.write_report(run_dir, result, before, after)
     for name, samples in (("base", before), ("tuned", after)):
-        lines = [json.dumps(json_safe(sample), ensure_ascii=False) + "\n" for sample in samples]
-        write_atomically(folder / f"samples-{name}.jsonl", "".join(lines))
+        write_json_lines(run_dir.answers_of(name), samples)

@@ -1,9 +1,11 @@
-"""Starts a plugin: a distribution with a small task that learns, and its test, to be changed into one's own."""
+"""`accel-sft new-task`: writes a plugin, which is a small task that learns and its test, to change into one's own."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+import click
 
 import accel_sft
 from accel_sft.api import registry
@@ -18,7 +20,7 @@ build-backend = "setuptools.build_meta"
 name = "accel-sft-{name}"
 version = "0.1.0"
 description = "Say whether a number is even or odd."
-requires-python = ">=3.10"
+requires-python = ">=3.11"
 dependencies = ["accel-sft>={version}"]
 
 [project.entry-points."accel_sft.tasks"]
@@ -84,6 +86,16 @@ def test_the_right_answer_scores_and_a_wrong_one_does_not():
     assert task.score(example, task.target(example)) == {{"accuracy": 1.0}}
     assert task.score(example, "neither") == {{"accuracy": 0.0}}
 """
+
+
+@click.command("new-task")
+@click.argument("name")
+@click.argument("directory", required=False)
+def new_task(name: str, directory: str | None) -> None:
+    """Start a task of your own: a plugin named NAME in DIRECTORY (default: accel-sft-NAME)."""
+    target = write_plugin(name, directory)
+    click.echo(f"Wrote {target}: pyproject.toml, the task, and its test. Next:")
+    click.echo(f"  pip install -e {target}\n  accel-sft {name}\n  pytest {target}")
 
 
 def write_plugin(name: str, directory: str | None = None) -> Path:

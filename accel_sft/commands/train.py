@@ -1,4 +1,4 @@
-"""One run from launch to result: its folder, its data, its record, then the loop; and how each failure ends it."""
+"""Trains a task's model: a run from its launch to its result, and the message with which each failure ends it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import os
 import shutil
 import traceback
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -15,7 +14,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.io import terminal
-from accel_sft.io.run_dir import write_ended
+from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.start import start
 from accel_sft.models.load import is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS
@@ -52,7 +51,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
 
 
 def _claimed(task_name: str, task: Task, config: TrainConfig, signals: StopSignals, on_step: OnStep | None) -> None:
-    """The run in a folder that is its own, whose record says how it ended."""
+    """Claim the run's folder and train; result.json says how it ended, whatever happens."""
     with Watchdog(config.hang_timeout):
         accelerator = start(config)
         if config.dry_run:
@@ -60,30 +59,30 @@ def _claimed(task_name: str, task: Task, config: TrainConfig, signals: StopSigna
         config = continued(accelerator, config)
         run_dir, finished = claim_run_dir(accelerator, task_name, task, config)
     if finished:
-        accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir / 'report.md'}")
+        accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir.report}")
         return
     try:
         _run(accelerator, run_dir, task_name, task, config, signals, on_step)
     except BaseException as raised:
-        signals.failing()  # ranks of a launcher that is gone lose each other, and have nothing to say any more
+        signals.failing()  # ranks whose launcher is gone lose each other; their errors are no causes
         error = _explained(run_dir, raised)
-        begun = (run_dir / "run.json").exists() or config.output_dir is not None
+        begun = run_dir.record.exists() or config.output_dir is not None
         if not begun and isinstance(error, UserError) and accelerator.is_main_process:
-            shutil.rmtree(run_dir, ignore_errors=True)  # nobody named it, and the message says all there is
+            shutil.rmtree(run_dir.path, ignore_errors=True)  # nobody named it, and nothing in it is needed
         else:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            write_ended(run_dir, status, str(error) or type(error).__name__)
+            run_dir.write_ended(status, str(error) or type(error).__name__)
         if error is raised:
             raise
         raise error from raised
 
 
-def _explained(run_dir: Path, error: BaseException) -> BaseException:
-    """What broke the run in words of what can be done, where that is known; else the error itself."""
-    if isinstance(error, SystemExit):  # a rank that just left, with status 0, would be waited for
+def _explained(run_dir: RunDir, error: BaseException) -> BaseException:
+    """A UserError that says what can be done, where the cause is known; otherwise the error itself."""
+    if isinstance(error, SystemExit):  # the other ranks would wait for a rank that left with status 0
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return UserError(
-            f"{frame.filename}:{frame.lineno}: sys.exit({error.code!r}) amid the run; raise an error instead"
+            f"{frame.filename}:{frame.lineno}: sys.exit({error.code!r}) during the run; raise an error instead"
         )
     if isinstance(error, UserError) or not isinstance(error, Exception):
         return error
@@ -94,34 +93,34 @@ def _explained(run_dir: Path, error: BaseException) -> BaseException:
         )
     if trouble := _trouble(run_dir, error):
         return UserError(f"{run_dir}: {trouble}, then go on with --resume auto")
-    if lost := lost_peers():  # which a collective that broke cannot name
+    if lost := lost_peers():  # a collective that broke cannot name them
         return UserError(lost)
     return error
 
 
-def _trouble(run_dir: Path, error: Exception) -> str | None:
-    """What has become of the run's folder, if anything, and the mend; the folder is asked, for writers in C++ and in
-    threads do not pass the system's own words on."""
-    if not run_dir.is_dir():
+def _trouble(run_dir: RunDir, error: Exception) -> str | None:
+    """What is wrong with the run's folder, if anything, and what to do. It looks at the folder, since writers in C++
+    and in threads do not pass on the system's message."""
+    if not run_dir.path.is_dir():
         return "the folder is gone; put it back"
-    if not os.access(run_dir, os.W_OK):
+    if not os.access(run_dir.path, os.W_OK):
         return "the folder can no longer be written; make it writable"
-    if "No space left on device" in str(error) or shutil.disk_usage(run_dir).free < 2**20:
+    if "No space left on device" in str(error) or shutil.disk_usage(run_dir.path).free < 2**20:
         return "the disk is full; free space"
     return None
 
 
 def _run(
     accelerator: Accelerator,
-    run_dir: Path,
+    run_dir: RunDir,
     task_name: str,
     task: Task,
     config: TrainConfig,
     signals: StopSignals,
     on_step: OnStep | None,
 ) -> None:
-    log = run_dir / "logs" / f"rank-{accelerator.process_index}.log"
-    watch = Watchdog(config.hang_timeout, log.parent, functools.partial(write_ended, run_dir, "failed"))
+    log = run_dir.log(accelerator.process_index)
+    watch = Watchdog(config.hang_timeout, run_dir.logs, functools.partial(run_dir.write_ended, "failed"))
     with terminal.quiet(log, config.debug), watch:
         prepared = prepare_data(accelerator, run_dir, task, config)
         plan = prepared.plan

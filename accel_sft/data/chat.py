@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from accel_sft.api.errors import UserError, what_and_where
+from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
+from accel_sft.data.conversation import contents, conversation
 from accel_sft.data.template import answered, holds, not_a_prefix, refusal, rendered, surroundings
-from accel_sft.io.text import LONGEST_ERROR, one_line
 
 _SHOWN = 5
 _PART_EXAMPLES, _PART_CHARACTERS = 512, 1 << 18
@@ -146,7 +145,7 @@ def encode_parts(
         ours, target = conversation(task, examples, split, index)
         turns.append(ours)
         targets.append(target)
-        characters += sum(map(len, (target, *_contents(ours))))
+        characters += sum(map(len, (target, *contents(ours))))
         if len(turns) == _PART_EXAMPLES or characters >= _PART_CHARACTERS or done == len(indices):
             yield _encode_part(tokenizer, indices[done - len(turns) : done], turns, targets, split, rules)
             turns, targets, characters = [], [], 0
@@ -190,45 +189,6 @@ def _encode_part(
                 index
             )
     return result
-
-
-def conversation(task: Task, examples: Sequence[Any], split: str, index: int) -> tuple[list[dict[str, str]], str]:
-    """An example's messages and target, checked.
-
-    Raises:
-        UserError: the task fails on it or returns something else, by split and index.
-    """
-    try:
-        example = examples[index]
-        turns, target = task.messages(example), task.target(example)
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"{split} example {index}: the task failed: {one_line(what_and_where(error), LONGEST_ERROR)}"
-        ) from error
-    if not isinstance(target, str):
-        raise UserError(f"{split} example {index}: target() gave {type(target).__name__}, expected text")
-    valid = isinstance(turns, list) and all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-        for turn in turns
-    )
-    if not valid or not turns:
-        raise UserError(
-            f"{split} example {index}: messages() gave {str(turns)[:80]!r}, "
-            'expected a list of {"role": ..., "content": ...}'
-        )
-    if turns[-1]["role"] == "assistant":
-        raise UserError(
-            f"{split} example {index}: messages() ends with an assistant turn; the answer belongs in target()"
-        )
-    if any(not text.isprintable() and re.search("[\ud800-\udfff]", text) for text in (target, *_contents(turns))):
-        raise UserError(f"{split} example {index}: a lone surrogate (\\ud800-\\udfff) is not text; remove it")
-    return turns, target
-
-
-def _contents(turns: list[dict[str, str]]) -> list[str]:
-    return [turn["content"] for turn in turns]
 
 
 def _tokens(tokenizer: Any, texts: list[str]) -> list[list[int]]:

@@ -1,4 +1,7 @@
-"""The values of a JSON array or of JSON Lines, one by one, each with its line and its bytes. Standard library only."""
+"""Reads the values of a JSON array or of JSON Lines one by one, each with its line and its bytes.
+
+Lines are read one at a time; of an array the text is held in memory, the values are not. Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,15 @@ from typing import Any, BinaryIO, NamedTuple
 from accel_sft.api.errors import UserError
 
 _MAX_DEPTH = 100  # Python's own limit moves with its version and the caller's stack
-_BLOCK = 1 << 16
-_LONGEST_NAME = 80
+_MAX_NAME = 80
 """Characters of a field's name that a message repeats: a row may have as long a one as it likes."""
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
 class Located(NamedTuple):
-    """One value, its first line and byte, and its bytes, which `json.loads` reads again.
+    """One value, its first line (from 1), its first byte (from 0) and its bytes, which `json.loads` can read again.
 
-    A value that is not what it should be is the ValueError that says why.
+    In place of a value that cannot be used stands the ValueError that says why.
     """
 
     value: Any
@@ -34,49 +36,49 @@ class Malformed(ValueError):
     """What is wrong with a field of an object, by its name."""
 
     def __init__(self, field: str, expected: str) -> None:
-        told = repr(field) if len(field) <= _LONGEST_NAME else f"{field[:_LONGEST_NAME]!r}..."
-        super().__init__(f"field {told}: expected {expected}")
+        shown = repr(field) if len(field) <= _MAX_NAME else f"{field[:_MAX_NAME]!r}..."
+        super().__init__(f"field {shown}: expected {expected}")
 
 
 def located(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """The values of an array or of lines, told apart by content; not much more than one of them is held at a time.
+    """The values of an array or of lines, whichever the content is.
 
     Args:
         stream: at its beginning; a byte-order mark is accepted.
-        name: what to call it.
+        name: the file's name in messages.
     Raises:
         UserError: bytes that are not UTF-8, by line.
     """
     begin = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
     stream.seek(begin)
-    at, line, block = begin, 1, b""
-    while not block.lstrip() and (block := stream.read(_BLOCK)):
-        blank = len(block) - len(block.lstrip())
-        at, line = at + blank, line + block.count(b"\n", 0, blank)
-    if block.lstrip()[:1] == b"[":
-        yield from _array(_Window(stream, name, at, line))
+    mark = b" "
+    while mark.isspace():
+        mark = stream.read(1)
+    stream.seek(begin)
+    if mark == b"[":
+        yield from _array(_text(stream.read(), name, 1, begin), begin)
     else:
-        stream.seek(begin)
         yield from _lines(stream, name, begin)
+
+
+def _text(raw: bytes, name: str, line: int, begin: int) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line, byte = line + raw.count(b"\n", 0, error.start), begin + error.start
+        raise UserError(f"{name}:{line}: not UTF-8 (byte {byte}); save the file as UTF-8") from None
 
 
 def _lines(stream: BinaryIO, name: str, begin: int) -> Iterator[Located]:
     for line, raw in enumerate(stream, 1):
-        try:
-            text = raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise _not_utf8(name, line, begin + error.start) from None
+        text = _text(raw, name, line, begin)
         if text.strip():
             yield Located(_decoded(text.removesuffix("\n")), line, begin, raw)
         begin += len(raw)
 
 
-def _not_utf8(name: str, line: int, byte: int) -> UserError:
-    return UserError(f"{name}:{line}: not UTF-8 (byte {byte}); save the file as UTF-8")
-
-
 class _Bad:
-    """Stands in a decoded value for what must not be there, so that decoding goes on to the rows behind it."""
+    """Stands in a decoded value for a part that is not allowed, so that the rows after it are decoded too."""
 
     def __init__(self, problem: ValueError) -> None:
         self.problem = problem
@@ -110,9 +112,8 @@ def _decoded(text: str) -> Any:
 
 
 def _checked(value: Any) -> Any:
-    for problem in _problems_in(value):
-        raise problem
-    return value
+    """The value, or the first problem in it."""
+    return next(_problems_in(value), value)
 
 
 def _problems_in(value: Any, depth: int = 0) -> Iterator[ValueError]:
@@ -128,100 +129,46 @@ def _problems_in(value: Any, depth: int = 0) -> Iterator[ValueError]:
             yield from _problems_in(part, depth + 1)
 
 
-class _Window:
-    """The part of an array's text that is looked at: it moves on, and grows while a value does not end within it."""
+def _array(text: str, offset: int) -> Iterator[Located]:
+    """The elements of the array; the first syntax error ends it. `offset` is that of the first byte of `text`."""
+    at, line = 0, 1
 
-    def __init__(self, stream: BinaryIO, name: str, offset: int, line: int) -> None:
-        stream.seek(offset)
-        self._stream, self._name, self._decode = stream, name, codecs.getincrementaldecoder("utf-8")().decode
-        self.text, self.at, self.ended = "", 0, False
-        self.offset, self.line = offset, line  # of the character at `at`
-        self._more()
-
-    def _more(self) -> None:
-        rest = self.text[self.at :]
-        raw = self._stream.read(max(_BLOCK, len(rest)))
-        self.ended = not raw
-        try:
-            self.text, self.at = rest + self._decode(raw, self.ended), 0
-        except UnicodeDecodeError as error:
-            line = self.line + rest.count("\n") + error.object.count(b"\n", 0, error.start)
-            raise _not_utf8(self._name, line, self._stream.tell() - len(error.object) + error.start) from None
-
-    def move(self, end: int) -> bytes:
-        """Move on to the character at `end`; the bytes that were passed."""
-        passed = self.text[self.at : end]
-        raw = passed.encode()
-        self.at, self.offset, self.line = end, self.offset + len(raw), self.line + passed.count("\n")
+    def move(end: int) -> bytes:
+        """Move on to the character at `end`; the bytes between."""
+        nonlocal at, line, offset
+        raw = text[at:end].encode()
+        at, line, offset = end, line + text.count("\n", at, end), offset + len(raw)
         return raw
 
-    def mark(self) -> str:
-        """The next character that is not blank, which then stands at `at`; none at the end."""
-        while True:
-            self.move(_BLANK.match(self.text, self.at).end())
-            if self.at < len(self.text) or self.ended:
-                return self.text[self.at : self.at + 1]
-            self._more()
+    def mark() -> str:
+        """The next character that is not blank, or nothing at the end."""
+        move(_BLANK.match(text, at).end())
+        return text[at : at + 1]
 
-    def value(self) -> tuple[Any, int]:
-        """The value that stands at `at`, and where it ends; it may go on behind the window, and so may an error."""
-        while True:
-            try:
-                value, end = _DECODER.raw_decode(self.text, self.at)
-                if end < len(self.text) or self.ended:
-                    return value, end
-            except (ValueError, RecursionError):
-                if self.ended:
-                    raise
-            self._more()
+    def problem(what: object) -> Located:
+        return Located(ValueError(what), line, offset, b"")
 
-    def rest(self) -> str:
-        """Up to twenty characters that are left."""
-        self.mark()
-        while len(self.text) - self.at < 20 and not self.ended:
-            self._more()
-        return self.text[self.at :].strip()[:20]
-
-
-def _array(window: _Window) -> Iterator[Located]:
-    """Elements one by one, so that each is named by its own line; the array ends at the first syntax error."""
-
-    def problem(text: str, line: int | None = None) -> Located:
-        return Located(ValueError(text), line or window.line, window.offset, b"")
-
-    window.move(window.at + 1)
-    expect_comma = after_comma = False
-    while True:
-        mark = window.mark()
-        line = window.line
-        if mark == "]":
-            if after_comma:
-                yield problem("a comma before ']' announces a row that is not there")
-            window.move(window.at + 1)
-            if rest := window.rest():
-                yield problem(f"text after the end of the array: {rest!r}", line)
-            return
-        if expect_comma:
-            if mark != ",":
+    move(text.index("[") + 1)
+    first = True
+    while mark() != "]":
+        if not first:
+            if mark() != ",":
                 yield problem("expected ',' or ']' here; is the file cut off?")
                 return
-            window.move(window.at + 1)
-            expect_comma, after_comma = False, True
-            continue
+            move(at + 1)
+            if mark() == "]":
+                yield problem("a comma before ']' announces a row that is not there")
+                break
+        first = False
         try:
-            value, end = window.value()
+            value, end = _DECODER.raw_decode(text, at)
         except json.JSONDecodeError as error:
-            line += window.text.count("\n", window.at, error.pos)
-            yield problem(f"not JSON: {error.msg}; the rest is unread", line)
+            move(error.pos)
+            yield problem(f"not JSON: {error.msg}; the rest is unread")
             return
         except (ValueError, RecursionError) as error:
-            cause = "nested too deeply" if isinstance(error, RecursionError) else error
-            yield problem(f"{cause}; the rest is unread")
+            yield problem(f"{'nested too deeply' if isinstance(error, RecursionError) else error}; the rest is unread")
             return
-        try:
-            checked = _checked(value)
-        except ValueError as error:
-            checked = error
-        begin = window.offset
-        yield Located(checked, line, begin, window.move(end))
-        expect_comma, after_comma = True, False
+        yield Located(_checked(value), line, offset, move(end))
+    if rest := text[at + 1 :].strip()[:20]:
+        yield problem(f"text after the end of the array: {rest!r}")

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, TypeVar, overload
 
 from accel_sft.api.errors import UserError
 from accel_sft.data import cache
-from accel_sft.data.fingerprint import identity
+from accel_sft.data.fingerprint import code_fingerprint
 from accel_sft.data.json_stream import Malformed, located
 from accel_sft.io import manifest
 
@@ -133,7 +133,7 @@ def read_rows(path: str | Path, parse: Callable[[dict[str, Any]], Row]) -> Rows[
     Raises:
         UserError: the file cannot be read, holds no row, or has bad rows: the first twenty, by file, line and field.
     """
-    path, known = Path(path), identity(parse)
+    path, known = Path(path), code_fingerprint(parse)
     try:
         stream = _opened(path)
         before = os.fstat(stream.fileno())

@@ -65,3 +65,10 @@ class StepPlan:
     def ends_epoch(self, step: int) -> bool:
         """Whether the step after which `step` steps are done is the one that finishes an epoch."""
         return math.floor(self.epoch(step)) > math.floor(self.epoch(step - 1))
+
+    def is_due(self, setting: str, step: int) -> bool:
+        """Whether `--eval-every` or `--save-every` with this value asks for it after `step` steps."""
+        if setting == "epoch":
+            return self.ends_epoch(step)
+        every = math.ceil(self.total_steps / 4) if setting == "auto" else int(setting) if setting != "off" else 0
+        return every > 0 and step % every == 0

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
-import hashlib
-import importlib.metadata
-import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,15 +14,14 @@ from accelerate import Accelerator
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.data import cache
-from accel_sft.data.chat import Encoded, Encoding, Rules, conversation, encode_parts
-from accel_sft.data.fingerprint import identity
+from accel_sft.data.chat import Encoded, Encoding, Rules, encode_parts
+from accel_sft.data.token_key import decided_without_examples, token_key
 from accel_sft.data.token_store import TokenStore, merge, write_part
 from accel_sft.io import manifest
 from accel_sft.io.terminal import terminal
 from accel_sft.launch.collectives import Result, Team
 
 KIND, FILE = "tokens", "tokens.arrow"
-_FORMAT = 1
 _COMPARED = 32
 """Examples that are tokenized on every start, to see that the kept tokens are still what the task makes of them."""
 _ANNOUNCED = 50_000
@@ -44,7 +38,7 @@ class SplitEncoder:
     def __init__(self, accelerator: Accelerator, tokenizer: Any, task: Task, rules: Rules) -> None:
         self.team = Team(accelerator)
         self.tokenizer, self.task, self.rules = tokenizer, task, rules
-        self._decided = _decided_without_examples(tokenizer, rules)
+        self._decided = decided_without_examples(tokenizer, rules)
 
     def __call__(self, examples: Sequence[Any], split: str) -> Encoding:
         """A split's tokens from the cache, or made and put there.
@@ -83,9 +77,8 @@ class SplitEncoder:
         return encoding
 
     def key(self, examples: Sequence[Any], split: str, *, read: bool = False) -> str:
-        """Of the SHA-256 over all that decides the tokens, enough to be unique; `read`: no fingerprint is believed."""
-        decided = [self._decided, len(examples), examples_key(self.task, examples, split, read=read)]
-        return _sha256(json.dumps(decided, sort_keys=True).encode())[:32]
+        """The entry's name in the cache; `read`: every message and target is read, no fingerprint is used."""
+        return token_key(self._decided, self.task, examples, split, read=read)
 
     def _agrees(self, encoding: Encoding, examples: Sequence[Any]) -> bool:
         """Whether the tokens are what this very process makes of some of the examples."""
@@ -193,54 +186,3 @@ def _written(results: list[Any]) -> list[Any]:
         if isinstance(result, _Unwritable):
             raise result
     return results
-
-
-def _decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
-    """What decides tokens besides the examples, as JSON can hold it."""
-    cls, template = type(tokenizer), json.dumps(tokenizer.chat_template)
-    own_code = None
-    if not cls.__module__.startswith("transformers."):  # it came with the model
-        beside = Path(sys.modules[cls.__module__].__file__ or "").parent.glob("*.py")
-        own_code = _sha256(b"".join(path.name.encode() + path.read_bytes() for path in sorted(beside)))
-    return [
-        _FORMAT,
-        {name: importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")},
-        identity(encode_parts),
-        [cls.__qualname__, own_code, _vocabulary(tokenizer), tokenizer.eos_token_id],
-        [template, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}],
-        getattr(tokenizer, "split_special_tokens", None),
-        datetime.date.today().isoformat() if "strftime_now" in template else None,  # Llama's writes the date
-        [sorted(rules.eos_ids), rules.max_length, rules.truncation],
-    ]
-
-
-def _vocabulary(tokenizer: Any) -> str:
-    if getattr(tokenizer, "is_fast", False):
-        return _sha256(tokenizer.backend_tokenizer.to_str().encode())
-    with tempfile.TemporaryDirectory() as folder:  # a tokenizer in Python: nothing else tells all about it
-        tokenizer.save_pretrained(folder)
-        return _sha256(
-            b"".join(
-                path.name.encode() + path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()
-            )
-        )
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def examples_key(task: Task, examples: Sequence[Any], split: str, *, read: bool = False) -> str:
-    """What identifies the messages and targets of a split.
-
-    Where the sequence has a fingerprint and the task's code can be told, these; else, or to `read` them, every message
-    and target.
-    """
-    of_datasets = type(examples).__module__.partition(".")[0] == "datasets"
-    fingerprint = getattr(examples, "_fingerprint" if of_datasets else "fingerprint", None)
-    if not read and isinstance(fingerprint, str) and fingerprint and (known := identity(task)):
-        return f"{fingerprint} {known}"
-    digest = hashlib.sha256()
-    for index in range(len(examples)):
-        digest.update(json.dumps(conversation(task, examples, split, index), default=repr).encode())
-    return digest.hexdigest()

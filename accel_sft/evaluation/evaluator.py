@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
-from accel_sft.data.chat import Encoded, conversation
+from accel_sft.data.chat import Encoded
+from accel_sft.data.conversation import conversation
 from accel_sft.data.template import AnswerText
 from accel_sft.evaluation.generate import Generator
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.io.text import LONGEST_ERROR, one_line
-from accel_sft.launch.collectives import decided_by_main, largest
+from accel_sft.launch.collectives import by_each_rank, decided_by_main, gather_numbers, largest
 from accel_sft.tracking.report import COSTS
 from accel_sft.tracking.system import peak_memory_gib, reset_peak_memory
 
@@ -131,20 +131,13 @@ class Evaluator:
         for rows in batching.divide(self.encoded, ranks)[rank]:
             nll = nll_sum(model, batching.batch(rows, self.tokenizer.pad_token_id, self.accelerator.device))
             total += torch.tensor([nll.item(), sum(example.supervised_tokens for example in rows)]).double()
-        nll, tokens = self.accelerator.reduce(total.to(self.accelerator.device), reduction="sum").tolist()
+        nll, tokens = map(sum, zip(*gather_numbers(total.tolist()), strict=True))
         return nll / tokens
 
     def _gathered(self, answers: Sequence[tuple[Encoded, list[int]]], seconds: float) -> list[dict[str, Any]]:
         """Every rank's samples; what is wrong on the lowest rank that has something wrong, on all of them."""
-        samples: list[dict[str, Any]] = []
-        mine: UserError | None = None
-        try:
-            samples += ({**self._sample(*answer), "seconds": seconds} for answer in answers)
-        except UserError as error:
-            mine = error
-        for problems in gather_object([mine.problems] if mine else []):
-            raise UserError(*problems) from mine  # which `--debug` shows with its traceback
-        return gather_object(samples)
+        every = by_each_rank(lambda: [{**self._sample(*answer), "seconds": seconds} for answer in answers])
+        return [sample for samples in every for sample in samples]
 
     def _sample(self, encoded: Encoded, answer: list[int]) -> dict[str, Any]:
         heartbeat()

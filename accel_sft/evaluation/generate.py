@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.data.chat import Encoded, end_of_turn_ids
 from accel_sft.evaluation.decoder import Decoder
 from accel_sft.io.heartbeat import heartbeat
+from accel_sft.launch.collectives import any_rank, first_reason
 from accel_sft.models.adapters import merged, reason_unmergeable
 from accel_sft.models.architecture import arguments, limited_layers
 
@@ -99,7 +100,7 @@ class Generator:
             elif self.accelerator.mixed_precision != "no":
                 yield "its sum with the weights would be rounded"
             else:  # where memory is short on one rank, all leave it, so that all answer alike
-                reason = next(filter(None, gather_object([reason_unmergeable(model)])), None)
+                reason = first_reason(reason_unmergeable(model))
                 if not reason:
                     stack.enter_context(merged(model))
                 yield reason
@@ -125,7 +126,7 @@ class Generator:
             self.max_new_tokens,
             set(settings.eos_token_id),
             forwards=forwards,
-            anyone=self._anyone if self.sharded else bool,
+            anyone=any_rank if self.sharded else bool,
         )
 
     def _rows_at_once(self, examples: Sequence[Encoded], prefix: int) -> int:
@@ -134,16 +135,12 @@ class Generator:
         longest = max(example.prompt_length for example in examples) - prefix + self.max_new_tokens
         return min(max(CACHED_TOKENS // longest, FEWEST_ROWS), MOST_ROWS)
 
-    def _anyone(self, going: bool) -> bool:
-        flag = torch.tensor(int(going), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(flag, reduction="sum").item())
-
     def _why_plain(self, model: Any, examples: Sequence[Encoded], prefix: int) -> str | None:
         """Why the model is left to transformers' `generate`, on all ranks; None if it need not be."""
         longest = max(example.prompt_length for example in examples) + self.max_new_tokens
         empty = "a prompt is empty" if any(example.prompt_length == 0 for example in examples) else None
         reason = empty or _reason_unsupported(model, longest) or self._differs(model, examples, prefix)
-        return next(filter(None, gather_object([reason])), None)
+        return first_reason(reason)
 
     def _differs(self, model: Any, examples: Sequence[Encoded], prefix: int) -> str | None:
         """What is wrong with the predictions for a few rows, compared with each row alone without a cache."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.data.chat import Encoded
 from accel_sft.evaluation.server import Server, free_port
 from accel_sft.io.files import read_json
-from accel_sft.launch.collectives import Result, decided_by_main
+from accel_sft.launch.collectives import long_work_by_main
 from accel_sft.models.load import Source
 
 VARIABLE = "ACCEL_SFT_VLLM"
@@ -104,7 +103,7 @@ def answer(
             return server.answers(pool, request, examples)
 
     accelerator.wait_for_everyone()  # until each has let go of its model
-    answers, seconds = _by_main_alone(accelerator, work)
+    answers, seconds = long_work_by_main(accelerator, work)
     return list(zip(examples, answers, strict=True)) if accelerator.is_main_process else [], seconds
 
 
@@ -151,27 +150,3 @@ def _environment() -> dict[str, str]:
     """This process's, without what a launcher tells its ranks: vLLM would take itself for one of them, and wait."""
     environment = {name: value for name, value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
     return {"VLLM_CPU_KVCACHE_SPACE": CPU_CACHE_GIB, **environment}
-
-
-def _by_main_alone(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
-    """`decided_by_main` for work of any length: the other ranks wait on the host.
-
-    A collective of GPUs gives up after ten minutes, and keeps its GPU busy while it waits.
-    """
-    if accelerator.num_processes == 1:
-        return work()
-    group = torch.distributed.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
-    done: list[Result | UserError] = []
-    if accelerator.is_main_process:
-        try:
-            done.append(work())
-        except UserError as error:
-            done.append(error)
-    torch.distributed.barrier(group)
-
-    def decide() -> Result:
-        if isinstance(done[0], UserError):
-            raise done[0]
-        return done[0]
-
-    return decided_by_main(accelerator, decide)

@@ -1,11 +1,11 @@
-"""Small files that are there whole or as they were, and JSON read back. Standard library only."""
+"""Small files that are replaced as a whole or not at all, and JSON written and read. Standard library only."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from accel_sft.io.manifest import sync
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text`: whenever the process or the machine ends, the old or the new is there."""
+    """Replace `path` by `text`; whenever the process or the machine dies, the old or the new file is there."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -25,13 +25,18 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
+def write_json_lines(path: Path, rows: Iterable[Any]) -> None:
+    """Replace `path` by a line of JSON for each row; NaN becomes null."""
+    write_atomically(path, "".join(json.dumps(json_safe(row), ensure_ascii=False) + "\n" for row in rows))
+
+
 def abandoned(folder: Path) -> list[Path]:
-    """What `write_atomically` leaves in a folder when it is killed; to be asked for where nobody else works."""
+    """The files that a killed `write_atomically` left in a folder; only meaningful where no other process writes."""
     return [path for path in folder.glob(".*.tmp") if path.name.split(".")[-2].isdecimal()]
 
 
 def json_safe(value: Any) -> Any:
-    """`value` with nan and infinity, which are not JSON, as None, at any depth."""
+    """`value` with NaN and infinity, which JSON does not have, as None, at any depth."""
     if isinstance(value, Mapping):
         return {key: json_safe(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -40,7 +45,7 @@ def json_safe(value: Any) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file of a run; one that is broken is a UserError."""
+    """The content of a JSON file of a run; raises UserError if it cannot be read."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

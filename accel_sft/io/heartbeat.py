@@ -1,4 +1,4 @@
-"""A beat wherever a rank's program gets on; `watch` looks how long ago the last one was. Standard library only."""
+"""Heartbeats: the program calls one wherever it makes progress, and the watchdog counts them. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ _beats = 0
 
 
 def heartbeat() -> None:
-    """The calling program gets on."""
+    """Note that the calling program made progress."""
     global _beats
     _beats += 1
 
 
 def heartbeat_count() -> int:
-    """How many there were; that the number changes is all it says."""
+    """Heartbeats so far; only that the number changes has a meaning."""
     return _beats

@@ -1,4 +1,4 @@
-"""Folders that are whole, or known not to be: each file's size and SHA-256 stand in a manifest, written last.
+"""Folders known to be complete or damaged: a manifest, written last, has each file's size and SHA-256.
 
 Standard library only.
 """
@@ -21,14 +21,14 @@ _THREADS = 8
 
 
 class Damaged(Exception):
-    """Why a folder is not what was manifest."""
+    """Says how a folder differs from its manifest."""
 
 
 def write(folder: Path, about: dict[str, Any]) -> None:
-    """Write `about` (JSON) with size and SHA-256 of every file below `folder`, and see everything on the disk.
+    """Write `about` (JSON) with size and SHA-256 of every file below `folder`, and sync everything to the disk.
 
     Raises:
-        OSError: something cannot be written.
+        OSError: a file cannot be written.
     """
     names = [name for name in _names(folder) if name != MANIFEST]
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -40,29 +40,29 @@ def write(folder: Path, about: dict[str, Any]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What was written about a sealed folder, whose files are not looked at.
+    """What `write` was given as `about`; the folder's files are not checked.
 
     Raises:
-        Damaged: the manifest is not there, or is not what was written.
+        Damaged: the manifest is missing or was changed.
     """
     return _content(folder)["about"]
 
 
 def files(folder: Path) -> list[Path]:
-    """The files that a sealed folder's manifest names, in order: whoever reads the folder opens these and no other.
+    """The files that the folder's manifest names, in order; readers of the folder open these and no other.
 
     Raises:
-        Damaged: the manifest is not there, or is not what was written.
+        Damaged: the manifest is missing or was changed.
     """
     return [folder / name for name in _content(folder)["files"]]
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """What was written about a sealed folder, every byte of which is as it was written.
+    """What `write` was given as `about`, after checking every byte of the folder.
 
     Raises:
-        Damaged: something is missing, has changed, or is there without having been written.
-        OSError: something cannot be read.
+        Damaged: a file is missing, was changed, or is not in the manifest.
+        OSError: a file cannot be read.
     """
     content = _content(folder)
     if extra := sorted({*_names(folder)} - content["files"].keys() - {MANIFEST}):  # a copy of another checkpoint's, say
@@ -83,7 +83,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def sync(path: Path) -> None:
-    """See a file, or a folder's names, on the disk."""
+    """Sync a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -92,7 +92,7 @@ def sync(path: Path) -> None:
 
 
 def _names(folder: Path) -> list[str]:
-    """Every file below a folder, by its path in it; not what a network file system keeps of deleted ones (.nfs*)."""
+    """Every file below a folder, by its path in it; not what a network file system keeps of deleted files (.nfs*)."""
     found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted(str(path.relative_to(folder)) for path in found if not path.name.startswith(".nfs"))
 
@@ -126,6 +126,6 @@ def _digest(path: Path) -> str:
 
 
 def _text(content: dict[str, Any]) -> str:
-    """The manifest, to the byte: an escape or a space that was changed is a change too."""
+    """The manifest's exact bytes, so that a changed escape or space is found too."""
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return json.dumps({"sha256": digest, "content": content}, indent=1) + "\n"

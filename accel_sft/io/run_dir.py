@@ -1,8 +1,9 @@
-"""What the files of a run's folder say of the run. Standard library only."""
+"""The files of a run's folder: every name, and how the small ones are read and written. Standard library only."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,40 +12,106 @@ from typing import Any
 from accel_sft.io.files import json_safe, read_json, write_atomically
 
 
-def write_result(run_dir: Path, result: Mapping[str, Any]) -> Path:
-    """Write the run's summary to `run_dir/result.json`, what scripts and the comparison read; nan becomes null."""
-    path = Path(run_dir) / "result.json"
-    write_atomically(path, json.dumps(json_safe(result), indent=2, ensure_ascii=False) + "\n")
-    return path
+def _inside(*names: str) -> property:
+    return property(lambda self: self.path.joinpath(*names))
 
 
-def write_ended(run_dir: Path, status: str, error: str) -> None:
-    """Say why a run ended that was under way: not over a finished one's numbers, and of several causes the first.
+@dataclasses.dataclass(frozen=True)
+class RunDir:
+    """The folder `path` of one run; `evaluate --output-dir` makes one with result, report and answers only."""
 
-    A disk that is full or gone must not hide the cause itself.
-    """
-    if read_status(run_dir) == "running":
-        with contextlib.suppress(OSError):
-            write_result(run_dir, {"status": status, "error": error})
+    path: Path
+
+    record = _inside("run.json")
+    """Settings, data and launch that the run was started with; a resumed run is compared with it."""
+    result = _inside("result.json")
+    """The run's status and, once complete, its summary."""
+    report = _inside("report.md")
+    metrics = _inside("metrics.jsonl")
+    nonfinite = _inside("nonfinite.jsonl")
+    """Steps that were left out for a NaN or infinite loss or gradient."""
+    batching = _inside("batching.json")
+    """The batching that was chosen before step 1."""
+    most_tokens = _inside("most-tokens.json")
+    """The most tokens of a forward after an out-of-memory whose step could not be repeated."""
+    base = _inside("base")
+    """The built-in model as it was before training."""
+    best = _inside("best")
+    final = _inside("final")
+    profile = _inside("profile")
+    logs = _inside("logs")
+    samples = _inside("samples")
+    checkpoints = _inside("checkpoints")
+    latest = _inside("checkpoints", "latest")
+    """Names the newest checkpoint; written last."""
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @classmethod
+    def record_around(cls, model: str) -> dict[str, Any] | None:
+        """The run.json of the run that the folder `model` is, or lies directly in; None if there is none."""
+        folder = Path(model).expanduser()
+        run = next((run for run in map(cls, (folder, folder.parent)) if run.record.is_file()), None)
+        return run.read_record() if run else None
+
+    def answers(self, step: int) -> Path:
+        """The answers of the evaluation at `step`."""
+        return self.samples / f"step-{step:06d}.jsonl"
+
+    def answers_of(self, side: str) -> Path:
+        """The answers of the model "base" or "tuned", as `evaluate` writes them."""
+        return self.path / f"samples-{side}.jsonl"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:06d}"
+
+    def log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
+
+    def all_checkpoints(self) -> list[Path]:
+        """The checkpoints' folders, oldest first."""
+        found = (path for path in self.checkpoints.glob("step-*") if path.name.removeprefix("step-").isdecimal())
+        return sorted(found, key=step_of)
+
+    def has_trained(self) -> bool:
+        """Whether there are checkpoints or final weights, which a run with other settings may not replace."""
+        return bool(self.all_checkpoints()) or self.final.is_dir()
+
+    def read_record(self) -> dict[str, Any]:
+        """Raises UserError if run.json cannot be read."""
+        return read_json(self.record)
+
+    def write_result(self, result: Mapping[str, Any]) -> Path:
+        """Write the run's summary, which scripts and the comparison read; NaN becomes null."""
+        write_atomically(self.result, json.dumps(json_safe(result), indent=2, ensure_ascii=False) + "\n")
+        return self.result
+
+    def write_ended(self, status: str, error: str) -> None:
+        """Write why a run ended that was under way. A finished run's result stays, and so does the first of several
+        causes. A disk that is full or gone must not hide the cause itself."""
+        if self.read_status() == "running":
+            with contextlib.suppress(OSError):
+                self.write_result({"status": status, "error": error})
+
+    def read_status(self) -> str | None:
+        """The `status` in result.json; None where there is no such file or it is broken."""
+        try:
+            return json.loads(self.result.read_text(encoding="utf-8"))["status"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def read_samples(self, step: int) -> list[dict[str, Any]]:
+        """The answers of the evaluation at `step`; empty if there was none."""
+        path = self.answers(step)
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def run_record(model: str) -> dict[str, Any] | None:
-    """The run.json of the run that `model` is, or is a folder of; None if it is something else."""
-    folder = Path(model).expanduser()
-    record = next((path for path in (folder / "run.json", folder.parent / "run.json") if path.is_file()), None)
-    return read_json(record) if record else None
+def stacks_file(logs: Path, rank: int | str) -> Path:
+    """The stacks of a rank that hung; "*" makes a pattern for all ranks."""
+    return logs / f"hang-rank-{rank}.txt"
 
 
-def read_status(run_dir: Path) -> str | None:
-    """The `status` in a run's result.json; None where there is none yet."""
-    path = Path(run_dir) / "result.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))["status"]
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or broken off by whoever copied it: not a result
-        return None
-
-
-def read_samples(run_dir: Path, step: int) -> list[dict[str, Any]]:
-    """The answers of a run's evaluation at `step`, as the tracker wrote them; none if there was none."""
-    path = Path(run_dir) / "samples" / f"step-{step:06d}.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint's folder or of a file of answers."""
+    return int(path.stem.removeprefix("step-"))

@@ -1,4 +1,4 @@
-"""The libraries' chatter goes to a file, what is meant for the person at the terminal still reaches it."""
+"""The terminal: inside `quiet` the libraries' output goes to a file, and only our own lines reach the terminal."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _terminal: TextIO | None = None
 
 @contextlib.contextmanager
 def quiet(log_file: Path | None, debug: bool = False) -> Iterator[TextIO]:
-    """Everything that is printed inside goes to a file; the stream that is yielded still reaches the terminal.
+    """Redirect everything that is printed inside to a file; the stream that is yielded still reaches the terminal.
 
     File descriptors are redirected, so that compilers and C libraries are caught with the rest. May be nested: the
     inner file takes over. With `debug` nothing is redirected.
 
     Args:
-        log_file: appended to, its folder made; None: a temporary file, shown on the terminal if the block raises.
+        log_file: appended to, its folder is made; None: a temporary file, shown on the terminal if the block raises.
     """
     global _terminal
     if debug:
@@ -68,7 +68,7 @@ def terminal() -> TextIO:
 
 
 def wrapped(text: str, indent: int = 4) -> str:
-    """`text` broken between words where a terminal would break within them; as it is where there is no terminal."""
+    """`text` wrapped between words to the terminal's width; unchanged where there is no terminal."""
     if not terminal().isatty():
         return text
     columns = shutil.get_terminal_size().columns

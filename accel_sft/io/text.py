@@ -1,4 +1,4 @@
-"""Foreign text and numbers as readers see them: one safe line, four digits, a table in which no markup takes effect."""
+"""Formats text and numbers that come from elsewhere: one safe line, four digits, a markdown table without markup."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 CELL_CHARACTERS = 300
-"""Of a markdown cell; the rest is counted."""
+"""The most in a markdown cell; the rest is counted."""
 LINE_CHARACTERS = 60
 LONGEST_ERROR = 300
-"""Characters of a stranger's error that a message repeats."""
+"""The most characters of a task's or library's error that a message repeats."""
 _MARKUP = re.compile(r"[&<>|*`\\~$]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(\[:]")
-"""What takes effect inside a cell: not an underscore within a word, not a bracket without a target behind it."""
+"""Markup that takes effect inside a cell: no underscore within a word, no bracket without a target behind it."""
 
 
 def one_line(text: str, length: int = LINE_CHARACTERS) -> str:
@@ -29,7 +29,7 @@ def shown(value: Any) -> str:
 
 
 def markdown_cell(value: Any) -> str:
-    """Any value as one cell of a markdown table, its line breaks kept and everything else shown as it is."""
+    """Any value as one cell of a markdown table: line breaks stay, markup is escaped."""
     text = str(value)
     if len(text) > CELL_CHARACTERS:
         text = f"{text[:CELL_CHARACTERS]}... ({len(text) - CELL_CHARACTERS:,} more characters)"

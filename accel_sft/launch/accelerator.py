@@ -33,7 +33,7 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
 
     Accumulation boundaries and the schedule are the trainer's: DeepSpeed is told one micro-batch a step, and never
     the real batch. Clipping and offload details are written into its configuration, since the yaml cannot hold them.
-    The first rank of each machine tells the terminal what DeepSpeed will compile, in here and in `prepare`.
+    The first rank of each machine tells the terminal what DeepSpeed will compile, in here and in `prepare_model`.
 
     Raises:
         UserError: the ranks do not form one group.
@@ -147,7 +147,7 @@ def whole_weights(accelerator: Accelerator) -> Iterator[None]:
         accelerator.state.deepspeed_plugin.set_deepspeed_weakref()
 
 
-def prepare(
+def prepare_model(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """`accelerator.prepare`, after which the optimizer has made no step yet and the engine was read back.

@@ -1,4 +1,4 @@
-"""What is wrong with a launch, or will not be what was meant, before anything is loaded."""
+"""The audit of a launch before anything is loaded: its errors, its warnings, and what it would not do as meant."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from accel_sft.api.errors import UserError
 from accel_sft.launch.deepspeed_ops import audit_operators
 from accel_sft.launch.info import Finding, Launch, device_count, read_launch
 
+_ACCELERATE = (1, 15)
+"""The version of accelerate whose keys these are. A newer one may read others too."""
 _YAML_DEEPSPEED = """
     deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter
     deepspeed_moe_layer_cls_names deepspeed_multinode_launcher gradient_accumulation_steps gradient_clipping
@@ -66,7 +68,7 @@ def refuse(findings: Iterable[Finding]) -> None:
 
 
 def _keys(launch: Launch) -> list[Finding]:
-    """Keys that nobody reads: dropped in silence, so that the run is not the one that was described."""
+    """Keys that no library reads: the launcher drops them in silence, and the run is not the one described."""
     found = []
     if launch.config_file is None and launch.environment.get("ACCELERATE_MIXED_PRECISION"):
         what = "the launcher's yaml could not be found, so its keys were not checked"
@@ -86,7 +88,13 @@ def _unknown(where: str, key: str, known: list[str]) -> Finding | None:
     what = f"{where} is unknown, and would be ignored in silence"
     if near:
         return Finding("error", what, f"did you mean {near[0]}?")
-    return Finding("error" if "_config." in where else "warning", what, "remove it")
+    if "_config." not in where:
+        return Finding("warning", what, "remove it")
+    installed = importlib.metadata.version("accelerate")
+    if _numbers(installed)[:2] > _ACCELERATE:
+        what = f"{where} is unknown to accelerate {'.'.join(map(str, _ACCELERATE))}, with which accel_sft was tested"
+        return Finding("warning", what, f"see that accelerate {installed} reads it, or remove it")
+    return Finding("error", what, "remove it")
 
 
 def _world(launch: Launch, devices: int) -> list[Finding]:

@@ -1,12 +1,17 @@
-"""What all ranks agree on: decided by one of them, or gathered from each."""
+"""What all ranks agree on: decided by one of them, or gathered from each.
+
+All of these are collectives: every rank calls them, in the same order, and gets the same answer.
+"""
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list, gather, gather_object
 
 from accel_sft.api.errors import UserError
 
@@ -27,6 +32,92 @@ def decided_by_main(accelerator: Accelerator, decide: Callable[[], Result]) -> R
     return box[0]
 
 
+def long_work_by_main(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
+    """`decided_by_main` for work of any length: the other ranks wait on the host.
+
+    A collective of GPUs gives up after ten minutes, and keeps its GPU busy while it waits.
+    """
+    if accelerator.num_processes == 1:
+        return work()
+    group = torch.distributed.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
+    done: list[Result | UserError] = []
+    if accelerator.is_main_process:
+        try:
+            done.append(work())
+        except UserError as error:
+            done.append(error)
+    torch.distributed.barrier(group)
+
+    def decide() -> Result:
+        if isinstance(done[0], UserError):
+            raise done[0]
+        return done[0]
+
+    return decided_by_main(accelerator, decide)
+
+
+def by_each_rank(work: Callable[[], Result]) -> list[Result]:
+    """Every rank's result of `work`, by rank; the UserError of the lowest rank that has one, on all of them."""
+    mine: tuple[Any, Any] = (None, None)
+    wrong: UserError | None = None
+    try:
+        mine = (work(), None)
+    except UserError as error:
+        mine, wrong = (None, error.problems), error
+    every = gather_object([mine])
+    for _, problems in every:
+        if problems:
+            raise UserError(*problems) from wrong  # which `--debug` shows with its traceback
+    return [result for result, _ in every]
+
+
+def first_reason(mine: str | None) -> str | None:
+    """The reason that the lowest rank with one gives against something; None where no rank has one."""
+    return next(filter(None, gather_object([mine])), None)
+
+
+def raise_first(problem: str | None) -> None:
+    """Raise, on every rank, the problem of the lowest rank that has one.
+
+    Raises:
+        UserError: there is one.
+    """
+    if first := first_reason(problem):
+        raise UserError(first)
+
+
+def any_rank(mine: bool) -> bool:
+    """Whether it is so on at least one rank."""
+    return any(numbers[0] for numbers in gather_numbers([mine]))
+
+
+def all_ranks(mine: bool) -> bool:
+    """Whether it is so on every rank."""
+    return all(numbers[0] for numbers in gather_numbers([mine]))
+
+
+def largest_of_ranks(mine: float) -> float:
+    """The largest of all ranks' numbers."""
+    return max(numbers[0] for numbers in gather_numbers([mine]))
+
+
+def largest(readings: dict[str, float | None], prefix: str = "") -> dict[str, float | None]:
+    """The largest of all ranks' readings, by name, with `prefix` before each; None where no rank has one."""
+    every = gather_object([readings])
+    return {prefix + key: max((e[key] for e in every if e[key] is not None), default=None) for key in readings}
+
+
+def gather_numbers(mine: list[float]) -> list[list[float]]:
+    """Every rank's numbers, by rank: as many of each. One exchange between devices, cheap enough for every step.
+
+    In float64, in which integers up to 2**53 are exact.
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        return [list(map(float, mine))]
+    return gather(torch.tensor([mine], device=state.device, dtype=torch.float64)).tolist()
+
+
 class Team:
     """All ranks, and among them those of this machine, which share its files."""
 
@@ -37,27 +128,9 @@ class Team:
         self.first = max(first for first in firsts if first <= self.rank)
         self.here = range(self.first, min((first for first in firsts if first > self.rank), default=len(local)))
 
-    def all(self, work: Callable[[], Result]) -> list[Result]:
-        """Every rank's result of `work`; the UserError of the lowest rank that has one, on all of them."""
-        mine: tuple[Any, Any] = (None, None)
-        wrong: UserError | None = None
-        try:
-            mine = (work(), None)
-        except UserError as error:
-            mine, wrong = (None, error.problems), error
-        every = gather_object([mine])
-        for _, problems in every:
-            if problems:
-                raise UserError(*problems) from wrong  # which `--debug` shows with its traceback
-        return [result for result, _ in every]
+    all = staticmethod(by_each_rank)
 
     def firsts(self, work: Callable[[], Result]) -> list[Result]:
         """What the first rank of each machine gets from `work`; for every rank its own machine's, by rank."""
         every = self.all(lambda: (self.first, work() if self.rank == self.first else None))
         return [every[first][1] for first, _ in every]
-
-
-def largest(readings: dict[str, float | None], prefix: str = "") -> dict[str, float | None]:
-    """The largest of all ranks' readings, by name, with `prefix` before each; None where no rank has one."""
-    every = gather_object([readings])
-    return {prefix + key: max((e[key] for e in every if e[key] is not None), default=None) for key in readings}

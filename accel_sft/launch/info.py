@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
+from accel_sft.io.text import one_line
+from accel_sft.launch.rank_environment import launcher_flags, rank_environment
 
 PARENT = os.getppid()
 """Who started this process. Noted before torch is imported, which takes seconds: a launcher that is killed meanwhile
@@ -51,6 +53,24 @@ class Launch:
     json_file: Path | None
     json: Mapping[str, Any]
     environment: Mapping[str, str]
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, *flags: str, environment: Mapping[str, str] | None = None) -> Launch:
+        """The launch that `accelerate launch --config_file PATH FLAGS` would start, as its first rank would read it.
+
+        Nothing is started, and neither accelerate nor torch is imported.
+
+        Args:
+            flags: the launcher's own, as on its command line: "--num_processes", "4".
+            environment: in which the launcher would be started, instead of `os.environ`.
+        Raises:
+            UserError: the file or a DeepSpeed JSON that it names cannot be read, or the launcher would refuse it.
+        """
+        command = ["accelerate", "launch", "--config_file", str(path), *flags]
+        content, base = _read_yaml(Path(path))[1], os.environ if environment is None else environment
+        return read_launch(
+            {**base, **rank_environment(content, launcher_flags(command), str(path))}, command, Path.cwd()
+        )
 
     @property
     def world_size(self) -> int:
@@ -136,21 +156,18 @@ def read_launch(
         command: the launcher's command line, instead of that of the nearest `accelerate launch` above this process.
         folder: where the launcher was started, for relative paths.
     Raises:
-        UserError: the DeepSpeed JSON that the yaml names cannot be read.
+        UserError: the yaml, or the DeepSpeed JSON that it names, cannot be read.
     """
-    import yaml
-
     environment = os.environ if environment is None else environment
     if command is None:
         command, folder = _launcher()
     folder = folder or Path.cwd()
-    arguments = _arguments(command)
+    arguments = launcher_flags(command)
     config_file, text, content = arguments.get("config_file"), "", {}
     if config_file is None and command:
         config_file = _default_config_file(environment)
     if config_file is not None:
-        text = (folder / config_file).read_text(encoding="utf-8")
-        content = yaml.safe_load(text) or {}
+        text, content = _read_yaml(folder / config_file)
     json_file, loaded = None, {}
     named = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if named and environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
@@ -163,9 +180,23 @@ def read_launch(
     return Launch(arguments, path, text, content, json_file, loaded, dict(environment))
 
 
+def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
+    """Text and content of a launch file."""
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"launch file {path}: cannot be read as YAML: {one_line(str(error), 200)}") from None
+    if not isinstance(content or {}, dict):
+        raise UserError(f"launch file {path}: write one `key: value` a line")
+    return text, content or {}
+
+
 def launcher_arguments() -> dict[str, str]:
     """The flags of the `accelerate launch` that started this process, without dashes; empty without one."""
-    return _arguments(_launcher()[0])
+    return launcher_flags(_launcher()[0])
 
 
 def under_launcher() -> bool:
@@ -194,20 +225,6 @@ def _launcher() -> tuple[list[str], Path | None]:
         except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
     return [], None
-
-
-def _arguments(command: list[str]) -> dict[str, str]:
-    """The launcher's own `--name value` flags. Those of the script are spelled with dashes we do not share."""
-    found: dict[str, str] = {}
-    for index, word in enumerate(command):
-        if (word == "-m" and index > 2) or word == "--module":
-            break
-        if word.startswith("--"):
-            name, _, value = word[2:].partition("=")
-            if not value and index + 1 < len(command):
-                value = command[index + 1]
-            found.setdefault(name.replace("-", "_"), value)
-    return found
 
 
 def _default_config_file(environment: Mapping[str, str]) -> str | None:

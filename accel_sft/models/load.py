@@ -14,6 +14,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.data.chat import Rules, end_of_turn_ids
 from accel_sft.io.files import read_json
+from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.info import device_count
 from accel_sft.models.adapters import new_adapter, saved_adapter
 
@@ -39,15 +40,15 @@ def find_source(config: TrainConfig, model: str | None = None) -> Source:
     """
     name = model or config.init_from or config.model
     folder = Path(name).expanduser()
-    run_final = folder / "final"
-    if (folder / "run.json").is_file():
-        if not run_final.is_dir():
+    if (run := RunDir(folder)).record.is_file():
+        if not run.final.is_dir():
             raise UserError(f"{name}: this run has no final/ yet; resume it first, or name one of its folders")
-        folder = run_final
+        folder = run.final
     if (folder / "adapter_config.json").is_file():
         base = read_json(folder / "adapter_config.json")["base_model_name_or_path"]
-        if not Path(base).exists() and (folder.parent / "base" / "config.json").is_file():  # the run was moved
-            base = str(folder.parent.resolve() / "base")
+        beside = RunDir(folder.parent.resolve()).base
+        if not Path(base).exists() and (beside / "config.json").is_file():  # the run was moved
+            base = str(beside)
         elif Path(base).is_absolute() and not Path(base).exists():
             raise UserError(f"{folder}: its base {base} is gone; put it back, or name it in adapter_config.json")
         return Source(base, str(folder), str(folder))
@@ -91,10 +92,10 @@ def is_tiny(config: TrainConfig) -> bool:
     """Whether what is trained is the built-in model, fresh or from an earlier run of it."""
     if not config.init_from:
         return config.model == "tiny"
-    record = Path(config.init_from).expanduser() / "run.json"
-    if not record.is_file():
+    run = RunDir(Path(config.init_from).expanduser())
+    if not run.record.is_file():
         return False
-    earlier = read_json(record)["config"]
+    earlier = run.read_record()["config"]
     return is_tiny(dataclasses.replace(config, model=earlier["model"], init_from=earlier["init_from"]))
 
 

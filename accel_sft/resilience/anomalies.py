@@ -7,14 +7,13 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io.files import json_safe, write_atomically
+from accel_sft.io.run_dir import RunDir
 
-FILE = "nonfinite.jsonl"
 MOST_IN_A_ROW = 10
 """Steps left out one after the other before `--on-nonfinite skip` gives up."""
 WINDOW, FEWEST, DEVIATIONS = 64, 16, 10.0
@@ -32,9 +31,9 @@ class Anomalies:
     """
 
     def __init__(
-        self, run_dir: Path, config: TrainConfig, precision: str, log: Callable[[str], None], writes: bool
+        self, run_dir: RunDir, config: TrainConfig, precision: str, log: Callable[[str], None], writes: bool
     ) -> None:
-        self.file, self.config, self.precision = run_dir / FILE, config, precision
+        self.file, self.config, self.precision = run_dir.nonfinite, config, precision
         self.log, self.writes = log, writes
         self._losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
         self._in_a_row = 0

@@ -13,6 +13,8 @@ import psutil
 
 _WAITING = ("/torch/distributed/", "/deepspeed/comm/", "/torch/autograd/graph.py")
 """Files of functions in which a rank waits for others; gradients are exchanged within a backward."""
+_REDUCING = ("reduce_step", "gather_numbers")
+"""Functions that wait for the result of a collective where the device runs behind."""
 _LIBRARIES = re.compile(
     r"/site-packages/(torch|deepspeed|accelerate|transformers|huggingface_hub|tokenizers|datasets|numpy|pyarrow|safetensors"
     r"|psutil|regex|rich|requests|httpx|urllib3)/"
@@ -31,7 +33,7 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
 def waits(frame: FrameType | None) -> bool:
     """Whether a thread waits for other ranks: in a collective, or, where devices run behind, for its result."""
     for each in _frames(frame)[:8]:
-        if any(part in each.f_code.co_filename for part in _WAITING) or each.f_code.co_name == "reduce_step":
+        if any(part in each.f_code.co_filename for part in _WAITING) or each.f_code.co_name in _REDUCING:
             return True
     return False
 

@@ -24,6 +24,7 @@ from typing import IO, Any, NamedTuple
 import psutil
 
 from accel_sft.io.heartbeat import heartbeat, heartbeat_count
+from accel_sft.io.run_dir import stacks_file
 from accel_sft.io.terminal import terminal
 from accel_sft.launch import host_memory
 from accel_sft.launch.info import restarts
@@ -136,7 +137,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
             with tempfile.TemporaryFile("a+", encoding="utf-8") as file:
                 yield file
             return
-        path = self.folder / f"hang-rank-{self.rank}.txt"
+        path = stacks_file(self.folder, self.rank)
         with path.open("a", encoding="utf-8") as file:
             yield file
         with contextlib.suppress(OSError):  # the folder may be what was lost
@@ -199,7 +200,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
                 told.append(f"rank {rank} stands in {sign.place}")
         end = "" if self._heartbeats_only else "; if it was at work, a longer --hang-timeout waits for it"
         if self.folder:
-            end += f"; stacks are in {self.folder}/hang-rank-*.txt; go on with --resume auto"
+            end += f"; stacks are in {stacks_file(self.folder, '*')}; go on with --resume auto"
         return (
             f"nothing has moved for {max(sign.stalled for sign in signs.values())} seconds (--hang-timeout): "
             f"{'; '.join(told)}{end}"

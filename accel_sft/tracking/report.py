@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.io.files import write_atomically
+from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import markdown_cell, markdown_table, one_line, shown
 
 SHOWN_SAMPLES = 20
@@ -84,15 +85,14 @@ def render_report(
 
 
 def write_report(
-    run_dir: Path,
+    run_dir: RunDir,
     result: Mapping[str, Any],
     before_samples: Sequence[Mapping[str, Any]],
     after_samples: Sequence[Mapping[str, Any]],
 ) -> Path:
-    """Write `render_report` to `run_dir/report.md`."""
-    path = Path(run_dir) / "report.md"
-    write_atomically(path, render_report(result, before_samples, after_samples))
-    return path
+    """Write `render_report` to the run's report.md."""
+    write_atomically(run_dir.report, render_report(result, before_samples, after_samples))
+    return run_dir.report
 
 
 def print_report(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.io.files import json_safe, write_atomically
+from accel_sft.io.files import json_safe, write_json_lines
+from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.io.text import markdown_table, shown
 from accel_sft.tracking.metrics_file import MetricsFile
 from accel_sft.tracking.progress_bar import ProgressBar
@@ -56,7 +55,7 @@ class Tracker:
     def __init__(
         self,
         accelerator: Accelerator,
-        run_dir: Path,
+        run_dir: RunDir,
         config: TrainConfig,
         *,
         total_steps: int,
@@ -66,7 +65,7 @@ class Tracker:
     ) -> None:
         names = tracker_names(config.tracker)
         self.accelerator = accelerator
-        self.run_dir = Path(run_dir)
+        self.run_dir = run_dir
         self.config = config
         self.start_step = start_step
         self.main_metric = main_metric
@@ -75,12 +74,12 @@ class Tracker:
         self._recorded: list[tuple[str, list[float]]] = []
         self._phases: list[dict[str, Any]] = []
         self._peaks: dict[str, float | None] = {"peak_device_memory_gib": None, "peak_host_memory_gib": None}
-        self._metrics = MetricsFile(self.run_dir / "metrics.jsonl")
+        self._metrics = MetricsFile(run_dir.metrics)
         self._line = ProgressBar(total_steps, done=start_step, log_every=config.log_every, file=terminal)
         self._writes = accelerator.is_main_process
         if self._writes:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._trackers = Trackers(names if self._writes else (), self.run_dir, config.as_dict(), self.log)
+            run_dir.path.mkdir(parents=True, exist_ok=True)
+        self._trackers = Trackers(names if self._writes else (), run_dir.path, config.as_dict(), self.log)
         self._show_settings()
         if self._system.problem:
             self.log(self._system.problem)
@@ -169,10 +168,8 @@ class Tracker:
         if samples:
             self._trackers.text("eval/samples", samples_table(samples), step)
         self._trackers.flush()
-        folder = self.run_dir / "samples"
-        folder.mkdir(exist_ok=True)
-        lines = [json.dumps(json_safe(sample), ensure_ascii=False) + "\n" for sample in samples]
-        write_atomically(folder / f"step-{step:06d}.jsonl", "".join(lines))
+        self.run_dir.samples.mkdir(exist_ok=True)
+        write_json_lines(self.run_dir.answers(step), samples)
         quality = {key: value for key, value in _numbers(metrics) if key not in COSTS}
         main = self.main_metric or next((key for key in quality if key != "eval_loss"), None)
         if main in quality:
@@ -203,8 +200,8 @@ class Tracker:
         unreadable, again = self._metrics.rewind(kept, evaluated)
         if unreadable:
             self.log(f"{self._metrics.path}: {unreadable} unreadable lines dropped")
-        for samples in self.run_dir.glob("samples/step-*.jsonl"):
-            if int(samples.stem.removeprefix("step-")) > kept - (again is not None):
+        for samples in self.run_dir.samples.glob("step-*.jsonl"):
+            if step_of(samples) > kept - (again is not None):
                 samples.unlink()
         self._trackers.rewind(kept - (again is not None))
         if again:  # TensorBoard forgets whole steps
@@ -218,7 +215,7 @@ class Tracker:
         if not self.config.profile:
             yield _NoProfiler()
             return
-        folder = self.run_dir / "profile"
+        folder = self.run_dir.profile
         worker = f"rank{self.accelerator.process_index}"
         with torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),

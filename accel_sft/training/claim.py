@@ -1,4 +1,4 @@
-"""A run's folder: who may use it, and the record that a resumed run is held to."""
+"""Who may use a run's folder (its lock), and the record of settings and data that a resumed run must match."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
-from accel_sft.checkpoint.checkpoint import has_trained, settle
-from accel_sft.io.files import abandoned, read_json, write_atomically
-from accel_sft.io.run_dir import read_status, write_ended, write_result
+from accel_sft.checkpoint.checkpoint import settle
+from accel_sft.io.files import abandoned, write_atomically
+from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import decided_by_main
 from accel_sft.launch.describe import launch_record, recordable
 from accel_sft.launch.info import restarts
@@ -28,31 +28,32 @@ from accel_sft.resilience.exit import lost_peers
 from accel_sft.training.prepare import Prepared
 
 _LOCK_SECONDS = 8
-"""To wait for a folder whose owner may be about to end: a rank that lost its launcher takes some seconds."""
+"""To wait for a folder whose owner may be ending: a rank that lost its launcher takes some seconds."""
 _EARLIER = "accel_sft-run-dir"
-_held: list[int] = []
+_locked: list[int] = []
+"""Descriptors of the folders that this process locked."""
 
 
 def _launch_file() -> Path | None:
-    """A file that all attempts of one launch share, in torchrun's own temporary folder."""
+    """The file in torchrun's temporary folder that tells later attempts of a launch the run's folder."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(file).parents[2] / _EARLIER if file else None
 
 
 def _folder_before() -> str | None:
-    """The folder that an attempt of this launch has claimed; None if none has."""
+    """The folder that an earlier attempt of this launch claimed; None if there was none."""
     shared = _launch_file()
     return shared.read_text(encoding="utf-8") if shared and shared.is_file() else None
 
 
 def _name(task_name: str, config: TrainConfig) -> str:
-    """The folder's name: as asked for, as at this launch's first attempt, or by the time."""
+    """The folder's name: `--output-dir`, that of this launch's first attempt, or one made from the time."""
     earlier = _folder_before() if restarts() else None
     return config.output_dir or earlier or f"runs/{task_name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def continued(accelerator: Accelerator, config: TrainConfig) -> TrainConfig:
-    """Ranks that their launcher has started again go on with their run, where an attempt before had a folder for it."""
+    """`config`, with `--resume auto` if the launcher restarted these ranks after an attempt that claimed the folder."""
 
     def begun() -> bool:
         before, named = _folder_before(), config.output_dir
@@ -64,10 +65,13 @@ def continued(accelerator: Accelerator, config: TrainConfig) -> TrainConfig:
 
 
 def _lock(path: Path) -> None:
-    """Hold the folder itself for this process until it ends, however it does; nothing is written into it.
+    """Lock the folder itself until this process ends, however it ends; nothing is written into it.
+
+    The system drops such a lock with the last process that has the descriptor, so a forked child closes its copy:
+    otherwise a task's process pool that outlives a killed run would lock the folder for every resume.
 
     Raises:
-        UserError: a living process holds it.
+        UserError: a living process has locked it.
     """
     descriptor = os.open(path, os.O_RDONLY)
     until = time.monotonic() + _LOCK_SECONDS
@@ -85,25 +89,29 @@ def _lock(path: Path) -> None:
             time.sleep(0.2)
         except OSError:  # a file system without locks
             break
-    _held.append(descriptor)
+    _locked.append(descriptor)
 
 
 def release() -> None:
-    """Let go of the folder that this process claimed."""
-    while _held:
-        os.close(_held.pop())
+    """Unlock the folder that this process claimed."""
+    while _locked:
+        os.close(_locked.pop())
 
 
-def claim_run_dir(accelerator: Accelerator, task_name: str, task: Task, config: TrainConfig) -> tuple[Path, bool]:
-    """The run's folder, made if need be, the same on every rank; and whether the run in it is finished already.
+os.register_at_fork(after_in_child=release)
+
+
+def claim_run_dir(accelerator: Accelerator, task_name: str, task: Task, config: TrainConfig) -> tuple[RunDir, bool]:
+    """Create or reuse the run's folder, the same on every rank; returns it and whether its run is finished already.
 
     Raises:
-        UserError: the folder is not empty and `--resume` is off, or it cannot be written.
+        UserError: the folder is not empty and `--resume` is off, belongs to something else, or cannot be written.
     """
 
-    def claim() -> tuple[Path, bool]:
+    def claim() -> tuple[RunDir, bool]:
         name = _name(task_name, config)
         path = Path(name).expanduser().absolute()
+        run_dir = RunDir(path)
         if config.resume not in ("off", "auto") and Path(config.resume).resolve().parent.parent != path.resolve():
             raise UserError(
                 f"--resume {config.resume}: not a checkpoint of the run in --output-dir {name}; "
@@ -112,50 +120,47 @@ def claim_run_dir(accelerator: Accelerator, task_name: str, task: Task, config: 
         try:
             path.mkdir(parents=True, exist_ok=True)
             _lock(path)
-            # a run that was killed as it wrote its first file has left no more than that
+            # A run that was killed while it wrote its first file left no more than these.
             begun = {file for file in abandoned(path) if file.name.startswith(".result.json.")}
             occupied = bool({*path.iterdir()} - begun)
-            failed_before_it_began = (
-                occupied and read_status(path) == "failed" and not (path / "metrics.jsonl").exists()
-            )
+            failed_before_it_began = run_dir.read_status() == "failed" and not run_dir.metrics.exists()
             if occupied and config.resume == "off" and not failed_before_it_began:
                 raise UserError(
                     f"--output-dir {name}: not empty; name another folder, or continue the run in it with --resume auto"
                 )
-            if occupied and not (path / "run.json").exists() and not (path / "result.json").exists():
+            if occupied and not run_dir.record.exists() and not run_dir.result.exists():
                 raise UserError(f"--output-dir {name}: not empty, and not a run of accel_sft; name another folder")
             if shared := _launch_file():
                 shared.write_text(str(path), encoding="utf-8")
-            settle(path)
-            if read_status(path) != "complete":  # whatever happens next, the folder is known as a run's
-                write_result(path, {"status": "running"})
-                claimed.append(path)
-            (path / "logs").mkdir(exist_ok=True)
+            settle(run_dir)
+            if run_dir.read_status() != "complete":  # from here on the folder counts as a run's
+                run_dir.write_result({"status": "running"})
+                claimed.append(run_dir)
+            run_dir.logs.mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(f"--output-dir {name}: cannot be used ({error.strerror})") from None
-        return path, _finished(path, task, config)
+        return run_dir, _finished(run_dir, task, config)
 
-    claimed: list[Path] = []
+    claimed: list[RunDir] = []
     try:
         return decided_by_main(accelerator, claim)
-    except Exception as error:  # another rank is lost, before this one runs
-        for path in claimed:
-            write_ended(path, "failed", lost_peers() or str(error))
+    except Exception as error:  # another rank was lost before this one began
+        for run_dir in claimed:
+            run_dir.write_ended("failed", lost_peers() or str(error))
         raise
 
 
-def _finished(run_dir: Path, task: Task, config: TrainConfig) -> bool:
-    """Whether the folder's run is complete and is the one asked for now; a changed one is refused later, by name."""
-    if config.resume == "off" or read_status(run_dir) != "complete":
+def _finished(run_dir: RunDir, task: Task, config: TrainConfig) -> bool:
+    """Whether the folder's run is complete with these settings; other settings are refused later, by name."""
+    if config.resume == "off" or run_dir.read_status() != "complete":
         return False
-    before = read_json(run_dir / "run.json")
-    return not _changes(before, config.as_dict(), _options(task))
+    return not _changes(run_dir.read_record(), config.as_dict(), _options(task))
 
 
 def write_run_record(
-    accelerator: Accelerator, run_dir: Path, task_name: str, task: Task, config: TrainConfig, prepared: Prepared
+    accelerator: Accelerator, run_dir: RunDir, task_name: str, task: Task, config: TrainConfig, prepared: Prepared
 ) -> None:
-    """Write `run.json`: what decides the run's mathematics, and how it was launched; on a resume, hold it to that.
+    """Write `run.json`: settings, data and launch of the run; a resumed run must match the one that is there.
 
     Raises:
         UserError: a resumed run's settings or data differ from what the folder records, one line each.
@@ -172,17 +177,17 @@ def write_run_record(
     }
 
     def write() -> None:
-        path, source = run_dir / "run.json", prepared.source
+        source = prepared.assembly.source
         if config.adapter != "none" or source.adapter:
             record["base_weights"] = weights_identity(source)
-        if path.exists() and has_trained(run_dir):
-            _hold_to(read_json(path), record, run_dir)
-        write_atomically(path, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
+        if run_dir.record.exists() and run_dir.has_trained():
+            _check_unchanged(run_dir.read_record(), record, run_dir)
+        write_atomically(run_dir.record, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
 
     decided_by_main(accelerator, write)
 
 
-def _hold_to(before: dict[str, Any], now: dict[str, Any], run_dir: Path) -> None:
+def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDir) -> None:
     different = _changes(before, now["config"], now["task_options"])
     if before["task"] != now["task"]:
         different.append(f"task: the run was started with {before['task']}, not {now['task']}")
@@ -195,7 +200,7 @@ def _hold_to(before: dict[str, Any], now: dict[str, Any], run_dir: Path) -> None
             "start a new run in another folder"
         )
     if different:
-        start = f", or start a new run from its weights: --init-from {run_dir}" if (run_dir / "final").is_dir() else ""
+        start = f", or start a new run from its weights: --init-from {run_dir}" if run_dir.final.is_dir() else ""
         raise UserError(
             *different,
             f"{run_dir}: a resumed run computes what it would have without the stop, schedule included; "

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.models.adapters import adapter_of
+from accel_sft.models.adapters import ExtraState, adapter_of
 
 
 def adamw(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
@@ -44,7 +44,8 @@ class Stepper:
     """Backward and update on every backend, with boundaries of our own between optimizer steps.
 
     Gradients are averaged over ranks, so a micro-batch's loss is sum(nll) * ranks / N, N being the supervised tokens
-    of the whole step. Clipping is ours on plain backends; under DeepSpeed the engine clips, as launch.py set it up.
+    of the whole step. Clipping is ours on plain backends; under DeepSpeed the engine clips, as launch/accelerator.py
+    set it up.
     """
 
     def __init__(self, accelerator: Accelerator, model: Any, optimizer: Any, max_grad_norm: float) -> None:
@@ -53,6 +54,14 @@ class Stepper:
         self.engine = model if accelerator.distributed_type == DistributedType.DEEPSPEED else None
         self.adapted = accelerator.unwrap_model(model)
         self.adapter = adapter_of(self.adapted)
+
+    def extra_state(self) -> ExtraState:
+        """Tensors of the adapter that a checkpoint must hold besides weights and optimizer state."""
+        return self.adapter.extra_state(self.adapted)
+
+    def set_extra_state(self, state: ExtraState) -> None:
+        """Put back what `extra_state` gave."""
+        self.adapter.set_extra_state(self.adapted, state)
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -75,8 +84,8 @@ class Stepper:
     def update(self, step: int) -> float:
         """Clip, step and clear the gradients; the gradient's norm before clipping.
 
-        Where that is no number, the weights stay as they were; DeepSpeed sees to it by itself, where it has an
-        optimizer of its own.
+        Where the norm is NaN or infinite, the weights stay as they were. DeepSpeed's own optimizers skip such a step
+        by themselves.
         """
         if self.engine is not None:
             norm = self._unmanaged_norm()
@@ -97,18 +106,18 @@ class Stepper:
 
     @property
     def alone(self) -> bool:
-        """Whether a step may break off anywhere: no engine and no other rank has seen a part of it."""
+        """Whether a step may be repeated from anywhere: no engine and no other rank has seen a part of it."""
         return self.engine is None and self.accelerator.num_processes == 1
 
     @property
     def forwards_alone(self) -> bool:
-        """Whether a forward may break off: ranks wait for each other in backwards only."""
+        """Whether a forward may fail on one rank: ranks wait for each other in backwards only."""
         if self.engine is not None:
             return self.engine.zero_optimization_stage() < 3
         return self.accelerator.distributed_type != DistributedType.FSDP
 
     def discard_gradients(self) -> None:
-        """Drop the gradients of a step that is to be repeated; with an engine they must be no numbers, on all ranks."""
+        """Drop the gradients of a step that is to be repeated; under DeepSpeed they must be NaN on all ranks."""
         if self.engine is not None:
             self.update(0)
         self.optimizer.zero_grad(set_to_none=True)

@@ -1,11 +1,10 @@
-"""From settings to what a run works on: the launch, the examples as tokens, the plan of steps."""
+"""From settings to the data of a run: its source, the examples as tokens, the plan of steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -13,40 +12,43 @@ from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.checkpoint.checkpoint import has_trained, replacing
-from accel_sft.data.chat import Encoding, conversation
+from accel_sft.checkpoint.checkpoint import replacing
+from accel_sft.data.chat import Encoding
+from accel_sft.data.conversation import conversation
 from accel_sft.data.splits import read_split
 from accel_sft.data.step_plan import StepPlan
-from accel_sft.data.tokenization import SplitEncoder
-from accel_sft.launch.collectives import Team, decided_by_main
-from accel_sft.models.load import Source, encoding_rules, find_source, load_tokenizer
+from accel_sft.io.run_dir import RunDir
+from accel_sft.launch.collectives import by_each_rank, decided_by_main
+from accel_sft.models.load import find_source
 from accel_sft.models.tiny import build_tiny
+from accel_sft.training.assembly import Assembly, assemble
 
 _TINY_EXAMPLES = 1 << 15
-"""Training examples that tiny's tokenizer is made from at most: more hardly change it, and take time on every start."""
+"""The most training examples that the tokenizer of `tiny` is made from: more hardly change it, and slow every start."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What a run works on, the same on every rank."""
+    """The data of a run, and what its model is made from; the same on every rank."""
 
-    source: Source
-    tokenizer: Any
+    assembly: Assembly
     validation_examples: Sequence[Any]
     train: Encoding
     validation: Encoding
     plan: StepPlan
-    eval_limit: int | None = None
 
     @property
     def lines(self) -> list[str]:
-        """What was left out or cut, then the size of the job."""
-        train, validation, plan = self.train, self.validation, self.plan
+        """Lines for the console: which examples were left out or cut, then the size of the job."""
+        train, validation, plan, config = self.train, self.validation, self.plan, self.assembly.config
         tokens, supervised = int(plan.lengths.sum()), int(plan.supervised.sum())
         evaluated = f"{len(validation.kept):,}"
-        if self.eval_limit and self.eval_limit < len(validation.kept):
-            evaluated = f"{self.eval_limit:,} of {evaluated}"
+        if (limit := config.eval_limit) and limit < len(validation.kept):
+            evaluated = f"{limit:,} of {evaluated}"
+        merged = self.assembly.source.adapter and config.adapter == "none"
+        how = "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
         return [
+            *([how] if merged else []),
             *train.lines(),
             *validation.lines(),
             f"{len(train.kept):,} training examples ({tokens:,} tokens, {supervised:,} supervised), "
@@ -70,7 +72,7 @@ class Prepared:
 
     @property
     def longest_answer(self) -> int:
-        """Tokens of the longest answer in either split, end of turn included: what is generated at most."""
+        """Tokens of the longest answer in either split, end of turn included: as many are generated at most."""
         return max(int(split.kept.supervised.max()) for split in (self.train, self.validation))
 
     def fingerprint(self) -> str:
@@ -79,7 +81,7 @@ class Prepared:
         return hashlib.sha256(both.encode()).hexdigest()
 
 
-def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: TrainConfig) -> Prepared:
+def prepare_data(accelerator: Accelerator, run_dir: RunDir, task: Task, config: TrainConfig) -> Prepared:
     """Read the task's splits, find the model's source (building `tiny`), tokenize, and plan the steps.
 
     Raises:
@@ -87,16 +89,16 @@ def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: Tr
     """
     train_examples, validation_examples = _read_splits(accelerator, task)
     if config.model == "tiny" and not config.init_from:
-        base = run_dir / "base"
-        if not base.exists() or not has_trained(run_dir):  # a fresh start must not meet an earlier one's tokenizer
+        base = run_dir.base
+        if not base.exists() or not run_dir.has_trained():  # a fresh start must not meet an earlier one's tokenizer
             with replacing(accelerator, base) as partial:
                 decided_by_main(accelerator, lambda: build_tiny(partial, _texts(task, train_examples), config.seed))
         source = find_source(config, str(base))
     else:
         source = find_source(config)
-    tokenizer = load_tokenizer(source, config)
-    encode = SplitEncoder(accelerator, tokenizer, task, encoding_rules(tokenizer, source, config))
-    train, validation = encode(train_examples, "train"), encode(validation_examples, "validation")
+    assembly = assemble(accelerator, task, config, source)
+    train = assembly.encode(train_examples, "train")
+    validation = assembly.encode(validation_examples, "validation")
     if config.max_steps is None and round(config.epochs * len(train.kept)) == 0:
         raise UserError(f"--epochs {config.epochs:g}: not one of {len(train.kept)} examples; ask for more")
     plan = StepPlan(
@@ -107,13 +109,13 @@ def prepare_data(accelerator: Accelerator, run_dir: Path, task: Task, config: Tr
         epochs=config.epochs,
         max_steps=config.max_steps,
     )
-    return Prepared(source, tokenizer, validation_examples, train, validation, plan, config.eval_limit)
+    return Prepared(assembly, validation_examples, train, validation, plan)
 
 
 def _read_splits(accelerator: Accelerator, task: Task) -> list[Sequence[Any]]:
-    """Both splits; what is wrong on one rank is told by all of them, before one begins to write."""
+    """Both splits. An error of one rank is raised on all of them, before any of them writes a file."""
     found: list[Sequence[Any]] = []
-    Team(accelerator).all(lambda: found.extend(read_split(task, split) for split in ("train", "validation")))
+    by_each_rank(lambda: found.extend(read_split(task, split) for split in ("train", "validation")))
     return found
 
 

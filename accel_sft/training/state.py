@@ -1,4 +1,4 @@
-"""What a run knows of itself besides its weights; a checkpoint holds it. Standard library only."""
+"""A run's counters and metrics so far, which each checkpoint holds beside the weights. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import math
 
 @dataclasses.dataclass
 class TrainState:
-    """Counters and judgements up to `step` steps done.
+    """Counters and metrics after `step` steps.
 
     Attributes:
-        seconds: spent in steps; evaluations and checkpoints are left out.
-        tokens: real tokens learnt from, prompts included.
+        seconds: spent in steps, without evaluations and checkpoints.
+        tokens: trained on, prompts included, padding left out.
         before, latest: the first and the newest evaluation's metrics.
         evaluated_step: the step of the newest evaluation, -1 before there is one.
         best, best_loss, best_step: the best main metric so far, the loss it came with, and where it was.
@@ -31,15 +31,19 @@ class TrainState:
     without_better: int = 0
 
     def counted(self, *, tokens: int, seconds: float, **numbers: float) -> dict[str, float]:
-        """Count a step that was just done; its line of metrics.jsonl."""
+        """Count the step that was just done; returns its line of metrics.jsonl."""
         self.seconds += seconds
         self.tokens += tokens
         return {"step": self.step, **numbers, "tokens": tokens, "seconds": seconds}
 
-    def update_best(self, value: float, loss: float, higher_is_better: bool) -> bool:
-        """Take note of a main metric; whether it is the best so far, of equal ones that with the lower loss.
+    def out_of_patience(self, patience: int | None) -> bool:
+        """Whether `patience` evaluations in a row brought no better main metric."""
+        return patience is not None and self.without_better >= patience
 
-        What is not a number never is.
+    def update_best(self, value: float, loss: float, higher_is_better: bool) -> bool:
+        """Record a main metric; returns whether it is the best so far, the lower loss deciding between equal ones.
+
+        NaN is never the best.
         """
         self.without_better += 1
         better = self.best is None or (value > self.best if higher_is_better else value < self.best)

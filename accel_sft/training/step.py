@@ -1,4 +1,4 @@
-"""What one step learns: the gradients of its examples, over forwards that fit into the device's memory (law 1)."""
+"""Forward and backward of one optimizer step, in forwards that fit into device memory; reduced over ranks (law 1)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,18 +16,17 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.data.chat import Encoded
 from accel_sft.io.files import write_atomically
+from accel_sft.io.run_dir import RunDir
+from accel_sft.launch.collectives import gather_numbers
 from accel_sft.training.optimizer import Stepper
-
-CAP_FILE = "most-tokens.json"
-"""In a run's folder, where a forward found no room and the step could not be repeated: what a resumed run keeps to."""
 
 
 class OutOfMemory(NamedTuple):
-    """A forward that the device had no memory for; all zero: there was none. Numbers, so that ranks can exchange it.
+    """An out-of-memory in a forward or backward; all zero if there was none. Numbers, so that ranks can exchange it.
 
     Attributes:
-        tokens: that it would have computed.
-        longest, length: index and tokens of its longest training example.
+        tokens: of the forward that did not fit.
+        longest, length: index and length in tokens of its longest training example.
     """
 
     tokens: int = 0
@@ -43,14 +41,14 @@ class OutOfMemory(NamedTuple):
 
 
 class TrainStep:
-    """Adds up the gradients of a step's examples.
+    """Accumulates the gradients of a step's examples.
 
     Attributes:
-        batching: how they are laid out; smaller forwards after one that found no room.
+        batching: how they are grouped into forwards; smaller ones after an out-of-memory.
 
     Args:
-        run_dir: the run to go on with, where an error says how.
-        log: tells a line.
+        run_dir: holds the limit that an out-of-memory leaves for a resumed run.
+        log: prints a line.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class TrainStep:
         stepper: Stepper,
         batching: Batching,
         pad_token_id: int,
-        run_dir: Path,
+        run_dir: RunDir,
         log: Callable[[str], None],
     ) -> None:
         self.accelerator, self.model, self.stepper = accelerator, model, stepper
@@ -72,12 +70,15 @@ class TrainStep:
     def forward_backward(
         self, examples: list[Encoded], supervised_tokens: int, step: int
     ) -> tuple[torch.Tensor, OutOfMemory]:
-        """This rank's part of the step's loss, shape (), its gradients being added to the model's; and where it found
-        no room.
+        """Compute this rank's part of the step's loss, shape (), and add its gradients to the model's.
+
+        After an out-of-memory the gradients are NaN on every rank; call `retry_smaller` before the next step.
 
         Args:
             supervised_tokens: of the whole step, over all ranks.
             step: from 1, for messages.
+        Returns:
+            the loss, and the out-of-memory of this rank, all zero if there was none.
         Raises:
             UserError: out of device memory, and the step cannot be repeated with smaller forwards.
         """
@@ -88,12 +89,12 @@ class TrainStep:
             with self.stepper.boundary(last=number == len(forwards)):
                 nll = None if oom.tokens else self._nll(rows, step)
                 if nll is None:
-                    # Other ranks exchange gradients in this backward: one row takes part in it, with what is no number.
+                    # Other ranks exchange gradients in this backward: one row takes part, with a NaN loss.
                     oom = oom if oom.tokens else self._about(rows)
                     nll = self._nll(sorted(rows, key=_length)[:1], step, repeatable=False) * math.nan
                 value = nll.detach()
-                # 1, or not a number: a loss that is none makes every gradient none, on all ranks, and such
-                # gradients are not learnt from; by itself an infinite loss may have finite ones
+                # 1, or NaN: a NaN or infinite loss makes every gradient NaN on all ranks, so that the step is left
+                # out; by itself an infinite loss may have finite gradients
                 sound = value - value + 1
                 loss = nll * (sound * ranks / supervised_tokens)  # gradients are averaged
                 try:
@@ -107,7 +108,7 @@ class TrainStep:
         return share / supervised_tokens, oom
 
     def retry_smaller(self, oom: OutOfMemory, step: int) -> None:
-        """Have the step repeated, and the next ones done, in forwards of half the size: the same mathematics."""
+        """Discard the gradients and halve the forwards, for this step and the next: the same mathematics."""
         self.stepper.discard_gradients()
         self.batching = _at_most(self.batching, oom.tokens // 2)
         self.log(
@@ -116,8 +117,8 @@ class TrainStep:
         )
 
     def _nll(self, rows: list[Encoded], step: int, repeatable: bool = True) -> torch.Tensor | None:
-        """Of one forward; None where it found no room, and the step can be repeated. Behind this function nothing holds
-        the tensors of a forward that failed."""
+        """The summed loss of one forward; None after an out-of-memory if the step can be repeated. A function of its
+        own, so that nothing keeps the tensors of a forward that failed."""
         try:
             return nll_sum(self.model, self.batching.batch(rows, self.pad_token_id, self.accelerator.device))
         except torch.OutOfMemoryError as error:
@@ -136,7 +137,7 @@ class TrainStep:
         mend = "add --gradient-checkpointing, or choose a higher ZeRO stage or --adapter lora"
         if len(rows) > 1:
             most = min(oom.tokens // 2, _most_tokens(self.run_dir) or oom.tokens)
-            write_atomically(self.run_dir / CAP_FILE, json.dumps({"tokens": most}) + "\n")
+            write_atomically(self.run_dir.most_tokens, json.dumps({"tokens": most}) + "\n")
             mend = f"go on with --resume auto --output-dir {self.run_dir}: it keeps to {most:,} tokens a forward"
         return UserError(f"step {step}: {oom}; {mend}")
 
@@ -144,21 +145,19 @@ class TrainStep:
 def reduce_step(
     accelerator: Accelerator, share: torch.Tensor, oom: OutOfMemory, signal: int, system: list[float]
 ) -> tuple[float, OutOfMemory, int, list[list[float]]]:
-    """What every rank knows after a step's backwards: its loss, summed over ranks; a forward that found no room on one
-    of them; a signal that one of them got; and all ranks' system readings."""
+    """Reduce a step over ranks, the same result on each: the summed loss, the smallest out-of-memory, a signal that
+    any rank got, and all ranks' system readings."""
     if accelerator.num_processes == 1:
         return share.item(), oom, signal, [system]
-    mine = [share.item(), signal, *oom, *system]
-    # float64: the largest index is exact
-    gathered = accelerator.gather(torch.tensor([mine], device=accelerator.device, dtype=torch.float64))
-    without = [OutOfMemory(*map(int, row)) for row in gathered[:, 2:5].tolist() if row[0]]
-    loss, signal = gathered[:, 0].sum().item(), int(gathered[:, 1].max())
-    return loss, min(without, default=OutOfMemory()), signal, gathered[:, 5:].tolist()
+    every = gather_numbers([share.item(), signal, *oom, *system])
+    without = [OutOfMemory(*map(int, numbers[2:5])) for numbers in every if numbers[2]]
+    loss, signal = sum(numbers[0] for numbers in every), int(max(numbers[1] for numbers in every))
+    return loss, min(without, default=OutOfMemory()), signal, [numbers[5:] for numbers in every]
 
 
-def _most_tokens(run_dir: Path) -> int | None:
-    """What a run that ended for want of memory left for the next; None: nothing."""
-    file = run_dir / CAP_FILE
+def _most_tokens(run_dir: RunDir) -> int | None:
+    """The limit in tokens that an out-of-memory before this start left; None if there was none."""
+    file = run_dir.most_tokens
     return json.loads(file.read_text(encoding="utf-8"))["tokens"] if file.exists() else None
 
 

@@ -1,14 +1,19 @@
-"""What a run says of itself when it hands out weights: the model card, and the summary in result.json."""
+"""The model card of exported weights, and a finished run's summary: result.json, report.md and the console."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+from rich.console import Console
+
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.task import Task
+from accel_sft.io.run_dir import RunDir
+from accel_sft.io.terminal import terminal
 from accel_sft.launch import describe
 from accel_sft.models.load import compile_seconds
+from accel_sft.tracking import report
 from accel_sft.tracking.model_card import model_card
 from accel_sft.training.prepare import Prepared
 from accel_sft.training.state import TrainState
@@ -36,7 +41,7 @@ def card(
 
 
 def summary(config: TrainConfig, task_name: str, task: Task, state: TrainState, total_steps: int) -> dict[str, Any]:
-    """What is known of a finished run without asking a device or another rank."""
+    """The part of result.json that needs neither a device nor another rank."""
     return {
         "status": "complete",
         "task": task_name,
@@ -50,3 +55,16 @@ def summary(config: TrainConfig, task_name: str, task: Task, state: TrainState, 
         "before": state.before,
         "after": state.latest,
     }
+
+
+def publish(run_dir: RunDir, result: dict[str, Any], state: TrainState) -> list[str]:
+    """Write report.md and result.json and print the report; returns the lines to log after it. On rank 0 only."""
+    before, after = (run_dir.read_samples(step) for step in (0, state.evaluated_step))
+    report.write_report(run_dir, result, before, after)
+    run_dir.write_result(result)
+    report.print_report(result, before, after, console=Console(file=terminal(), highlight=False))
+    best = f"best/ (step {state.best_step}) and " if state.best_step else ""
+    lines = [f"{run_dir}: weights in {best}final/ (step {state.step}), numbers in report.md"]
+    if left_out := result["steps_left_out"]:
+        lines.insert(0, f"{left_out} of {state.step} steps were not finite and left out: {run_dir.nonfinite}")
+    return lines

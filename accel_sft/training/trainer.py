@@ -1,9 +1,8 @@
-"""The loop that trains a prepared model, and what it takes to evaluate, save and resume it; `train` is the loop."""
+"""The training loop, and when the run evaluates, saves, resumes and ends; `Trainer.train` is the story."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from rich.console import Console
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.task import Task
@@ -22,17 +20,15 @@ from accel_sft.checkpoint import checkpoint
 from accel_sft.checkpoint.capacity import check_disk, check_host_memory
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.token_store import TokenStore
-from accel_sft.evaluation.evaluator import Evaluation, Evaluator
-from accel_sft.io import terminal
-from accel_sft.io.run_dir import read_samples, write_result
-from accel_sft.launch import accelerator as launch
-from accel_sft.launch.collectives import decided_by_main, largest
+from accel_sft.evaluation.evaluator import Evaluation
+from accel_sft.io.run_dir import RunDir
+from accel_sft.launch.accelerator import prepare_model
+from accel_sft.launch.collectives import largest, largest_of_ranks
 from accel_sft.launch.describe import differences, parallelism
 from accel_sft.launch.info import read_launch
-from accel_sft.models.load import compile_blocks, load_model, trainable_parameters
+from accel_sft.models.load import compile_blocks, trainable_parameters
 from accel_sft.resilience.anomalies import Anomalies
 from accel_sft.resilience.signals import Interruption, StopSignals
-from accel_sft.tracking import report
 from accel_sft.tracking.system import peak_memory_gib
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training import summary
@@ -46,7 +42,7 @@ OnStep = Callable[[dict[str, float], Batching], None]
 
 
 class Trainer:
-    """A prepared model and what it takes to train, evaluate and save it; `train` is the loop.
+    """Trains, evaluates and saves one run's model: `resume`, then `train`, then `finalize`.
 
     Args:
         on_step: called on every rank after each optimizer step.
@@ -55,7 +51,7 @@ class Trainer:
     def __init__(
         self,
         accelerator: Accelerator,
-        run_dir: Path,
+        run_dir: RunDir,
         task_name: str,
         task: Task,
         config: TrainConfig,
@@ -75,18 +71,7 @@ class Trainer:
         )
         self.batching_asked = [config.batching, config.micro_batch_size]
 
-        deepspeed = accelerator.state.deepspeed_plugin is not None
-        model = load_model(
-            prepared.source,
-            config,
-            precision=accelerator.mixed_precision,
-            deepspeed=deepspeed,
-            total_steps=self.plan.total_steps,
-        )
-        if prepared.source.adapter and config.adapter == "none":
-            tracker.log(
-                "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
-            )
+        model = prepared.assembly.load_model(self.plan.total_steps)
         if config.compile:
             compile_blocks(model)
         tracker.phase("model")
@@ -94,34 +79,17 @@ class Trainer:
         self.trained_parameters = trainable_parameters(model)
         optimizer = adamw(model, config)
         check_host_memory(accelerator, model, read_launch())
-        self.model, self.optimizer = launch.prepare(accelerator, model, optimizer, config)
+        self.model, self.optimizer = prepare_model(accelerator, model, optimizer, config)
         tracker.phase("sharded")
         self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm)
-        self.evaluator = Evaluator(
-            accelerator,
-            prepared.tokenizer,
-            task,
-            prepared.validation_examples,
-            prepared.validation.kept,
-            config,
-            prepared.longest_answer,
-            self.between_answers,
-            tracker.log,
-        )
+        options = prepared.longest_answer, self.between_answers, tracker.log
+        self.evaluator = prepared.assembly.evaluator(prepared.validation_examples, prepared.validation, *options)
 
     def resume(self) -> None:
-        """Continue from the newest whole checkpoint where `--resume` asks for it; else judge the untrained model."""
-        path = None
-        if self.config.resume != "off":
-            path, skipped = decided_by_main(
-                self.accelerator, lambda: checkpoint.newest(self.run_dir, self.config.resume)
-            )
-            for line in skipped:
-                self.tracker.log(line)
-        saved = {}
-        if path:
-            saved = checkpoint.load(self.accelerator, self.model, self.optimizer, path)
-            self.stepper.adapter.set_extra_state(self.stepper.adapted, checkpoint.load_extra(path))
+        """Load the checkpoint that `--resume` asks for, if there is one; see that the next ones fit on the disk."""
+        path = checkpoint.find(self.accelerator, self.run_dir, self.config.resume, self.tracker.log)
+        where = self.accelerator, self.model, self.optimizer
+        saved = checkpoint.load(*where, path, self.stepper.set_extra_state) if path else {}
         here = parallelism(self.accelerator)
         before = saved.get("layout", here)
         self.train_step = self.new_train_step(saved["batching"] if path and before == here else None)
@@ -134,8 +102,8 @@ class Trainer:
                     self.tracker.log(f"{aside}: of a later step, put aside")
             self.tracker.rewind(self.state.step, evaluated=self.state.evaluated_step == self.state.step)
             other = differences(before, here)
-            told = f"; written under another layout ({'; '.join(other)})" if other else ""
-            self.tracker.log(f"resumed {path} at step {self.state.step} of {self.plan.total_steps}{told}")
+            how = f"; written under another layout ({'; '.join(other)})" if other else ""
+            self.tracker.log(f"resumed {path} at step {self.state.step} of {self.plan.total_steps}{how}")
         self.anomalies.rewind(self.state.step)
         self.tracker.phase("ready")
         self.tracker.phases()
@@ -144,19 +112,15 @@ class Trainer:
             check_disk(self.accelerator, self.model, self.run_dir)
 
     def new_train_step(self, before: dict[str, Any] | None) -> TrainStep:
-        """Rows laid out as before the run stopped, unless asked for otherwise now; else what is exact and fast here.
-
-        The choice is in the run's folder before the first step, and a run without a checkpoint goes on with it.
-        """
+        """With the batching of before the run stopped unless another is asked for; a new choice is recorded first."""
         job = [self.prepared.fingerprint(), self.plan.global_batch_size]
         if before is None and self.config.resume != "off":
             before = choice.read(self.accelerator, self.run_dir, job)
         kept = choice.restored(before, self.batching_asked)
-        accelerator, pad_token_id = self.accelerator, self.prepared.tokenizer.pad_token_id
+        accelerator, pad_token_id = self.accelerator, self.prepared.assembly.tokenizer.pad_token_id
         some, evaluated = self.train_examples.some(), self.prepared.validation.kept
-        longest = (
-            [evaluated[int(evaluated.lengths.argmax())]] if len(evaluated) else []
-        )  # its loss is taken in the same layout
+        # the validation loss is computed in the same layout
+        longest = [evaluated[int(evaluated.lengths.argmax())]] if len(evaluated) else []
         batching, told = choose_batching(
             accelerator, self.model, self.config, some, pad_token_id, before=kept, also=longest
         )
@@ -165,24 +129,24 @@ class Trainer:
         return TrainStep(accelerator, self.model, self.stepper, batching, pad_token_id, self.run_dir, self.tracker.log)
 
     def train(self) -> None:
-        """The loop: learn from one global batch, look, evaluate, save. A signal ends it in order.
+        """Evaluate the untrained model, then train to the end. A signal saves a checkpoint before it ends the run.
 
-        From here on signals are deferred: what comes after the loop takes seconds, and has no checkpoint of its own.
+        From here on signals are deferred: what follows the loop takes seconds and has no checkpoint of its own.
         """
         self.signals.deferred = True
         try:
-            self.evaluate_and_save()  # a run starts with a judgement, or was stopped before one
+            self.evaluate_and_save()  # also what a signal kept a resumed run from
             self.loop()
         except Interruption:
             self.save()
             raise
 
     def loop(self) -> None:
-        """Steps to the end, or until patience runs out or a signal comes."""
+        """One optimizer step after the other, until the plan ends, patience runs out, or a signal comes."""
         plan, stepper, state, config = self.plan, self.stepper, self.state, self.config
         self.model.train()
         with self.tracker.profiler() as profiler:
-            while state.step < plan.total_steps and not self.out_of_patience():
+            while state.step < plan.total_steps and not state.out_of_patience(config.patience):
                 started = time.perf_counter()
                 rows = plan.examples(state.step)
                 tokens, supervised_tokens = int(plan.lengths[rows].sum()), int(plan.supervised[rows].sum())
@@ -218,37 +182,25 @@ class Trainer:
                 self.evaluate_and_save()
 
     def evaluate_and_save(self) -> None:
-        """The evaluation and the checkpoint that are due at this step, unless they were made."""
+        """Make the evaluation and the checkpoint that are due at this step, unless they are there."""
         state, config = self.state, self.config
         evaluated = state.step in (0, self.plan.total_steps) and config.eval_every != "off"
-        if state.evaluated_step != state.step and (evaluated or self.due(config.eval_every)):
+        if state.evaluated_step != state.step and (evaluated or self.plan.is_due(config.eval_every, state.step)):
             self.evaluate()
-        if self.saved_step != state.step and self.due(config.save_every):
+        if self.saved_step != state.step and self.plan.is_due(config.save_every, state.step):
             self.save()
 
     def stop_if(self, signal: int) -> None:
-        """Raise Interruption if there was a signal, which all ranks know of."""
+        """Raise Interruption if there was a signal; it is the same on all ranks."""
         if signal:
             raise Interruption(signal, self.state.step)
 
     def between_answers(self) -> None:
         """Let a signal end an evaluation, on all ranks, before its next batch of answers."""
-        asked = torch.tensor([self.signals.asked], device=self.accelerator.device)
-        self.stop_if(int(self.accelerator.gather(asked).max()))
-
-    def due(self, setting: str) -> bool:
-        """Whether `--eval-every` or `--save-every` asks for it now."""
-        step = self.state.step
-        if setting == "epoch":
-            return self.plan.ends_epoch(step)
-        every = math.ceil(self.plan.total_steps / 4) if setting == "auto" else int(setting) if setting != "off" else 0
-        return every > 0 and step % every == 0
-
-    def out_of_patience(self) -> bool:
-        return self.config.patience is not None and self.state.without_better >= self.config.patience
+        self.stop_if(int(largest_of_ranks(self.signals.asked)))
 
     def evaluate(self) -> None:
-        """Judge the weights as they are; keep them as best/ if the task's main metric says so."""
+        """Evaluate the current weights; export them as best/ if the task's main metric improved."""
         state = self.state
         self.tracker.peak()
         with torch.compiler.set_stance("force_eager"):  # answers grow by a token at a time, each another shape
@@ -258,32 +210,30 @@ class Trainer:
         if state.step == 0:
             state.before = state.latest
             return
-        metrics = evaluation.metrics
-        if state.update_best(metrics[self.task.main_metric], metrics["eval_loss"], self.task.higher_is_better):
-            self.export("best", evaluation)
+        metric, loss = evaluation.metrics[self.task.main_metric], evaluation.metrics["eval_loss"]
+        if state.update_best(metric, loss, self.task.higher_is_better):
+            self.export(self.run_dir.best, evaluation)
 
-    def export(self, name: str, evaluation: Evaluation | None = None) -> None:
-        """The weights as they are, with a card, for plain transformers or peft."""
+    def export(self, target: Path, evaluation: Evaluation | None = None) -> None:
+        """Write the current weights, with a model card, for plain transformers or peft."""
         after = evaluation.metrics if evaluation else self.state.latest
         card = summary.card(self.config, self.task_name, self.task, self.prepared, self.state.before, after)
-        checkpoint.export(self.accelerator, self.model, self.prepared.tokenizer, self.run_dir / name, card)
+        checkpoint.export(self.accelerator, self.model, self.prepared.assembly.tokenizer, target, card)
 
     def save(self) -> None:
         """A checkpoint of this step, with what was measured and judged so far."""
-        batching = choice.recorded(
-            self.batching_asked, self.train_step.batching
-        )  # so that a resume keeps to it (law 3)
+        batching = choice.recorded(self.batching_asked, self.train_step.batching)  # a resume uses it again (law 3)
         self.signals.exit_if_orphaned()
         saved = {"step": self.state.step, "progress": dataclasses.asdict(self.state), "batching": batching}
         self.tracker.flush()
-        extra, keep = self.stepper.adapter.extra_state(self.stepper.adapted), self.config.keep_checkpoints
-        checkpoint.save(self.accelerator, self.model, self.optimizer, self.run_dir, saved, keep, extra)
+        where, keep = (self.accelerator, self.model, self.optimizer, self.run_dir), self.config.keep_checkpoints
+        checkpoint.save(*where, saved, keep, self.stepper.extra_state())
         self.saved_step = self.state.step
 
     def finalize(self) -> None:
-        """Export final/, write result.json and report.md, and show before beside after."""
+        """Export final/, write result.json and report.md, and print the metrics before and after training."""
         state, accelerator = self.state, self.accelerator
-        self.export("final")
+        self.export(self.run_dir.final)
         result = {
             **summary.summary(self.config, self.task_name, self.task, state, self.plan.total_steps),
             **largest(self.tracker.peak()),
@@ -293,15 +243,7 @@ class Trainer:
             "phases": self.tracker.phases(),
         }
         if accelerator.is_main_process:
-            before, after = (read_samples(self.run_dir, step) for step in (0, state.evaluated_step))
-            report.write_report(self.run_dir, result, before, after)
-            write_result(self.run_dir, result)
             self.tracker.close()
-            report.print_report(result, before, after, console=Console(file=terminal.terminal(), highlight=False))
-            best = f"best/ (step {state.best_step}) and " if state.best_step else ""
-            if left_out := result["steps_left_out"]:
-                self.tracker.log(
-                    f"{left_out} of {state.step} steps were not finite and left out: {self.anomalies.file}"
-                )
-            self.tracker.log(f"{self.run_dir}: weights in {best}final/ (step {state.step}), numbers in report.md")
+            for line in summary.publish(self.run_dir, result, state):
+                self.tracker.log(line)
         accelerator.wait_for_everyone()

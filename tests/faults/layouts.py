@@ -38,6 +38,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.checkpoint import checkpoint
 from accel_sft.checkpoint.partition import MOMENTS, flat, partitions
 from accel_sft.data.chat import Encoded
+from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import accelerator
 from accel_sft.training import step as training_step
 from accel_sft.training.optimizer import Stepper, adamw
@@ -67,7 +68,9 @@ class Job:
         model.lm_head.weight.requires_grad_(False)  # frozen weights are the source's
         if halves or (precision == "bf16" and os.environ.get("ACCELERATE_USE_DEEPSPEED")):
             model.to(torch.bfloat16)
-        self.model, self.optimizer = accelerator.prepare(self.accelerator, model.train(), adamw(model, config), config)
+        self.model, self.optimizer = accelerator.prepare_model(
+            self.accelerator, model.train(), adamw(model, config), config
+        )
         self.stepper = Stepper(self.accelerator, self.model, self.optimizer, config.max_grad_norm)
         self.folder = folder
         self.forwards_of(rows=2)
@@ -75,7 +78,7 @@ class Job:
     def forwards_of(self, rows: int) -> None:
         padded = Batching("padded", 0, rows=rows)
         self.train_step = training_step.TrainStep(
-            self.accelerator, self.model, self.stepper, padded, 0, self.folder, print
+            self.accelerator, self.model, self.stepper, padded, 0, RunDir(self.folder), print
         )
 
     def steps(self, begin: int, end: int) -> list[float]:
@@ -133,7 +136,7 @@ class Job:
         hook.remove()
 
     def save(self, run_dir: Path) -> Path:
-        return checkpoint.save(self.accelerator, self.model, self.optimizer, run_dir, {"step": STOP}, 1)
+        return checkpoint.save(self.accelerator, self.model, self.optimizer, RunDir(run_dir), {"step": STOP}, 1)
 
     def load(self, path: Path) -> None:
         checkpoint.load(self.accelerator, self.model, self.optimizer, path)

@@ -16,6 +16,7 @@ from test_laws import layout
 from accel_sft.checkpoint import shards
 from accel_sft.checkpoint.checkpoint import newest, settle
 from accel_sft.io import manifest
+from accel_sft.io.run_dir import RunDir
 
 FLIPS = 1000
 
@@ -38,7 +39,7 @@ def flipped(path, at, bit):
 
 def test_whole_ones_are_taken(checkpoints):
     (checkpoints / "checkpoints" / "step-000003-of-mine").mkdir()
-    path, skipped = newest(checkpoints, "auto")
+    path, skipped = newest(RunDir(checkpoints), "auto")
     assert (path.name, skipped) == ("step-000006", [])
     assert (checkpoints / "checkpoints" / "latest").read_text() == "step-000006\n"
 
@@ -66,11 +67,11 @@ def test_a_flipped_bit_anywhere_is_found_and_the_checkpoint_before_is_taken(chec
         with pytest.raises(manifest.Damaged, match="other bytes than were written"):
             manifest.verify(folder)
         if number % 100 == 0:
-            found, (line,) = newest(checkpoints, "auto")
+            found, (line,) = newest(RunDir(checkpoints), "auto")
             assert found.name == "step-000003"
             assert f"{folder}: passed over: {path.relative_to(folder)} has other bytes" in line
         flipped(path, at, bit)
-    assert newest(checkpoints, "auto")[0] == folder
+    assert newest(RunDir(checkpoints), "auto")[0] == folder
 
 
 def test_every_file_that_was_cut_or_is_gone_is_named(checkpoints):
@@ -78,15 +79,15 @@ def test_every_file_that_was_cut_or_is_gone_is_named(checkpoints):
     for path in [path for path in sorted(folder.rglob("*")) if path.is_file()]:
         content = path.read_bytes()
         os.truncate(path, draw.randrange(len(content)))
-        found, (line,) = newest(checkpoints, "auto")
+        found, (line,) = newest(RunDir(checkpoints), "auto")
         assert found.name == "step-000003"
         assert f"passed over: {path.relative_to(folder)}" in line
         path.unlink()
-        found, (line,) = newest(checkpoints, "auto")
+        found, (line,) = newest(RunDir(checkpoints), "auto")
         assert found.name == "step-000003"
         assert path.name in line
         path.write_bytes(content)
-    assert newest(checkpoints, "auto")[0] == folder
+    assert newest(RunDir(checkpoints), "auto")[0] == folder
 
 
 def test_a_file_that_the_manifest_does_not_name_is_damage_and_is_never_read(checkpoints):
@@ -98,13 +99,13 @@ def test_a_file_that_the_manifest_does_not_name_is_damage_and_is_never_read(chec
             stray.symlink_to(other / weights.name)
         else:
             shutil.copy(other / weights.name, stray)
-        found, (line,) = newest(checkpoints, "auto")
+        found, (line,) = newest(RunDir(checkpoints), "auto")
         assert found.name == "step-000003"
         assert f"passed over: {stray.relative_to(folder)} is not in manifest.json" in line
         # one that comes after the check is not opened all the same
         assert stray not in manifest.files(folder)
         stray.unlink()
-    assert newest(checkpoints, "auto")[0] == folder
+    assert newest(RunDir(checkpoints), "auto")[0] == folder
 
 
 def test_elements_that_another_runs_file_would_bring_do_not_reach_the_weights(tmp_path):
@@ -123,7 +124,7 @@ def test_what_a_kill_amid_a_replacement_left_is_put_right(tmp_path):
     for name in (".best.outgoing", ".final.outgoing", "final", ".best.partial", "checkpoints/.step-000003.outgoing"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "file").write_text(name)
-    settle(tmp_path)
+    settle(RunDir(tmp_path))
     found = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("file")}
     assert found == {
         "best/file": ".best.outgoing",

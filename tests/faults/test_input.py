@@ -23,7 +23,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import load_yaml
 from accel_sft.api.options import settings as settings_of
 from accel_sft.cli_options import TaskCommand
-from accel_sft.data import json_stream, rows
+from accel_sft.data import rows
 from accel_sft_math import Math
 
 LAW = settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
@@ -35,18 +35,16 @@ def path(tmp_path_factory):
     return tmp_path_factory.mktemp("input") / "rows.json"
 
 
-def read(task, path, content, block=None):
-    """What `fuzz.read` gives; small files are held, or read as large ones are, in blocks that end anywhere."""
+def read(task, path, content, large=False):
+    """What `fuzz.read` gives; the file is held in memory as a small one is, or read as a large one is."""
     path.write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
-        if block:
+        if large:
             patch.setattr(rows, "IN_MEMORY_BYTES", 0)
-            patch.setattr(json_stream, "_BLOCK", block)
         return fuzz.read(fuzz.reader(task, path), path)
 
 
 draws = st.integers(0, 2**32).map(random.Random)
-blocks = st.sampled_from([None, None, 1, 3])
 
 
 # --- rows ---
@@ -70,20 +68,20 @@ in_rows = st.lists(
 
 @pytest.mark.parametrize("task", ["math", "ner"])
 @LAW
-@given(content=st.binary() | in_pieces | in_rows, block=blocks)
-def test_any_bytes_are_rows_or_are_refused_by_file_and_line(path, task, content, block):
-    read(task, path, content, block)
+@given(content=st.binary() | in_pieces | in_rows, large=st.booleans())
+def test_any_bytes_are_rows_or_are_refused_by_file_and_line(path, task, content, large):
+    read(task, path, content, large)
 
 
 @pytest.mark.parametrize("task", ["math", "ner"])
 @LAW
-@given(draw=draws, count=st.integers(0, 3), block=blocks)
-def test_a_good_file_that_was_damaged_is_read_or_refused_by_file_and_line(path, task, draw, count, block):
+@given(draw=draws, count=st.integers(0, 3), large=st.booleans())
+def test_a_good_file_that_was_damaged_is_read_or_refused_by_file_and_line(path, task, draw, count, large):
     good = [fuzz.good_row(draw, task) for _ in range(3)]
     content = b"\n".join(json.dumps(row).encode() for row in good)
     for _ in range(count):
         content = fuzz.mutated_bytes(draw, content)
-    found = read(task, path, content, block)
+    found = read(task, path, content, large)
     assert count or len(found) == 3
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
+from accel_sft.io.run_dir import RunDir
 from accel_sft.resilience.anomalies import MOST_IN_A_ROW, Anomalies
 
 BAD = 13
@@ -139,7 +140,7 @@ class Example:
 
 
 def health(tmp_path, said, **settings):
-    return Anomalies(tmp_path, TrainConfig(**settings), "no", said.append, writes=True)
+    return Anomalies(RunDir(tmp_path), TrainConfig(**settings), "no", said.append, writes=True)
 
 
 def test_a_run_that_only_leaves_out_ends(tmp_path):
@@ -153,7 +154,7 @@ def test_a_run_that_only_leaves_out_ends(tmp_path):
 
 
 def test_an_overflow_under_fp16_is_the_search_for_its_scale(tmp_path):
-    watched = Anomalies(tmp_path, TrainConfig(), "fp16", print, writes=True)
+    watched = Anomalies(RunDir(tmp_path), TrainConfig(), "fp16", print, writes=True)
     watched.look(1, 2.0, math.inf, [Example(1)])
     with pytest.raises(UserError, match="the loss is nan"):
         watched.look(2, math.nan, math.inf, [Example(1)])

@@ -14,31 +14,32 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import CONFIGS
-from test_launch import seen_by_a_rank
 
 from accel_sft import UserError
 from accel_sft.checkpoint import capacity
+from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
+from accel_sft.launch.info import Launch
 
 GIB = 2**30
 
 
 def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1024, 1024)
-    capacity.check_disk(accelerator, model, tmp_path)
+    capacity.check_disk(accelerator, model, RunDir(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=70 << 20))
     with pytest.raises(UserError, match=r"a checkpoint takes 0.07 GiB, and 0.07 GiB of the disk are free; free space"):
-        capacity.check_disk(accelerator, model, tmp_path)
+        capacity.check_disk(accelerator, model, RunDir(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("yaml", "world_size", "bytes_each"),
+    ("yaml", "bytes_each"),
     # AdamW's moments 8, a copy of the weights 4, gradients 4; a checkpoint's files 12
-    [("ddp", 2, 2 * 8 + 12), ("z2", 2, 8 + 4 + 12), ("z2_offload", 2, 8 + 4 + 4 + 12), ("z3_nvme", 2, 12)],
+    [("ddp", 2 * 8 + 12), ("z2", 8 + 4 + 12), ("z2_offload", 8 + 4 + 4 + 12), ("z3_nvme", 12)],
 )
-def test_states_that_host_memory_cannot_take_are_not_begun(yaml, world_size, bytes_each, monkeypatch):
+def test_states_that_host_memory_cannot_take_are_not_begun(yaml, bytes_each, monkeypatch):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1000, 999)
-    launch = seen_by_a_rank(CONFIGS / f"{yaml}.yaml", world_size=world_size)
+    launch = Launch.from_yaml(CONFIGS / f"{yaml}.yaml")
     monkeypatch.setattr(model, "bias", None)
     monkeypatch.setattr(host_memory, "free_bytes", lambda: bytes_each * 999_000)
     capacity.check_host_memory(accelerator, model, launch)
@@ -52,7 +53,7 @@ def test_states_that_host_memory_cannot_take_are_not_begun(yaml, world_size, byt
 def test_a_checkpoints_files_take_no_more_than_one_of_them_and_the_largest_parameter(monkeypatch):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1000, 999, bias=False)
     monkeypatch.setattr(capacity.shards, "FILE_BYTES", 1000)
-    launch = seen_by_a_rank(CONFIGS / "z3_nvme.yaml", world_size=8)
+    launch = Launch.from_yaml(CONFIGS / "z3_nvme.yaml", "--num_processes", "8")
     more = torch.nn.ModuleList([model, *(torch.nn.Linear(1000, 999, bias=False) for _ in range(99))])
     needed = 8 * (1000 + 12 * 999_000 / 8)
     monkeypatch.setattr(host_memory, "free_bytes", lambda: needed)

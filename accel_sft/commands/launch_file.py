@@ -1,0 +1,40 @@
+"""`accel-sft launch-file`: prints a shipped launch file for `accelerate launch`, for whoever has no checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+import accel_sft
+from accel_sft.api.errors import UserError
+from accel_sft.api.registry import suggestion
+
+FOLDER = Path(accel_sft.__file__).parent / "launch_files"
+"""Package data; in a checkout a link to accelerate_configs/."""
+
+
+@click.command("launch-file")
+@click.argument("name", required=False)
+def launch_file(name: str | None) -> None:
+    """Print a launch file, or list them: accel-sft launch-file z2 > z2.yaml
+
+    Then: accelerate launch --config_file z2.yaml -m accel_sft TASK
+    """
+    files = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+    if name is None:
+        width = max(map(len, files))
+        for stem, path in files.items():
+            click.echo(f"{stem:<{width}}  {purpose(path)}")
+        return
+    stem = name.removesuffix(".yaml")
+    if stem not in files:
+        near = suggestion(stem, files) or f"; choose one of {', '.join(files)}"
+        raise UserError(f"NAME {name!r}: no launch file has this name{near}")
+    click.echo(files[stem].read_text(encoding="utf-8"), nl=False)
+
+
+def purpose(path: Path) -> str:
+    """What a launch file is for: the first line of its comment."""
+    with path.open(encoding="utf-8") as lines:
+        return lines.readline().removeprefix("#").strip()

@@ -1,0 +1,30 @@
+"""`accel-sft tasks`: lists the installed tasks, their versions, and the broken ones and why."""
+
+from __future__ import annotations
+
+import click
+
+from accel_sft.api import registry
+from accel_sft.api.errors import UserError
+
+
+@click.command()
+def tasks() -> None:
+    """List the installed tasks, their versions, and the broken ones and why."""
+    found = registry.plugins()
+    if not found:
+        click.echo("No task is installed. `accel-sft new-task NAME` starts one of your own.")
+    rows, broken = [], []
+    for plugin in found:
+        try:
+            summary, status = registry.summary_of(registry.load_plugin(plugin), plugin.summary), "ok"
+        except UserError as error:
+            summary, status = plugin.summary, "broken"
+            broken += error.problems
+        rows.append((plugin.name, f"{plugin.distribution} {plugin.version}", status, summary))
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    for row in rows:
+        click.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip())
+    if broken:
+        click.echo("\nBroken, and why:")
+        click.echo("\n".join(f"  {line}" for line in broken))

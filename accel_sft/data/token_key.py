@@ -1,0 +1,87 @@
+"""The key of a split's tokens in the cache: a hash of everything that decides them."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_sft.api.errors import UserError
+from accel_sft.api.task import Task
+from accel_sft.data.chat import Rules, encode_parts
+from accel_sft.data.conversation import conversation
+from accel_sft.data.fingerprint import code_fingerprint
+
+_FORMAT = 1
+
+
+def token_key(decided: list[Any], task: Task, examples: Sequence[Any], split: str, *, read: bool) -> str:
+    """The first 32 digits of a SHA-256, which are enough to be unique.
+
+    Args:
+        decided: what `decided_without_examples` gave.
+        read: read every message and target, whether or not a fingerprint stands for them.
+    """
+    parts = [decided, len(examples), _examples_key(task, examples, split, read)]
+    return _sha256(json.dumps(parts, sort_keys=True).encode())[:32]
+
+
+def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
+    """What decides tokens besides the examples, as JSON can hold it.
+
+    Raises:
+        UserError: accel_sft's own files cannot be read.
+    """
+    own = code_fingerprint(encode_parts)
+    if own is None:  # without it, tokens that an earlier version made would be taken for this one's
+        raise UserError("accel_sft's own files cannot all be read, or are not plain files; install it again")
+    cls, template = type(tokenizer), json.dumps(tokenizer.chat_template)
+    model_code = None
+    if not cls.__module__.startswith("transformers."):  # it came with the model
+        beside = Path(sys.modules[cls.__module__].__file__ or "").parent.glob("*.py")
+        model_code = _sha256(b"".join(path.name.encode() + path.read_bytes() for path in sorted(beside)))
+    return [
+        _FORMAT,
+        {name: importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")},
+        own,
+        [cls.__qualname__, model_code, _vocabulary(tokenizer), tokenizer.eos_token_id],
+        [template, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}],
+        getattr(tokenizer, "split_special_tokens", None),
+        datetime.date.today().isoformat() if "strftime_now" in template else None,  # Llama's writes the date
+        [sorted(rules.eos_ids), rules.max_length, rules.truncation],
+    ]
+
+
+def _vocabulary(tokenizer: Any) -> str:
+    if getattr(tokenizer, "is_fast", False):
+        return _sha256(tokenizer.backend_tokenizer.to_str().encode())
+    with tempfile.TemporaryDirectory() as folder:  # a tokenizer in Python: nothing else tells all about it
+        tokenizer.save_pretrained(folder)
+        return _sha256(
+            b"".join(
+                path.name.encode() + path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()
+            )
+        )
+
+
+def _examples_key(task: Task, examples: Sequence[Any], split: str, read: bool) -> str:
+    """The fingerprints of the sequence and of the task's code where both are known, else a hash of every message and
+    target."""
+    of_datasets = type(examples).__module__.partition(".")[0] == "datasets"
+    fingerprint = getattr(examples, "_fingerprint" if of_datasets else "fingerprint", None)
+    if not read and isinstance(fingerprint, str) and fingerprint and (known := code_fingerprint(task)):
+        return f"{fingerprint} {known}"
+    digest = hashlib.sha256()
+    for index in range(len(examples)):
+        digest.update(json.dumps(conversation(task, examples, split, index), default=repr).encode())
+    return digest.hexdigest()
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
