@@ -33,16 +33,21 @@ from transformers.masking_utils import sdpa_mask
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.batching import choice, loss, verify
+from accel_sft.api.options import settings
+from accel_sft.batching import choice, loss
 from accel_sft.batching.autotune import Trial, choose_batching
-from accel_sft.batching.layouts import Batching, common_prefixes
+from accel_sft.batching.forward_layouts import LAYOUTS
+from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll, nll_sum
+from accel_sft.batching.prefixes import common_prefixes
 from accel_sft.batching.verify import UNLIMITED
 from accel_sft.data.chat import Encoded
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import collectives
+from accel_sft.models.prefix_attention import install, installed
 
 CPU = torch.device("cpu")
+install()
 WAYS = [("shared", "mask"), ("shared", "rows"), ("packed", "mask"), ("packed", "rows"), ("padded", "mask")]
 
 
@@ -228,6 +233,27 @@ def test_a_plain_model_shares_prefixes(model):
     assert told == f"{line}, the least work of 6 sizes"
 
 
+@pytest.fixture
+def untouched(monkeypatch):
+    """transformers' own sdpa attention, as a process has it that prepared no model."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
+
+
+def test_a_batching_registers_nothing_and_makes_no_rows_that_plain_attention_would_mix(untouched):
+    batching = batching_of(("shared", "rows"), 64)
+    assert AttentionInterface()["sdpa"] is sdpa_attention_forward
+    with pytest.raises(RuntimeError, match=r"call prefix_attention.install\(\)"):
+        batching.batch(rows(4), 0, CPU)
+
+
+def test_the_attention_of_rows_is_registered_where_a_model_is_found_to_take_it(model, untouched):
+    assert not installed()
+    assert chosen(model, batching="padded")[0].layout == "padded"
+    assert not installed()
+    assert chosen(model, batching="shared")[0].attention == "rows"
+    assert installed()
+
+
 def test_the_settings_win(model):
     assert chosen(model, batching="packed")[0].layout == "packed"
     assert chosen(model, batching="padded", micro_batch_size="4")[0] == batching_of(
@@ -245,6 +271,25 @@ def test_what_a_run_had_chosen_is_kept_while_it_is_exact(model):
             Accelerator(cpu=True), changed, TrainConfig().resolved({}), rows(), 0, before=kept
         )
         assert (batching == kept) is (attention == "sdpa")
+
+
+def test_a_batching_is_recorded_in_the_words_that_runs_hold_and_comes_back():
+    for layout, head in itertools.product(LAYOUTS, loss.HEADS):
+        batching = Batching(layout.name, 64, attention=layout.attention, head=head)
+        record = json.loads(json.dumps(choice.recorded(["auto", "auto"], batching)))
+        words = {"layout": layout.name, "tokens": 64, "rows": None, "attention": layout.attention, "head": head}
+        assert record["chosen"] == words
+        assert (choice.restored(record, ["auto", "auto"]), batching.way) == (batching, layout)
+    (choices,) = (setting.choices for setting in settings(TrainConfig) if setting.name == "batching")
+    assert choices == ("auto", *dict.fromkeys(layout.name for layout in LAYOUTS))
+
+
+@pytest.mark.parametrize("unknown", [{"layout": "woven"}, {"attention": "varlen"}, {"head": "none"}])
+def test_a_record_in_words_that_are_unknown_is_not_taken_up(unknown):
+    words = {"layout": "shared", "tokens": 64, "rows": None, "attention": "mask", "head": "pieces", **unknown}
+    with pytest.raises(ValueError, match="no batching "):
+        Batching(**words)
+    assert choice.restored({"asked": ["auto", "auto"], "chosen": words}, ["auto", "auto"]) is None
 
 
 def test_two_starts_choose_alike_whatever_a_clock_would_say(model, monkeypatch):
@@ -378,7 +423,7 @@ def test_a_window_that_all_layers_have_is_seen_and_so_is_a_longer_row_that_is_on
 def test_a_window_that_the_configuration_does_not_tell_of_is_found_by_the_longest_row(monkeypatch):
     torch.manual_seed(0)
     model = MistralForCausalLM(small(MistralConfig, sliding_window=16, initializer_range=0.5))
-    monkeypatch.setattr("accel_sft.batching.verify.limited_layers", lambda model, longest: None)
+    monkeypatch.setattr("accel_sft.batching.forward_layouts.limited_layers", lambda model, longest: None)
     batching, told = chosen(model, rows(64, instruction=4, longest=40), batching="shared")
     assert batching.layout == "padded"
     assert "its loss is not that of single rows" in told
@@ -464,7 +509,6 @@ def test_a_kernel_that_takes_the_head_and_the_loss_together_gets_each_target_onc
         return torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction=reduction)
 
     monkeypatch.setattr(loss, "fused_kernel", lambda device: kernel)
-    monkeypatch.setattr(verify, "fused_kernel", lambda device: kernel)
     assert chosen(model)[0].head == "fused"
     for way in WAYS:
         got, ours = loss_and_gradients(model, batching_of(way, 300, head="fused"), rows())

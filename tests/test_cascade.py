@@ -87,7 +87,7 @@ def test_reduced_precision_keeps_its_type_and_is_as_near_as_plain_attention():
 def forget(monkeypatch):
     """Ask anew what torch has, for this test alone."""
     monkeypatch.setattr(module, "_known", None)
-    module.install()
+    module.probe_kernels()
 
 
 @pytest.mark.parametrize("change", ["gone", "backward", "forward"])

@@ -29,6 +29,7 @@ ROOT = {"__init__", "__main__", "cli", "cli_options"}
 """Modules outside the packages. They import from all of these, those with torch inside functions only."""
 STANDARD_LIBRARY_ONLY = (
     "accel_sft.io.heartbeat",
+    "accel_sft.api.adapters",
     "accel_sft.api.options",
     "accel_sft.evaluation.vllm_script",
     "accel_sft.io.manifest",

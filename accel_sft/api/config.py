@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from accel_sft.api.adapters import ADAPTERS
 from accel_sft.api.options import option, problems, shown
 
 MODEL, ADAPTER, DATA, OPTIM, EVAL, RUN = "Model", "Adapter", "Data", "Optimisation", "Evaluation", "Run"
@@ -28,7 +29,7 @@ class TrainConfig:
     compile: bool = option(False, section=MODEL, help="torch.compile the blocks: slow first steps, faster later ones.")
 
     adapter: str = option(
-        "none", section=ADAPTER, choices=("none", "lora", "adalora"), help="Train an adapter instead of all weights."
+        "none", section=ADAPTER, choices=("none", *ADAPTERS), help="Train an adapter instead of all weights."
     )
     lora_r: int = option(8, section=ADAPTER, min=1, help="Rank (adalora: the rank it ends with).")
     lora_alpha: int = option(16, section=ADAPTER, min=1, help="Scale: alpha / r.")

@@ -1,4 +1,4 @@
-"""How rows are laid out in this run: the least work of what the model computes exactly and the device has room for."""
+"""Chooses a run's batching: the least work, or the fastest, of what the model computes exactly and memory allows."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.batching import choice
+from accel_sft.batching.forward_layouts import Padded, RowByRow, Tree, Varlen
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.verify import exact_batchings
 from accel_sft.data.chat import Encoded
 from accel_sft.launch.collectives import all_ranks, largest_of_ranks
 
-FORWARDS = {"cpu": {"mask": (256, 512, 1024), "rows": (1024, 2048, 4096), "padded": (1024, 4096)}}
-"""Tokens in one forward that a device may be given on which nothing is tried."""
+CPU_FORWARDS = {Tree: (256, 512, 1024), Varlen: (256, 512, 1024), RowByRow: (1024, 2048, 4096), Padded: (1024, 4096)}
+FORWARDS = {"cpu": CPU_FORWARDS}
+"""Tokens in one forward to choose from, on devices where nothing is tried."""
 TRIED_ON_DEVICE = tuple(2**power for power in range(10, 18))
-"""The same on any other device, as far as its memory goes."""
+"""Tokens in one forward that are tried on any other device, up to its memory."""
 TRIED_SECONDS, MOST_ROUNDS, NEAR = 10.0, 3, 2.0
 """How long trying each once may take on such a device, and how often those are tried that need no more than NEAR times
 the least."""
 FORWARD_TOKENS = {"cpu": 64, "other": 1024}
 """What a forward and its backward cost beside what they compute, in tokens."""
 USUAL_WIDTH = 1024
-"""Of a model whose configuration does not tell its hidden size."""
+"""Hidden size assumed of a model whose configuration does not name it."""
 STATE_BYTES = 8
-"""Of AdamW a trained parameter, that the first update allocates where the optimizer is not DeepSpeed's."""
+"""Bytes of AdamW's state for each trained parameter; the first update allocates them, except under DeepSpeed."""
 
 
 def choose_batching(
@@ -71,14 +73,9 @@ def choose_batching(
     else:
         trial = Trial(accelerator, model, config, examples, pad_token_id, train=train)
         batching, why = trial.chosen(exact, dropout)
-    what = {"shared": "one copy of what rows share", "packed": "rows in one sequence", "padded": "each row by itself"}
     size = f"{batching.rows} examples" if batching.rows else f"{batching.tokens:,} tokens"
-    line = f"batching {batching.layout} ({what[batching.layout]}), up to {size} a forward{why}"
+    line = f"batching {batching.layout} ({batching.way.what}), up to {size} a forward{why}"
     return batching, "; ".join([line, *(f"not {reason}" for reason in reasons)])
-
-
-def _kind(batching: Batching) -> str:
-    return {"padded": "padded"}.get(batching.layout, {"rows": "rows"}.get(batching.attention, "mask"))
 
 
 class Trial:
@@ -104,7 +101,7 @@ class Trial:
         self.step_size = config.global_batch_size or len(examples)
 
     def within_memory(self, exact: Sequence[Batching], sizes: Sequence[int]) -> list[Batching]:
-        """Those whose heaviest forward goes there and back, with room for the optimizer's state, on every rank.
+        """Batchings whose longest examples fit through forward and backward beside the optimizer's state, on all ranks.
 
         Sizes are tried upwards, the longest examples together, until one does not fit, or takes in a whole step.
         """
@@ -122,16 +119,16 @@ class Trial:
         if not fitting:
             longest = max(self._heaviest(exact[0]), key=lambda example: len(example.input_ids))
             raise UserError(
-                f"out of device memory: not even {sizes[0]:,} tokens go there and back at once (the longest example, "
-                f"{longest.index}, has {len(longest.input_ids):,}); add --gradient-checkpointing, lower --max-length, "
-                "or choose a higher ZeRO stage or --adapter lora"
+                f"out of device memory: not even {sizes[0]:,} tokens fit through forward and backward "
+                f"(the longest example, {longest.index}, has {len(longest.input_ids):,}); "
+                "add --gradient-checkpointing, lower --max-length, or choose a higher ZeRO stage or --adapter lora"
             )
         return fitting
 
     def chosen(self, exact: Sequence[Batching], dropout: str | None) -> tuple[Batching, str]:
-        """One of these in a size, and a phrase that tells how it was found."""
+        """One of these with a limit of tokens, and a phrase that says how it was chosen."""
         if forwards := FORWARDS.get(self.device.type):
-            sizes = [dataclasses.replace(b, tokens=tokens) for b in exact for tokens in forwards[_kind(b)]]
+            sizes = [dataclasses.replace(b, tokens=tokens) for b in exact for tokens in forwards[type(b.way)]]
             return self.least_work(sizes), f", the least work of {len(sizes)} sizes"
         sizes = self.within_memory(exact, TRIED_ON_DEVICE)
         if dropout:
@@ -160,7 +157,7 @@ class Trial:
         return min(near, key=took.__getitem__)
 
     def least_work(self, candidates: Sequence[Batching]) -> Batching:
-        """The one that takes the least of a step: the first of equals, and the same at every start."""
+        """The candidate with the least work for a step: the first of equals, and the same at every start."""
         some, ranks = self._spread(), self.accelerator.num_processes
         base = self.accelerator.unwrap_model(self.model).config.get_text_config(decoder=True)
         width = getattr(base, "hidden_size", None) or USUAL_WIDTH
@@ -179,7 +176,7 @@ class Trial:
         return list(self.examples[:: max(len(self.examples) // self.step_size, 1)])[: self.step_size]
 
     def _like_a_step(self, candidates: Sequence[Batching]) -> list[Encoded]:
-        """The same, but no more than the largest forward of each rank takes."""
+        """The same examples, but no more than fit into the largest forward of each rank."""
         ranks, spread = self.accelerator.num_processes, self._spread()
         most = max(batching.tokens for batching in candidates)
         while len(spread) > 1 and candidates[0].computed_tokens(spread, ranks) > most * ranks:
@@ -223,7 +220,7 @@ class Trial:
             model.train(was_training)
 
     def _fits(self, batching: Batching, rows: list[Encoded]) -> bool:
-        """Whether `_run` finds room on this rank, beside what the first update will want."""
+        """Whether `_run` fits into this rank's memory beside what the first update will allocate."""
         hold: list[torch.Tensor] = []
         try:
             if self.train:
@@ -238,7 +235,7 @@ class Trial:
         return True
 
     def _reserve(self, hold: list[torch.Tensor]) -> None:
-        """Hold the memory that the first update will want: gradients, and AdamW's state where it comes with it."""
+        """Allocate what the first update will: gradients, and AdamW's state unless DeepSpeed has it already."""
         each = 0 if self.accelerator.state.deepspeed_plugin else STATE_BYTES
         for parameter in self.model.parameters():
             if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""A choice of batching is made once: what was measured is kept in the cache, and a run's own before its first step."""
+"""Keeps a choice of batching: what was measured in the cache, and a run's own in its folder before the first step."""
 
 from __future__ import annotations
 
@@ -135,5 +135,10 @@ def what_decides(
 
 
 def _batching(chosen: Any) -> Batching | None:
-    named = {field.name for field in dataclasses.fields(Batching)}  # an earlier version's may be others
-    return Batching(**chosen) if isinstance(chosen, dict) and chosen.keys() == named else None
+    named = {field.name for field in dataclasses.fields(Batching)}  # another version's may be others
+    if not isinstance(chosen, dict) or chosen.keys() != named:
+        return None
+    try:
+        return Batching(**chosen)
+    except ValueError:  # a layout of another version
+        return None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,25 @@ import torch
 from accel_sft.data.chat import Encoded
 from accel_sft.models.prefix_attention import Rows
 
-HEADS = ("fused", "pieces", "labelled", "everywhere")
-"""The head: in one kernel with the loss; where a label is, in pieces above a size; where a label is; at every token."""
+
+class Head(abc.ABC):
+    """Where a forward computes logits, and the loss from them; the heads are in `loss`.
+
+    Attributes:
+        name: as a batching's record has it.
+        everywhere: whether the model computes logits at every token; else only where a label is predicted from.
+    """
+
+    name: str
+    everywhere = False
+
+    @abc.abstractmethod
+    def nll(self, model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
+        """Each target's negative log-likelihood, float32, (E,); of a batch without targets, a connected zero, (1,).
+
+        Args:
+            most_logits: how many logits may be held at once by a head that computes them in pieces.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +45,7 @@ class Batch:
         sources: index into the P kept positions of each target, (E,); None: one target each, in order.
         targets: token ids to predict, (E,).
         weights: rows that predict this token from this position, (E,) float32.
-        head: where and how logits are computed, one of `HEADS`.
+        head: what computes the loss; None until `with_head`.
     """
 
     inputs: dict[str, Any]
@@ -35,11 +53,11 @@ class Batch:
     sources: torch.Tensor | None
     targets: torch.Tensor
     weights: torch.Tensor
-    head: str = "everywhere"
+    head: Head | None = None
 
-    def with_head(self, head: str) -> Batch:
-        """The same forward with logits computed so."""
-        inputs = self.inputs if head == "everywhere" else {**self.inputs, "logits_to_keep": self.keep}
+    def with_head(self, head: Head) -> Batch:
+        """The same forward with logits computed by this head."""
+        inputs = self.inputs if head.everywhere else {**self.inputs, "logits_to_keep": self.keep}
         return dataclasses.replace(self, inputs=inputs, head=head)
 
 
@@ -48,14 +66,19 @@ def empty(pad_token_id: int, device: torch.device) -> Batch:
     return _tensors({"input_ids": np.full((1, 2), pad_token_id)}, np.zeros(1, dtype=np.int64), device)
 
 
-def tree(rows: Sequence[Encoded], common: Sequence[int], attention: str, device: torch.device) -> Batch:
+def tree(
+    rows: Sequence[Encoded],
+    common: Sequence[int],
+    device: torch.device,
+    mask: Callable[[torch.Tensor], Any] | None = None,
+) -> Batch:
     """Rows behind the prefixes they share, depth first, each token once.
 
     A token is seen by those after it, up to the end of its subtree: by its own path's, and by no other row's.
 
     Args:
         common: leading tokens of each row that stand there already when it is its turn.
-        attention: what the model is told of who sees whom, see `Batching`.
+        mask: `dense_mask` or `block_mask`; None for a single row, or where attention is told of rows in another way.
     """
     total = sum(len(row.input_ids) for row in rows) - sum(common)
     ids, position, source = (np.zeros(total, dtype=np.int64) for _ in range(3))
@@ -73,10 +96,8 @@ def tree(rows: Sequence[Encoded], common: Sequence[int], attention: str, device:
         weight[path[max(row.prompt_length, 1) : length]] += 1
         at = new.stop
     batch = _in_one_sequence(ids, position, source, weight, device)
-    if attention == "varlen":
-        batch.inputs.update(_varlen([len(row.input_ids) for row in rows], device))
-    elif (end < total).any():  # else a single row, which plain causal attention serves, without a mask
-        batch.inputs["attention_mask"] = _seen(torch.from_numpy(end).to(device), blocks=attention == "blocks")
+    if mask and (end < total).any():  # else a single row, which plain causal attention serves, without a mask
+        batch.inputs["attention_mask"] = mask(torch.from_numpy(end).to(device))
     return batch
 
 
@@ -118,11 +139,14 @@ def _in_one_sequence(
     return _tensors(inputs, keep, device, sources=sources, targets=ids[labelled], weights=weight[labelled])
 
 
-def _seen(end: torch.Tensor, *, blocks: bool) -> Any:
-    """Who sees whom, from where each token's subtree ends: (1, 1, query, key), or FlexAttention's blocks of it."""
-    if not blocks:
-        index = torch.arange(len(end), device=end.device)
-        return ((index[:, None] >= index[None]) & (index[:, None] < end[None]))[None, None]
+def dense_mask(end: torch.Tensor) -> torch.Tensor:
+    """Who sees whom, (1, 1, query, key), from where each token's subtree ends."""
+    index = torch.arange(len(end), device=end.device)
+    return ((index[:, None] >= index[None]) & (index[:, None] < end[None]))[None, None]
+
+
+def block_mask(end: torch.Tensor) -> Any:
+    """The same as blocks for FlexAttention."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def within(batch: Any, head: Any, query: Any, key: Any) -> Any:
@@ -131,11 +155,13 @@ def _seen(end: torch.Tensor, *, blocks: bool) -> Any:
     return create_block_mask(within, None, None, len(end), len(end), device=end.device)
 
 
-def _varlen(lengths: list[int], device: torch.device) -> dict[str, Any]:
-    """FlashAttention's bounds of rows that stand one after another."""
+def varlen(rows: Sequence[Encoded], device: torch.device) -> Batch:
+    """Rows one after another, with their bounds for FlashAttention."""
+    batch, lengths = tree(rows, [0] * len(rows), device), [len(row.input_ids) for row in rows]
     bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
     longest = max(lengths)
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+    batch.inputs.update(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest, max_length_k=longest)
+    return batch
 
 
 def _rows(sizes: np.ndarray, starts: np.ndarray, prefix: int, device: torch.device) -> Rows:

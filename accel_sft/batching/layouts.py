@@ -15,7 +15,6 @@ it is alone:
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -24,11 +23,11 @@ import torch
 
 from accel_sft.batching import collate
 from accel_sft.batching.collate import Batch
+from accel_sft.batching.forward_layouts import LAYOUTS, Layout
+from accel_sft.batching.loss import HEADS
 from accel_sft.data.chat import Encoded
-from accel_sft.models.prefix_attention import install
 
-FILLED = 2
-"""Times a forward's tokens that its rows, filled up to the longest of them, may take in attention row by row."""
+_BY_NAMES = {(layout.name, layout.attention): layout for layout in LAYOUTS}
 
 PAIRS = 6
 """Of a query and a key, for each dimension of the hidden state, that cost as much as a token does elsewhere: it meets
@@ -37,7 +36,7 @@ about 12 width^2 weights in a layer, and a pair 2 width numbers."""
 
 @dataclasses.dataclass(frozen=True)
 class Batching:
-    """How rows become forwards.
+    """How rows become forwards, as runs and checkpoints record it (`dataclasses.asdict`).
 
     Attributes:
         layout: `shared`, `packed` or `padded`.
@@ -45,8 +44,10 @@ class Batching:
         rows: examples in one forward at most; wins over `tokens`.
         attention: what attention is told of rows in one sequence: `mask`, who sees whom; `blocks`, that mask's blocks
             for FlexAttention; `varlen`, rows' bounds for FlashAttention (`packed` alone); `rows`, which runs them row
-            by row behind the one prefix that all rows of the forward share, in any order (`attention.Rows`).
-        head: where and how logits are computed, one of `collate.HEADS`.
+            by row behind the one prefix that all rows of the forward share, in any order (`prefix_attention.Rows`).
+        head: where and how logits are computed, one of `loss.HEADS`.
+    Raises:
+        ValueError: there is no such layout or head.
     """
 
     layout: str
@@ -56,8 +57,13 @@ class Batching:
     head: str = "labelled"
 
     def __post_init__(self) -> None:
-        if self.attention == "rows":
-            install()
+        if (self.layout, self.attention) not in _BY_NAMES or self.head not in HEADS:
+            raise ValueError(f"no batching {self.layout}, {self.attention}, {self.head}")
+
+    @property
+    def way(self) -> Layout:
+        """The layout that `layout` and `attention` name."""
+        return _BY_NAMES[self.layout, self.attention]
 
     def divide(self, examples: Sequence[Encoded], world_size: int) -> list[list[list[Encoded]]]:
         """The forwards of each rank: equally many, of near-equal tokens, empty ones to make up the number.
@@ -81,66 +87,32 @@ class Batching:
 
     def _group(self, examples: list[Encoded], world_size: int) -> list[list[Encoded]]:
         """The rows of each forward, over all ranks; a multiple of the ranks where there are rows enough."""
-        if self.layout == "shared" and self.attention != "rows":
-            examples.sort(key=lambda example: (example.input_ids, example.index))
-        else:
-            examples.sort(key=lambda example: (-len(example.input_ids), example.index))
+        way = self.way
+        examples.sort(key=way.order)
         if self.rows:
             count = world_size * math.ceil(math.ceil(len(examples) / world_size) / self.rows)
             return [[examples[row] for row in rows] for rows in np.array_split(np.arange(len(examples)), count)]
-        if world_size == 1 and self.tokens_in(examples) <= self.tokens and self._even(examples):
+        if world_size == 1 and way.tokens_in(examples) <= self.tokens and way.is_even(examples, self.tokens):
             return [examples]
         alone = [[example] for example in examples if len(example.input_ids) > self.tokens]
         examples = [example for example in examples if len(example.input_ids) <= self.tokens]
         if not examples:
             return alone
-        lengths, common = [len(example.input_ids) for example in examples], self._common(examples)
-        count = math.ceil((sum(lengths) - sum(common)) / self.tokens)
+        lengths = [len(example.input_ids) for example in examples]
+        own = [length - shared for length, shared in zip(lengths, way.common(examples), strict=True)]
+        count = math.ceil(sum(own) / self.tokens)
         count += -(len(alone) + count) % world_size
         while True:
-            ends = _least_largest(lengths, common, count, self.tokens, padded=self.layout == "padded")
+            ends = _least_largest(lengths, own, count, self.tokens, way)
             if ends is not None:
                 groups = [examples[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-                if count >= len(examples) or all(map(self._even, groups)):
+                if count >= len(examples) or all(way.is_even(rows, self.tokens) for rows in groups):
                     return alone + groups
             count += world_size
 
-    def _even(self, examples: Sequence[Encoded]) -> bool:
-        """Whether attention row by row, which fills rows up to the longest, stays near the forward's size."""
-        if self.attention != "rows" or not examples:
-            return True
-        longest = max(len(example.input_ids) for example in examples)
-        if len(examples) * longest <= FILLED * self.tokens:
-            return True
-        own = longest - min(self._common(examples)[1:], default=0)
-        return len(examples) * own <= max(FILLED * self.tokens, own)
-
-    def _common(self, examples: Sequence[Encoded]) -> list[int]:
-        """Leading tokens of each row that stand there already when it is its turn."""
-        if self.layout != "shared" or not examples:
-            return [0] * len(examples)
-        if self.attention != "rows":
-            return common_prefixes(examples)
-        common = _common_prefix(examples)
-        return [0] + [common] * (len(examples) - 1)
-
     def tokens_in(self, examples: Sequence[Encoded]) -> int:
         """Tokens that a forward of these examples, in this order, computes."""
-        if self.layout == "padded":
-            return len(examples) * max((len(example.input_ids) for example in examples), default=0)
-        return sum(len(example.input_ids) for example in examples) - sum(self._common(examples))
-
-    def attended_pairs(self, examples: Sequence[Encoded]) -> int:
-        """Pairs of a query and a key that attention computes in a forward of these examples, in this order."""
-        if not examples:
-            return 0
-        longest = max(len(example.input_ids) for example in examples)
-        if self.layout == "padded":
-            return len(examples) * longest**2
-        if len(examples) == 1 or self.attention not in ("rows", "varlen"):
-            return self.tokens_in(examples) ** 2
-        common = self._common(examples)[1]
-        return common**2 + len(examples) * (longest - common) * longest
+        return self.way.tokens_in(examples)
 
     def computed_tokens(self, examples: Sequence[Encoded], world_size: int) -> int:
         """Tokens, padding included, that all ranks together compute for a step of these examples."""
@@ -153,35 +125,33 @@ class Batching:
             width: the model's hidden size.
             each_forward: what a forward costs beside its tokens and their attention, in tokens.
         """
+        way = self.way
         return max(
-            sum(self.tokens_in(rows) + self.attended_pairs(rows) / (PAIRS * width) + each_forward for rows in forwards)
+            sum(way.tokens_in(rows) + way.attended_pairs(rows) / (PAIRS * width) + each_forward for rows in forwards)
             for forwards in self.divide(examples, world_size)
         )
 
     def batch(self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device) -> Batch:
         """The tensors of one forward; no example: a connected forward without a target."""
-        if not examples:
-            batch = collate.empty(pad_token_id, device)
-        elif self.layout == "padded":
-            batch = collate.padded(examples, pad_token_id, device)
-        elif self.attention == "rows" and len(examples) > 1:
-            batch = collate.behind_prefix(examples, self._common(examples)[1], device)
-        else:
-            batch = collate.tree(examples, self._common(examples), self.attention, device)
-        return batch.with_head(self.head)
+        where = pad_token_id, device
+        batch = self.way.collate(examples, *where) if examples else collate.empty(*where)
+        return batch.with_head(HEADS[self.head])
 
 
-def _least_largest(lengths: list[int], common: list[int], count: int, limit: int, *, padded: bool) -> list[int] | None:
+def _least_largest(lengths: list[int], own: list[int], count: int, limit: int, way: Layout) -> list[int] | None:
     """Where to end each of at most `count` runs of consecutive rows so that the largest is least; None above `limit`.
 
     By bisection over the largest allowed, each tried greedily.
+
+    Args:
+        own: tokens of each row that the row before it does not have.
     """
 
     def ends_within(allowed: int) -> list[int] | None:
         ends: list[int] = []
         load = rows = longest = 0
-        for at, (length, shared) in enumerate(zip(lengths, common, strict=True)):
-            more = longest * (rows + 1) if padded else load + length - shared
+        for at, (length, new) in enumerate(zip(lengths, own, strict=True)):
+            more = way.grown(load, rows, longest, new)
             if rows and more <= allowed:
                 load, rows = more, rows + 1
                 continue
@@ -202,30 +172,3 @@ def _least_largest(lengths: list[int], common: list[int], count: int, limit: int
         else:
             high, best = middle, ends
     return best
-
-
-def _common_prefix(examples: Sequence[Encoded]) -> int:
-    """How many leading tokens all rows have in common, each keeping one of its own."""
-    prefix = examples[0].input_ids
-    for row in examples[1:]:
-        if row.input_ids[: len(prefix)] != prefix:
-            prefix = prefix[: _in_common(prefix, row.input_ids)]
-    return min(len(prefix), min(len(row.input_ids) for row in examples) - 1)
-
-
-def common_prefixes(examples: Sequence[Encoded]) -> list[int]:
-    """How many leading tokens each row has in common with the one before it; 0 for the first."""
-    pairs = itertools.pairwise(examples)
-    return [0] * min(len(examples), 1) + [_in_common(a.input_ids, b.input_ids) for a, b in pairs]
-
-
-def _in_common(a: list[int], b: list[int]) -> int:
-    """How many leading tokens two rows have in common: in halves, for slices of lists compare at once."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -1,18 +1,21 @@
-"""The causal-LM loss as a sum, so that one division by the whole step's tokens makes it a mean (law 1)."""
+"""The causal-LM loss as a sum, which the caller divides by the whole step's tokens; and its heads (law 1)."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from accel_sft.batching.collate import Batch
+from accel_sft.batching.collate import Batch, Head
 from accel_sft.io.heartbeat import heartbeat
+from accel_sft.models.architecture import arguments
+
+Logits = Callable[[torch.Tensor], torch.Tensor]
+"""The head's own forward."""
 
 MOST_LOGITS = 2**25
 """Logits (tokens times vocabulary) held at once: 128 MiB in float32, and about three times that in a backward."""
@@ -21,22 +24,11 @@ MOST_LOGITS = 2**25
 def nll(model: torch.nn.Module, batch: Batch, most_logits: int | None = None) -> torch.Tensor:
     """Negative log-likelihood of each of the batch's targets, in nats, float32, shape (E,).
 
-    The head is computed where something is predicted and nowhere else, if the model's forward can do so; above
-    `most_logits` (by default MOST_LOGITS) in pieces that are computed again in the backward, or in one kernel with the
-    loss, so that a large vocabulary costs time, not memory.
+    Args:
+        most_logits: held at once by a head in pieces; MOST_LOGITS by default.
     """
     heartbeat()
-    tokens = _tokens_in_a_piece(model, most_logits or MOST_LOGITS)
-    if len(batch.targets) and (batch.head == "fused" or (batch.head == "pieces" and tokens < len(batch.targets))):
-        with _head_gives_nll(_unwrapped(model).get_output_embeddings(), batch, tokens):
-            return model(**batch.inputs, use_cache=False).logits.flatten().float()
-    logits = model(**batch.inputs, use_cache=False).logits
-    if batch.head == "everywhere":
-        logits = logits[batch.keep] if batch.keep.ndim == 2 else logits[:, batch.keep]
-    logits = logits.flatten(0, -2)  # (P, V)
-    if not len(batch.targets):
-        return logits.float().sum()[None] * 0.0
-    return _nll(logits if batch.sources is None else logits[batch.sources], batch.targets)
+    return batch.head.nll(model, batch, most_logits or MOST_LOGITS)
 
 
 def nll_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -57,45 +49,107 @@ def fused_kernel(device: torch.device) -> Any:
     return linear_cross_entropy
 
 
+class Labelled(Head):
+    """Logits where something is predicted and nowhere else."""
+
+    name = "labelled"
+
+    def nll(self, model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
+        logits = self.kept(model(**batch.inputs, use_cache=False).logits, batch).flatten(0, -2)  # (P, V)
+        if not len(batch.targets):
+            return logits.float().sum()[None] * 0.0
+        return _nll(logits if batch.sources is None else logits[batch.sources], batch.targets)
+
+    def kept(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Logits of the positions that predict something, of those that the model gave."""
+        return logits
+
+
+class Everywhere(Labelled):
+    """Logits at every token: for a model whose forward knows no `logits_to_keep`."""
+
+    name, everywhere = "everywhere", True
+
+    def kept(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return logits[batch.keep] if batch.keep.ndim == 2 else logits[:, batch.keep]
+
+
+class Pieces(Labelled):
+    """In pieces of `most_logits`, computed again in the backward: a large vocabulary costs time, not memory."""
+
+    name = "pieces"
+
+    def nll(self, model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
+        tokens = max(most_logits // _unwrapped(model).config.get_text_config().vocab_size, 1)
+        if len(batch.targets) <= tokens:
+            return super().nll(model, batch, most_logits)
+
+        def in_pieces(head: torch.nn.Module, logits_of: Logits, hidden: torch.Tensor) -> torch.Tensor:
+            parts = zip(hidden.split(tokens), batch.targets.split(tokens), strict=True)
+            return torch.cat([checkpoint(piece, logits_of, *part, use_reentrant=False) for part in parts])
+
+        def piece(logits_of: Logits, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return _nll(logits_of(hidden), targets)
+
+        return _in_the_head(model, batch, in_pieces)
+
+
+class Fused(Labelled):
+    """Head and loss in one kernel, which holds no logits."""
+
+    name = "fused"
+
+    def nll(self, model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
+        if not len(batch.targets):
+            return super().nll(model, batch, most_logits)
+
+        def fused(head: torch.nn.Module, logits_of: Logits, hidden: torch.Tensor) -> torch.Tensor:
+            if type(head) is not torch.nn.Linear or head.bias is not None:
+                raise TypeError("the fused head is for a plain matrix")
+            weight = head.weight.to(hidden.dtype)  # as autocast does
+            return fused_kernel(hidden.device)(hidden, weight, batch.targets, reduction="none")
+
+        return _in_the_head(model, batch, fused)
+
+
+HEADS: dict[str, Head] = {head.name: head for head in (Fused(), Pieces(), Labelled(), Everywhere())}
+"""By name, in the order in which they are tried on a model."""
+
+
+def available_heads(model: torch.nn.Module, device: torch.device) -> list[Head]:
+    """The heads that the model's forward and this device can take, best first."""
+    if "logits_to_keep" not in arguments(model):
+        return [head for head in HEADS.values() if head.everywhere]
+    kernel = fused_kernel(device)
+    return [head for head in HEADS.values() if kernel or not isinstance(head, Fused)]
+
+
 def _nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.float(), targets, reduction="none")
 
 
-@contextlib.contextmanager
-def _head_gives_nll(head: torch.nn.Module, batch: Batch, tokens: int) -> Iterator[None]:
-    """Inside, the head answers with each target's loss, (E, 1), where its logits would stand.
+def _in_the_head(
+    model: torch.nn.Module, batch: Batch, nll_of: Callable[[torch.nn.Module, Logits, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Each target's loss, (E,), by a forward whose head answers with `nll_of` the hidden states of the targets.
 
-    `tokens` at a time, or all at once by the fused kernel. Done within the model's own forward, so that whatever
-    gathers weights for the head (ZeRO-3, FSDP) still does.
+    Done within the model's own forward, so that whatever gathers weights for the head (ZeRO-3, FSDP) still does.
     """
+    head = _unwrapped(model).get_output_embeddings()
     logits_of, own = head.forward, head.__dict__.get("forward")
-
-    def piece(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return _nll(logits_of(hidden), targets)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden.flatten(0, -2)  # (P, H)
-        hidden = hidden if batch.sources is None else hidden[batch.sources]
-        if batch.head == "fused":
-            if type(head) is not torch.nn.Linear or head.bias is not None:
-                raise TypeError("the fused head is for a plain matrix")
-            weight = head.weight.to(hidden.dtype)  # as autocast does
-            return fused_kernel(hidden.device)(hidden, weight, batch.targets, reduction="none")[:, None]
-        parts = zip(hidden.split(tokens), batch.targets.split(tokens), strict=True)
-        return torch.cat([checkpoint(piece, *part, use_reentrant=False) for part in parts])[:, None]
+        return nll_of(head, logits_of, hidden if batch.sources is None else hidden[batch.sources])[:, None]
 
     head.forward = forward
     try:
-        yield
+        return model(**batch.inputs, use_cache=False).logits.flatten().float()
     finally:
         if own is None:
             del head.forward
         else:
             head.forward = own
-
-
-def _tokens_in_a_piece(model: torch.nn.Module, most_logits: int) -> int:
-    return max(most_logits // _unwrapped(model).config.get_text_config().vocab_size, 1)
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:

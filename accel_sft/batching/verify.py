@@ -1,21 +1,20 @@
-"""Which ways of laying out rows this very model computes exactly, found out on it before the first step (laws 1, 2)."""
+"""Verifies on the model itself, before the first step, which batchings it computes as single rows (laws 1, 2)."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import itertools
 from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.batching.collate import HEADS, Batch
+from accel_sft.batching.collate import Batch
+from accel_sft.batching.forward_layouts import LAYOUTS, Layout
 from accel_sft.batching.layouts import Batching
-from accel_sft.batching.loss import fused_kernel, nll
+from accel_sft.batching.loss import available_heads, nll
 from accel_sft.data.chat import Encoded
 from accel_sft.launch.collectives import any_rank, first_reason
 
@@ -28,8 +27,10 @@ ROUNDING, REDUCED_ROUNDING, LOOKS = 1e-5, 1e-2, 3
 round otherwise when it is busy. Forwards that must be alike are looked at so many times."""
 NOISE = 4
 """How many times as large as what differs without any change a difference may be that is laid to rounding."""
+FEWEST_LOGITS = 1
+"""Held at once by a head in pieces while it is checked: pieces as small as can be."""
 UNLIMITED = 2**31
-"""Tokens in one forward where nobody has chosen a number."""
+"""Tokens in one forward while no limit is chosen."""
 
 
 def exact_batchings(
@@ -40,7 +41,7 @@ def exact_batchings(
     pad_token_id: int,
     train: bool,
 ) -> tuple[list[Batching], list[str], str | None]:
-    """What the model can take of what was asked for, or else of what comes after it; and why not the others.
+    """The batchings that the model computes exactly, of the layouts asked for; and why not the others.
 
     Args:
         examples: the longest row that is to be laid out among them.
@@ -49,9 +50,10 @@ def exact_batchings(
         the model has dropout in training, None without any.
     """
     unwrapped = accelerator.unwrap_model(model)
-    layouts = ["shared", "packed", "padded"]
-    asked = layouts if config.batching == "auto" else layouts[layouts.index(config.batching) :]
-    heads = _heads(unwrapped, accelerator.device)
+    names = list(dict.fromkeys(layout.name for layout in LAYOUTS))
+    asked = names if config.batching == "auto" else names[names.index(config.batching) :]
+    heads = available_heads(unwrapped, accelerator.device)
+    longest = max(len(example.input_ids) for example in examples)
     full = accelerator.mixed_precision == "no" and config.dtype in ("auto", "float32")
     rounding = ROUNDING if full else REDUCED_ROUNDING
     trials = _trials(examples)
@@ -67,84 +69,46 @@ def exact_batchings(
         dropout = _dropout(unwrapped, _is_random(model, one, rounding)) if train else None
         model.eval()
         # the longest row's logits everywhere might not fit; what it is there for does not depend on the head
-        lean = dataclasses.replace(whole, head="labelled" if "labelled" in heads else "everywhere")
+        lean = dataclasses.replace(whole, head="everywhere" if heads[0].everywhere else "labelled")
         alone = [
             sum(nll(model, way.batch([row], *where)).sum().item() for row in rows)
             for way, rows in zip((whole, lean), trials, strict=True)
         ]
-        for layout in asked:
-            if found and (layout == "packed" or config.batching != "auto"):  # sharing includes packing
+        for name in asked:
+            if found and (name == "packed" or config.batching != "auto"):  # sharing includes packing
                 continue
-            reason, before = _reason_unsupported(unwrapped, layout, examples), len(found)
-            if layout == "shared" and dropout and not reason:
-                reason = f"rows of a step would share their dropout ({dropout})"
-            for attention in () if reason else _attentions(unwrapped, layout):
+            (layouts, reason), before = _layouts_for(unwrapped, name, longest, dropout), len(found)
+            for layout in layouts:
+                layout.prepare()
                 for head in heads:
-                    batching = Batching(layout, UNLIMITED, attention=attention, head=head)
+                    batching = Batching(name, UNLIMITED, attention=layout.attention, head=head.name)
                     # ranks that came to different answers would run different forwards
                     mine = [differs(batching, *trial) for trial in zip(alone, trials, strict=True)]
                     reason = first_reason(next(filter(None, mine), None))
-                    if not reason and layout != "padded":
+                    if not reason and layout.one_sequence:
                         leaks = [_see_each_other(model, batching, rows, where, rounding) for rows in trials]
                         reason = "a change in one row changes another" if any(leaks) else None
                     if not reason:
                         found.append(batching)
                         break
             if len(found) == before:
-                reasons.append(f"{layout}: {reason}")
+                reasons.append(f"{name}: {reason}")
     model.train(was_training)
     return found or [whole], reasons, dropout
 
 
-def arguments(model: torch.nn.Module) -> set[str]:
-    """Names that the causal model's forward takes, below an adapter."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return set(inspect.signature(base.forward).parameters)
-
-
-def _heads(model: torch.nn.Module, device: torch.device) -> list[str]:
-    if "logits_to_keep" not in arguments(model):
-        return ["everywhere"]
-    return [head for head in HEADS if head != "fused" or fused_kernel(device)]
-
-
-def _attentions(model: torch.nn.Module, layout: str) -> tuple[str, ...]:
-    """Ways of telling the model's attention who sees whom; none: it cannot be told."""
+def _layouts_for(
+    model: torch.nn.Module, name: str, longest: int, dropout: str | None
+) -> tuple[list[Layout], str | None]:
+    """The layouts of this name to try on the model; or none, and why."""
     implementation = str(getattr(model.config, "_attn_implementation", None))
-    if layout == "padded":
-        return ("mask",)
-    if implementation.startswith("flash"):
-        return ("varlen",) if layout == "packed" else ()
-    return {"sdpa": ("rows", "mask"), "flex_attention": ("blocks",)}.get(implementation, ())
-
-
-def limited_layers(model: torch.nn.Module, longest: int) -> str | None:
-    """What keeps a token of a row so long from seeing all before it in some layers, or carries more than that along:
-    the kinds of these layers, as transformers makes caches for them; None: nothing does."""
-    try:
-        layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    except (AttributeError, TypeError, ValueError, KeyError) as error:
-        return f"unknown, {type(error).__name__}: {error}"
-    kinds = {
-        type(layer).__name__.removeprefix("Dynamic")
-        for layer in layers
-        if type(layer) is not DynamicLayer
-        and not (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= longest)
-    }
-    return ", ".join(sorted(kinds)) or None
-
-
-def _reason_unsupported(model: torch.nn.Module, layout: str, examples: Sequence[Encoded]) -> str | None:
-    """Why the model's architecture or settings rule a layout out, as far as its configuration tells."""
-    if layout == "padded":
-        return None
-    if not _attentions(model, layout):
-        implementation = getattr(model.config, "_attn_implementation", None)
-        return f"attention {implementation} cannot be told who sees whom; sdpa and flex_attention can"
-    if "position_ids" not in arguments(model):
-        return "the model takes no positions"
-    limited = limited_layers(model, max(len(example.input_ids) for example in examples))
-    return f"the model has layers of another kind ({limited})" if limited else None
+    layouts = [layout for layout in LAYOUTS if layout.name == name and layout.takes(implementation)]
+    if not layouts:
+        return [], f"attention {implementation} cannot be told who sees whom; sdpa and flex_attention can"
+    reason = layouts[0].reason_unsupported(model, longest)
+    if not reason and dropout and layouts[0].shares:
+        reason = f"rows of a step would share their dropout ({dropout})"
+    return [] if reason else layouts, reason
 
 
 def _trials(examples: Sequence[Encoded]) -> list[list[Encoded]]:
@@ -166,7 +130,7 @@ def _is_random(model: torch.nn.Module, batch: Batch, rounding: float) -> bool:
 
 
 def _farthest(first: torch.Tensor, again: torch.Tensor) -> float:
-    """The largest difference of two losses of a token, as a share of the largest loss; nan is more than any."""
+    """The largest difference of two losses of a token, as a share of the largest loss; NaN is the largest."""
     if not len(first):
         return 0.0
     return ((first - again).abs().max() / first.abs().max().clamp(min=1)).item()
@@ -196,7 +160,7 @@ def _differs(
     """What is wrong with a few rows laid out so, compared with the sum of their losses alone; None if nothing is."""
     batch = batching.batch(rows, *where)
     try:
-        together = nll(model, batch, _most_logits(batching))
+        together = nll(model, batch, FEWEST_LOGITS)
     except torch.OutOfMemoryError:  # a RuntimeError, and no matter of what the model can take
         raise
     except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
@@ -228,7 +192,7 @@ def _see_each_other(
     changed = dataclasses.replace(batch, inputs={**batch.inputs, "input_ids": ids})
     unchanged: list[torch.Tensor] = []
     for _ in range(LOOKS):
-        before, after = (nll(model, each, _most_logits(batching)) for each in (batch, changed))
+        before, after = (nll(model, each, FEWEST_LOGITS) for each in (batch, changed))
         sources = torch.arange(len(after), device=after.device) if batch.sources is None else batch.sources
         later = batch.keep[sources] > last
         unchanged.append(before[later])
@@ -236,8 +200,3 @@ def _see_each_other(
             return False
     noise = max(_farthest(one, other) for one, other in itertools.pairwise(unchanged))
     return any_rank(not _farthest(before[later], after[later]) <= min(rounding, NOISE * noise))
-
-
-def _most_logits(batching: Batching) -> int | None:
-    """Pieces of the head as small as can be, where it is computed in pieces."""
-    return 1 if batching.head == "pieces" else None

@@ -65,7 +65,13 @@ def settle(run_dir: RunDir) -> None:
 
 
 def save(
-    accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, run_dir: RunDir, state: dict[str, Any], keep: int
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: Any,
+    run_dir: RunDir,
+    state: dict[str, Any],
+    keep: int,
+    extra: shards.Extra | None = None,
 ) -> Path:
     """Write the trained parameters, their Adam state and `state` as the step's checkpoint; then delete old ones.
 
@@ -75,12 +81,13 @@ def save(
     Args:
         state: JSON-able, with the key `step`.
         keep: how many of the newest checkpoints stay.
+        extra: tensors that training needs besides, equal on all ranks; `load` hands them to `set_extra`.
     """
     target = run_dir.checkpoint(state["step"])
     check_disk(accelerator, model, run_dir)
     about = {**state, "layout": parallelism(accelerator), "loss_scale": shards.loss_scale(accelerator, model)}
     with replacing(accelerator, target) as partial:
-        shards.write(accelerator, model, optimizer, partial)
+        shards.write(accelerator, model, optimizer, partial, extra)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             manifest.write(partial, about)
@@ -148,9 +155,17 @@ def _defect(path: Path) -> str | None:
     return None
 
 
-def load(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, path: Path) -> dict[str, Any]:
+def load(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: Any,
+    path: Path,
+    set_extra: Callable[[shards.Extra], None] = lambda extra: None,
+) -> dict[str, Any]:
     """Load weights and optimizer, written under any parallelism; returns the `state` that was saved with them.
 
+    Args:
+        set_extra: called with the `extra` tensors that `save` was given.
     Raises:
         UserError: it was written under another precision, or is of another model.
     """
@@ -163,6 +178,7 @@ def load(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, path:
         )
     shards.read(accelerator, model, optimizer, path)
     shards.set_loss_scale(accelerator, model, state.get("loss_scale"))
+    set_extra(shards.read_extra(path))
     return state
 
 

@@ -7,7 +7,7 @@ parallelism reads the elements that it owns there. Files are safetensors; number
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,17 @@ BYTES = 4 * (1 + len(MOMENTS))
 """Of a trained parameter's element in a checkpoint."""
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Of DeepSpeed's scaler, what changes while it trains."""
-IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")
-"""Of AdaLoRA's allocator, per parameter."""
 FILE_BYTES = 1 << 30
 """A file above this size gets no more tensors; as much is copied to host memory at once."""
 
 
-def write(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, folder: Path) -> None:
+Extra = Mapping[str, Mapping[str, torch.Tensor]]
+"""Tensors that are neither a parameter nor of the optimizer, and equal on all ranks: kind -> name -> tensor."""
+
+
+def write(
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, folder: Path, extra: Extra | None = None
+) -> None:
     """Write this rank's spans as files in `folder`; all ranks together."""
     parts: dict[str, torch.Tensor] = {}
     count = size = 0
@@ -61,7 +65,8 @@ def write(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, fold
             if size >= FILE_BYTES:
                 put()
     if accelerator.is_main_process:
-        parts.update(_allocations(accelerator.unwrap_model(model)))
+        for kind, tensors in (extra or {}).items():
+            parts.update({f"{kind}:0:{name}": tensor for name, tensor in tensors.items()})
     put()
 
 
@@ -85,27 +90,16 @@ def read(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, folde
         for span in filter(steps.get, partition.spans):
             for key in MOMENTS:
                 stored.copy(key, span, partition.state[key])
-    _set_allocations(accelerator.unwrap_model(model), stored)
 
 
-def _allocations(model: Any) -> dict[str, torch.Tensor]:
-    """What AdaLoRA knows of its directions' importance, and which of them it has kept; {} for all other models."""
-    found: dict[str, torch.Tensor] = {}
-    if (allocator := getattr(getattr(model, "base_model", None), "rankallocator", None)) is not None:
-        for kind in IMPORTANCE:
-            found |= {f"{kind}:0:{name}": tensor.cpu() for name, tensor in getattr(allocator, kind).items()}
-        kept = getattr(allocator.peft_config, "rank_pattern", None) or {}
-        found |= {f"rank_pattern:0:{name}": torch.tensor(pattern) for name, pattern in kept.items()}
-    return found
-
-
-def _set_allocations(model: Any, stored: _Stored) -> None:
-    if (allocator := getattr(getattr(model, "base_model", None), "rankallocator", None)) is not None:
-        device = next(model.parameters()).device
-        for kind in IMPORTANCE:
-            setattr(allocator, kind, {name: tensor.to(device) for name, tensor in stored.whole(kind)})
-        kept = {name: pattern.tolist() for name, pattern in stored.whole("rank_pattern")}
-        allocator.peft_config.rank_pattern = kept or allocator.peft_config.rank_pattern
+def read_extra(folder: Path) -> Extra:
+    """The `extra` that `write` was given."""
+    extra: dict[str, dict[str, torch.Tensor]] = {}
+    for (kind, name), places in _Stored(folder).places.items():
+        if kind not in ("weights", "step", *MOMENTS):
+            ((_, file, key),) = places.values()
+            extra.setdefault(kind, {})[name] = file.get_tensor(key)
+    return extra
 
 
 def _count_up(optimizer: Any, steps: int) -> None:
@@ -176,12 +170,6 @@ class _Stored:
                 f"{self.folder}: {kind} of {found:,} of {span.size:,} elements of {span.name} are there: the "
                 "checkpoint is of another model or version; start a new run from its final weights with --init-from"
             )
-
-    def whole(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors of what one rank wrote whole."""
-        for (stored, name), places in self.places.items():
-            if stored == kind:
-                yield from ((name, file.get_tensor(key)) for _, file, key in places.values())
 
     def step(self, span: Span) -> float | None:
         """How often the optimizer had stepped the parameter; None if never."""

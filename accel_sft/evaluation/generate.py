@@ -13,13 +13,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE, arguments, limited_layers
+from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.data.chat import Encoded
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.decoder import Decoder
 from accel_sft.evaluation.plain_generate import generate, greedy
 from accel_sft.launch.collectives import any_rank, first_reason
 from accel_sft.models.adapters import merged, reason_unmergeable
+from accel_sft.models.architecture import arguments, limited_layers
 from accel_sft.tracking.system import peak_memory_gib
 
 SHORTEST_PREFIX = 8

@@ -79,7 +79,7 @@ def recordable(value: Any, name: str = "") -> Any:
 def device_name(accelerator: Accelerator) -> str:
     """The kind of device that this rank computes on, and of a CPU how many cores."""
     if accelerator.device.type == "cuda":
-        return torch.cuda.getdevice_name(accelerator.device)
+        return torch.cuda.get_device_name(accelerator.device)
     return f"{accelerator.device.type} ({usable_cores()} cores)" if accelerator.device.type == "cpu" else "mps"
 
 

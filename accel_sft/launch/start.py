@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from accelerate import Accelerator
 
+from accel_sft.api.adapters import launch_problem
 from accel_sft.api.config import EVAL, MODEL, TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
@@ -25,11 +26,8 @@ def start(config: TrainConfig, *, train: bool = True) -> Accelerator:
     refuse(findings)
     with quiet(None, config.debug) as terminal:
         accelerator = create_accelerator(config)
-        if config.adapter == "adalora" and accelerator.state.deepspeed_plugin:
-            raise UserError(
-                "--adapter adalora: it ranks its directions by each step's gradients, which DeepSpeed frees; "
-                "launch with accelerate_configs/ddp.yaml, or choose --adapter lora"
-            )
+        if problem := launch_problem(config.adapter, accelerator.distributed_type.value):
+            raise UserError(problem)
         if accelerator.is_main_process:
             rows = describe(accelerator, config)
             width = max(len(name) for name, _ in rows)

@@ -1,29 +1,198 @@
-"""An adapter added to the weights below it while nothing is trained, without a weight being written (law 3)."""
+"""What peft does for each adapter type of `api/adapters.py`: configuration, hook after a step, extra state, merging."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch.nn import functional
+
+from accel_sft.api.adapters import ADAPTERS
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.io.files import read_json
+from accel_sft.launch import host_memory
 
 SPARE = 2
 """Merged weights are made only where so many times their memory is free."""
 
+ExtraState = Mapping[str, Mapping[str, torch.Tensor]]
+"""Tensors of a training run that are neither weights nor the optimizer's: kind -> name -> tensor."""
+
+
+class Adapter:
+    """The peft part of an adapter type. As it stands: a model without an adapter, or with one of an unknown type."""
+
+    def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
+        """The PeftConfig of a new adapter; `common` are arguments that those of all types take."""
+        raise NotImplementedError
+
+    def merged_layer(self) -> tuple[type, ...]:
+        """peft's classes of a linear layer with this adapter, whose `get_delta_weight` can be added to its weight."""
+        return ()
+
+    def after_step(self, model: Any, step: int) -> None:
+        """Called after optimizer step `step` (from 0), before its gradients are cleared."""
+
+    def extra_state(self, model: Any) -> ExtraState:
+        """What a checkpoint must hold besides weights and optimizer state."""
+        return {}
+
+    def set_extra_state(self, model: Any, state: ExtraState) -> None:
+        """Put back what `extra_state` gave."""
+
+
+class Lora(Adapter):
+    """LoRA (Hu et al., 2021)."""
+
+    def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
+        from peft import LoraConfig
+
+        return LoraConfig(r=settings.lora_r, **common)
+
+    def merged_layer(self) -> tuple[type, ...]:
+        from peft.tuners.lora import Linear
+
+        return (Linear,)
+
+
+class AdaLora(Adapter):
+    """AdaLoRA (Zhang et al., 2023): ranks shrink from 1.5 r to r between a tenth and two thirds of the run."""
+
+    KINDS = ("ipt", "exp_avg_ipt", "exp_avg_unc")
+    """The importance of each parameter's directions, as the allocator's attributes."""
+
+    def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
+        from peft import AdaLoraConfig
+
+        shrink = {"tinit": total_steps // 10, "tfinal": total_steps // 3, "deltaT": 10, "total_step": total_steps}
+        return AdaLoraConfig(init_r=settings.lora_r * 3 // 2 + 1, target_r=settings.lora_r, **shrink, **common)
+
+    def merged_layer(self) -> tuple[type, ...]:
+        from peft.tuners.adalora import SVDLinear
+
+        return (SVDLinear,)
+
+    def after_step(self, model: Any, step: int) -> None:
+        model.base_model.update_and_allocate(step)
+
+    def extra_state(self, model: Any) -> ExtraState:
+        """The importance of directions, and which of them were kept."""
+        allocator = model.base_model.rankallocator
+        kept = getattr(allocator.peft_config, "rank_pattern", None) or {}
+        return {
+            **{kind: {name: tensor.cpu() for name, tensor in getattr(allocator, kind).items()} for kind in self.KINDS},
+            "rank_pattern": {name: torch.tensor(pattern) for name, pattern in kept.items()},
+        }
+
+    def set_extra_state(self, model: Any, state: ExtraState) -> None:
+        allocator, device = model.base_model.rankallocator, next(model.parameters()).device
+        for kind in self.KINDS:
+            setattr(allocator, kind, {name: tensor.to(device) for name, tensor in state.get(kind, {}).items()})
+        if kept := state.get("rank_pattern"):
+            allocator.peft_config.rank_pattern = {name: pattern.tolist() for name, pattern in kept.items()}
+
+
+TYPES: dict[str, Adapter] = {"lora": Lora(), "adalora": AdaLora()}
+"""By the same names as `api.adapters.ADAPTERS`."""
+
+
+def type_of(model: Any) -> str | None:
+    """The name of the model's adapter type, which need not be one of ours; None without an adapter."""
+    for config in getattr(model, "peft_config", {}).values():
+        return str(getattr(config.peft_type, "value", config.peft_type)).lower()
+    return None
+
+
+def adapter_of(model: Any) -> Adapter:
+    """The peft part of the model's adapter type; hooks that do nothing where there is no adapter of ours."""
+    return TYPES.get(type_of(model) or "", Adapter())
+
+
+def new_adapter(model: Any, settings: TrainConfig, total_steps: int) -> Any:
+    """The model with a new adapter of the type that `--adapter` names.
+
+    Raises:
+        UserError: `--lora-target-modules` names a module that the model does not have.
+    """
+    from peft import TaskType, get_peft_model
+
+    names = [name.strip() for name in settings.lora_target_modules.split(",") if name.strip()]
+    modules = [name for name, _ in model.named_modules()]
+    missing = [name for name in names if not any(f".{module}".endswith(f".{name}") for module in modules)]
+    if missing and names != ["all-linear"]:
+        linear = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if hasattr(part, "in_features")}
+        here = ", ".join(sorted(linear))
+        raise UserError(f"--lora-target-modules {', '.join(missing)}: no such module; this model has {here}")
+    common = {
+        "task_type": TaskType.CAUSAL_LM,
+        "lora_alpha": settings.lora_alpha,
+        "lora_dropout": settings.lora_dropout,
+        "target_modules": "all-linear" if names == ["all-linear"] else names,
+    }
+    return get_peft_model(model, TYPES[settings.adapter].config(settings, total_steps, common))
+
+
+def saved_adapter(model: Any, folder: str, settings: TrainConfig, *, train: bool) -> Any:
+    """The model with the adapter saved in `folder`; added to its weights where all of them are to be trained.
+
+    Raises:
+        UserError: the adapter has another shape than the settings say, or cannot be added to the weights.
+    """
+    from peft import PeftModel
+
+    if not train or settings.adapter != "none":
+        if train:
+            _check_shape(folder, settings)
+        return PeftModel.from_pretrained(model, folder, is_trainable=train)
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise UserError(
+            f"--init-from: the adapter {folder} cannot be merged into weights that ZeRO-3 has sharded; "
+            "train it on with --adapter lora, or launch with stage 2 or less"
+        )
+    adapted = PeftModel.from_pretrained(model, folder)
+    if not _mergeable(adapted):
+        raise UserError(
+            f"--init-from: the adapter {folder} is of type {type_of(adapted)}, which cannot be added to the weights; "
+            f"start from one of {', '.join(name for name, kind in ADAPTERS.items() if kind.mergeable)}, or from --model"
+        )
+    return adapted.merge_and_unload().requires_grad_(True)
+
+
+def _mergeable(model: Any) -> bool:
+    """What `ADAPTERS` says; for other types, whether peft can do it."""
+    kind = ADAPTERS.get(type_of(model) or "")
+    return kind.mergeable if kind else hasattr(model, "merge_and_unload")
+
+
+def _check_shape(folder: str, settings: TrainConfig) -> None:
+    """An adapter that is trained on keeps its shape: refuse settings that say otherwise, which peft would ignore."""
+    saved = read_json(Path(folder) / "adapter_config.json")
+    asked = {"peft_type": ("adapter", settings.adapter.upper())}
+    if saved["peft_type"] == settings.adapter.upper():
+        fields = ADAPTERS[settings.adapter].saved_settings
+        asked |= {key: (field, getattr(settings, field)) for key, field in fields.items()}
+    wrong = [
+        f"--{field.replace('_', '-')} {value}: the adapter in {folder} has {saved[key]}, and keeps it; say so"
+        for key, (field, value) in asked.items()
+        if saved[key] != value
+    ]
+    if wrong:
+        raise UserError(*wrong)
+
 
 @contextlib.contextmanager
 def merged(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, each linear layer with LoRA or AdaLoRA multiplies once, by base and adapter together.
+    """Inside, each linear layer with a mergeable adapter multiplies once, by the sum of its weight and the adapter.
 
-    The sums are tensors of their own, and every parameter stays what and where it is: there is nothing to take back,
-    also when the block raises.
+    No weight is written (law 3): the sums are tensors of their own, and nothing is to be undone.
 
     Args:
-        model: one of which `reason_unmergeable` has nothing to say.
+        model: one for which `reason_unmergeable` gives None.
     """
     layers = _layers(model)
     try:
@@ -49,15 +218,11 @@ def _active(layer: Any) -> list[str]:
 
 def _layers(model: torch.nn.Module) -> list[Any]:
     """Layers whose sum is a plain linear layer; others stay as they are, which is exact as well."""
-    if not hasattr(model, "peft_config"):
-        return []
-    from peft.tuners.adalora import SVDLinear
-    from peft.tuners.lora import Linear
-
+    classes = adapter_of(model).merged_layer()
     return [
         layer
         for layer in model.modules()
-        if isinstance(layer, (Linear, SVDLinear))
+        if isinstance(layer, classes)
         and type(layer.get_base_layer()) is torch.nn.Linear
         and _active(layer)
         and not (layer.merged or layer.disable_adapters or layer.fan_in_fan_out or "forward" in layer.__dict__)
@@ -67,19 +232,18 @@ def _layers(model: torch.nn.Module) -> list[Any]:
 
 
 def reason_unmergeable(model: torch.nn.Module) -> str | None:
-    """Why an adapter is better left apart: sums would be rounded, or there is no room; None if nothing speaks so.
+    """Why `merged` should not be used: the type cannot, sums would be rounded, or memory is short; None if it can.
 
     Args:
         model: whole, not sharded.
     """
+    if type_of(model) and not _mergeable(model):
+        return f"type {type_of(model)} cannot be added to the weights"
     weights = [layer.get_base_layer().weight for layer in _layers(model)]
     if any(weight.dtype != torch.float32 for weight in weights):
         return "its sum with the weights would be rounded"
     needed = sum(weight.numel() * weight.element_size() for weight in weights)
     devices = {weight.device for weight in weights}
-    free = min((_free_bytes(device) for device in devices), default=0)
+    cuda, free_bytes = torch.cuda.mem_get_info, host_memory.free_bytes
+    free = min((cuda(device)[0] if device.type == "cuda" else free_bytes() for device in devices), default=0)
     return f"its sum with the weights takes {needed / 2**30:.1f} GiB more memory" if SPARE * needed > free else None
-
-
-def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 _TOLERANCE = 1e-4
-"""Relative difference to plain attention at which torch's kernels are no longer what is built upon here."""
+"""Relative difference to plain attention above which torch's kernels are not those that this module builds on."""
 _known: bool | None = None
 
 
@@ -107,7 +107,7 @@ class _Cascade(torch.autograd.Function):
 
 
 def _parts(prefix: int, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What is of the prefix, and what is of the rows: (1, heads, T, ...)."""
+    """Tensors of shape (1, heads, T, ...) split into the prefix's tokens and the rows'."""
     return [tensor[:, :, :prefix] for tensor in tensors], [tensor[:, :, prefix:] for tensor in tensors]
 
 
@@ -121,11 +121,10 @@ def _back(rows: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
     return rows.transpose(1, 2).flatten(0, 1).index_select(0, back)[None]
 
 
-def install() -> None:
-    """Find out, once, whether torch has the kernels, and they give a small example's attention and gradients.
+def probe_kernels() -> None:
+    """Find out, once, whether torch has the kernels and they give the attention and gradients of a small example.
 
-    To be called before any forward: what goes on in one (autograd's modes, a compiler, a default device) is not for
-    this to meet.
+    Call it outside any forward, where no compiler, autograd mode or default device of the model is in effect.
     """
     global _known
     if _known is None:

@@ -1,4 +1,4 @@
-"""Where the weights come from: a folder, a hub, an earlier run, or the built-in tiny model; and adapters on them."""
+"""Finds and loads weights and tokenizer: of a folder, a hub, an earlier run, or the built-in tiny model."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from accel_sft.data.chat import Rules, end_of_turn_ids
 from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.info import device_count
+from accel_sft.models.adapters import new_adapter, saved_adapter
 
 _SAMPLES, _SAMPLE_BYTES = 1 << 14, 1 << 12
 
@@ -63,10 +64,10 @@ def find_source(config: TrainConfig, model: str | None = None) -> Source:
 
 
 def weights_identity(source: Source) -> str | None:
-    """What tells a folder's full weights from others of the same name and shape; None for a hub id.
+    """A hash that differs between full weights of the same name and shape in a folder; None for a hub id.
 
-    SHA-256 of the configuration and of the weight files' names, sizes and content. Of a large file that is 64 MiB,
-    evenly spread: other training has changed every matrix, and to read all takes as long as to load it.
+    SHA-256 of the configuration and of the weight files' names, sizes and content. Of a large file 64 MiB
+    are read, evenly spread: training changes every matrix, and reading all takes as long as loading the model.
 
     Raises:
         UserError: they cannot be read.
@@ -146,10 +147,10 @@ def load_model(source: Source, config: TrainConfig, *, precision: str, deepspeed
         ),
     )
     if source.adapter:
-        model = _with_adapter(model, source.adapter, config, total_steps > 0)
+        model = _loading(source.adapter, lambda: saved_adapter(model, source.adapter, config, train=total_steps > 0))
     elif config.adapter != "none" and total_steps:
         torch.manual_seed(config.seed)  # the same new adapter on every rank and at every stage
-        model = _new_adapter(model, config, total_steps)
+        model = new_adapter(model, config, total_steps)
     if total_steps and config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if config.adapter != "none":
@@ -198,70 +199,13 @@ def _loading(name: str, load: Any) -> Any:
         raise UserError(f"--model {name}: {where}cannot be loaded: {cause}") from error
 
 
-def _with_adapter(model: Any, adapter: str, config: TrainConfig, train: bool) -> Any:
-    from peft import PeftModel
-
-    if train and config.adapter == "none":  # full training goes on from base + adapter
-        if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-            raise UserError(
-                f"--init-from: the adapter {adapter} cannot be merged into weights that ZeRO-3 has sharded; "
-                "train it on with --adapter lora, or launch with stage 2 or less"
-            )
-        merged = _loading(adapter, lambda: PeftModel.from_pretrained(model, adapter)).merge_and_unload()
-        return merged.requires_grad_(True)
-    if train:
-        _hold_to_adapter(adapter, config)
-    return _loading(adapter, lambda: PeftModel.from_pretrained(model, adapter, is_trainable=train))
-
-
-def _hold_to_adapter(adapter: str, config: TrainConfig) -> None:
-    """An adapter that is trained on keeps its own shape: settings that say otherwise would be ignored in silence."""
-    saved = read_json(Path(adapter) / "adapter_config.json")
-    asked = {"peft_type": config.adapter.upper(), "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
-    if config.adapter == "lora":
-        asked["r"] = config.lora_r
-    flags = {"peft_type": "--adapter", "r": "--lora-r", "lora_alpha": "--lora-alpha", "lora_dropout": "--lora-dropout"}
-    wrong = [
-        f"{flags[key]} {value}: the adapter in {adapter} has {saved[key]}, and keeps it; say so"
-        for key, value in asked.items()
-        if saved[key] != value
-    ]
-    if wrong:
-        raise UserError(*wrong)
-
-
-def _new_adapter(model: Any, config: TrainConfig, total_steps: int) -> Any:
-    from peft import AdaLoraConfig, LoraConfig, TaskType, get_peft_model
-
-    names = [name.strip() for name in config.lora_target_modules.split(",") if name.strip()]
-    common = {
-        "task_type": TaskType.CAUSAL_LM,
-        "lora_alpha": config.lora_alpha,
-        "lora_dropout": config.lora_dropout,
-        "target_modules": "all-linear" if names == ["all-linear"] else names,
-    }
-    if config.adapter == "lora":
-        settings = LoraConfig(r=config.lora_r, **common)
-    else:  # ranks shrink from 1.5 r to r between a tenth and two thirds of the run
-        shrink = {"tinit": total_steps // 10, "tfinal": total_steps // 3, "deltaT": 10, "total_step": total_steps}
-        settings = AdaLoraConfig(init_r=config.lora_r * 3 // 2 + 1, target_r=config.lora_r, **shrink, **common)
-    modules = [name for name, _ in model.named_modules()]
-    missing = [name for name in names if not any(f".{module}".endswith(f".{name}") for module in modules)]
-    if missing and names != ["all-linear"]:
-        linear = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if hasattr(part, "in_features")}
-        raise UserError(
-            f"--lora-target-modules {', '.join(missing)}: no such module; this model has {', '.join(sorted(linear))}"
-        )
-    return get_peft_model(model, settings)
-
-
 def trainable_parameters(model: torch.nn.Module) -> int:
     """Number of weights that learn (whole tensors, also where ZeRO-3 holds only a shard)."""
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
 
 
 def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules:
-    """What decides tokens besides tokenizer and examples: ids that end a turn, and what becomes of long examples."""
+    """The rules of tokenization besides the tokenizer: ids that end a turn, and what happens to long examples."""
     ends = end_of_turn_ids(tokenizer, _generation_config(source, config))
     return Rules(frozenset(ends), config.max_length, config.truncation)
 

@@ -1,4 +1,4 @@
-"""Attention of rows behind one copy of their common prefix: in one sequence with it (training), or in a batch."""
+"""Attention of rows to one copy of their common prefix and to themselves: in one sequence (training) or in a batch."""
 
 from __future__ import annotations
 
@@ -41,9 +41,18 @@ class Prefix:
 
 
 def install() -> None:
-    """Let every model with sdpa attention take `rows` or `prefix` among its arguments; without them nothing changes."""
-    kernels.install()
+    """Let every model with sdpa attention take `rows` or `prefix` among its arguments; without them nothing changes.
+
+    It changes transformers' attention of the whole process, so it is called where a model is prepared for such
+    arguments, and nowhere else.
+    """
+    kernels.probe_kernels()
     AttentionInterface.register("sdpa", rows_attention)
+
+
+def installed() -> bool:
+    """Whether sdpa takes `rows` and `prefix`; plain sdpa would ignore them, and rows would see each other."""
+    return AttentionInterface()["sdpa"] is rows_attention
 
 
 def rows_attention(

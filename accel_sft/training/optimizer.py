@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from accel_sft.api.config import TrainConfig
+from accel_sft.models.adapters import ExtraState, adapter_of
 
 
 def adamw(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
@@ -51,9 +52,16 @@ class Stepper:
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.max_grad_norm = max_grad_norm
         self.engine = model if accelerator.distributed_type == DistributedType.DEEPSPEED else None
-        self.reallocate = getattr(
-            getattr(accelerator.unwrap_model(model), "base_model", None), "update_and_allocate", None
-        )
+        self.adapted = accelerator.unwrap_model(model)
+        self.adapter = adapter_of(self.adapted)
+
+    def extra_state(self) -> ExtraState:
+        """Tensors of the adapter that a checkpoint must hold besides weights and optimizer state."""
+        return self.adapter.extra_state(self.adapted)
+
+    def set_extra_state(self, state: ExtraState) -> None:
+        """Put back what `extra_state` gave."""
+        self.adapter.set_extra_state(self.adapted, state)
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -91,10 +99,8 @@ class Stepper:
         finite = bool(norm.isfinite())
         if finite or self.accelerator.scaler is not None:  # which looks for itself, and learns its scale
             self.optimizer.step()
-        if (
-            finite and self.reallocate is not None
-        ):  # AdaLoRA ranks its directions by the gradients, which are cleared next
-            self.reallocate(step)
+        if finite:
+            self.adapter.after_step(self.adapted, step)
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 

@@ -89,7 +89,8 @@ class Trainer:
     def resume(self) -> None:
         """Load the checkpoint that `--resume` asks for, if there is one; see that the next ones fit on the disk."""
         path = checkpoint.find(self.accelerator, self.run_dir, self.config.resume, self.tracker.log)
-        saved = checkpoint.load(self.accelerator, self.model, self.optimizer, path) if path else {}
+        where = self.accelerator, self.model, self.optimizer
+        saved = checkpoint.load(*where, path, self.stepper.set_extra_state) if path else {}
         here = parallelism(self.accelerator)
         before = saved.get("layout", here)
         self.train_step = self.new_train_step(saved["batching"] if path and before == here else None)
@@ -112,10 +113,7 @@ class Trainer:
             check_disk(self.accelerator, self.model, self.run_dir)
 
     def new_train_step(self, before: dict[str, Any] | None) -> TrainStep:
-        """Rows laid out as before the run stopped, unless asked for otherwise now; else what is exact and fast here.
-
-        The choice is in the run's folder before the first step, and a run without a checkpoint goes on with it.
-        """
+        """With the batching of before the run stopped unless another is asked for; a new choice is recorded first."""
         job = [self.prepared.fingerprint(), self.plan.global_batch_size]
         if before is None and self.config.resume != "off":
             before = choice.read(self.accelerator, self.run_dir, job)
@@ -229,7 +227,8 @@ class Trainer:
         self.signals.exit_if_orphaned()
         saved = {"step": self.state.step, "progress": dataclasses.asdict(self.state), "batching": batching}
         self.tracker.flush()
-        checkpoint.save(self.accelerator, self.model, self.optimizer, self.run_dir, saved, self.config.keep_checkpoints)
+        where, keep = (self.accelerator, self.model, self.optimizer, self.run_dir), self.config.keep_checkpoints
+        checkpoint.save(*where, saved, keep, self.stepper.extra_state())
         self.saved_step = self.state.step
 
     def finalize(self) -> None:

@@ -1,0 +1,175 @@
+"""Adapter types: one entry in each of two registries; what cannot be merged, trained on or launched says so."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from accelerate import Accelerator
+from models import make_tiny
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from accel_sft import UserError
+from accel_sft.api.adapters import ADAPTERS, AdapterType, launch_problem
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.options import settings
+from accel_sft.checkpoint import checkpoint
+from accel_sft.io.run_dir import RunDir
+from accel_sft.launch import host_memory
+from accel_sft.models import adapters
+from accel_sft.models.adapters import TYPES, Adapter, adapter_of, merged, reason_unmergeable, type_of
+from accel_sft.models.load import find_source, load_model, trainable_parameters
+from accel_sft.training.optimizer import Stepper
+
+LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
+ADALORA = {"init_r": 4, "target_r": 2, "total_step": 30, "tinit": 2, "tfinal": 5, "deltaT": 2}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "base")
+
+
+def adapted(base, config):
+    torch.manual_seed(0)
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+
+
+def loaded(folder, steps=10, **options):
+    config = TrainConfig(**options).resolved({})
+    return load_model(find_source(config, str(folder)), config, precision="no", deepspeed=False, total_steps=steps)
+
+
+def test_each_type_stands_in_both_registries_and_among_the_choices():
+    assert ADAPTERS.keys() == TYPES.keys()
+    (choices,) = (setting.choices for setting in settings(TrainConfig) if setting.name == "adapter")
+    assert choices == ("none", *ADAPTERS)
+
+
+def test_a_backend_that_cannot_train_a_type_is_named_with_what_to_do():
+    assert launch_problem("adalora", "DEEPSPEED").startswith("--adapter adalora: it ranks its directions")
+    for name, backend in (("adalora", "MULTI_GPU"), ("lora", "DEEPSPEED"), ("none", "NO")):
+        assert launch_problem(name, backend) is None
+
+
+class IA3(Adapter):
+    """A type that the package does not have; it remembers the steps."""
+
+    def __init__(self):
+        self.steps = []
+
+    def config(self, settings, total_steps, common):
+        return IA3Config(task_type=common["task_type"], target_modules=["k_proj", "down_proj"], feedforward_modules=[])
+
+    def after_step(self, model, step):
+        self.steps.append(step)
+
+
+def test_an_entry_in_each_registry_is_all_that_a_new_type_needs(base, monkeypatch):
+    ours = IA3()
+    monkeypatch.setitem(ADAPTERS, "ia3", AdapterType(saved_settings={}, mergeable=False, launch_problems={"NO": "x"}))
+    monkeypatch.setitem(TYPES, "ia3", ours)
+    model = loaded(base, adapter="ia3")
+    assert (type_of(model), 0 < trainable_parameters(model) < 10_000) == ("ia3", True)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    stepper = Stepper(Accelerator(cpu=True), model, optimizer, 1.0)
+    for step in range(2):
+        stepper.backward(model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss)
+        stepper.update(step)
+    assert ours.steps == [0, 1]
+    assert launch_problem("ia3", "NO") == "--adapter ia3: x"
+    assert reason_unmergeable(model) == "type ia3 cannot be added to the weights"
+
+
+def test_an_adapter_that_cannot_be_added_to_the_weights_is_refused_where_all_are_to_be_trained(base, tmp_path):
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = adapted(base, config)
+    model.save_pretrained(tmp_path)
+    assert reason_unmergeable(model) == "type prompt_tuning cannot be added to the weights"
+    with pytest.raises(UserError, match=r"is of type prompt_tuning, .*; start from one of lora, adalora, or from"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize("config", [LoraConfig(r=2, **LORA), AdaLoraConfig(**ADALORA, **LORA)], ids=["lora", "adalora"])
+def test_an_adapter_is_added_to_the_weights_where_all_are_to_be_trained(base, tmp_path, config):
+    model = adapted(base, config).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(tmp_path)
+    whole, ids = loaded(tmp_path).eval(), torch.tensor([[1, 2, 3, 4]])
+    assert type_of(whole) is None
+    assert all(parameter.requires_grad for parameter in whole.parameters())
+    with torch.no_grad():
+        expected = model(ids).logits
+        torch.testing.assert_close(whole(ids).logits, expected, rtol=1e-3, atol=1e-3)
+        assert adapters._layers(model)
+        with merged(model):
+            torch.testing.assert_close(model(ids).logits, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("config", [LoraConfig(r=2, **LORA), AdaLoraConfig(**ADALORA, **LORA)], ids=["lora", "adalora"])
+def test_an_adapter_that_is_trained_on_keeps_type_and_rank(base, tmp_path, config):
+    adapted(base, config).save_pretrained(tmp_path)
+    name, other = ("adalora", "lora") if isinstance(config, AdaLoraConfig) else ("lora", "adalora")
+    same = {"lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout}
+    assert type_of(loaded(tmp_path, adapter=name, lora_r=2, **same)) == name
+    with pytest.raises(UserError, match=r"--lora-r 3: the adapter in .* has 2, and keeps it"):
+        loaded(tmp_path, adapter=name, lora_r=3, **same)
+    with pytest.raises(UserError, match=rf"--adapter {other.upper()}: the adapter in .* has {name.upper()}, and"):
+        loaded(tmp_path, adapter=other, lora_r=2, **same)
+
+
+@pytest.mark.parametrize(("steps", "known"), [(10, {"ipt", "exp_avg_ipt", "exp_avg_unc"}), (26, {"rank_pattern"})])
+def test_what_adalora_knows_of_its_directions_comes_back_from_a_checkpoint(base, tmp_path, steps, known):
+    model = adapted(base, AdaLoraConfig(**ADALORA, **LORA))
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    stepper = Stepper(accelerator, model, optimizer, 1.0)
+    for step in range(steps):  # after 25 the ranks are final, and their importance is forgotten
+        stepper.backward(model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss)
+        stepper.update(step)
+    before = adapter_of(model).extra_state(model)
+    assert known <= {kind for kind, tensors in before.items() if tensors}
+    path = checkpoint.save(accelerator, model, optimizer, RunDir(tmp_path), {"step": steps}, 1, before)
+    (file,) = path.glob("*.safetensors")
+    with safe_open(file, framework="pt") as stored:
+        written = {tuple(key.split(":", 2)) for key in stored.keys()}  # noqa: SIM118, not a mapping
+    assert {(kind, "0", name) for kind, tensors in before.items() for name in tensors} <= written
+    fresh = adapted(base, AdaLoraConfig(**ADALORA, **LORA))
+    optimizer = torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad], lr=0.01)
+    checkpoint.load(accelerator, fresh, optimizer, path, Stepper(accelerator, fresh, optimizer, 1.0).set_extra_state)
+    after = adapter_of(fresh).extra_state(fresh)
+    assert before.keys() == after.keys()
+    for kind, tensors in before.items():
+        assert tensors.keys() == after[kind].keys()
+        assert all(torch.equal(tensor, after[kind][name]) for name, tensor in tensors.items())
+
+
+def test_merging_counts_the_containers_limit(base, tmp_path, monkeypatch):
+    model = adapted(base, LoraConfig(r=2, **LORA))
+    needed = sum(layer.get_base_layer().weight.numel() * 4 for layer in adapters._layers(model))
+    assert reason_unmergeable(model) is None
+    group = tmp_path / "sys/fs/cgroup"
+    for file, text in {
+        tmp_path / "proc/meminfo": f"MemTotal:       {64 * 2**20} kB\n",
+        tmp_path / "proc/self/cgroup": "0::/\n",
+        group / "memory.current": "0\n",
+        group / "memory.max": f"{adapters.SPARE * needed - 1}\n",
+    }.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setattr(host_memory, "SYSTEM", tmp_path)
+    assert reason_unmergeable(model).endswith(" GiB more memory")
+    (group / "memory.max").write_text(f"{adapters.SPARE * needed}\n")
+    assert reason_unmergeable(model) is None
+
+
+def test_an_entry_of_the_registry_is_plain_data():
+    for kind in ADAPTERS.values():
+        assert isinstance(kind.mergeable, bool)
+        fields = {field.name for field in dataclasses.fields(TrainConfig)}
+        assert set(kind.saved_settings.values()) <= fields
