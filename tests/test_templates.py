@@ -203,12 +203,12 @@ def test_thinking_that_is_the_tasks_own_is_scored(tokenizer):
 def test_a_template_that_loses_the_answer_is_refused(tokenizer, name):
     own = with_template(tokenizer, LOSING[name])
     losing = {"keeps what is behind a mark": "<b>odd</b> 1", "drops the thinking": "<think>two</think>odd"}
-    with pytest.raises(UserError, match=r"^validation example 1: the answer would not be learnt: ") as refused:
+    with pytest.raises(UserError, match=r"^validation example 1: the answer would not be trained on: ") as refused:
         encoded(own, ["  ", losing.get(name, "odd")])
     (line,) = refused.value.problems
     assert "\n" not in line
     assert "chat_template that writes an assistant's content whole" in line
-    with pytest.raises(UserError, match="the answer would not be learnt"):  # also where the cut would hide it
+    with pytest.raises(UserError, match="the answer would not be trained on"):  # also where the cut would hide it
         encoded(own, [losing.get(name, "odd")], truncation="right", max_length=16)
 
 
@@ -219,7 +219,7 @@ def test_thinking_that_the_prompt_opens_is_not_lost(tokenizer):
     assert own.decode(learnt(own, [answer])[0]) == "two</think>odd<|im_end|>"
     assert scored(own, [answer], learnt(own, [answer])).metrics["right"] == 1.0
     own.chat_template = own.chat_template.replace("'<think>'", "'</think>'")
-    with pytest.raises(UserError, match="the answer would not be learnt"):
+    with pytest.raises(UserError, match="the answer would not be trained on"):
         encoded(own, [answer])
 
 
@@ -251,7 +251,7 @@ def test_rows_that_an_earlier_version_kept_are_looked_at_again(tiny, monkeypatch
         earlier.setattr(encoder, "_decided", [*encoder._decided, "earlier"])
         assert len(encoder(["odd", "even"], "train").kept) == 2
         assert "tokens from the cache" in encoder(["odd", "even"], "train").lines()[0]
-    with pytest.raises(UserError, match="train example 0: the answer would not be learnt"):
+    with pytest.raises(UserError, match="train example 0: the answer would not be trained on"):
         encoder(["odd", "even"], "train")
 
 
@@ -263,7 +263,7 @@ def test_the_command_line_refuses_it_in_one_line(tiny, tmp_path):
     assert run.status == 1
     (line,) = [line for line in run.output.splitlines() if line.startswith("Error")]
     assert line.startswith(
-        'Error: train example 0: the answer would not be learnt: the chat template makes "<|im_end|>'
+        'Error: train example 0: the answer would not be trained on: the chat template makes "<|im_end|>'
     )
     assert line.endswith("or change the task's target()")
     assert "Traceback" not in run.output

@@ -134,10 +134,10 @@ class Trial:
         if dropout:
             return self.least_work(sizes), f", the least work of {len(sizes)} sizes (masks of {dropout} depend on it)"
         decided = choice.what_decides(self.accelerator, self.model, self.config, self.examples, exact, self.train)
-        batching, told = choice.measured_once(self.accelerator, decided, lambda: self.fastest(sizes))
+        batching, where = choice.measured_once(self.accelerator, decided, lambda: self.fastest(sizes))
         if batching in sizes:
-            return batching, f", the best of {len(sizes)} sizes ({told})"
-        return self.least_work(sizes), f", the least work of {len(sizes)} sizes ({told})"
+            return batching, f", the best of {len(sizes)} sizes ({where})"
+        return self.least_work(sizes), f", the least work of {len(sizes)} sizes ({where})"
 
     def fastest(self, candidates: Sequence[Batching]) -> Batching:
         """The quickest to go through some of the examples; where trials would take too long, that of the least work."""

@@ -96,14 +96,14 @@ def measured_once(
             return None, f"not kept: {cache.where()} cannot be written ({error.strerror})"
 
     try:
-        about, told = decided_by_main(accelerator, look)
-        if about is None and not told:
+        about, where = decided_by_main(accelerator, look)
+        if about is None and not where:
             batching = measure()
-            about, told = decided_by_main(accelerator, lambda: keep(batching))
+            about, where = decided_by_main(accelerator, lambda: keep(batching))
     finally:
         for path in made:
             shutil.rmtree(path, ignore_errors=True)
-    return _batching((about or {}).get("chosen")), told
+    return _batching((about or {}).get("chosen")), where
 
 
 def what_decides(

@@ -78,7 +78,7 @@ def tree(
 
     Args:
         common: leading tokens of each row that stand there already when it is its turn.
-        mask: `dense_mask` or `block_mask`; None for a single row, or where attention is told of rows in another way.
+        mask: `dense_mask` or `block_mask`; None for a single row, or where attention separates rows in another way.
     """
     total = sum(len(row.input_ids) for row in rows) - sum(common)
     ids, position, source = (np.zeros(total, dtype=np.int64) for _ in range(3))
@@ -178,7 +178,7 @@ def _rows(sizes: np.ndarray, starts: np.ndarray, prefix: int, device: torch.devi
 def padded(rows: Sequence[Encoded], pad_token_id: int, device: torch.device) -> Batch:
     """Rows one below the other, padded at the right.
 
-    What is predicted is found by position, so a pad token that equals the end-of-turn token is never learnt.
+    What is predicted is found by position, so a pad token that equals the end-of-turn token is never supervised.
     """
     shape = (len(rows), max(len(row.input_ids) for row in rows))
     input_ids, attention_mask = np.full(shape, pad_token_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The layouts of one forward: which tokens stand in it, what attention is told of them, who can compute it (law 1).
+"""The layouts of one forward: the order of its tokens, its attention mask, and which models can compute it (law 1).
 
 A layout is an object that orders rows, counts what they cost, makes their tensors, and says why a model cannot take it.
 One is added by a class or an instance in `LAYOUTS`.
@@ -28,7 +28,7 @@ class Layout(abc.ABC):
 
     Attributes:
         name: as `--batching` takes it.
-        attention: what attention is told of the rows, as a batching's record names it.
+        attention: how attention separates the rows, as a batching's record names it.
         shares: whether rows share tokens, and with them dropout masks.
         one_sequence: whether rows stand in one sequence, where they must not see each other.
         what: for messages.
@@ -72,7 +72,7 @@ class Layout(abc.ABC):
 
     @abc.abstractmethod
     def takes(self, implementation: str) -> bool:
-        """Whether transformers' attention of this name can be told who sees whom in this way."""
+        """Whether transformers' attention of this name can separate rows in this way."""
 
     def prepare(self) -> None:  # noqa: B027 - most layouts need nothing
         """Called before the first forward of a model in this layout."""

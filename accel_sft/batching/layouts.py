@@ -42,7 +42,7 @@ class Batching:
         layout: `shared`, `packed` or `padded`.
         tokens: computed in one forward at most (a row that is longer has one to itself).
         rows: examples in one forward at most; wins over `tokens`.
-        attention: what attention is told of rows in one sequence: `mask`, who sees whom; `blocks`, that mask's blocks
+        attention: how attention separates rows in one sequence: `mask`, a dense mask; `blocks`, that mask's blocks
             for FlexAttention; `varlen`, rows' bounds for FlashAttention (`packed` alone); `rows`, which runs them row
             by row behind the one prefix that all rows of the forward share, in any order (`prefix_attention.Rows`).
         head: where and how logits are computed, one of `loss.HEADS`.

@@ -57,11 +57,11 @@ class {cls}(Task):
         return [{{"role": "user", "content": f"Is {{example}} even or odd?"}}]
 
     def target(self, example):
-        """The only text that is learnt."""
+        """The only text that carries loss."""
         return "odd" if example % 2 else "even"
 
     def score(self, example, text):
-        """One generated answer, judged; the mean over all examples is reported."""
+        """The scores of one generated answer; the mean over all examples is reported."""
         return {{"accuracy": float(text.strip() == self.target(example))}}
 '''
 

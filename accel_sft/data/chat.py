@@ -155,8 +155,8 @@ def _encode_part(
     tokenizer: Any, indices: range, turns: list[list[dict[str, str]]], targets: list[str], split: str, rules: Rules
 ) -> Encoding:
     asked = rendered(tokenizer, turns, split, add_generation_prompt=True)
-    told = rendered(tokenizer, list(map(answered, turns, targets)), split, add_generation_prompt=False)
-    prompts, wholes = _tokens(tokenizer, asked), _tokens(tokenizer, told)
+    complete = rendered(tokenizer, list(map(answered, turns, targets)), split, add_generation_prompt=False)
+    prompts, wholes = _tokens(tokenizer, asked), _tokens(tokenizer, complete)
     dropped = surroundings(tokenizer, turns[0], asked[0], split) is None  # `holds` may not notice
     ends = [end for end in tokenizer.convert_ids_to_tokens(sorted(rules.eos_ids)) if end]
 
@@ -168,8 +168,8 @@ def _encode_part(
         if not target.strip():
             result.left_out.setdefault("left out: the answer is empty", []).append(index)
             continue
-        if dropped or not holds(asked[at], told[at], target):
-            raise refusal(split, index, asked[at], told[at], target)
+        if dropped or not holds(asked[at], complete[at], target):
+            raise refusal(split, index, asked[at], complete[at], target)
         ids = _until_end_of_turn(whole, len(prompt), rules.eos_ids, tokenizer.eos_token_id)
         if len(ids) < len(whole) and any(end in target for end in ends):
             _, tail = surroundings(tokenizer, turns[at], asked[at], split) or ("", "")

@@ -65,7 +65,7 @@ def refusal(split: str, index: int, prompt: str, whole: str, target: str) -> Use
     """The error for a template that drops or cuts an answer."""
     made, answer = one_line(_behind(prompt, whole)), one_line(target)
     return UserError(
-        f'{split} example {index}: the answer would not be learnt: the chat template makes "{made}" of "{answer}"; '
+        f'{split} example {index}: the answer would not be trained on: the chat template makes "{made}" of "{answer}"; '
         "give the tokenizer a chat_template that writes an assistant's content whole, or use another model, or change "
         "the task's target()"
     )
@@ -122,8 +122,8 @@ class AnswerText:
         text = self._said(answer, lead, tail, target)
         if text == target:
             return text
-        learnt = self.tokenizer(_behind(prompt, whole), add_special_tokens=False)["input_ids"]
-        return target if text == self._said(learnt, lead, tail, target) else text
+        supervised = self.tokenizer(_behind(prompt, whole), add_special_tokens=False)["input_ids"]
+        return target if text == self._said(supervised, lead, tail, target) else text
 
     def _said(self, answer: Sequence[int], lead: str, tail: str, target: str) -> str:
         ids = list(answer)

@@ -122,10 +122,10 @@ class Trainer:
         some, evaluated = self.train_examples.some(), self.prepared.validation.kept
         # the validation loss is computed in the same layout
         longest = [evaluated[int(evaluated.lengths.argmax())]] if len(evaluated) else []
-        batching, told = choose_batching(
+        batching, message = choose_batching(
             accelerator, self.model, self.config, some, pad_token_id, before=kept, also=longest
         )
-        self.tracker.log(told)
+        self.tracker.log(message)
         choice.write(accelerator, self.run_dir, self.batching_asked, batching, job)
         return TrainStep(accelerator, self.model, self.stepper, batching, pad_token_id, self.run_dir, self.tracker.log)
 
@@ -222,7 +222,7 @@ class Trainer:
         checkpoint.export(self.accelerator, self.model, self.prepared.assembly.tokenizer, target, card)
 
     def save(self) -> None:
-        """A checkpoint of this step, with what was measured and judged so far."""
+        """A checkpoint of this step, with the counters, metrics and batching so far."""
         batching = choice.recorded(self.batching_asked, self.train_step.batching)  # a resume uses it again (law 3)
         self.signals.exit_if_orphaned()
         saved = {"step": self.state.step, "progress": dataclasses.asdict(self.state), "batching": batching}
