@@ -1,4 +1,4 @@
-"""Keeps a choice of batching: what was measured in the cache, and a run's own in its folder before the first step."""
+"""Stores the batching that autotune.py chose: in the cache if measured, in the run's folder before step 1."""
 
 from __future__ import annotations
 

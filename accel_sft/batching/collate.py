@@ -1,4 +1,4 @@
-"""The tensors of one forward: rows as a tree in one sequence, or padded one below the other (law 2)."""
+"""Makes the tensors of one forward: rows in one sequence behind shared prefixes, or padded in a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layouts of one forward: the order of its tokens, its attention mask, and which models can compute it (law 1).
+"""Layouts of a forward (shared prefixes, packed, padded): token order, attention mask, which models fit.
 
 A layout is an object that orders rows, counts what they cost, makes their tensors, and says why a model cannot take it.
 One is added by a class or an instance in `LAYOUTS`.

@@ -1,4 +1,4 @@
-"""The causal-LM loss as a sum, which the caller divides by the whole step's tokens; and its heads (law 1)."""
+"""The causal-LM loss as a sum over tokens, and the LM heads; training/step.py divides by the step's tokens."""
 
 from __future__ import annotations
 

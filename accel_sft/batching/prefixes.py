@@ -1,4 +1,4 @@
-"""How many leading tokens rows have in common."""
+"""Counts the leading tokens that rows have in common."""
 
 from __future__ import annotations
 

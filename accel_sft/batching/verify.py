@@ -1,4 +1,4 @@
-"""Verifies on the model itself, before the first step, which batchings it computes as single rows (laws 1, 2)."""
+"""Verifies, before step 1, which batchings a model computes exactly: shared prefixes, packed, or only padded."""
 
 from __future__ import annotations
 

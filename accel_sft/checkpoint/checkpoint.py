@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or not there: saved, found, loaded; and weights exported for other libraries."""
+"""Checkpoints, complete or not there: saved, found whole after a kill, loaded; and the export of weights."""
 
 from __future__ import annotations
 

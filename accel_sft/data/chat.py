@@ -1,4 +1,4 @@
-"""Turns a task's messages and target into token ids, and marks which of them carry loss (law 2)."""
+"""Turns messages and target into token ids and loss mask; drops, cuts or refuses rows longer than --max-length."""
 
 from __future__ import annotations
 

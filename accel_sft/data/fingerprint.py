@@ -1,4 +1,4 @@
-"""Fingerprint of a task's or a parse function's code and options: while it is the same, they do the same.
+"""Hashes a task's code and options: cached tokens are used only while neither has changed.
 
 It hashes all files of the packages that the code stands in and, if these import libraries, the versions of all that is
 installed. Where something else may decide, there is no fingerprint, and every message is read. Standard library only.

@@ -1,4 +1,4 @@
-"""Decides which examples each optimizer step learns from, by data, seed and global batch size alone (law 1)."""
+"""Decides which examples each optimizer step learns from, by data, seed and global batch size alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chat template writes around an answer, whether it keeps the answer whole, and how to take it off again."""
+"""What a chat template writes around answers: removed for scoring, thinking blocks too; lost answers are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluates a model: validation loss, generated answers and the task's metrics, each example counted once (law 4)."""
+"""Evaluates a model: validation loss, generated answers and the task's metrics, each example counted once."""
 
 from __future__ import annotations
 

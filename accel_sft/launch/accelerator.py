@@ -1,4 +1,4 @@
-"""Builds the Accelerator for this launch, prepares model and optimizer, verifies the DeepSpeed engine's settings."""
+"""Builds and prepares the Accelerator; writes and verifies DeepSpeed's gradient clipping, stage and precision."""
 
 from __future__ import annotations
 

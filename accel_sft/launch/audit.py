@@ -1,4 +1,4 @@
-"""The audit of a launch before anything is loaded: its errors, its warnings, and what it would not do as meant."""
+"""Audits a launch file before anything is loaded: unknown yaml keys, ignored settings, conflicts."""
 
 from __future__ import annotations
 

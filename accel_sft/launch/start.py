@@ -1,4 +1,4 @@
-"""Starts a command on its ranks: audits the launch, builds the Accelerator, and prints the resolved settings once."""
+"""The start of a command on each rank: audits the launch, builds the Accelerator, prints what was resolved."""
 
 from __future__ import annotations
 

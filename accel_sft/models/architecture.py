@@ -1,4 +1,4 @@
-"""What a causal language model can take: arguments of its forward, and layers without full causal attention."""
+"""Which arguments a model's forward takes, and which of its layers have no full causal attention."""
 
 from __future__ import annotations
 

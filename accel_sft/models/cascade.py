@@ -1,4 +1,4 @@
-"""Attention of many rows to one prefix and to themselves on a CPU, without a copy of the prefix for each row.
+"""A CPU kernel for attention of many rows to one prefix, without a copy of the prefix for each row.
 
 Both parts are computed by themselves, each with the logarithm of its weights' sum, and added up in those proportions
 ("cascade", as in Ye et al., FlashInfer, 2024). With the proportions of the whole, each part's gradient is its part of

@@ -1,4 +1,4 @@
-"""Sends curves and texts to TensorBoard, in the run's folder, and to Accelerate's other trackers by name."""
+"""Sends curves and texts to TensorBoard and to Accelerate's trackers by name; a new tracker is added here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW, the learning-rate schedule, and one optimizer step over micro-batches, alike on every backend (law 1)."""
+"""AdamW, the learning-rate schedule, and clipping and stepping on every backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's counters and metrics so far, which each checkpoint holds beside the weights. Standard library only."""
+"""What a checkpoint holds beside weights: counters, metrics, and which step is the best. Standard library only."""
 
 from __future__ import annotations
 

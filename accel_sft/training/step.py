@@ -1,4 +1,4 @@
-"""Forward and backward of one optimizer step, in forwards that fit into device memory; reduced over ranks (law 1)."""
+"""Forward and backward of one optimizer step; the loss is normalised over all micro-batches and ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop, and when the run evaluates, saves, resumes and ends; `Trainer.train` is the story."""
+"""`Trainer`: the training loop, and when it evaluates, saves, resumes, and exports the best weights."""
 
 from __future__ import annotations
 
