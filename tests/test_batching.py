@@ -378,6 +378,28 @@ def test_a_runs_choice_is_kept_in_its_folder_for_its_own_job_and_launch(tmp_path
     assert choice.read(accelerator, RunDir(tmp_path), ["job"]) is None, "another launch"
 
 
+@pytest.mark.parametrize("content", ["", "[", "[]", '"text"', "{}"])
+def test_a_record_that_is_broken_is_as_if_it_were_not_there(tmp_path, content):
+    (tmp_path / "batching.json").write_text(content)
+    assert choice.read(Accelerator(cpu=True), RunDir(tmp_path), ["job"]) is None
+
+
+WRONG = [{"tokens": -5}, {"tokens": "lots"}, {"rows": 0}, {"head": ["x"]}, {"layout": "round"}]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_choice_that_is_none_is_not_taken(wrong):
+    record = choice.recorded(["auto"], Batching("packed", 64))
+    assert choice.restored(record, ["auto"]) == Batching("packed", 64)
+    assert choice.restored({**record, "chosen": {**record["chosen"], **wrong}}, ["auto"]) is None
+
+
+def test_a_folder_in_the_place_of_the_record_is_named(tmp_path):
+    (tmp_path / "batching.json").mkdir()
+    with pytest.raises(UserError, match=r"batching\.json: a folder stands where .*; take it away"):
+        choice.write(Accelerator(cpu=True), RunDir(tmp_path), ["auto"], Batching("packed", 64), ["job"])
+
+
 def test_dropout_is_not_shared_between_rows(model):
     dropping = copy.deepcopy(model)
     dropping.config.attention_dropout = 0.1

@@ -120,6 +120,13 @@ def test_ranks_that_wait_for_each_other_amid_a_forward_end_and_a_resumed_run_kee
     )
 
 
+@pytest.mark.parametrize("content", ["", '["a"]', '"a"', '{"tokens": "many"}', '{"tokens": 0}'])
+def test_a_limit_that_cannot_be_read_is_named(tmp_path, content):
+    (tmp_path / "most-tokens.json").write_text(content)
+    with pytest.raises(UserError, match=r"most-tokens\.json: "):
+        TrainStep(Accelerator(cpu=True), None, None, Batching("padded", 64), 0, RunDir(tmp_path), print)
+
+
 def test_the_least_of_what_several_ranks_found_no_room_for_is_kept(tmp_path, monkeypatch):
     def cramped(module, inputs):
         raise torch.OutOfMemoryError("no room")

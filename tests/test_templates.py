@@ -16,6 +16,7 @@ from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.data import tokenization
 from accel_sft.data.chat import Rules, encode
+from accel_sft.data.template import AnswerText
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.evaluator import Evaluator
 
@@ -150,6 +151,21 @@ def test_another_answer_is_scored_as_it_is_without_what_surrounds_it(tokenizer, 
     evaluation = scored(own, ["odd"] * len(said), learnt(own, said))
     assert [sample["generated"] for sample in evaluation.samples] == said
     assert evaluation.metrics["right"] == 0.0
+
+
+def test_a_tokenizer_that_decodes_blanks_behind_special_tokens_scores_no_answer_as_another():
+    characters = ["\u2581", "\n", *map(chr, range(33, 127))]
+    tokens = {"<unk>": 0, "<s>": 1, **{character: number for number, character in enumerate(characters, 2)}}
+    spelling = Tokenizer(models.BPE(tokens, [], unk_token="<unk>"))
+    spelling.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    spelling.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=spelling, unk_token="<unk>", eos_token="<|im_end|>")
+    tokenizer.add_tokens(["<|im_start|>"], special_tokens=True)
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    generated = {"assistant\nyes": "yes", "assistant\nno": "no", "rubbish": "", "": ""}
+    for text, scored in generated.items():
+        ids = tokenizer(f"<|im_start|>{text}<|im_end|>", add_special_tokens=False)["input_ids"]
+        assert AnswerText(tokenizer)([{"role": "user", "content": "hello"}], "yes", ids) == scored
 
 
 @pytest.mark.parametrize("name", ["an empty thinking block", "a thinking block that is filled in", "an element"])

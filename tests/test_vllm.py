@@ -226,6 +226,12 @@ def test_the_program_may_be_named(fake, tmp_path, monkeypatch):
     monkeypatch.setenv(vllm.PROGRAM, str(tmp_path / "none"))
     with pytest.raises(UserError, match=f"ACCEL_SFT_VLLM={tmp_path}/none is no program"):
         vllm.find_python()
+    script = tmp_path / "with-options"
+    script.write_text('#!/bin/sh\nexec vllm "$@" --tensor-parallel-size 2\n')
+    script.chmod(0o755)
+    monkeypatch.setenv(vllm.PROGRAM, str(script))
+    with pytest.raises(UserError, match=r"is neither vLLM's `vllm` nor its `python`: .* ACCEL_SFT_VLLM_OPTIONS"):
+        vllm.find_python()
     (fake.folder / "bin" / "python").unlink()
     monkeypatch.setenv(vllm.PROGRAM, str(fake.folder / "bin" / "vllm"))
     with pytest.raises(UserError, match="there is no python beside"):

@@ -14,11 +14,12 @@ import torch
 from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
 from accel_sft.batching.layouts import Batching
 from accel_sft.data import cache
 from accel_sft.data.chat import Encoded
 from accel_sft.io import manifest
-from accel_sft.io.files import read_json, write_atomically
+from accel_sft.io.files import write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import decided_by_main
 from accel_sft.launch.describe import device_name, parallelism, versions
@@ -47,15 +48,23 @@ def write(accelerator: Accelerator, run_dir: RunDir, asked: Sequence[str], batch
     """
     record = {**recorded(asked, batching), "layout": parallelism(accelerator), "job": job}
     text = json.dumps(record, indent=2) + "\n"
-    decided_by_main(accelerator, lambda: write_atomically(run_dir.batching, text))
+
+    def keep() -> None:
+        if run_dir.batching.is_dir():
+            raise UserError(f"{run_dir.batching}: a folder stands where the batching is recorded; take it away")
+        write_atomically(run_dir.batching, text)
+
+    decided_by_main(accelerator, keep)
 
 
 def read(accelerator: Accelerator, run_dir: RunDir, job: list[Any]) -> dict[str, Any] | None:
-    """What the run in this folder had chosen for this job under this launch; None if nothing."""
+    """What the run in this folder had chosen for this job under this launch; None if nothing that can be read."""
 
     def found() -> dict[str, Any] | None:
-        file = run_dir.batching
-        record = read_json(file) if file.exists() else {}
+        try:
+            record = json.loads(run_dir.batching.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # not there, or broken: the choice is made again, and its line shown
+            return None
         here = {"layout": parallelism(accelerator), "job": job}
         return record if isinstance(record, dict) and here.items() <= record.items() else None
 
@@ -139,6 +148,8 @@ def _batching(chosen: Any) -> Batching | None:
     if not isinstance(chosen, dict) or chosen.keys() != named:
         return None
     try:
-        return Batching(**chosen)
-    except ValueError:  # a layout of another version
+        batching = Batching(**chosen)
+    except (TypeError, ValueError):  # words of another version, or no words
         return None
+    counts = [count for count in (batching.tokens, batching.rows) if count is not None]
+    return batching if all(type(count) is int and count > 0 for count in counts) else None

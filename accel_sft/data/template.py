@@ -123,7 +123,10 @@ class AnswerText:
         if text == target:
             return text
         supervised = self.tokenizer(_behind(prompt, whole), add_special_tokens=False)["input_ids"]
-        return target if text == self._said(supervised, lead, tail, target) else text
+        expected = self._said(supervised, lead, tail, target)
+        if not expected:  # this tokenizer decodes the lead otherwise than the template writes it: it stays in the text
+            return self._said(answer, "", tail, target)
+        return target if text == expected else text
 
     def _said(self, answer: Sequence[int], lead: str, tail: str, target: str) -> str:
         ids = list(answer)
@@ -147,9 +150,11 @@ def _without_lead(text: str, lead: str, target: str) -> str:
         return text.removeprefix(lead)
     if closing and closing in target:  # the thinking is the task's own, to be scored
         return text.lstrip() if lead[0].isspace() else text
-    core = lead.strip()
-    if core in text:
-        return _behind_mark(text, core, lead[len(lead.rstrip()) :])
+    # some tokenizers decode a blank behind a special token, where the template wrote none
+    pieces = [piece for piece in re.split(rf"({_MARK.pattern})|\s+", lead) if piece]
+    core = re.search(r"\s*".join(map(re.escape, pieces)), text)
+    if core:
+        return _behind_mark(text, core[0], lead[len(lead.rstrip()) :])
     if closing and closing in text:
         return _behind_mark(text, closing, lead.rpartition(closing)[2])
     opened = marks[0] == closing or text.lstrip().startswith(marks[0])  # by the prompt, or by the text

@@ -111,6 +111,11 @@ def find_python() -> str:
         )
     if re.fullmatch(r"python[\d.]*", Path(found).name):
         return found
+    if "vllm" not in (Path(found).name, Path(found).resolve().name):  # a script whose options would be lost
+        raise UserError(
+            f"--generate-with vllm: {PROGRAM}={named} is neither vLLM's `vllm` nor its `python`: name one, and "
+            f"give options as JSON in {OPTIONS}"
+        )
     for folder in (Path(found).parent, Path(found).resolve().parent):  # the latter: a link to an environment's program
         if python := shutil.which("python", path=str(folder)):
             return python

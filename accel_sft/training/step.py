@@ -15,7 +15,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.data.chat import Encoded
-from accel_sft.io.files import write_atomically
+from accel_sft.io.files import read_json, write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import gather_numbers
 from accel_sft.training.optimizer import Stepper
@@ -158,7 +158,12 @@ def reduce_step(
 def _most_tokens(run_dir: RunDir) -> int | None:
     """The limit in tokens that an out-of-memory before this start left; None if there was none."""
     file = run_dir.most_tokens
-    return json.loads(file.read_text(encoding="utf-8"))["tokens"] if file.exists() else None
+    if not file.exists():
+        return None
+    limit = read_json(file)
+    if not (isinstance(limit, dict) and type(limit.get("tokens")) is int and limit["tokens"] > 0):
+        raise UserError(f'{file}: expected {{"tokens": a number}}, as an out-of-memory left it; delete the file')
+    return limit["tokens"]
 
 
 def _at_most(batching: Batching, tokens: int) -> Batching:
