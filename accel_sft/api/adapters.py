@@ -1,4 +1,4 @@
-"""The adapter types that `--adapter` offers, as plain data: names, launch checks, mergeability. No torch, no peft.
+"""The adapter types that `--adapter` offers; a type is added by an entry here and one in models/adapters.py.
 
 An adapter type is added by an entry here and one in `models/adapters.py`, which holds what peft does for it.
 """

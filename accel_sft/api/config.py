@@ -53,7 +53,7 @@ class TrainConfig:
         "auto",
         section=DATA,
         choices=("auto", "shared", "packed", "padded"),
-        help="Rows of a forward: behind one copy of what they share, packed, or padded; auto: the first that is exact.",
+        help="Rows of a forward: behind one copy of what they share, packed, or padded; auto: the least work.",
     )
     epochs: float | None = option(None, section=DATA, min=0, help="Passes over the training examples.")
     max_steps: int | None = option(None, section=DATA, min=1, help="Optimizer steps; wins over --epochs.")

@@ -1,4 +1,4 @@
-"""Chooses a run's batching: the least work, or the fastest, of what the model computes exactly and memory allows."""
+"""Chooses the batching: on a CPU the least work, on a GPU the fastest, of those that are exact and fit into memory."""
 
 from __future__ import annotations
 

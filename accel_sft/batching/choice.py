@@ -1,4 +1,4 @@
-"""Stores the batching that autotune.py chose: in the cache if measured, in the run's folder before step 1."""
+"""Keeps the batching that autotune.py chose, so that every start and every resume uses the same one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divides a step's examples into forwards of each rank: behind the prefixes they share, packed, or padded.
+"""`Batching` groups a step's examples into forwards and divides them among the ranks; forward_layouts.py has each.
 
 `shared` and `packed` put the rows of a forward into one sequence. Rows in lexicographic order form a tree: what a row
 has in common with the one before it is there already, only the rest is appended. Each token sees its own path through

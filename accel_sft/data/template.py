@@ -1,4 +1,4 @@
-"""What a chat template writes around answers: removed for scoring, thinking blocks too; lost answers are refused."""
+"""What a chat template writes around answers: removed for scoring, thinking too. One that drops answers is refused."""
 
 from __future__ import annotations
 

@@ -127,7 +127,9 @@ def _world(launch: Launch, devices: int) -> list[Finding]:
     if not launch.environment.get("ACCELERATE_MIXED_PRECISION"):
         what = "started without accelerate launch: one process, full precision"
         found.append(
-            Finding("note", what, "accelerate launch --config_file accelerate_configs/z2.yaml -m accel_sft ...")
+            Finding(
+                "note", what, "accelerate launch --config_file FILE -m accel_sft ...; accel-sft launch-file lists files"
+            )
         )
     return found
 

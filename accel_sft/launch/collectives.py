@@ -1,4 +1,4 @@
-"""What all ranks agree on: decided by one of them, or gathered from each.
+"""Collectives by which all ranks agree: one rank decides, or each rank's value is gathered.
 
 All of these are collectives: every rank calls them, in the same order, and gets the same answer.
 """

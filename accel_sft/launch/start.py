@@ -1,4 +1,4 @@
-"""The start of a command on each rank: audits the launch, builds the Accelerator, prints what was resolved."""
+"""The start of a command on each rank: audits the launch, builds the Accelerator, prints launch and settings."""
 
 from __future__ import annotations
 

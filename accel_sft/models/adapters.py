@@ -1,4 +1,4 @@
-"""What peft does for each adapter type of `api/adapters.py`: configuration, hook after a step, extra state, merging."""
+"""What peft does for each adapter type; a type is added by an entry here and one in api/adapters.py."""
 
 from __future__ import annotations
 

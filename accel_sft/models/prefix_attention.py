@@ -1,4 +1,4 @@
-"""Attention of rows to one copy of their common prefix and to themselves: in one sequence (training) or in a batch."""
+"""Attention of rows behind one copy of their common prefix, for training and for generation."""
 
 from __future__ import annotations
 

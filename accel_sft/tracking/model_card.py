@@ -49,7 +49,7 @@ def model_card(
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
         f"# {markdown_cell(task)}\n\n{what} for the task `{task}` with accel_sft.",
-        "## Usage\n\nWith the messages it was trained on, the system message included:\n\n"
+        "## Usage\n\nWith the messages it was trained on, system message included if there is one:\n\n"
         + _usage(messages, adapter, max_new_tokens),
         "## Before and after\n\n" + comparison_table(result),
         "## Data\n\n" + markdown_table(["", "count"], list(data.items())),

@@ -169,7 +169,7 @@ def _side_by_side(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[s
 
 
 def _scores(scores: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {shown(value)}" for key, value in scores.items())
+    return ", ".join(f"{key} {shown(value)}" for key, value in scores.items() if value is not None)
 
 
 def _number(value: Any) -> bool:

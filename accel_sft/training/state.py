@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside weights: counters, metrics, and which step is the best. Standard library only."""
+"""TrainState, which a checkpoint holds too: counters, metrics, and which step is the best. Standard library only."""
 
 from __future__ import annotations
 
