@@ -86,6 +86,15 @@ def evaluate_stuck(folder, port):
     return run, time.time() - (folder / "began").stat().st_mtime
 
 
+def rank_below(launcher, rank):
+    """The process of a rank; None before it is there: a fork that has not begun its program has no rank yet."""
+    for process in psutil.Process(launcher).children():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("RANK") == str(rank):
+                return process
+    return None
+
+
 def train_and_stop_a_process(folder, port, when, imports):
     """The launcher's exit status, the process id, what was printed, and the seconds from the stop to the end."""
     command = [str(Path(sysconfig.get_path("scripts"), "accelerate")), "launch", "--mixed_precision", "no"]
@@ -99,12 +108,12 @@ def train_and_stop_a_process(folder, port, when, imports):
         while not (
             (folder / "run" / "checkpoints" / "step-000002").exists()
             if when == "amid steps"
-            else len(psutil.Process(process.pid).children()) == 2
+            else rank_below(process.pid, 1)
         ):
             assert process.poll() is None, (folder / "log").read_text()
             assert time.monotonic() < until
             time.sleep(0.05)
-        (last,) = [p for p in psutil.Process(process.pid).children() if p.environ().get("RANK") == "1"]
+        last = rank_below(process.pid, 1)
         last.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         process.wait(TIMEOUT + PAST + imports)
