@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import CONFIGS
 
-LAYOUTS = ["ddp", "z0", "z1", "z2", "z2_offload", "z3", "z3_offload"]
+LAYOUTS = ["ddp", "z0", "z1", "z2", "z2_offload", "z3", "z3_offload", "fsdp2"]
 
 
 def found(folder, *layouts):
@@ -49,10 +49,6 @@ def test_what_one_layout_wrote_another_goes_on_from(everywhere, at):
     assert run["got"] == pytest.approx(run["expected"], rel=1e-6)
 
 
-def test_shards_of_fsdp_hold_what_was_written_elsewhere_and_the_other_way_round(everywhere):
-    assert everywhere["fsdp"]
-
-
 @pytest.mark.nvme
 def test_what_is_on_a_disk_meanwhile_comes_back_too(tmp_path):
     there = found(tmp_path, "z3_nvme", "z2")
@@ -74,7 +70,7 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(everywhere
     assert everywhere[f"{name} {precision}"][how] == {"told": True, "kept": True, "goes on": True}
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if "z3" not in name])
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "z3" not in name and name != "fsdp2"])
 def test_a_step_without_room_on_one_rank_is_repeated_by_all_with_the_same_losses(everywhere, name):
     run = everywhere[name]
     assert run["cramped"] == pytest.approx(run["losses"][-len(run["cramped"]) :], rel=1e-6)

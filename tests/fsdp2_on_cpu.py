@@ -1,0 +1,47 @@
+"""accel_sft under FSDP2 on a machine without GPUs: `accelerate launch ... -m fsdp2_on_cpu math ...`.
+
+Accelerate forms no group of an FSDP launch's ranks where no GPU is, and the audit refuses the launch for it. Here it is
+told of a group over gloo and of the CPU as every rank's device, and the audit of one device a rank; all else is
+Accelerate's and PyTorch's own.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+
+from accel_sft.launch import start
+
+
+def allow() -> None:
+    """From now on an FSDP launch's ranks form a group on CPUs; launches of other kinds are as they were."""
+    group, device = PartialState._prepare_backend, PartialState.set_device
+
+    def over_gloo(self: PartialState, *arguments: Any) -> tuple[str, DistributedType]:
+        return ("gloo", DistributedType.MULTI_GPU) if _is_fsdp() else group(self, *arguments)
+
+    def on_cpu(self: PartialState) -> None:
+        if _is_fsdp():
+            self.device = torch.device("cpu")
+        else:
+            device(self)
+
+    PartialState._prepare_backend, PartialState.set_device = over_gloo, on_cpu
+
+
+def _is_fsdp() -> bool:
+    return os.environ.get("ACCELERATE_USE_FSDP") == "true"
+
+
+if __name__ == "__main__":
+    allow()
+    audit = start.audit
+    start.audit = lambda config: audit(config, devices=int(os.environ["LOCAL_WORLD_SIZE"]))
+
+    from accel_sft.__main__ import main
+
+    main()
