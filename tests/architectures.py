@@ -1,0 +1,76 @@
+"""Tiny random models of the architectures that people fine-tune, saved as `--model` reads them.
+
+Each family's configuration is transformers' own, made small: fields of SMALL that it has are set, then the family's
+own. What makes an architecture itself (experts, latent attention, windows, recurrent layers) stays in.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import TEXTS
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+
+from accel_sft.models.tiny import train_tokenizer
+
+SMALL: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "max_position_embeddings": 512},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 64},
+    **{"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 512, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts_per_tok": 2},
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1},
+    **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "query_pre_attn_scalar": 8},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "activation_dropout", "dropout", "residual_dropout"), 0.0),
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+    **dict.fromkeys(("initializer_range", "init_std"), 0.3),  # at the usual 0.02 a token hardly sees another
+    **{"state_size": 8, "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2},
+}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+LATENT |= {"num_key_value_heads": 4, "head_dim": None}
+HYBRID = ["linear_attention", "full_attention"] * 2
+FAMILIES: dict[str, dict[str, Any]] = {
+    # dense
+    **{name: {} for name in ("llama", "qwen2", "qwen3", "olmo2", "granite", "glm4", "smollm3", "stablelm", "seed_oss")},
+    **{name: {} for name in ("phi", "phi3", "gemma", "cohere", "starcoder2", "gpt2", "gpt_neox", "opt", "falcon")},
+    **{name: {} for name in ("nemotron", "ernie4_5", "hunyuan_v1_dense", "helium", "apertus", "bloom")},
+    # windows
+    **{name: {} for name in ("mistral", "gemma2", "gemma3_text", "cohere2", "olmo3", "exaone4")},
+    # experts
+    **{name: {} for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss")},
+    **{name: {} for name in ("glm4_moe", "dots1")},
+    # latent attention
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    # recurrent layers, alone and beside attention
+    "qwen3_next": {"layer_types": HYBRID},
+    "qwen3_5_text": {"layer_types": HYBRID},
+    **{name: {} for name in ("minimax", "lfm2", "mamba", "falcon_mamba")},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_groups": 1},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "use_mamba_kernels": False},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+}
+
+
+def make(folder: Path, family: str) -> Path:
+    """Write a model of this family, with random weights that are the same each time, and a tokenizer."""
+    tokenizer = train_tokenizer(TEXTS)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(configuration(family, tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def configuration(family: str, tokenizer: Any) -> PretrainedConfig:
+    """The small configuration of a family, with this tokenizer's vocabulary and special tokens."""
+    made = CONFIG_MAPPING[family]
+    known = set(inspect.signature(made.__init__).parameters) | set(vars(made()))
+    values = {name: value for name, value in SMALL.items() if name in known} | FAMILIES[family]
+    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return made(vocab_size=-len(tokenizer) // 64 * -64, **special, **values)
