@@ -5,17 +5,26 @@ set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 
 TORCH_VERSION=2.13.0
-TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX=https://download.pytorch.org/whl
+TORCH_DRIVER=580 # the oldest NVIDIA driver for what PyPI holds of that version (CUDA 13)
+TORCH_OLDER=cu126 # the build for drivers from 560 on
 PYTHON=${PYTHON:-python3}
 VENV=$PWD/.venv
 # a user's pip settings that send packages elsewhere than into the environment
 unset PYTHONHOME PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
-export DS_BUILD_OPS=0 # DeepSpeed compiles what a run needs when it needs it, and needs no CUDA toolkit to install
+# DeepSpeed compiles what a run needs when it needs it, and asks for no CUDA toolkit while it is installed
+export DS_BUILD_OPS=0 DS_IGNORE_CUDA_DETECTION=1
 
 say() { printf '%s\n' "setup: $*"; }
 fail() { printf '%s\n' "setup: $*" >&2; exit 1; }
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check install -qq --progress-bar off "$@"; }
 has_gpu() { [[ -e /proc/driver/nvidia/version ]] || { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }; }
+# the driver's major version; nothing if it does not say
+driver() { nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | sed -n '1s/^\([0-9][0-9]*\)\..*/\1/p' || true; }
+# torch of one build ("cpu", "cu126"): the usual index holds none of them; a mirror or a wheel folder of one's own may
+pip_torch() {
+    pip "torch==$TORCH_VERSION+$1" 2>/dev/null || pip "torch==$TORCH_VERSION+$1" --extra-index-url "$TORCH_INDEX/$1"
+}
 
 command -v "$PYTHON" >/dev/null || fail "$PYTHON not found; install Python 3.11 or newer (Debian: apt install python3 python3-venv python3-dev)"
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
@@ -30,8 +39,8 @@ if [[ -n ${VIRTUAL_ENV:-} && $VIRTUAL_ENV != "$VENV" ]]; then
     say "the active environment $VIRTUAL_ENV is left as it is; accel_sft goes to $VENV"
 fi
 
-device=cpu
-if has_gpu; then device=gpu; fi
+device=cpu driver=$TORCH_DRIVER
+if has_gpu; then device=gpu driver=$(driver); driver=${driver:-$TORCH_DRIVER}; fi
 # what the environment was made from: when it is unchanged, there is nothing to do
 state=$(cksum setup.sh pyproject.toml tasks/*/pyproject.toml && printf "%s %s %s\n" "$VENV" "$version" "$device")
 installed() {
@@ -65,10 +74,10 @@ fi
 if ! "$VENV/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; then
     if [[ $device == cpu && $(uname -sm) == "Linux x86_64" ]]; then
         say "installing torch $TORCH_VERSION, CPU build (no NVIDIA GPU here)"
-        # the usual index holds no CPU build; a mirror or a wheel folder of one's own may
-        pip "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
-            pip "torch==$TORCH_VERSION+cpu" --extra-index-url "$TORCH_CPU_INDEX" ||
-            fail "torch could not be installed; see pip's message above"
+        pip_torch cpu || fail "torch could not be installed; see pip's message above"
+    elif [[ $device == gpu && $driver -lt $TORCH_DRIVER ]]; then
+        say "installing torch $TORCH_VERSION for CUDA 12.6 (the NVIDIA driver is $driver; the usual build needs $TORCH_DRIVER)"
+        pip_torch "$TORCH_OLDER" || fail "torch could not be installed; see pip's message above, or update the NVIDIA driver"
     else
         say "installing torch $TORCH_VERSION"
         pip "torch==$TORCH_VERSION" || fail "torch could not be installed; see pip's message above"
