@@ -64,6 +64,7 @@ def accel_sft(
     run_dir: Path | None = None,
     environment: dict[str, str] | None = None,
     timeout_seconds: int = 600,  # a first launch compiles DeepSpeed's operators
+    module: str = "accel_sft",
 ) -> Launched:
     """Run the command line as a user would: under `accelerate launch` with one of the shipped yamls, or alone."""
     given = (*arguments, "--output-dir", str(run_dir)) if run_dir else arguments
@@ -74,12 +75,12 @@ def accel_sft(
         # `accelerate launch` by its other name, which does not import what all other commands need
         launch, port = Path(sysconfig.get_path("scripts"), "accelerate-launch"), str(20000 + os.getpid() % 20000)
         command = [str(launch), "--config_file", str(CONFIGS / f"{yaml}.yaml")]
-        command += ["--main_process_port", port, *launcher, "-m", "accel_sft", *given]
+        command += ["--main_process_port", port, *launcher, "-m", module, *given]
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, env=env)
     else:
         with tempfile.TemporaryDirectory() as folder:
             done = forked.run(given, env, Path(folder), timeout_seconds)
-    again = {"yaml": yaml, "launcher": launcher}
+    again = {"yaml": yaml, "launcher": launcher, "module": module}
     return Launched(run_dir or Path(), done.returncode, done.stdout + done.stderr, arguments, again)
 
 

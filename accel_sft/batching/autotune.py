@@ -239,5 +239,7 @@ class Trial:
         each = 0 if self.accelerator.state.deepspeed_plugin else STATE_BYTES
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                size = parameter.numel() * (parameter.element_size() + each)  # of what this rank holds of it
+                # of what this rank holds of it: FSDP's parameters know the whole shape
+                held = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                size = held.numel() * (parameter.element_size() + each)
                 hold.append(torch.empty(size, dtype=torch.uint8, device=self.device))

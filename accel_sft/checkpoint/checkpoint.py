@@ -190,6 +190,11 @@ def export(accelerator: Accelerator, model: Any, tokenizer: Any, target: Path, c
     unwrapped = accelerator.unwrap_model(model)
     adapter = hasattr(unwrapped, "peft_config")
     weights = _adapter_weights(accelerator, unwrapped) if adapter else accelerator.get_state_dict(model)
+    first_names: dict[int, str] = {}
+    for name, parameter in unwrapped.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(parameter), name)
+        if first != name and weights and name in weights:
+            weights[name] = weights[first]  # FSDP gathers tied weights as often as they are named
     with replacing(accelerator, target) as partial:
         if accelerator.is_main_process:
             unwrapped.save_pretrained(str(partial), state_dict=weights)
@@ -203,8 +208,9 @@ def _adapter_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[s
         if parameter.requires_grad:
             heartbeat()
             with _gathered(parameter):
+                # FSDP's gather is a collective: every rank calls it
+                whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
                 if accelerator.is_main_process:
-                    whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
                     weights[name] = whole.detach().to("cpu", copy=True)
     return weights
 

@@ -23,6 +23,7 @@ from accel_sft.evaluation.evaluator import Evaluation
 from accel_sft.io import terminal
 from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir
+from accel_sft.launch.accelerator import shard_for_evaluation
 from accel_sft.launch.collectives import decided_by_main, largest
 from accel_sft.launch.describe import recordable
 from accel_sft.launch.start import start
@@ -134,7 +135,7 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: s
             print(line, file=terminal.terminal())
     loaded, plugin = assembly.load_model(), accelerator.state.deepspeed_plugin
     sharded = accelerator.distributed_type == DistributedType.FSDP or (plugin is not None and plugin.zero_stage == 3)
-    prepared = accelerator.prepare(loaded) if sharded else loaded.to(accelerator.device)
+    prepared = shard_for_evaluation(accelerator, loaded) if sharded else loaded.to(accelerator.device)
     load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
     some = encoding.kept.some()
     batching, _ = choose_batching(accelerator, prepared, config, some, assembly.tokenizer.pad_token_id, train=False)

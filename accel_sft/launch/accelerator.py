@@ -170,6 +170,16 @@ def prepare_model(
     return model, optimizer
 
 
+def shard_for_evaluation(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+    """`accelerator.prepare` of a model that is not trained, for ZeRO-3 and FSDP to share its weights among ranks."""
+    import torch
+
+    if not accelerator.is_fsdp2:
+        return accelerator.prepare(model)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))  # FSDP2 takes no model alone
+    return model
+
+
 def verify_engine(accelerator: Accelerator, model: torch.nn.Module, config: TrainConfig) -> None:
     """Read the prepared DeepSpeed engine back; nothing to do for other backends.
 

@@ -68,11 +68,15 @@ class Stepper:
             group["lr"] = rate
 
     def boundary(self, last: bool) -> contextlib.AbstractContextManager:
-        """Wraps one micro-batch's forward and backward; ranks exchange gradients on the last one."""
+        """Wraps one micro-batch's forward and backward; ranks exchange gradients on the last one.
+
+        Under FSDP they do on each: what is not exchanged stays whole on every rank, in the type that computes.
+        """
         if self.engine is not None:
             self.engine.set_gradient_accumulation_boundary(last)
-            return contextlib.nullcontext()
-        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.model)
+        elif not last and self.accelerator.distributed_type != DistributedType.FSDP:
+            return self.accelerator.no_sync(self.model)
+        return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of one micro-batch, inside `boundary`."""

@@ -34,6 +34,7 @@ from test_launch import environment_of_a_rank
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_sft.api.config import TrainConfig
+from accel_sft.batching.autotune import STATE_BYTES, Trial
 from accel_sft.batching.layouts import Batching
 from accel_sft.checkpoint import checkpoint
 from accel_sft.checkpoint.partition import MOMENTS, flat, partitions
@@ -153,6 +154,25 @@ class Job:
         return " ".join(gather_object([digest.hexdigest()]))
 
 
+def shards_only(folder: Path) -> dict[str, bool]:
+    """Whether, under FSDP2, gradients between micro-batches are this rank's shards, and no more is reserved for them
+    and for AdamW's state."""
+    job = Job("fsdp2", "no", 0.0, folder)
+    with job.stepper.boundary(last=False):
+        loss = training_step.nll_sum(job.model, Batching("padded", 0, rows=2).batch(ROWS[:2], 0, torch.device("cpu")))
+        job.stepper.backward(loss)
+    trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
+    config = TrainConfig().resolved({})
+    hold: list[torch.Tensor] = []
+    Trial(job.accelerator, job.model, config, ROWS, 0, train=True)._reserve(hold)
+    shards = sum(parameter.to_local().numel() for parameter in trained)
+    return {
+        "gradients": all(parameter.grad is not None for parameter in trained),
+        "reserved": sum(map(len, hold)) == shards * (4 + STATE_BYTES),
+        "sharded": shards < sum(parameter.numel() for parameter in trained),
+    }
+
+
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
@@ -192,6 +212,8 @@ def main(folder: Path, layouts: list[str]) -> None:
         job = Job(yaml, "no", 0.0, folder)
         job.load(written[source][0])
         found[f"{source} to {yaml}"] = {"expected": written[yaml][1][STOP:], "got": job.steps(STOP, STEPS)}
+    if "fsdp2" in layouts:
+        found["fsdp2's shards"] = shards_only(folder)
     if job.accelerator.is_main_process:
         (folder / "found.json").write_text(json.dumps(found))
     job.accelerator.wait_for_everyone()

@@ -49,6 +49,10 @@ def test_what_one_layout_wrote_another_goes_on_from(everywhere, at):
     assert run["got"] == pytest.approx(run["expected"], rel=1e-6)
 
 
+def test_fsdp_holds_and_reserves_shards_of_gradients_only(everywhere):
+    assert everywhere["fsdp2's shards"] == {"gradients": True, "reserved": True, "sharded": True}
+
+
 @pytest.mark.nvme
 def test_what_is_on_a_disk_meanwhile_comes_back_too(tmp_path):
     there = found(tmp_path, "z3_nvme", "z2")

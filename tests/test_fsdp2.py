@@ -1,0 +1,57 @@
+"""FSDP2 through the command line, on two CPU ranks; tests/faults/test_layouts.py has its arithmetic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import accel_sft, stopped
+from safetensors.torch import load_file
+
+FP32 = {"launcher": ("--mixed_precision", "no")}
+SHARDED = {"yaml": "fsdp2", "module": "fsdp2_on_cpu", "environment": {"PYTHONPATH": str(Path(__file__).parent)}, **FP32}
+JOB = ("math", "--max-steps", "4", "--save-every", "2", "--global-batch-size", "10", "--validation-examples", "7")
+JOB += ("--max-new-tokens", "6", "--seed", "7", "--micro-batch-size", "2", "--keep-checkpoints", "3")
+LORA = ("--adapter", "lora", "--lora-dropout", "0", "--eval-every", "2")
+
+
+def weights(folder):
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
+
+
+def test_an_adapter_draws_the_curve_of_data_parallelism_and_is_exported_whole(launched):
+    sharded = launched("fsdp2 lora", *JOB, *LORA, **SHARDED)
+    plain = launched("fsdp2's ddp lora", *JOB, *LORA, yaml="ddp", **FP32)
+    for ours, theirs in zip(sharded.lines(), plain.lines(), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-4)
+    for ours, theirs in zip(sharded.lines("eval_loss"), plain.lines("eval_loss"), strict=True):
+        assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=2e-5)
+    exported, expected = weights(sharded.run_dir / "final"), weights(plain.run_dir / "final")
+    assert exported.keys() == expected.keys()
+    for name, weight in exported.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-5)
+
+
+def test_evaluate_gives_the_runs_own_numbers(launched, tmp_path):
+    whole = launched("fsdp2 lora", *JOB, *LORA, **SHARDED)
+    done = accel_sft("evaluate", "math", "--model", str(whole.run_dir), run_dir=tmp_path / "evaluation", **SHARDED)
+    assert done.status == 0, done.output
+    found, own = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"], whole.result()["after"]
+    assert found["eval_loss"] == pytest.approx(own["eval_loss"], rel=1e-5)
+    for name in ("accuracy", "format_rate"):
+        assert found[name] == own[name]
+
+
+def test_a_stopped_run_of_a_tied_model_goes_on_to_the_same_bits_and_writes_its_head_once(launched, tmp_path):
+    arguments = (*JOB, "--eval-every", "off", "--gradient-checkpointing")
+    whole = launched("fsdp2 full", *arguments, **SHARDED)
+    folder = stopped(whole, tmp_path / "run", 2)
+    went_on = accel_sft(*arguments, "--resume", "auto", run_dir=folder, **SHARDED)
+    assert went_on.status == 0, went_on.output
+    ours, theirs = weights(folder / "final"), weights(whole.run_dir / "final")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert "lm_head.weight" not in ours
