@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import datetime
 import os
 import shutil
@@ -67,6 +68,10 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
     elif launch.backend == "ddp" and not devices:
         options["cpu"] = True
     accelerator = Accelerator(**options, kwargs_handlers=[InitProcessGroupKwargs(**group)] if group else None)
+    if accelerator.is_fsdp2 and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy):
+        # computing is reduced; what a model gives out, each token's loss, and gradients as they are averaged are not
+        policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
+        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     if accelerator.num_processes != launch.world_size:
         raise UserError(
             f"{launch.config_file or 'the launch'}: {launch.world_size} processes were started, and each would train "

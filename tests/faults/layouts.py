@@ -36,6 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.autotune import STATE_BYTES, Trial
 from accel_sft.batching.layouts import Batching
+from accel_sft.batching.loss import HEADS
 from accel_sft.checkpoint import checkpoint
 from accel_sft.checkpoint.partition import MOMENTS, flat, partitions
 from accel_sft.data.chat import Encoded
@@ -154,13 +155,17 @@ class Job:
         return " ".join(gather_object([digest.hexdigest()]))
 
 
-def shards_only(folder: Path) -> dict[str, bool]:
-    """Whether, under FSDP2, gradients between micro-batches are this rank's shards, and no more is reserved for them
-    and for AdamW's state."""
+def under_fsdp2(folder: Path) -> dict[str, bool]:
+    """Whether gradients between micro-batches are this rank's shards, no more is reserved for them and for AdamW's
+    state, and losses and averaged gradients are float32 where computing is bf16."""
+    reduced = Job("fsdp2", "bf16", 0.0, folder)
+    batch = Batching("padded", 0, rows=2).batch(ROWS[:2], 0, torch.device("cpu"))
+    losses = HEADS["pieces"].nll(reduced.model, batch, most_logits=64)  # two tokens at a time, within the model
+    reduced.stepper.backward(losses.sum())
+    averages = reduced.accelerator.state.fsdp_plugin.mixed_precision_policy.reduce_dtype
     job = Job("fsdp2", "no", 0.0, folder)
     with job.stepper.boundary(last=False):
-        loss = training_step.nll_sum(job.model, Batching("padded", 0, rows=2).batch(ROWS[:2], 0, torch.device("cpu")))
-        job.stepper.backward(loss)
+        job.stepper.backward(training_step.nll_sum(job.model, batch))
     trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
     config = TrainConfig().resolved({})
     hold: list[torch.Tensor] = []
@@ -169,6 +174,8 @@ def shards_only(folder: Path) -> dict[str, bool]:
     return {
         "gradients": all(parameter.grad is not None for parameter in trained),
         "reserved": sum(map(len, hold)) == shards * (4 + STATE_BYTES),
+        "losses": not torch.equal(losses, losses.bfloat16().float()),
+        "averages": averages == torch.float32,
         "sharded": shards < sum(parameter.numel() for parameter in trained),
     }
 
@@ -213,7 +220,7 @@ def main(folder: Path, layouts: list[str]) -> None:
         job.load(written[source][0])
         found[f"{source} to {yaml}"] = {"expected": written[yaml][1][STOP:], "got": job.steps(STOP, STEPS)}
     if "fsdp2" in layouts:
-        found["fsdp2's shards"] = shards_only(folder)
+        found["only under fsdp2"] = under_fsdp2(folder)
     if job.accelerator.is_main_process:
         (folder / "found.json").write_text(json.dumps(found))
     job.accelerator.wait_for_everyone()

@@ -49,8 +49,9 @@ def test_what_one_layout_wrote_another_goes_on_from(everywhere, at):
     assert run["got"] == pytest.approx(run["expected"], rel=1e-6)
 
 
-def test_fsdp_holds_and_reserves_shards_of_gradients_only(everywhere):
-    assert everywhere["fsdp2's shards"] == {"gradients": True, "reserved": True, "sharded": True}
+@pytest.mark.parametrize("what", ["gradients", "reserved", "sharded", "losses", "averages"])
+def test_fsdp_holds_shards_of_gradients_only_and_rounds_neither_losses_nor_averages(everywhere, what):
+    assert everywhere["only under fsdp2"][what]
 
 
 @pytest.mark.nvme
