@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import datetime
 import os
 import shutil
@@ -11,7 +10,12 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from torch.distributed import PrefixStore, TCPStore, register_rendezvous_handler
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
@@ -19,10 +23,6 @@ from accel_sft.io.terminal import terminal
 from accel_sft.launch.deepspeed_ops import audit_compilation
 from accel_sft.launch.environment import threads_per_process
 from accel_sft.launch.info import Launch, device_count, read_launch, restarts
-
-if TYPE_CHECKING:
-    import torch
-    from accelerate import Accelerator
 
 LEAST_COLLECTIVE_SECONDS = 3600
 """How long a rank waits for others at least; one of them may be downloading a model."""
@@ -32,17 +32,11 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
     """The Accelerator of this launch, synchronised over all its ranks.
 
     The trainer decides accumulation boundaries and the schedule: DeepSpeed is configured with one micro-batch a step,
-    never with the real batch. Clipping and offload details are written into its configuration; the yaml cannot have
-    them. The first rank of each machine prints what DeepSpeed will compile in here and in `prepare_model`.
+    never with the real batch. The first rank of each machine prints what DeepSpeed will compile in here and later.
 
     Raises:
         UserError: the ranks do not form one group.
     """
-    import torch
-    from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
-    from torch.distributed import register_rendezvous_handler
-
     launch = read_launch()
     devices = device_count()
     torch.set_num_threads(threads_per_process())
@@ -80,8 +74,6 @@ _ATTEMPT = "attempt"
 
 def _rendezvous_of_this_attempt(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
     """The rendezvous of restarted ranks: the launcher's store still has the addresses of the attempt before."""
-    from torch.distributed import PrefixStore, TCPStore
-
     environment = os.environ
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), world_size, is_master=False)
@@ -128,25 +120,6 @@ def _swap_folder(root: Path) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def whole_weights(accelerator: Accelerator) -> Iterator[None]:
-    """Inside, a model is built with all its weights on every rank, whatever the stage.
-
-    Under ZeRO-3 transformers shards parameters while it builds a model, and draws other random weights than every
-    other stage does. A model that starts from random weights is built in here; a loaded one need not be.
-    """
-    if accelerator.distributed_type.value != "DEEPSPEED":
-        yield
-        return
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        accelerator.state.deepspeed_plugin.set_deepspeed_weakref()
-
-
 def prepare_model(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -180,14 +153,13 @@ def verify_engine(accelerator: Accelerator, model: torch.nn.Module, config: Trai
     if launch.backend != "deepspeed":
         return
     precision = "bf16" if model.bfloat16_enabled() else "fp16" if model.fp16_enabled() else "no"
-    resolved = {
+    pairs = {
         "ZeRO stage": (launch.stage, model.zero_optimization_stage()),
         "clipping": (float(config.max_grad_norm), float(model.gradient_clipping())),
         "gradient accumulation": (1, model.gradient_accumulation_steps()),
         "precision": (launch.precision[0], precision),
         "ranks": (accelerator.num_processes, model.dp_world_size),
     }
-    pairs = resolved.items()
-    wrong = [f"{name}: DeepSpeed runs {real}, asked for {asked}" for name, (asked, real) in pairs if asked != real]
-    if wrong:
-        raise UserError(*wrong)
+    differing = [(name, asked, real) for name, (asked, real) in pairs.items() if asked != real]
+    if differing:
+        raise UserError(*(f"{name}: DeepSpeed runs {real}, asked for {asked}" for name, asked, real in differing))
