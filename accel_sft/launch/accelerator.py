@@ -24,9 +24,6 @@ from accel_sft.launch.deepspeed_ops import audit_compilation
 from accel_sft.launch.environment import threads_per_process
 from accel_sft.launch.info import Launch, device_count, read_launch, restarts
 
-LEAST_COLLECTIVE_SECONDS = 3600
-"""How long a rank waits for others at least; one of them may be downloading a model."""
-
 
 def create_accelerator(config: TrainConfig) -> Accelerator:
     """The Accelerator of this launch, synchronised over all its ranks.
@@ -44,32 +41,28 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
         for finding in audit_compilation(launch, devices):
             print(f"{finding.level}: {finding}", file=terminal(), flush=True)
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # the yaml's value beats any argument
-    options: dict[str, Any] = {"gradient_accumulation_steps": 1}
     group: dict[str, Any] = {}
     if restarts():
-        register_rendezvous_handler(_ATTEMPT, _rendezvous_of_this_attempt)
-        group["init_method"] = f"{_ATTEMPT}://"
-    if launch.world_size > 1:  # the hang watch names a hung rank before this timeout, whose error would not
-        group["timeout"] = datetime.timedelta(seconds=max(config.hang_timeout + 300, LEAST_COLLECTIVE_SECONDS))
+        register_rendezvous_handler("attempt", _rendezvous_of_this_attempt)
+        group["init_method"] = "attempt://"
+    if launch.world_size > 1:
+        # The watchdog names a hung rank before this timeout, whose error would not; a rank may be downloading a model.
+        group["timeout"] = datetime.timedelta(seconds=max(config.hang_timeout + 300, 3600))
+    plugin = None
     if launch.backend == "deepspeed":
         if not devices:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
             group["backend"] = "gloo"
-        plugin = DeepSpeedPlugin(gradient_accumulation_steps=1)
+        plugin = DeepSpeedPlugin()
         _write_deepspeed_config(plugin.deepspeed_config, launch, config, devices)
-        options["deepspeed_plugin"] = plugin
-    elif launch.backend == "ddp" and not devices:
-        options["cpu"] = True
-    accelerator = Accelerator(**options, kwargs_handlers=[InitProcessGroupKwargs(**group)] if group else None)
+    cpu, handlers = launch.backend == "ddp" and not devices, [InitProcessGroupKwargs(**group)]
+    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=cpu, kwargs_handlers=handlers)
     if accelerator.num_processes != launch.world_size:
         raise UserError(
             f"{launch.config_file or 'the launch'}: {launch.world_size} processes were started, and each would train "
             "alone: use accelerate_configs/ddp.yaml or one of z0.yaml to z3.yaml as a model"
         )
     return accelerator
-
-
-_ATTEMPT = "attempt"
 
 
 def _rendezvous_of_this_attempt(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
@@ -160,6 +153,6 @@ def verify_engine(accelerator: Accelerator, model: torch.nn.Module, config: Trai
         "precision": (launch.precision[0], precision),
         "ranks": (accelerator.num_processes, model.dp_world_size),
     }
-    differing = [(name, asked, real) for name, (asked, real) in pairs.items() if asked != real]
-    if differing:
-        raise UserError(*(f"{name}: DeepSpeed runs {real}, asked for {asked}" for name, asked, real in differing))
+    wrong = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if wrong:
+        raise UserError(*(f"{name}: DeepSpeed runs {real}, asked for {asked}" for name, (asked, real) in wrong.items()))

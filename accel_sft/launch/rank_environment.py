@@ -50,10 +50,10 @@ def rank_environment(content: Mapping[str, Any], flags: Mapping[str, str], where
     """
     args = _arguments(content, flags, where)
     processes, machines = (_number(args, name, where) for name in ("num_processes", "num_machines"))
-    found = {"ACCELERATE_MIXED_PRECISION": _precision(content, flags, where)}
-    backend = _backend(content, flags, where)
+    found = {"ACCELERATE_MIXED_PRECISION": _precision(args, where)}
+    backend = _backend(args, where)
     if backend is None:
-        return found | {"ACCELERATE_USE_CPU": str("cpu" in flags or bool(content.get("use_cpu")))}
+        return found | {"ACCELERATE_USE_CPU": str("cpu" in args or bool(args.get("use_cpu")))}
     if backend != "multi_gpu":
         found[f"ACCELERATE_{backend.upper()}"] = "true"
     for key, variable in _DEEPSPEED.items() if backend == "use_deepspeed" else ():
@@ -105,26 +105,25 @@ def _arguments(content: Mapping[str, Any], flags: Mapping[str, str], where: str)
     return args
 
 
-def _precision(content: Mapping[str, Any], flags: Mapping[str, str], where: str) -> str:
-    precision = flags.get("mixed_precision") or content.get("mixed_precision")
-    if precision is None:
-        precision = "fp16" if content.get("fp16") and "mixed_precision" not in content else "no"
+def _precision(args: Mapping[str, Any], where: str) -> str:
+    before = "fp16" if args.get("fp16") and "mixed_precision" not in args else "no"
+    precision = before if args.get("mixed_precision") is None else args["mixed_precision"]
     if precision not in ("no", "fp16", "bf16", "fp8"):
         quoted = " (in quotes: YAML reads a bare no as false)" if precision is False else ""
         raise UserError(f"{where}: mixed_precision {precision} is unknown; write bf16, fp16, fp8 or 'no'{quoted}")
     return precision
 
 
-def _backend(content: Mapping[str, Any], flags: Mapping[str, str], where: str) -> str | None:
+def _backend(args: Mapping[str, Any], where: str) -> str | None:
     """The flag of the backend that starts the ranks; None: one process."""
-    kind = content.get("distributed_type")
+    kind = args.get("distributed_type")
     kind = "NO" if kind is False else kind  # as YAML reads a bare NO
     if kind not in _BACKENDS and kind not in _ONE_PROCESS:
         near = suggestion(str(kind), _BACKENDS)
         raise UserError(f"{where}: distributed_type {kind} is not supported{near or '; write DEEPSPEED or MULTI_GPU'}")
-    if "cpu" in flags:
+    if "cpu" in args:
         return None
-    return next((flag for flag in _BACKENDS.values() if flag in flags), _BACKENDS.get(kind))
+    return next((flag for flag in _BACKENDS.values() if flag in args), _BACKENDS.get(kind))
 
 
 def _number(args: Mapping[str, Any], name: str, where: str) -> int:
