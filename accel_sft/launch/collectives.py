@@ -20,10 +20,9 @@ Result = TypeVar("Result")
 
 def by_each_rank(work: Callable[[], Result]) -> list[Result]:
     """Every rank's result of `work`, by rank; the UserError of the lowest rank that has one, on all of them."""
-    mine: tuple[Any, Any] = (None, None)
-    wrong: UserError | None = None
+    mine: tuple[Any, Any]
     try:
-        mine = (work(), None)
+        mine, wrong = (work(), None), None
     except UserError as error:
         mine, wrong = (None, error.problems), error
     every = gather_object([mine])

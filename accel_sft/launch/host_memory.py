@@ -24,17 +24,14 @@ def describe() -> str:
     now = psutil.virtual_memory()
     words = f"{now.available / 2**30:.1f} of {now.total / 2**30:.1f} GiB free"
     for limit, used in _containers():
-        if limit < now.total:
+        if limit < now.total:  # version 1 writes no limit as a number above all memory
             words += f", {used / 2**30:.1f} of the container's {limit / 2**30:.1f} GiB used"
     kills = sum(_field(folder / "memory.events", "oom_kill") for folder in _folders())
     return f"{words}, {kills} processes killed for it so far" if kills else words
 
 
 def _containers() -> Iterator[tuple[int, int]]:
-    """Limit and use of each control group around this process that has one, in bytes, from the inside out.
-
-    Version 1 writes no limit as a number above all memory.
-    """
+    """Limit and use of each control group around this process that has one, in bytes, from the inside out."""
     for folder in _folders():
         for limit, usage, kept in (
             ("memory.max", "memory.current", ("inactive_file", "active_file")),
