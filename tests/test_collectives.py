@@ -6,10 +6,7 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
-import pytest
-
-from accel_sft.api.errors import UserError
-from accel_sft.launch.collectives import any_rank, by_each_rank, first_reason, gather_numbers, raise_first
+from accel_sft.launch.collectives import any_rank, by_each_rank, first_reason, gather_numbers
 
 ROOT = Path(__file__).parent.parent
 RANK = """
@@ -44,8 +41,6 @@ answers = {
     "by_each_rank refuses": refused(c.by_each_rank, lambda: work(False)),
     "first_reason": c.first_reason(f"rank {rank}" if rank else None),
     "no reason": c.first_reason(None),
-    "raise_first": refused(c.raise_first, f"rank {rank}"),
-    "raise_first passes": c.raise_first(None),
     "any_rank": [c.any_rank(rank == 1), c.any_rank(False)],
     "all_ranks": [c.all_ranks(rank == 1), c.all_ranks(True)],
     "largest_of_ranks": c.largest_of_ranks(rank + 0.5),
@@ -66,8 +61,6 @@ EXPECTED = {
     "by_each_rank refuses": ["rank 1", "and more"],
     "first_reason": "rank 1",
     "no reason": None,
-    "raise_first": ["rank 0"],
-    "raise_first passes": None,
     "any_rank": [True, False],
     "all_ranks": [False, True],
     "largest_of_ranks": 1.5,
@@ -103,5 +96,3 @@ def test_one_process_agrees_with_itself():
     assert any_rank(True)
     assert not any_rank(False)
     assert gather_numbers([1, 2.5]) == [[1.0, 2.5]]
-    with pytest.raises(UserError, match="no room"):
-        raise_first("no room")

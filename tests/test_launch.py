@@ -55,10 +55,16 @@ def environment_of_a_rank(config_file, *flags):
     return prepare_simple_launcher_cmd_env(args)[1]
 
 
+READ = re.compile(
+    "ACCELERATE_(MIXED_PRECISION|USE_(CPU|DEEPSPEED|FSDP|MEGATRON_LM)|GRADIENT_(ACCUMULATION_STEPS|CLIPPING)"
+    "|DEEPSPEED_(ZERO_STAGE|OFFLOAD_(OPTIMIZER|PARAM)_DEVICE|ZERO3_SAVE_16BIT_MODEL|CONFIG_FILE))"
+)
+"""What accel_sft reads of that which the launcher hands over."""
+
+
 def of_the_launch(environment, *more):
     """The variables that say how to train: addresses, ports and threads are the machine's."""
-    names = ("CUDA_VISIBLE_DEVICES", *more)
-    return {k: v for k, v in environment.items() if k.startswith(("ACCELERATE_", "FSDP_")) or k in names}
+    return {name: value for name, value in environment.items() if READ.fullmatch(name) or name in more}
 
 
 def seen_by_a_rank(config_file, *flags):
@@ -188,9 +194,17 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("case", VARIANTS)
-def test_a_launch_from_its_yaml_is_what_the_launcher_hands_over(case, tmp_path):
+def test_a_launch_from_its_yaml_is_what_the_launcher_hands_over(case, tmp_path, built):
     content, flags = VARIANTS[case]
-    seen_by_a_rank(written(tmp_path, content), *flags)
+    path = written(tmp_path, content)
+    launch = seen_by_a_rank(path, *flags)
+    ranks = {name: launch.environment.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    command = ["accelerate", "launch", "--config_file", str(path), *flags]
+    handed_over = read_launch(environment_of_a_rank(path, *flags) | ranks, command)
+    assert audit(TrainConfig(), launch, devices=0) == audit(TrainConfig(), handed_over, devices=0)
+    for name, kind in vars(Launch).items():
+        if isinstance(kind, property):
+            assert getattr(launch, name) == getattr(handed_over, name), name
 
 
 PRINTS = """
@@ -495,8 +509,8 @@ def test_what_is_compiled_already_is_not_announced(tmp_path, monkeypatch):
     (tmp_path / "deepspeed_shm_comm").mkdir()
     (tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so").touch()
     launch = seen_by_a_rank(written(tmp_path, Z2))
-    assert deepspeed_ops.audit_compilation(launch, 0) == []
-    assert deepspeed_ops.audit_compilation(seen_by_a_rank(written(tmp_path, DDP)), 0) == []
+    assert [*deepspeed_ops.audit_compilation(launch, 0)] == []
+    assert [*deepspeed_ops.audit_compilation(seen_by_a_rank(written(tmp_path, DDP)), 0)] == []
 
 
 def test_a_launch_without_its_yaml_is_noted(built):
@@ -666,7 +680,7 @@ RANK = """
 import json, os, sys
 from pathlib import Path
 from accel_sft.launch.environment import prepare_environment
-from accel_sft.launch.accelerator import create_accelerator, prepare_model, whole_weights
+from accel_sft.launch.accelerator import create_accelerator, prepare_model
 from accel_sft.launch.describe import describe, launch_record
 from accel_sft.io.terminal import quiet
 
@@ -682,8 +696,7 @@ with quiet(folder / f"rank-{os.environ['RANK']}.log"):
     import torch
 
     torch.manual_seed(0)
-    with whole_weights(accelerator):
-        model = torch.nn.Linear(4, 4)
+    model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model, optimizer = prepare_model(accelerator, model, optimizer, config)
     inputs = torch.full((2, 4), 1.0 + accelerator.process_index, dtype=next(model.parameters()).dtype)

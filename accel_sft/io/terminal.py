@@ -37,23 +37,23 @@ def quiet(log_file: Path | None, debug: bool = False) -> Iterator[TextIO]:
     with contextlib.ExitStack() as stack:
         opened = log_file.open("ab") if log_file else tempfile.TemporaryFile()  # noqa: SIM115 (closed by the stack)
         log = stack.enter_context(opened)
-        saved = [os.dup(1), os.dup(2)]
+        saved = {number: os.dup(number) for number in (1, 2)}
         if outer is None:
             _terminal = stack.enter_context(open(os.dup(1), "w", encoding="utf-8", buffering=1))
-        _flush()
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number in saved:
+            os.dup2(log.fileno(), number)
         failed = False
         try:
             yield terminal()
-        except UserError:  # says all that is needed
-            raise
-        except BaseException:
-            failed = True
+        except BaseException as error:
+            failed = not isinstance(error, UserError)  # which says all that is needed
             raise
         finally:
-            _flush()
-            for number, copy in zip((1, 2), saved, strict=True):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, copy in saved.items():
                 os.dup2(copy, number)
                 os.close(copy)
             _terminal = outer
@@ -72,10 +72,4 @@ def wrapped(text: str, indent: int = 4) -> str:
     if not terminal().isatty():
         return text
     columns = shutil.get_terminal_size().columns
-    rest = " " * indent
-    return textwrap.fill(text, columns, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    return textwrap.fill(text, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

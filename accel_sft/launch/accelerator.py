@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
 import datetime
 import os
@@ -12,7 +11,12 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from torch.distributed import PrefixStore, TCPStore, register_rendezvous_handler
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
@@ -21,29 +25,16 @@ from accel_sft.launch.deepspeed_ops import audit_compilation
 from accel_sft.launch.environment import threads_per_process
 from accel_sft.launch.info import Launch, device_count, read_launch, restarts
 
-if TYPE_CHECKING:
-    import torch
-    from accelerate import Accelerator
-
-LEAST_COLLECTIVE_SECONDS = 3600
-"""How long a rank waits for others at least; one of them may be downloading a model."""
-
 
 def create_accelerator(config: TrainConfig) -> Accelerator:
     """The Accelerator of this launch, synchronised over all its ranks.
 
     The trainer decides accumulation boundaries and the schedule: DeepSpeed is configured with one micro-batch a step,
-    never with the real batch. Clipping and offload details are written into its configuration; the yaml cannot have
-    them. The first rank of each machine prints what DeepSpeed will compile in here and in `prepare_model`.
+    never with the real batch. The first rank of each machine prints what DeepSpeed will compile in here and later.
 
     Raises:
         UserError: the ranks do not form one group.
     """
-    import torch
-    from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
-    from torch.distributed import register_rendezvous_handler
-
     launch = read_launch()
     devices = device_count()
     torch.set_num_threads(threads_per_process())
@@ -51,23 +42,22 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
         for finding in audit_compilation(launch, devices):
             print(f"{finding.level}: {finding}", file=terminal(), flush=True)
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # the yaml's value beats any argument
-    options: dict[str, Any] = {"gradient_accumulation_steps": 1}
     group: dict[str, Any] = {}
     if restarts():
-        register_rendezvous_handler(_ATTEMPT, _rendezvous_of_this_attempt)
-        group["init_method"] = f"{_ATTEMPT}://"
-    if launch.world_size > 1:  # the hang watch names a hung rank before this timeout, whose error would not
-        group["timeout"] = datetime.timedelta(seconds=max(config.hang_timeout + 300, LEAST_COLLECTIVE_SECONDS))
+        register_rendezvous_handler("attempt", _rendezvous_of_this_attempt)
+        group["init_method"] = "attempt://"
+    if launch.world_size > 1:
+        # The watchdog names a hung rank before this timeout, whose error would not; a rank may be downloading a model.
+        group["timeout"] = datetime.timedelta(seconds=max(config.hang_timeout + 300, 3600))
+    plugin = None
     if launch.backend == "deepspeed":
         if not devices:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
             group["backend"] = "gloo"
-        plugin = DeepSpeedPlugin(gradient_accumulation_steps=1)
+        plugin = DeepSpeedPlugin()
         _write_deepspeed_config(plugin.deepspeed_config, launch, config, devices)
-        options["deepspeed_plugin"] = plugin
-    elif launch.backend == "ddp" and not devices:
-        options["cpu"] = True
-    accelerator = Accelerator(**options, kwargs_handlers=[InitProcessGroupKwargs(**group)] if group else None)
+    cpu, handlers = launch.backend == "ddp" and not devices, [InitProcessGroupKwargs(**group)]
+    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=cpu, kwargs_handlers=handlers)
     if accelerator.is_fsdp2 and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy):
         # computing is reduced; what a model gives out, each token's loss, and gradients as they are averaged are not
         policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
@@ -80,13 +70,8 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
     return accelerator
 
 
-_ATTEMPT = "attempt"
-
-
 def _rendezvous_of_this_attempt(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
     """The rendezvous of restarted ranks: the launcher's store still has the addresses of the attempt before."""
-    from torch.distributed import PrefixStore, TCPStore
-
     environment = os.environ
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), world_size, is_master=False)
@@ -133,25 +118,6 @@ def _swap_folder(root: Path) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def whole_weights(accelerator: Accelerator) -> Iterator[None]:
-    """Inside, a model is built with all its weights on every rank, whatever the stage.
-
-    Under ZeRO-3 transformers shards parameters while it builds a model, and draws other random weights than every
-    other stage does. A model that starts from random weights is built in here; a loaded one need not be.
-    """
-    if accelerator.distributed_type.value != "DEEPSPEED":
-        yield
-        return
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        accelerator.state.deepspeed_plugin.set_deepspeed_weakref()
-
-
 def prepare_model(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -177,8 +143,6 @@ def prepare_model(
 
 def shard_for_evaluation(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
     """`accelerator.prepare` of a model that is not trained, for ZeRO-3 and FSDP to share its weights among ranks."""
-    import torch
-
     if not accelerator.is_fsdp2:
         return accelerator.prepare(model)
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))  # FSDP2 takes no model alone
@@ -195,14 +159,13 @@ def verify_engine(accelerator: Accelerator, model: torch.nn.Module, config: Trai
     if launch.backend != "deepspeed":
         return
     precision = "bf16" if model.bfloat16_enabled() else "fp16" if model.fp16_enabled() else "no"
-    resolved = {
+    pairs = {
         "ZeRO stage": (launch.stage, model.zero_optimization_stage()),
         "clipping": (float(config.max_grad_norm), float(model.gradient_clipping())),
         "gradient accumulation": (1, model.gradient_accumulation_steps()),
         "precision": (launch.precision[0], precision),
         "ranks": (accelerator.num_processes, model.dp_world_size),
     }
-    pairs = resolved.items()
-    wrong = [f"{name}: DeepSpeed runs {real}, asked for {asked}" for name, (asked, real) in pairs if asked != real]
+    wrong = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if wrong:
-        raise UserError(*wrong)
+        raise UserError(*(f"{name}: DeepSpeed runs {real}, asked for {asked}" for name, (asked, real) in wrong.items()))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib.metadata
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.launch.deepspeed_ops import audit_operators
-from accel_sft.launch.info import Finding, Launch, device_count, read_launch
+from accel_sft.launch.info import LEVELS, Finding, Launch, device_count, error, note, read_launch, warning
 
 _ACCELERATE = (1, 15)
 """The version of accelerate whose keys these are. A newer one may read others too."""
@@ -50,10 +50,12 @@ def audit(config: TrainConfig, launch: Launch | None = None, devices: int | None
     """
     launch = launch or read_launch()
     devices = device_count() if devices is None else devices
-    found = [*_keys(launch), *_world(launch, devices), *_precision(launch, devices)]
+    where = launch.config_file or "the launch"
+    found = [*_keys(launch), *_world(launch, devices, f"{where}"), *_precision(launch, devices)]
     if launch.backend == "deepspeed":
-        found += [*_ignored(launch, config), *_zero(launch, devices), *audit_operators(launch, devices)]
-    return sorted(found, key=lambda finding: ("error", "warning", "note").index(finding.level))
+        where = launch.json_file or where
+        found += [*_ignored(launch, config, f"{where}"), *_zero(launch, f"{where}"), *audit_operators(launch, devices)]
+    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
 
 def refuse(findings: Iterable[Finding]) -> None:
@@ -67,146 +69,129 @@ def refuse(findings: Iterable[Finding]) -> None:
         raise UserError(*errors)
 
 
-def _keys(launch: Launch) -> list[Finding]:
+def _keys(launch: Launch) -> Iterator[Finding]:
     """Keys that no library reads: the launcher drops them in silence, and the run is not the one described."""
-    found = []
     if launch.config_file is None and launch.environment.get("ACCELERATE_MIXED_PRECISION"):
         what = "the launcher's yaml could not be found, so its keys were not checked"
-        found.append(Finding("note", what, "start with accelerate launch --config_file FILE"))
-    for section, known in (("deepspeed_config", _YAML_DEEPSPEED.split()), ("fsdp_config", _YAML_FSDP.split())):
-        for key in launch.yaml.get(section) or {}:
-            if key.removeprefix("fsdp_") not in known and key not in known:
-                found.append(_unknown(f"{launch.config_file}: {section}.{key}", key.removeprefix("fsdp_"), known))
-    found += [_unknown(f"{launch.json_file}: {key}", key, _JSON_DEEPSPEED.split()) for key in launch.json]
-    return [finding for finding in found if finding]
+        yield note(what, "start with accelerate launch --config_file FILE")
+    fsdp = _YAML_FSDP.split()
+    for place, keys, known in (
+        (f"{launch.config_file}: deepspeed_config.", launch.yaml.get("deepspeed_config"), _YAML_DEEPSPEED.split()),
+        (f"{launch.config_file}: fsdp_config.", launch.yaml.get("fsdp_config"), [*fsdp, *(f"fsdp_{k}" for k in fsdp)]),
+        (f"{launch.json_file}: ", launch.json, _JSON_DEEPSPEED.split()),
+    ):
+        for key in keys or ():
+            if key not in known:
+                yield _unknown(f"{place}{key}", str(key), known, of_accelerate=keys is not launch.json)
 
 
-def _unknown(where: str, key: str, known: list[str]) -> Finding | None:
-    if key in known:
-        return None
-    near = difflib.get_close_matches(key, known, n=1)
+def _unknown(where: str, key: str, known: list[str], *, of_accelerate: bool) -> Finding:
     what = f"{where} is unknown, and would be ignored in silence"
-    if near:
-        return Finding("error", what, f"did you mean {near[0]}?")
-    if "_config." not in where:
-        return Finding("warning", what, "remove it")
+    if near := difflib.get_close_matches(key, known, n=1):
+        return error(what, f"did you mean {near[0]}?")
+    if not of_accelerate:
+        return warning(what, "remove it")
     installed = importlib.metadata.version("accelerate")
-    if _numbers(installed)[:2] > _ACCELERATE:
-        what = f"{where} is unknown to accelerate {'.'.join(map(str, _ACCELERATE))}, with which accel_sft was tested"
-        return Finding("warning", what, f"see that accelerate {installed} reads it, or remove it")
-    return Finding("error", what, "remove it")
+    if _numbers(installed)[:2] <= _ACCELERATE:
+        return error(what, "remove it")
+    what = f"{where} is unknown to accelerate {'.'.join(map(str, _ACCELERATE))}, with which accel_sft was tested"
+    return warning(what, f"see that accelerate {installed} reads it, or remove it")
 
 
-def _world(launch: Launch, devices: int) -> list[Finding]:
-    found = []
-    where = launch.config_file or "the launch"
+def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
     asked = launch.arguments.get("num_processes") or launch.yaml.get("num_processes")
     if asked and int(asked) != launch.world_size:
-        kind = launch.yaml.get("distributed_type")
         mend = "distributed_type MULTI_GPU (plain data parallel, on a CPU too) or DEEPSPEED starts several"
         if launch.machines > 1 or str(launch.arguments.get("num_machines", "1")) != "1":
             mend = "make --num_processes (all machines together) a multiple of --num_machines"
-        found.append(
-            Finding("error", f"{where}: {asked} processes asked for, {launch.world_size} started ({kind})", mend)
-        )
+        kind = launch.yaml.get("distributed_type")
+        yield error(f"{where}: {asked} processes asked for, {launch.world_size} started ({kind})", mend)
     if devices and launch.local_world_size > devices:
         what = f"{launch.local_world_size} processes on this machine, {devices} GPUs"
-        found.append(Finding("error", what, f"--num_processes {devices * launch.machines}"))
+        yield error(what, f"--num_processes {devices * launch.machines}")
     if launch.backend == "fsdp" and not devices:
         what = f"{where}: FSDP needs GPUs; on a CPU each rank would train alone, in silence"
-        found.append(Finding("error", what, "accelerate_configs/z2.yaml or z3.yaml run on a CPU"))
+        yield error(what, "accelerate_configs/z2.yaml or z3.yaml run on a CPU")
     if launch.backend == "megatron":
-        found.append(Finding("error", f"{where}: MEGATRON_LM is not supported", "use DEEPSPEED, FSDP or MULTI_GPU"))
+        yield error(f"{where}: MEGATRON_LM is not supported", "use DEEPSPEED, FSDP or MULTI_GPU")
     dropped = launch.environment.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     if launch.backend == "deepspeed" and dropped:
         what = "ACCELERATE_USE_CPU is set: Accelerate would drop DeepSpeed in silence"
-        found.append(Finding("error", what, "unset it; DeepSpeed finds the CPU by itself"))
+        yield error(what, "unset it; DeepSpeed finds the CPU by itself")
     if launch.yaml.get("use_cpu") and devices:
         what = f"{where}: use_cpu: true is ignored, {devices} GPUs will be used"
-        found.append(Finding("warning", what, 'set CUDA_VISIBLE_DEVICES="" to train on the CPU'))
+        yield warning(what, 'set CUDA_VISIBLE_DEVICES="" to train on the CPU')
     if not launch.environment.get("ACCELERATE_MIXED_PRECISION"):
-        what = "started without accelerate launch: one process, full precision"
-        found.append(
-            Finding(
-                "note", what, "accelerate launch --config_file FILE -m accel_sft ...; accel-sft launch-file lists files"
-            )
-        )
-    return found
+        mend = "accelerate launch --config_file FILE -m accel_sft ...; accel-sft launch-file lists files"
+        yield note("started without accelerate launch: one process, full precision", mend)
 
 
-def _precision(launch: Launch, devices: int) -> list[Finding]:
-    found = []
+def _precision(launch: Launch, devices: int) -> Iterator[Finding]:
     value, source = launch.precision
     asked = launch.environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    both = [name for name in ("bf16", "fp16") if str((launch.json.get(name) or {}).get("enabled")).lower() == "true"]
-    if len(both) == 2:
-        found.append(Finding("error", f"{launch.json_file}: fp16 and bf16 are both enabled", "enable one of them"))
+    if launch.json_enabled("bf16") == launch.json_enabled("fp16") == "true":
+        yield error(f"{launch.json_file}: fp16 and bf16 are both enabled", "enable one of them")
     elif launch.json and asked != value:
+        level = error if "mixed_precision" in launch.arguments else warning
         what = f"{source} fixes the precision to {value}, the launch says {asked}"
-        level = "error" if "mixed_precision" in launch.arguments else "warning"
-        found.append(Finding(level, what, 'write "enabled": "auto" there, then --mixed_precision decides'))
+        yield level(what, 'write "enabled": "auto" there, then --mixed_precision decides')
     if value == "fp8":
-        found.append(Finding("error", f"mixed_precision fp8 ({source}) is not supported", "--mixed_precision bf16"))
+        yield error(f"mixed_precision fp8 ({source}) is not supported", "--mixed_precision bf16")
     if value == "fp16" and not devices:
-        found.append(Finding("error", f"mixed_precision fp16 ({source}) needs a GPU", "--mixed_precision bf16 or no"))
+        yield error(f"mixed_precision fp16 ({source}) needs a GPU", "--mixed_precision bf16 or no")
     if value == "bf16" and devices:
         import torch
 
         if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
             what = f"mixed_precision bf16 ({source}): this GPU computes it by emulation, slowly"
-            found.append(Finding("warning", what, "--mixed_precision fp16, or no"))
-    return found
+            yield warning(what, "--mixed_precision fp16, or no")
 
 
-def _ignored(launch: Launch, config: TrainConfig) -> list[Finding]:
+def _ignored(launch: Launch, config: TrainConfig, where: str) -> Iterator[Finding]:
     """Settings that DeepSpeed would take from the launch; here the trainer decides them."""
-    found = []
-    where = launch.json_file or launch.config_file or "the launch"
+    given = launch.environment
     steps = launch.json.get("gradient_accumulation_steps")
-    steps = steps or launch.environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
+    steps = steps or given.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if str(steps) not in ("auto", "1"):
         mend = "remove it; --global-batch-size decides the rows of a step"
-        found.append(Finding("warning", f"{where}: gradient_accumulation_steps {steps} is not used", mend))
+        yield warning(f"{where}: gradient_accumulation_steps {steps} is not used", mend)
     clip = launch.json.get("gradient_clipping")
-    clip = launch.environment.get("ACCELERATE_GRADIENT_CLIPPING", "auto") if clip is None else clip
+    clip = given.get("ACCELERATE_GRADIENT_CLIPPING", "auto") if clip is None else clip
     if clip != "auto" and float(clip) != config.max_grad_norm:
         what = f"{where}: gradient_clipping {clip} is not used, --max-grad-norm {config.max_grad_norm:g} is"
-        found.append(Finding("warning", what, f"remove it, or set --max-grad-norm {clip}"))
+        yield warning(what, f"remove it, or set --max-grad-norm {clip}")
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
         if launch.json.get(key, "auto") != "auto":
             mend = "remove it; --global-batch-size and --micro-batch-size decide"
-            found.append(Finding("warning", f"{where}: {key} is not used", mend))
+            yield warning(f"{where}: {key} is not used", mend)
     for key, flags in (("optimizer", "--learning-rate, --weight-decay"), ("scheduler", "--lr-scheduler")):
         if key in launch.json:
-            found.append(Finding("error", f"{where}: {key} belongs to the trainer", f"remove it; {flags} decide"))
-    return found
+            yield error(f"{where}: {key} belongs to the trainer", f"remove it; {flags} decide")
 
 
-def _zero(launch: Launch, devices: int) -> list[Finding]:
-    found = []
-    where = launch.json_file or launch.config_file or "the launch"
+def _zero(launch: Launch, where: str) -> Iterator[Finding]:
     try:
         version = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
-        return [Finding("error", f"{where} needs DeepSpeed, which is not installed", "pip install deepspeed")]
+        yield error(f"{where} needs DeepSpeed, which is not installed", "pip install deepspeed")
+        return
     if _numbers(version) < (0, 18, 3):
         what = f"DeepSpeed {version}: 0.17.6 to 0.18.2 compute wrong ZeRO-2 gradients, older ones are untested"
-        found.append(Finding("error", what, "pip install -U deepspeed"))
+        yield error(what, "pip install -U deepspeed")
     if launch.stage not in (0, 1, 2, 3):
-        found.append(Finding("error", f"{where}: ZeRO stage {launch.stage} does not exist", "0, 1, 2 or 3"))
+        yield error(f"{where}: ZeRO stage {launch.stage} does not exist", "0, 1, 2 or 3")
     if launch.stage == 3 and not launch.gathers_16bit_weights:
         key = "stage3_gather_16bit_weights_on_model_save" if launch.json_file else "zero3_save_16bit_model"
         what = f"{where}: without {key} the export at the end of a ZeRO-3 run fails"
-        found.append(Finding("error", what, f"add {key}: true"))
+        yield error(what, f"add {key}: true")
     for what, least in (("optimizer", 1), ("param", 3)):
         device = launch.offload(what)
-        if device not in ("none", "cpu", "nvme"):
-            found.append(Finding("error", f"{where}: offload_{what} {device} is unknown", "none, cpu or nvme"))
-        elif device != "none" and launch.stage < (3 if device == "nvme" else least):
-            needed = 3 if device == "nvme" else least
+        needed = {"none": 0, "cpu": least, "nvme": 3}.get(device)
+        if needed is None:
+            yield error(f"{where}: offload_{what} {device} is unknown", "none, cpu or nvme")
+        elif launch.stage < needed:
             line = f"{where}: offload_{what} to {device} needs stage {needed}, this is stage {launch.stage}"
-            found.append(Finding("error", line, f"zero_stage: {needed}, or no offload"))
-    return found
+            yield error(line, f"zero_stage: {needed}, or no offload")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -11,25 +11,30 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list, gather, gather_object
+from accelerate.utils import gather, gather_object
 
 from accel_sft.api.errors import UserError
 
 Result = TypeVar("Result")
 
 
+def by_each_rank(work: Callable[[], Result]) -> list[Result]:
+    """Every rank's result of `work`, by rank; the UserError of the lowest rank that has one, on all of them."""
+    mine: tuple[Any, Any]
+    try:
+        mine, wrong = (work(), None), None
+    except UserError as error:
+        mine, wrong = (None, error.problems), error
+    every = gather_object([mine])
+    for _, problems in every:
+        if problems:
+            raise UserError(*problems) from wrong  # which `--debug` shows with its traceback
+    return [result for result, _ in every]
+
+
 def decided_by_main(accelerator: Accelerator, decide: Callable[[], Result]) -> Result:
     """What rank 0's `decide` returns, on every rank; its UserError is raised on every rank."""
-    box: list[Any] = [None, None]
-    if accelerator.is_main_process:
-        try:
-            box[0] = decide()
-        except UserError as error:
-            box[1] = error.problems
-    broadcast_object_list(box)
-    if box[1]:
-        raise UserError(*box[1])
-    return box[0]
+    return by_each_rank(lambda: decide() if accelerator.is_main_process else None)[0]
 
 
 def long_work_by_main(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
@@ -40,35 +45,14 @@ def long_work_by_main(accelerator: Accelerator, work: Callable[[], Result]) -> R
     if accelerator.num_processes == 1:
         return work()
     group = torch.distributed.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
-    done: list[Result | UserError] = []
-    if accelerator.is_main_process:
+
+    def waited_for() -> Result | None:
         try:
-            done.append(work())
-        except UserError as error:
-            done.append(error)
-    torch.distributed.barrier(group)
+            return work() if accelerator.is_main_process else None
+        finally:
+            torch.distributed.barrier(group)
 
-    def decide() -> Result:
-        if isinstance(done[0], UserError):
-            raise done[0]
-        return done[0]
-
-    return decided_by_main(accelerator, decide)
-
-
-def by_each_rank(work: Callable[[], Result]) -> list[Result]:
-    """Every rank's result of `work`, by rank; the UserError of the lowest rank that has one, on all of them."""
-    mine: tuple[Any, Any] = (None, None)
-    wrong: UserError | None = None
-    try:
-        mine = (work(), None)
-    except UserError as error:
-        mine, wrong = (None, error.problems), error
-    every = gather_object([mine])
-    for _, problems in every:
-        if problems:
-            raise UserError(*problems) from wrong  # which `--debug` shows with its traceback
-    return [result for result, _ in every]
+    return by_each_rank(waited_for)[0]
 
 
 def first_reason(mine: str | None) -> str | None:
@@ -76,24 +60,14 @@ def first_reason(mine: str | None) -> str | None:
     return next(filter(None, gather_object([mine])), None)
 
 
-def raise_first(problem: str | None) -> None:
-    """Raise, on every rank, the problem of the lowest rank that has one.
-
-    Raises:
-        UserError: there is one.
-    """
-    if first := first_reason(problem):
-        raise UserError(first)
-
-
 def any_rank(mine: bool) -> bool:
     """Whether it is so on at least one rank."""
-    return any(numbers[0] for numbers in gather_numbers([mine]))
+    return bool(largest_of_ranks(mine))
 
 
 def all_ranks(mine: bool) -> bool:
     """Whether it is so on every rank."""
-    return all(numbers[0] for numbers in gather_numbers([mine]))
+    return not any_rank(not mine)
 
 
 def largest_of_ranks(mine: float) -> float:

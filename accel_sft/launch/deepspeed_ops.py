@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import ctypes.util
-import functools
+import math
 import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from accel_sft.launch.info import Finding, Launch
+from accel_sft.launch.info import Finding, Launch, error, note, warning
 
 OPERATORS = {
     "deepspeed_shm_comm": "ranks on a CPU exchange tensors through it, about a minute",
@@ -27,65 +27,64 @@ _LOCAL = {"apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "hfs", "overlay", "ra
 
 
 def operators(launch: Launch, devices: int) -> list[str]:
-    """The DeepSpeed operators this launch needs, by name."""
-    if launch.backend != "deepspeed":
-        return []
-    places = {launch.offload("optimizer"), launch.offload("param")}
-    needed = [] if devices else ["deepspeed_shm_comm"]
-    needed += ["cpu_adam"] if launch.offload("optimizer") != "none" else []
-    return needed + (["async_io"] if "nvme" in places else [])
+    """The DeepSpeed operators this launch needs, by name; none without DeepSpeed."""
+    places = [launch.offload("optimizer"), launch.offload("param")]
+    needed = {
+        "deepspeed_shm_comm": launch.backend == "deepspeed" and not devices,
+        "cpu_adam": places[0] != "none",
+        "async_io": "nvme" in places,
+    }
+    return [name for name in OPERATORS if needed[name]]
 
 
-def audit_operators(launch: Launch, devices: int) -> list[Finding]:
+def audit_operators(launch: Launch, devices: int) -> Iterator[Finding]:
     """Whether this machine can compile the operators: otherwise ninja would fail minutes later."""
-    needed = operators(launch, devices)
-    if not needed:
-        return []
-    found = []
-    names = ", ".join(needed)
+    if not (needed := operators(launch, devices)):
+        return
+    here = f"DeepSpeed compiles {', '.join(needed)} here, and"
     compiler = os.environ.get("CXX", "c++")
     if not shutil.which(compiler):
-        what = f"DeepSpeed compiles {names} here, and there is no C++ compiler ({compiler})"
-        found.append(Finding("error", what, "install g++ (apt-get install g++), or use accelerate_configs/ddp.yaml"))
-    elif (major := _compiler_major(compiler)) is not None and major < 9:
-        what = f"DeepSpeed compiles {names} here, and {compiler} is GCC {major}"
-        found.append(Finding("error", what, "GCC 9 or newer is needed; name it in CXX"))
+        mend = "install g++ (apt-get install g++), or use accelerate_configs/ddp.yaml"
+        yield error(f"{here} there is no C++ compiler ({compiler})", mend)
+    elif (major := _gcc_major(compiler)) < 9:
+        yield error(f"{here} {compiler} is GCC {major}", "GCC 9 or newer is needed; name it in CXX")
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
-        what = f"DeepSpeed compiles {names} here, and Python's headers are missing"
-        found.append(Finding("error", what, "install python3-dev for this Python (apt-get install python3-dev)"))
+        mend = "install python3-dev for this Python (apt-get install python3-dev)"
+        yield error(f"{here} Python's headers are missing", mend)
     if not shutil.which("ninja"):
-        found.append(Finding("error", f"DeepSpeed compiles {names} here, and ninja is missing", "pip install ninja"))
+        yield error(f"{here} ninja is missing", "pip install ninja")
     if "async_io" in needed and not _has_libaio():
-        what = "NVMe offload needs libaio with its header, which is missing"
-        found.append(Finding("error", what, "apt-get install libaio-dev, or use accelerate_configs/z3_offload.yaml"))
+        mend = "apt-get install libaio-dev, or use accelerate_configs/z3_offload.yaml"
+        yield error("NVMe offload needs libaio with its header, which is missing", mend)
     if devices and "cpu_adam" in needed and not _has_nvcc():
-        what = "the offloaded optimizer is compiled against CUDA, and nvcc is missing"
-        found.append(Finding("error", what, "install the CUDA toolkit of torch's version and set CUDA_HOME"))
-    return found
+        mend = "install the CUDA toolkit of torch's version and set CUDA_HOME"
+        yield error("the offloaded optimizer is compiled against CUDA, and nvcc is missing", mend)
 
 
-def audit_compilation(launch: Launch, devices: int) -> list[Finding]:
+def audit_compilation(launch: Launch, devices: int) -> Iterator[Finding]:
     """What this launch will wait for: operators not compiled yet, and other launches that compile them.
 
     The lock of a compilation that was killed is removed: torch would wait for it for ever.
     """
-    found, uncompiled = [], []
-    for name in operators(launch, devices):
-        folder = extensions_folder() / name
+    if not (needed := operators(launch, devices)):
+        return
+    from torch.utils.cpp_extension import _get_build_directory
+
+    uncompiled = []
+    for name in needed:
+        folder = Path(_get_build_directory(name, verbose=False))
         lock = folder / "lock"
         if _abandoned(lock):
             lock.unlink(missing_ok=True)
-            what = f"{lock}: a compilation of {name} was killed and left it behind"
-            found.append(Finding("note", what, "it is removed"))
+            yield note(f"{lock}: a compilation of {name} was killed and left it behind", "it is removed")
         if lock.exists() and time.time() - lock.stat().st_mtime > 60:  # younger: another rank of this launch
-            what = f"{lock}: another process compiles {name}; this run will wait for it"
-            found.append(Finding("warning", what, "delete the file if no other launch is running"))
+            mend = "delete the file if no other launch is running"
+            yield warning(f"{lock}: another process compiles {name}; this run will wait for it", mend)
         elif not (folder / f"{name}.so").is_file():
             uncompiled.append(f"{name} ({OPERATORS[name]})")
     if uncompiled:
         what = f"DeepSpeed compiles on first use, once per machine, {', '.join(uncompiled)}"
-        found.append(Finding("note", what, "nothing to do but wait"))
-    return found
+        yield note(what, "nothing to do but wait")
 
 
 def _abandoned(lock: Path) -> bool:
@@ -95,18 +94,16 @@ def _abandoned(lock: Path) -> bool:
     """
     import psutil
 
-    for attempt in range(2):  # its maker closes it a moment before it removes it
-        if attempt:
-            time.sleep(1)
+    folder = lock.parent.resolve()
+    for pause in (0, 1):  # its maker closes it a moment before it removes it
+        time.sleep(pause)
         try:
-            if lock.stat().st_uid != os.getuid():
-                return False
-            places = [(Path(part.mountpoint), part.fstype) for part in psutil.disk_partitions(all=True)]
-            folder = lock.parent.resolve()
-        except (OSError, AttributeError):  # there is no lock, or Windows
+            mine = lock.stat().st_uid == os.getuid()
+            around = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
+        except OSError:  # there is no lock
             return False
-        mounts = [(len(place.parts), kind) for place, kind in places if folder.is_relative_to(place)]
-        if not mounts or max(mounts)[1] not in _LOCAL:
+        around.sort(key=lambda part: len(part.mountpoint))
+        if not mine or not around or around[-1].fstype not in _LOCAL:
             return False
         for process in psutil.process_iter(["cwd", "open_files"]):
             opened = [file.path for file in process.info["open_files"] or []]
@@ -115,29 +112,11 @@ def _abandoned(lock: Path) -> bool:
     return True
 
 
-def extensions_folder() -> Path:
-    """Where torch keeps compiled operators, per Python and CUDA version."""
-    named = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if named:
-        return Path(named)
-    import torch
-
-    kind = "cpu"
-    if torch.version.hip or torch.version.cuda:
-        kind = f"rocm{torch.version.hip}" if torch.version.hip else f"cu{torch.version.cuda}"
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
-    return cache / "torch_extensions" / f"{python}_{kind.replace('.', '')}"
-
-
-@functools.cache
-def _compiler_major(compiler: str) -> int | None:
-    """GCC's major version, None for another compiler (Clang answers --version differently)."""
+def _gcc_major(compiler: str) -> float:
+    """GCC's major version, infinite for another compiler (Clang answers --version differently)."""
     answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    if "Free Software Foundation" not in answer:
-        return None
     numbers = re.search(r"(\d+)\.\d+\.\d+", answer)
-    return int(numbers.group(1)) if numbers else None
+    return int(numbers[1]) if numbers and "Free Software Foundation" in answer else math.inf
 
 
 def _has_libaio() -> bool:

@@ -24,20 +24,18 @@ def describe(accelerator: Accelerator, config: TrainConfig) -> list[tuple[str, s
     """The resolved launch as (name, value) rows, for the table printed once."""
     launch = read_launch()
     value, source = launch.precision
-    offload = [f"{what} to {launch.offload(what)}" for what in ("optimizer", "param") if launch.offload(what) != "none"]
-    backend = {"plain": "one process", "ddp": "data parallel (ddp)", "fsdp": "FSDP"}.get(
-        launch.backend, f"DeepSpeed ZeRO-{launch.stage}" + (f", {', '.join(offload)}" if offload else "")
-    )
-    clip = f"{config.max_grad_norm:g}" if config.max_grad_norm else "off"
+    places = [(what, launch.offload(what)) for what in ("optimizer", "param")]
+    offload = "".join(f", {what} to {place}" for what, place in places if place != "none")
+    backends = {"plain": "one process", "ddp": "data parallel (ddp)", "fsdp": "FSDP"}
     return [
         ("yaml", str(launch.config_file or "none")),
         *([("DeepSpeed JSON", str(launch.json_file))] if launch.json_file else []),
-        ("backend", backend),
+        ("backend", backends.get(launch.backend, f"DeepSpeed ZeRO-{launch.stage}{offload}")),
         ("processes", f"{accelerator.num_processes} on {launch.machines} machine(s)"),
         ("device", device_name(accelerator)),
         ("precision", f"{'fp32' if value == 'no' else value} (from {source})"),
         ("threads per process", str(torch.get_num_threads())),
-        ("clipping", clip),
+        ("clipping", f"{config.max_grad_norm:g}" if config.max_grad_norm else "off"),
         ("communication", str(accelerator.state.backend or "none")),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions().items())),
     ]
@@ -46,7 +44,7 @@ def describe(accelerator: Accelerator, config: TrainConfig) -> list[tuple[str, s
 def launch_record(accelerator: Accelerator) -> dict[str, Any]:
     """The resolved launch for `run.json`: configuration, yaml text, versions, devices. Secrets are left out."""
     launch = read_launch()
-    plugin = accelerator.state.deepspeed_plugin if launch.backend == "deepspeed" else None
+    plugin = accelerator.state.deepspeed_plugin
     return {
         "yaml_path": str(launch.config_file) if launch.config_file else None,
         "yaml": re.sub(rf"(?im)^(\s*\S*({_SECRET})\S*\s*:).*$", r"\1 ***", launch.text) or None,

@@ -9,7 +9,8 @@ import os
 import sysconfig
 from pathlib import Path
 
-from accel_sft.launch.info import launcher_arguments
+from accel_sft.launch.info import launcher_command
+from accel_sft.launch.rank_environment import launcher_flags
 
 _QUIET = {
     "TOKENIZERS_PARALLELISM": "false",  # a fork after its threads have started may hang; ranks share the cores
@@ -59,7 +60,7 @@ def threads_per_process() -> int:
     The launcher gives each of several ranks a single thread, which leaves cores idle. A number that was asked for is
     kept: `--num_cpu_threads_per_process`, or OMP_NUM_THREADS, which under a launcher must be above 1, its own number.
     """
-    asked = launcher_arguments().get("num_cpu_threads_per_process")
+    asked = launcher_flags(launcher_command()[0]).get("num_cpu_threads_per_process")
     named = asked or os.environ.get("OMP_NUM_THREADS", "")
     if named.isdecimal() and (int(named) > 1 or asked or "WORLD_SIZE" not in os.environ):
         return max(int(named), 1)

@@ -24,15 +24,14 @@ def describe() -> str:
     now = psutil.virtual_memory()
     words = f"{now.available / 2**30:.1f} of {now.total / 2**30:.1f} GiB free"
     for limit, used in _containers():
-        words += f", {used / 2**30:.1f} of the container's {limit / 2**30:.1f} GiB used"
-    kills = sum(_field(folder / name, "oom_kill") for folder in _folders() for name in ("memory.events",))
+        if limit < now.total:  # version 1 writes no limit as a number above all memory
+            words += f", {used / 2**30:.1f} of the container's {limit / 2**30:.1f} GiB used"
+    kills = sum(_field(folder / "memory.events", "oom_kill") for folder in _folders())
     return f"{words}, {kills} processes killed for it so far" if kills else words
 
 
 def _containers() -> Iterator[tuple[int, int]]:
     """Limit and use of each control group around this process that has one, in bytes, from the inside out."""
-    machine = SYSTEM / "proc/meminfo"
-    total = _field(machine, "MemTotal:") * 1024
     for folder in _folders():
         for limit, usage, kept in (
             ("memory.max", "memory.current", ("inactive_file", "active_file")),
@@ -40,8 +39,7 @@ def _containers() -> Iterator[tuple[int, int]]:
         ):
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
                 most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
-                if not total or most < total:  # version 1 writes no limit as a number above all memory
-                    yield most, used - sum(_field(folder / "memory.stat", name) for name in kept)
+                yield most, used - sum(_field(folder / "memory.stat", name) for name in kept)
 
 
 def _folders() -> Iterator[Path]:
@@ -60,8 +58,8 @@ def _folders() -> Iterator[Path]:
 
 def _field(file: Path, name: str) -> int:
     """The number behind a name in a file of names and numbers; 0 if it is not there."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    with contextlib.suppress(OSError):
         for line in file.read_text().splitlines():
-            if line.split()[0] == name:
+            if line.startswith(f"{name} "):
                 return int(line.split()[1])
     return 0

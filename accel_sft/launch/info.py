@@ -6,7 +6,9 @@ itself is read again, its path taken from the command line of the launcher (this
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -35,6 +37,10 @@ class Finding:
         return f"{self.what}: {self.mend}"
 
 
+LEVELS = ("error", "warning", "note")
+error, warning, note = (functools.partial(Finding, level) for level in LEVELS)
+
+
 @dataclasses.dataclass(frozen=True)
 class Launch:
     """The launch as this rank sees it: what the user asked for (flags, yaml, JSON) and what arrived (environment).
@@ -55,22 +61,19 @@ class Launch:
     environment: Mapping[str, str]
 
     @classmethod
-    def from_yaml(cls, path: str | Path, *flags: str, environment: Mapping[str, str] | None = None) -> Launch:
-        """The launch that `accelerate launch --config_file PATH FLAGS` would start, as its first rank would read it.
+    def from_yaml(cls, path: str | Path, *flags: str) -> Launch:
+        """The launch that `accelerate launch --config_file PATH FLAGS` would start here, as its first rank reads it.
 
         Nothing is started, and neither accelerate nor torch is imported.
 
         Args:
             flags: the launcher's own, as on its command line: "--num_processes", "4".
-            environment: in which the launcher would be started, instead of `os.environ`.
         Raises:
             UserError: the file or a DeepSpeed JSON that it names cannot be read, or the launcher would refuse it.
         """
         command = ["accelerate", "launch", "--config_file", str(path), *flags]
-        content, base = _read_yaml(Path(path))[1], os.environ if environment is None else environment
-        return read_launch(
-            {**base, **rank_environment(content, launcher_flags(command), str(path))}, command, Path.cwd()
-        )
+        handed_over = rank_environment(_read_yaml(Path(path))[1], launcher_flags(command), str(path))
+        return read_launch({**os.environ, **handed_over}, command)
 
     @property
     def world_size(self) -> int:
@@ -126,15 +129,18 @@ class Launch:
             return self.zero.get("stage3_gather_16bit_weights_on_model_save") is True
         return self._deepspeed_variable("ZERO3_SAVE_16BIT_MODEL", "false").lower() == "true"
 
+    def json_enabled(self, precision: str) -> str:
+        """`true`, `false`, `auto` or `none`: what the JSON says of `bf16` or `fp16`."""
+        return str((self.json.get(precision) or {}).get("enabled")).lower()
+
     @property
     def precision(self) -> tuple[str, str]:
         """(`bf16`, `fp16`, `fp8` or `no`, what decided it). A JSON with true or false wins over the command line."""
         for name in ("bf16", "fp16"):
-            if str((self.json.get(name) or {}).get("enabled")).lower() == "true":
+            if self.json_enabled(name) == "true":
                 return name, f"{self.json_file}"
         value = self.environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-        fixed = (self.json.get(value) or {}).get("enabled") if value in ("bf16", "fp16") else None
-        if str(fixed).lower() == "false":
+        if self.json_enabled(value) == "false":
             return "no", f"{self.json_file}"
         if "mixed_precision" in self.arguments:
             return value, "--mixed_precision"
@@ -146,22 +152,17 @@ class Launch:
         return self.environment.get(f"ACCELERATE_DEEPSPEED_{name}", default)
 
 
-def read_launch(
-    environment: Mapping[str, str] | None = None, command: list[str] | None = None, folder: Path | None = None
-) -> Launch:
+def read_launch(environment: Mapping[str, str] | None = None, command: list[str] | None = None) -> Launch:
     """Read the launch this process is a rank of.
 
     Args:
         environment: instead of `os.environ`.
-        command: the launcher's command line, instead of that of the nearest `accelerate launch` above this process.
-        folder: where the launcher was started, for relative paths.
+        command: of a launcher started in this folder, instead of that of the nearest one above this process.
     Raises:
         UserError: the yaml, or the DeepSpeed JSON that it names, cannot be read.
     """
     environment = os.environ if environment is None else environment
-    if command is None:
-        command, folder = _launcher()
-    folder = folder or Path.cwd()
+    command, folder = launcher_command() if command is None else (command, Path())
     arguments = launcher_flags(command)
     config_file, text, content = arguments.get("config_file"), "", {}
     if config_file is None and command:
@@ -194,14 +195,9 @@ def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
     return text, content or {}
 
 
-def launcher_arguments() -> dict[str, str]:
-    """The flags of the `accelerate launch` that started this process, without dashes; empty without one."""
-    return launcher_flags(_launcher()[0])
-
-
 def under_launcher() -> bool:
     """Whether a launcher that still runs started this process: torchrun, or `accelerate launch` above it."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or bool(_launcher()[0])
+    return "TORCHELASTIC_RUN_ID" in os.environ or bool(launcher_command()[0])
 
 
 def restarts() -> int:
@@ -209,22 +205,17 @@ def restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def _launcher() -> tuple[list[str], Path | None]:
-    """Command line and folder of the `accelerate launch` that started this process, ([], None) without one."""
-    if "LOCAL_RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" not in os.environ:
-        return [], None
-    import psutil
+def launcher_command() -> tuple[list[str], Path]:
+    """Command line and folder of the `accelerate launch` that started this process; an empty one without it."""
+    if "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ:
+        import psutil
 
-    for process in psutil.Process().parents():
-        try:
-            command = process.cmdline()
-            if any(re.search(r"accelerate([-_.]|$)", Path(word).name) for word in command[:3]) or (
-                len(command) > 2 and command[1] == "-m" and command[2].startswith("accelerate")
-            ):
-                return command, Path(process.cwd())
-        except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-    return [], None
+        for process in psutil.Process().parents():
+            with contextlib.suppress(psutil.Error):
+                command = process.cmdline()
+                if any(re.search(r"accelerate([-_.]|$)", Path(word).name) for word in command[:3]):
+                    return command, Path(process.cwd())
+    return [], Path()
 
 
 def _default_config_file(environment: Mapping[str, str]) -> str | None:
