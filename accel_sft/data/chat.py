@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.data.conversation import conversation
-from accel_sft.data.template import answered, holds, not_a_prefix, refusal, rendered, surroundings
+from accel_sft.data.conversation import Turns, conversation
+from accel_sft.data.template import holds, not_a_prefix, refusal, rendered, surroundings
 
 _SHOWN = 5
 _PART_EXAMPLES, _PART_CHARACTERS = 4096, 1 << 18
@@ -124,17 +124,14 @@ def encode_parts(
             waiting, characters = [], 0
 
 
-def _encode_part(
-    tokenizer: Any, part: list[tuple[int, list[dict[str, str]], str]], split: str, rules: Rules
-) -> Encoding:
-    asked = rendered(tokenizer, [turns for _, turns, _ in part], split, add_generation_prompt=True)
-    both = [answered(turns, target) for _, turns, target in part]
-    complete = rendered(tokenizer, both, split, add_generation_prompt=False)
+def _encode_part(tokenizer: Any, part: list[tuple[int, Turns, str]], split: str, rules: Rules) -> Encoding:
+    chats, targets = [turns for _, turns, _ in part], [target for _, _, target in part]
+    asked, answered = rendered(tokenizer, chats, split), rendered(tokenizer, chats, split, targets)
     prompts, wholes = (
         tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-        for texts in (asked, complete)
+        for texts in (asked, answered)
     )
-    dropped = surroundings(tokenizer, part[0][1], asked[0], split) is None  # `holds` may not notice
+    dropped = surroundings(tokenizer, chats[0], asked[0], split) is None  # `holds` may not notice
     ends = [end for end in tokenizer.convert_ids_to_tokens(sorted(rules.eos_ids)) if end]
 
     kept: list[Encoded] = []
@@ -145,8 +142,8 @@ def _encode_part(
         if not target.strip():
             result.left_out["left out: the answer is empty"].append(index)
             continue
-        if dropped or not holds(asked[at], complete[at], target):
-            raise refusal(split, index, asked[at], complete[at], target)
+        if dropped or not holds(asked[at], answered[at], target):
+            raise refusal(split, index, asked[at], answered[at], target)
         end = next((end for end in range(len(whole), len(prompt), -1) if whole[end - 1] in rules.eos_ids), None)
         if end is not None and end < len(whole) and any(name in target for name in ends):
             _, tail = surroundings(tokenizer, turns, asked[at], split) or ("", "")

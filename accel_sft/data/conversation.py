@@ -11,6 +11,8 @@ from accel_sft.api.task import Task
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
 Given = TypeVar("Given")
+Turns = list[dict[str, str]]
+"""A chat: each turn's `role` and `content`."""
 
 
 def from_task(failed: str, call: Callable[[], Given]) -> Given:
@@ -43,7 +45,7 @@ def read_split(task: Task, split: str) -> Sequence[Any]:
     return examples
 
 
-def conversation(task: Task, examples: Sequence[Any], split: str, index: int) -> tuple[list[dict[str, str]], str]:
+def conversation(task: Task, examples: Sequence[Any], split: str, index: int) -> tuple[Turns, str]:
     """An example's messages and target.
 
     Raises:
