@@ -187,6 +187,17 @@ def test_stored_examples_are_those_encoded_on_the_spot(tokenizer, truncation):
         stored.kept[len(direct.kept)]
 
 
+def test_parts_of_which_nothing_is_left_harm_no_other(tokenizer, monkeypatch):
+    monkeypatch.setattr("accel_sft.data.chat._PART_EXAMPLES", 3)
+    blank = {"target": lambda self, example: "" if example < 60 or example > 1300 else str(example)}
+    task = type("PartlyBlank", (Sums,), blank)()
+    direct = encode(tokenizer, task, EXAMPLES, "train", **vars(rules(tokenizer)))
+    stored = encoder(tokenizer, task)(EXAMPLES, "train")
+    assert list(stored.kept) == direct.kept
+    assert stored.left_out == direct.left_out == {"left out: the answer is empty": [*range(14), *range(427, 460)]}
+    assert [stored.kept.find(index) for index in (0, 14, 426, 427)] == [None, direct.kept[0], direct.kept[-1], None]
+
+
 def test_a_second_start_reads_what_the_first_kept(tokenizer, own_cache):
     first = encoder(tokenizer)(EXAMPLES, "train")
     (name,) = entries(own_cache)
