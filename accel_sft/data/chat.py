@@ -13,7 +13,7 @@ from accel_sft.data.conversation import Turns, conversation
 from accel_sft.data.template import holds, not_a_prefix, refusal, rendered, surroundings
 
 _SHOWN = 5
-_PART_EXAMPLES, _PART_CHARACTERS = 4096, 1 << 18
+_PART_EXAMPLES, _PART_CHARACTERS = 512, 1 << 18
 """Examples that are tokenized together at most, and when there are enough: memory does not grow with the data."""
 
 

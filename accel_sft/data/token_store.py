@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from accel_sft.data.chat import Encoded, Encoding
 
+_BATCH_BYTES = 1 << 23
 _SCHEMA = pa.schema([("index", pa.int32()), ("prompt_length", pa.int32()), ("input_ids", pa.list_(pa.int32()))])
 
 
@@ -106,11 +107,25 @@ def merge(parts: Sequence[Path], path: Path) -> str:
     """Write one file of all parts, in their order; SHA-256 of its tokens, however they are divided into parts."""
     digests = [hashlib.sha256() for _ in range(3)]
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
-        for part in parts:
-            with pa.OSFile(str(part), "rb") as source, pa.ipc.open_stream(source) as reader:
-                for batch in reader:
-                    prompts, _, offsets, ids = _columns(batch)
-                    for digest, column in zip(digests, (prompts, np.diff(offsets), ids), strict=True):
-                        digest.update(np.ascontiguousarray(column, dtype="<i4"))
-                    writer.write_batch(batch)
+        for batches in _enough(parts):
+            for batch in pa.Table.from_batches(batches).combine_chunks().to_batches():  # one, or none
+                prompts, _, offsets, ids = _columns(batch)
+                for digest, column in zip(digests, (prompts, np.diff(offsets), ids), strict=True):
+                    digest.update(np.ascontiguousarray(column, dtype="<i4"))
+                writer.write_batch(batch)
     return hashlib.sha256(b"".join(digest.digest() for digest in digests)).hexdigest()
+
+
+def _enough(parts: Sequence[Path]) -> Iterator[list[Any]]:
+    """The record batches of all parts, to be joined: an open store takes some kilobytes of memory for each."""
+    waiting, size = [], 0
+    for part in parts:
+        with pa.OSFile(str(part), "rb") as file, pa.ipc.open_stream(file) as reader:
+            for batch in reader:
+                waiting.append(batch)
+                size += batch.nbytes
+                if size >= _BATCH_BYTES:
+                    yield waiting
+                    waiting, size = [], 0
+    if waiting:
+        yield waiting
