@@ -25,9 +25,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from models import encode
+
 from accel_sft import UserError
 from accel_sft.data import rows
-from accel_sft.data.chat import encode
 from accel_sft.data.conversation import conversation
 from accel_sft.models.tiny import train_tokenizer
 from accel_sft_math import Math

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_sft import Task
+from accel_sft.data.chat import Encoding, Rules, encode_parts
 from accel_sft.models.tiny import build_tiny
 
 TEXTS = ["You answer sums.", *(f"{n}=" for n in range(60)), *(f"the answer is {n} + {n}" for n in range(60))]
@@ -33,3 +34,13 @@ class Sums(Task):
 def make_tiny(folder: Path, seed: int = 0) -> Path:
     build_tiny(folder, TEXTS, seed)
     return folder
+
+
+def encode(tokenizer, task, examples, split, *, eos_ids, max_length, truncation):
+    """A split encoded on the spot and held in memory: what the store must give again."""
+    rules, whole = Rules(frozenset(eos_ids), max_length, truncation), Encoding(split)
+    for part in encode_parts(tokenizer, task, examples, range(len(examples)), split, rules):
+        whole.kept.extend(part.kept)
+        whole.note(part)
+    whole.check(len(examples), rules)
+    return whole

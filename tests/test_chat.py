@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from models import Sums, make_tiny
+from models import Sums, encode, make_tiny
 from transformers import AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.data.chat import encode, end_of_turn_ids
+from accel_sft.api.config import TrainConfig
+from accel_sft.data.chat import end_of_turn_ids
+from accel_sft.models.load import Source, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -146,13 +148,14 @@ def test_a_task_that_fails_on_an_example_is_named(tokenizer):
         encoded(tokenizer, task=Failing(), examples=[24, 25])
 
 
-def test_no_chat_template_and_a_template_that_rejects(tokenizer):
+def test_no_chat_template_and_a_template_that_rejects(tokenizer, tmp_path):
     import copy
 
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
+    bare.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="no chat template"):
-        encoded(bare)
+        load_tokenizer(Source(str(tmp_path), str(tmp_path)), TrainConfig().resolved({}))
     bare.chat_template = "{{ raise_exception('no system role here') }}"
     with pytest.raises(UserError, match=r"rejects these messages .*no system role here"):
         encoded(bare)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import accel_sft
-from models import Sums, make_tiny
+from models import Sums, encode, make_tiny
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -26,7 +26,7 @@ from transformers import (
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.batching.layouts import Batching
-from accel_sft.data.chat import Encoded, encode, end_of_turn_ids
+from accel_sft.data.chat import Encoded, end_of_turn_ids
 from accel_sft.evaluation import generate
 from accel_sft.evaluation.evaluator import Evaluator, answer_backend
 from accel_sft.evaluation.generate import Generator, common_prefix, divide

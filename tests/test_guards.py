@@ -12,7 +12,7 @@ import psutil
 import pytest
 from accelerate import Accelerator
 from conftest import accel_sft, stopped
-from models import Sums, make_tiny
+from models import Sums, encode, make_tiny
 from test_laws import JOB, layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,8 +20,7 @@ from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.layouts import Batching
 from accel_sft.checkpoint import checkpoint
-from accel_sft.data.chat import encode
-from accel_sft.data.splits import read_split
+from accel_sft.data.conversation import read_split
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.evaluation.generate import Generator
 from accel_sft.io.files import read_json

@@ -201,13 +201,16 @@ BROKEN_ARRAYS = {
     "cut off after an element": ('[{"answer": "1"}\n', ":2: expected ',' or ']' here; is the file cut off?"),
     "cut off inside": (
         '[{"answer": "1"},\n{"answer":\n "2',
-        ":3: not JSON: Unterminated string starting at; the rest is unread",
+        ":3: not JSON at column 2: Unterminated string starting at; the rest is unread",
     ),
-    "cut off after a comma": ('[{"answer": "1"},\n', ":2: not JSON: Expecting value; the rest is unread"),
+    "cut off after a comma": ('[{"answer": "1"},\n', ":2: not JSON at column 1: Expecting value; the rest is unread"),
     "comma at the end": ('[{"answer": "1"},\n]', ":2: a comma before ']' announces a row that is not there"),
-    "comma twice": ('[{"answer": "1"},\n,{"answer": "1"}]', ":2: not JSON: Expecting value; the rest is unread"),
+    "comma twice": (
+        '[{"answer": "1"},\n,{"answer": "1"}]',
+        ":2: not JSON at column 1: Expecting value; the rest is unread",
+    ),
     "text behind": ('[{"answer": "1"}]\n[]', ":1: text after the end of the array: '[]'"),
-    "never closed": ("[", ":1: not JSON: Expecting value; the rest is unread"),
+    "never closed": ("[", ":1: not JSON at column 2: Expecting value; the rest is unread"),
     "nested beyond reading": ("\n" + "[" * 200_000, ":2: nested too deeply; the rest is unread"),
 }
 

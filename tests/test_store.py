@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -18,12 +19,12 @@ import pytest
 from accelerate import Accelerator
 from conftest import accel_sft
 from fake_plugins import install
-from models import Sums, make_tiny
+from models import Sums, encode, make_tiny
 from transformers import AutoTokenizer
 
 from accel_sft import UserError
 from accel_sft.data import cache, token_key
-from accel_sft.data.chat import Rules, encode, end_of_turn_ids
+from accel_sft.data.chat import Rules, end_of_turn_ids
 from accel_sft.data.tokenization import FILE, KIND, SplitEncoder
 from accel_sft.io import manifest
 from accel_sft.launch import collectives
@@ -184,6 +185,17 @@ def test_stored_examples_are_those_encoded_on_the_spot(tokenizer, truncation):
     assert gone is None or stored.kept.find(gone) is None
     with pytest.raises(IndexError):
         stored.kept[len(direct.kept)]
+
+
+def test_parts_of_which_nothing_is_left_harm_no_other(tokenizer, monkeypatch):
+    monkeypatch.setattr("accel_sft.data.chat._PART_EXAMPLES", 3)
+    blank = {"target": lambda self, example: "" if example < 60 or example > 1300 else str(example)}
+    task = type("PartlyBlank", (Sums,), blank)()
+    direct = encode(tokenizer, task, EXAMPLES, "train", **vars(rules(tokenizer)))
+    stored = encoder(tokenizer, task)(EXAMPLES, "train")
+    assert list(stored.kept) == direct.kept
+    assert stored.left_out == direct.left_out == {"left out: the answer is empty": [*range(14), *range(427, 460)]}
+    assert [stored.kept.find(index) for index in (0, 14, 426, 427)] == [None, direct.kept[0], direct.kept[-1], None]
 
 
 def test_a_second_start_reads_what_the_first_kept(tokenizer, own_cache):
@@ -359,32 +371,44 @@ def test_two_runs_at_once_do_not_harm_each_other(model, own_cache):
 
 
 def test_the_second_to_publish_takes_what_is_there_or_replaces_what_is_damaged(own_cache):
-    def made():
-        folder = cache.partial("things")
-        (folder / "thing").write_bytes(b"content")
-        manifest.write(folder, {"made by": folder.name})
-        return folder
-
-    first, second, third = made(), made(), made()
-    target = cache.publish(first, "things", "key")
-    cache.publish(second, "things", "key")
-    assert cache.find("things", "key") == (target, {"made by": first.name})
-    (target / "thing").write_bytes(b"CONTENT")
-    cache.publish(third, "things", "key")
-    assert cache.find("things", "key") == (target, {"made by": third.name})
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(cache.partial("things")) for _ in range(3)]
+        for folder in made:
+            (folder / "thing").write_bytes(b"content")
+        target = cache.publish(made[0], "things", "key", {"made by": 0})
+        assert cache.publish(made[1], "things", "key", {"made by": 1}) == target
+        assert cache.find("things", "key") == (target, {"made by": 0})
+        (target / "thing").write_bytes(b"CONTENT")
+        assert cache.publish(made[2], "things", "key", {"made by": 2}) == target
+        assert cache.find("things", "key") == (target, {"made by": 2})
     assert list((own_cache / "things").iterdir()) == [target]
 
 
 def test_what_a_dead_process_left_is_removed(own_cache):
-    left = cache.partial("things")
-    dead = left.rename(left.with_name(left.name.replace(f"-{os.getpid()}-", f"-{2**22 + 1}-")))
-    cache.partial("things")
-    assert dead.exists(), "it may be another container's, and alive"
-    os.utime(dead, (0, 0))
-    alive = cache.partial("things")
-    os.utime(alive, (0, 0))
-    cache.partial("things")
-    assert (dead.exists(), alive.exists()) == (False, True)
+    def make_another():
+        with cache.partial("things"):
+            pass
+
+    with cache.partial("things") as alive:
+        dead = alive.with_name(alive.name.replace(f"-{os.getpid()}-", f"-{2**22 + 1}-"))
+        dead.mkdir()
+        make_another()
+        assert dead.exists(), "it may be another container's, and alive"
+        for folder in (dead, alive):
+            os.utime(folder, (0, 0))
+        make_another()
+        assert (dead.exists(), alive.exists()) == (False, True)
+    assert list((own_cache / "things").iterdir()) == []
+
+
+def test_without_a_home_folder_nothing_is_kept(monkeypatch, tmp_path):
+    monkeypatch.delenv("ACCEL_SFT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")  # as `~` stays, where no home is known
+    monkeypatch.chdir(tmp_path)
+    assert cache.find("things", "key") is None
+    with pytest.raises(OSError, match="no home folder, and ACCEL_SFT_CACHE is not set"), cache.partial("things"):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_nobody_has_used_for_long_is_removed_when_something_is_made(tokenizer, own_cache):

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 from conftest import accel_sft
-from models import Sums, make_tiny
+from models import Sums, encode, make_tiny
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.data import tokenization
-from accel_sft.data.chat import Rules, encode
+from accel_sft.data.chat import Rules
 from accel_sft.data.template import AnswerText
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.evaluator import Evaluator

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,33 +83,28 @@ def measured_once(
         the batching, None where nothing can be kept; and a phrase that tells where it is, or why it is not.
     """
     key = hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode()).hexdigest()[:32]
-    made: list[Path] = []
 
     def look() -> tuple[dict[str, Any] | None, str]:
         if found := cache.find(KIND, key):
             return found[1], f"measured before, kept in {found[0]}"
         try:
-            made.append(cache.partial(KIND))
+            with cache.partial(KIND):
+                return None, ""
         except OSError as error:
-            return None, f"not measured: {cache.where()} cannot be written ({error.strerror})"
-        return None, ""
+            return None, f"not measured: {cache.folder()} cannot be written ({error.strerror})"
 
     def keep(batching: Batching) -> tuple[dict[str, Any] | None, str]:
         try:
-            manifest.write(made[0], {"chosen": dataclasses.asdict(batching)})
-            path = cache.publish(made[0], KIND, key)
+            with cache.partial(KIND) as made:
+                path = cache.publish(made, KIND, key, {"chosen": dataclasses.asdict(batching)})
             return manifest.verify(path), f"measured, kept in {path}"  # another run's, if it was quicker
         except OSError as error:
-            return None, f"not kept: {cache.where()} cannot be written ({error.strerror})"
+            return None, f"not kept: {cache.folder()} cannot be written ({error.strerror})"
 
-    try:
-        about, where = decided_by_main(accelerator, look)
-        if about is None and not where:
-            batching = measure()
-            about, where = decided_by_main(accelerator, lambda: keep(batching))
-    finally:
-        for path in made:
-            shutil.rmtree(path, ignore_errors=True)
+    about, where = decided_by_main(accelerator, look)
+    if about is None and not where:
+        batching = measure()
+        about, where = decided_by_main(accelerator, lambda: keep(batching))
     return _batching((about or {}).get("chosen")), where
 
 

@@ -17,7 +17,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.batching.autotune import choose_batching
-from accel_sft.data.splits import read_split
+from accel_sft.data.conversation import read_split
 from accel_sft.evaluation import vllm
 from accel_sft.evaluation.evaluator import Evaluation
 from accel_sft.io import terminal

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.io import manifest
+from accel_sft.io.terminal import terminal
 
 _ABANDONED_SECONDS = 3600
 UNUSED_DAYS = 30
@@ -22,32 +26,17 @@ UNUSED_DAYS = 30
 
 
 def folder() -> Path:
-    """`$ACCEL_SFT_CACHE`, else `$XDG_CACHE_HOME/accel_sft`, else `~/.cache/accel_sft`.
-
-    Raises:
-        OSError: there is no home.
-    """
+    """`$ACCEL_SFT_CACHE`, else `$XDG_CACHE_HOME/accel_sft`, else `~/.cache/accel_sft`; with no home it is not used."""
     if named := os.environ.get("ACCEL_SFT_CACHE"):
         return Path(named).expanduser().absolute()
-    base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    if not base.is_absolute():
-        raise FileNotFoundError(2, "no home folder, and ACCEL_SFT_CACHE is not set", str(base))
-    return base / "accel_sft"
-
-
-def where() -> str:
-    """The cache's folder as messages name it."""
-    try:
-        return str(folder())
-    except OSError as error:
-        return str(error.filename)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "accel_sft")
 
 
 def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
     """The entry's folder and what was written about it; None if it is absent or damaged, which is logged."""
+    path = folder() / kind / key
     try:
-        path = folder() / kind / key
-        if not path.exists():
+        if not path.is_absolute() or not path.exists():
             return None
         about = manifest.verify(path)
         with contextlib.suppress(OSError):  # of a cache that may be read only
@@ -60,53 +49,51 @@ def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def partial(kind: str) -> Path:
-    """A new folder to fill, to write a manifest in and to `publish`; abandoned and long unused folders are removed.
+@contextlib.contextmanager
+def partial(kind: str) -> Iterator[Path]:
+    """A new folder to fill and to `publish`, removed at the end otherwise; so are abandoned and long unused ones.
 
     Raises:
         OSError: the cache cannot be written.
     """
-    import shutil
-    import tempfile
-
-    (folder() / kind).mkdir(parents=True, exist_ok=True, mode=0o700)
-    prefix = f".{socket.gethostname()}-"
-    for left in (folder() / kind).glob(f"{prefix}*-*"):
+    base, prefix = folder() / kind, f".{socket.gethostname()}-"
+    if not base.is_absolute():
+        raise FileNotFoundError(2, "no home folder, and ACCEL_SFT_CACHE is not set", str(base))
+    base.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for left in base.glob(f"{prefix}*-*"):
         with contextlib.suppress(OSError, ValueError):  # another process may be removing it
             dead = not Path("/proc", str(int(left.name.removeprefix(prefix).split("-")[0]))).exists()
             newest = max(path.stat().st_mtime for path in (left, *left.iterdir()))
             if dead and Path("/proc/self").exists() and newest < time.time() - _ABANDONED_SECONDS:
                 shutil.rmtree(left, ignore_errors=True)
-    for entry in (folder() / kind).glob("[!.]*"):
+    for entry in base.glob("[!.]*"):
         with contextlib.suppress(OSError):
             if entry.stat().st_mtime < time.time() - UNUSED_DAYS * 86400:
                 shutil.rmtree(entry)  # a run that has it open keeps its files
-    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=folder() / kind))
+    made = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)  # after publishing, it is no longer there under this name
 
 
-def publish(made: Path, kind: str, key: str) -> Path:
-    """Give a folder with a manifest its name, in place of a damaged one; an entry that another run made stays."""
-    import shutil
-
+def publish(made: Path, kind: str, key: str, about: dict[str, Any]) -> Path:
+    """Give a folder its manifest, with `about` in it, and its name, in place of a damaged entry; an entry that another
+    run made stays."""
+    manifest.write(made, about)
     target = folder() / kind / key
-    aside = made.with_name(made.name + "-damaged")
     while True:
         try:
             made.rename(target)
             manifest.sync(target.parent)
-            break
+            return target
         except OSError:
             if not target.exists():
                 raise
-        try:
-            manifest.verify(target)
-            shutil.rmtree(made)
-            break
-        except manifest.Damaged:
-            with contextlib.suppress(FileNotFoundError):  # another run was quicker
-                target.rename(aside)
-                shutil.rmtree(aside)
-    return target
+        if find(kind, key):
+            return target
+        with contextlib.suppress(FileNotFoundError):  # another run was quicker
+            _remove(target)
 
 
 def discard(kind: str, key: str) -> None:
@@ -115,15 +102,9 @@ def discard(kind: str, key: str) -> None:
     Raises:
         UserError: it cannot be removed.
     """
-    import shutil
-
     path = folder() / kind / key
     try:
-        made = partial(kind)
-        try:
-            path.rename(made / "discarded")
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+        _remove(path)
     except OSError as error:
         if path.exists():
             raise UserError(
@@ -132,9 +113,13 @@ def discard(kind: str, key: str) -> None:
             ) from None
 
 
+def _remove(entry: Path) -> None:
+    """Remove an entry as a whole: no run finds a part of it."""
+    with partial(entry.parent.name) as aside:
+        entry.rename(aside / "removed")
+
+
 def log(line: str) -> None:
     """Print a line at the terminal, from rank 0 only."""
-    from accel_sft.io.terminal import terminal
-
     if os.environ.get("RANK", "0") == "0":
         print(line, file=terminal(), flush=True)

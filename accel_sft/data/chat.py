@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.data.conversation import contents, conversation
-from accel_sft.data.template import answered, holds, not_a_prefix, refusal, rendered, surroundings
+from accel_sft.data.conversation import Turns, conversation
+from accel_sft.data.template import holds, not_a_prefix, refusal, rendered, surroundings
 
 _SHOWN = 5
 _PART_EXAMPLES, _PART_CHARACTERS = 512, 1 << 18
@@ -60,9 +61,9 @@ class Encoding:
     """
 
     split: str
-    kept: Sequence[Encoded]
-    left_out: dict[str, list[int]]
-    cut: list[int]
+    kept: Sequence[Encoded] = dataclasses.field(default_factory=list)
+    left_out: dict[str, list[int]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    cut: list[int] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -74,18 +75,18 @@ class Encoding:
     def note(self, other: Encoding) -> None:
         """Add what was left out and cut in the part of the split that follows."""
         for reason, indices in other.left_out.items():
-            self.left_out.setdefault(reason, []).extend(indices)
+            self.left_out[reason] += indices
         self.cut += other.cut
 
-    def check(self, kept: int, rules: Rules) -> None:
-        """Check that there is something to learn from, and nothing too long where that is an error.
+    def check(self, examples: int, rules: Rules) -> None:
+        """Check that some of the split's examples are left, and none too long where that is an error.
 
         Raises:
             UserError: the check failed, and why.
         """
         if rules.truncation == "error" and rules.too_long in self.left_out:
             raise UserError(*self.lines(), "--truncation error stops here: raise --max-length, or choose drop or right")
-        if not kept:
+        if sum(map(len, self.left_out.values())) == examples:
             raise UserError(*self.lines(), f"{self.split}: no example is left to use")
 
 
@@ -101,31 +102,6 @@ def end_of_turn_ids(tokenizer: Any, generation_config: Any = None) -> set[int]:
     return {token for token in ids if token is not None}
 
 
-def encode(
-    tokenizer: Any,
-    task: Task,
-    examples: Sequence[Any],
-    split: str,
-    *,
-    eos_ids: set[int],
-    max_length: int,
-    truncation: str,
-) -> Encoding:
-    """Render and tokenize a split, held in memory as a whole; see `encode_parts` and, for the settings, `Rules`.
-
-    Raises:
-        UserError: what `encode_parts` raises, no usable example left, or one too long where that is an error.
-    """
-    rules = Rules(frozenset(eos_ids), max_length, truncation)
-    kept: list[Encoded] = []
-    result = Encoding(split, kept, {}, [])
-    for part in encode_parts(tokenizer, task, examples, range(len(examples)), split, rules):
-        kept += part.kept
-        result.note(part)
-    result.check(len(kept), rules)
-    return result
-
-
 def encode_parts(
     tokenizer: Any, task: Task, examples: Sequence[Any], indices: range, split: str, rules: Rules
 ) -> Iterator[Encoding]:
@@ -135,68 +111,54 @@ def encode_parts(
     token ids. What a template writes behind the end-of-turn token (Qwen's newline) is cut: no answer contains it.
 
     Raises:
-        UserError: no chat template, a template that rejects the messages, that drops or cuts an answer, a task that
-            returns nonsense, a prompt that is not a prefix of prompt + answer.
+        UserError: a template that rejects the messages, that drops or cuts an answer, a task that returns nonsense, a
+            prompt that is not a prefix of prompt + answer.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError("the tokenizer has no chat template: use an instruction-tuned model, or set its chat_template")
-    turns, targets, characters = [], [], 0
-    for done, index in enumerate(indices, 1):
-        ours, target = conversation(task, examples, split, index)
-        turns.append(ours)
-        targets.append(target)
-        characters += sum(map(len, (target, *contents(ours))))
-        if len(turns) == _PART_EXAMPLES or characters >= _PART_CHARACTERS or done == len(indices):
-            yield _encode_part(tokenizer, indices[done - len(turns) : done], turns, targets, split, rules)
-            turns, targets, characters = [], [], 0
+    waiting, characters = [], 0
+    for index in indices:
+        turns, target = conversation(task, examples, split, index)
+        waiting.append((index, turns, target))
+        characters += len(target) + sum(len(turn["content"]) for turn in turns)
+        if len(waiting) == _PART_EXAMPLES or characters >= _PART_CHARACTERS or index == indices[-1]:
+            yield _encode_part(tokenizer, waiting, split, rules)
+            waiting, characters = [], 0
 
 
-def _encode_part(
-    tokenizer: Any, indices: range, turns: list[list[dict[str, str]]], targets: list[str], split: str, rules: Rules
-) -> Encoding:
-    asked = rendered(tokenizer, turns, split, add_generation_prompt=True)
-    complete = rendered(tokenizer, list(map(answered, turns, targets)), split, add_generation_prompt=False)
-    prompts, wholes = _tokens(tokenizer, asked), _tokens(tokenizer, complete)
-    dropped = surroundings(tokenizer, turns[0], asked[0], split) is None  # `holds` may not notice
+def _encode_part(tokenizer: Any, part: list[tuple[int, Turns, str]], split: str, rules: Rules) -> Encoding:
+    chats, targets = [turns for _, turns, _ in part], [target for _, _, target in part]
+    asked, answered = rendered(tokenizer, chats, split), rendered(tokenizer, chats, split, targets)
+    prompts, wholes = (
+        tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        for texts in (asked, answered)
+    )
+    dropped = surroundings(tokenizer, chats[0], asked[0], split) is None  # `holds` may not notice
     ends = [end for end in tokenizer.convert_ids_to_tokens(sorted(rules.eos_ids)) if end]
 
     kept: list[Encoded] = []
-    result = Encoding(split, kept, {}, [])
-    for at, (index, target, prompt, whole) in enumerate(zip(indices, targets, prompts, wholes, strict=True)):
+    result = Encoding(split, kept)
+    for at, ((index, turns, target), prompt, whole) in enumerate(zip(part, prompts, wholes, strict=True)):
         if whole[: len(prompt)] != prompt:
             raise not_a_prefix(tokenizer, split, index, prompt, whole)
         if not target.strip():
-            result.left_out.setdefault("left out: the answer is empty", []).append(index)
+            result.left_out["left out: the answer is empty"].append(index)
             continue
-        if dropped or not holds(asked[at], complete[at], target):
-            raise refusal(split, index, asked[at], complete[at], target)
-        ids = _until_end_of_turn(whole, len(prompt), rules.eos_ids, tokenizer.eos_token_id)
-        if len(ids) < len(whole) and any(end in target for end in ends):
-            _, tail = surroundings(tokenizer, turns[at], asked[at], split) or ("", "")
-            if not any(end in tail for end in ends):  # what was found is the answer's own: the template writes none
-                ids = [*whole, tokenizer.eos_token_id]
+        if dropped or not holds(asked[at], answered[at], target):
+            raise refusal(split, index, asked[at], answered[at], target)
+        end = next((end for end in range(len(whole), len(prompt), -1) if whole[end - 1] in rules.eos_ids), None)
+        if end is not None and end < len(whole) and any(name in target for name in ends):
+            _, tail = surroundings(tokenizer, turns, asked[at], split) or ("", "")
+            if not any(name in tail for name in ends):  # what was found is the answer's own: the template writes none
+                end = None
+        ids = [*whole, tokenizer.eos_token_id] if end is None else whole[:end]
         if len(ids) > rules.max_length:
             if rules.truncation == "right" and len(prompt) < rules.max_length:
                 result.cut.append(index)
             else:
-                result.left_out.setdefault(rules.too_long, []).append(index)
+                result.left_out[rules.too_long].append(index)
                 continue
         example = Encoded(index, ids[: rules.max_length], len(prompt))
         if example.supervised_tokens:
             kept.append(example)
         else:
-            result.left_out.setdefault("left out: the tokenizer leaves nothing of the answer to learn", []).append(
-                index
-            )
+            result.left_out["left out: the tokenizer leaves nothing of the answer to learn"].append(index)
     return result
-
-
-def _tokens(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-
-
-def _until_end_of_turn(whole: list[int], prompt_length: int, eos_ids: frozenset[int], eos_token_id: int) -> list[int]:
-    for position in range(len(whole) - 1, prompt_length - 1, -1):
-        if whole[position] in eos_ids:
-            return whole[: position + 1]
-    return [*whole, eos_token_id]

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import pkgutil
 import sys
 import types
 from importlib import metadata
@@ -45,7 +46,7 @@ def code_fingerprint(*values: Any) -> str | None:
         own -= sys.stdlib_module_names
         files = {top: _files(top, imported) for top in own}
         installed = _installed(imported - own - sys.stdlib_module_names)
-    except (_Unknown, OSError, ImportError, SyntaxError, ValueError, RecursionError):
+    except (_Unknown, OSError, ImportError, SyntaxError, ValueError, AttributeError, RecursionError):
         return None
     decides = [described, sorted(files.items()), installed, sys.version_info[:3]]
     return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
@@ -65,10 +66,8 @@ def _described(value: Any, own: set[str]) -> Any:
         return ["method", value.__name__, _described(value.__self__, own)]
     if isinstance(value, (type, types.FunctionType)):
         for each in value.__mro__ if isinstance(value, type) else (value,):
-            found: Any = sys.modules.get(each.__module__)
-            for part in each.__qualname__.split("."):
-                found = getattr(found, part, None)
-            if found is not each or each.__module__ == "__main__":  # made in a function, replaced, or typed in
+            found = pkgutil.resolve_name(f"{each.__module__}:{each.__qualname__}")
+            if found is not each or each.__module__ == "__main__":  # replaced, or typed in
                 raise _Unknown
             own.add(each.__module__.partition(".")[0])
         return ["name", value.__module__, value.__qualname__]

@@ -32,8 +32,13 @@ class Located(NamedTuple):
     raw: bytes
 
 
-class Malformed(ValueError):
-    """What is wrong with a field of an object, by its name."""
+class RowProblem(ValueError):
+    """What is wrong with one row: raised by the `parse` given to `read_rows`, which adds file and line.
+
+    Args:
+        field: the key, or a path such as `label.name`.
+        expected: what should have stood there.
+    """
 
     def __init__(self, field: str, expected: str) -> None:
         shown = repr(field) if len(field) <= _MAX_NAME else f"{field[:_MAX_NAME]!r}..."
@@ -44,21 +49,25 @@ def located(stream: BinaryIO, name: str) -> Iterator[Located]:
     """The values of an array or of lines, whichever the content is.
 
     Args:
-        stream: at its beginning; a byte-order mark is accepted.
+        stream: read from its beginning; a byte-order mark is accepted.
         name: the file's name in messages.
     Raises:
         UserError: bytes that are not UTF-8, by line.
     """
+    stream.seek(0)
     begin = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
     stream.seek(begin)
-    mark = b" "
-    while mark.isspace():
-        mark = stream.read(1)
+    while (mark := stream.read(1)).isspace():
+        pass
     stream.seek(begin)
     if mark == b"[":
         yield from _array(_text(stream.read(), name, 1, begin), begin)
-    else:
-        yield from _lines(stream, name, begin)
+        return
+    for line, raw in enumerate(stream, 1):
+        text = _text(raw, name, line, begin)
+        if text.strip():
+            yield Located(_decoded(text.removesuffix("\n")), line, begin, raw)
+        begin += len(raw)
 
 
 def _text(raw: bytes, name: str, line: int, begin: int) -> str:
@@ -69,40 +78,33 @@ def _text(raw: bytes, name: str, line: int, begin: int) -> str:
         raise UserError(f"{name}:{line}: not UTF-8 (byte {byte}); save the file as UTF-8") from None
 
 
-def _lines(stream: BinaryIO, name: str, begin: int) -> Iterator[Located]:
-    for line, raw in enumerate(stream, 1):
-        text = _text(raw, name, line, begin)
-        if text.strip():
-            yield Located(_decoded(text.removesuffix("\n")), line, begin, raw)
-        begin += len(raw)
-
-
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any] | ValueError:
     """An object, or the error that stands in its place, so that the rows after it are decoded too."""
     row: dict[str, Any] = {}
     for key, value in pairs:
         if key in row:
-            return Malformed(key, "each key once, it stands here twice")
+            return RowProblem(key, "each key once, it stands here twice")
         row[key] = value
     return row
 
 
-def _no_constant(name: str) -> ValueError:
-    return ValueError(f"{name} is not JSON; use null or a number")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_no_duplicates,
+    parse_constant=lambda name: ValueError(f"{name} is not JSON; use null or a number"),
+)
 
 
 def _decoded(text: str) -> Any:
     try:
         return _checked(_DECODER.decode(text))
-    except json.JSONDecodeError as error:
-        return ValueError(f"not JSON at column {error.colno}: {error.msg}")
-    except RecursionError:
-        return ValueError("nested too deeply")
-    except ValueError as error:
-        return error
+    except (ValueError, RecursionError) as error:
+        return ValueError(_reason(error))
+
+
+def _reason(error: ValueError | RecursionError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON at column {error.colno}: {error.msg}"
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _checked(value: Any) -> Any:
@@ -125,7 +127,7 @@ def _problems_in(value: Any, depth: int = 0) -> Iterator[ValueError]:
 
 def _array(text: str, offset: int) -> Iterator[Located]:
     """The elements of the array; the first syntax error ends it. `offset` is that of the first byte of `text`."""
-    at, line = 0, 1
+    at, line, mark = 0, 1, "["
 
     def move(end: int) -> bytes:
         """Move on to the character at `end`; the bytes between."""
@@ -134,35 +136,30 @@ def _array(text: str, offset: int) -> Iterator[Located]:
         at, line, offset = end, line + text.count("\n", at, end), offset + len(raw)
         return raw
 
-    def mark() -> str:
-        """The next character that is not blank, or nothing at the end."""
+    def next_mark() -> str:
+        """Move on to the next character that is not blank; it, or nothing at the end."""
         move(_BLANK.match(text, at).end())
         return text[at : at + 1]
 
-    def problem(what: object) -> Located:
+    def problem(what: str) -> Located:
         return Located(ValueError(what), line, offset, b"")
 
-    move(text.index("[") + 1)
-    first = True
-    while mark() != "]":
-        if not first:
-            if mark() != ",":
-                yield problem("expected ',' or ']' here; is the file cut off?")
-                return
-            move(at + 1)
-            if mark() == "]":
+    move(text.index(mark))
+    while mark != "]":
+        move(at + 1)  # over the bracket or the comma
+        if next_mark() == "]":
+            if mark == ",":
                 yield problem("a comma before ']' announces a row that is not there")
-                break
-        first = False
+            break
         try:
             value, end = _DECODER.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            move(error.pos)
-            yield problem(f"not JSON: {error.msg}; the rest is unread")
-            return
         except (ValueError, RecursionError) as error:
-            yield problem(f"{'nested too deeply' if isinstance(error, RecursionError) else error}; the rest is unread")
+            move(getattr(error, "pos", at))
+            yield problem(f"{_reason(error)}; the rest is unread")
             return
         yield Located(_checked(value), line, offset, move(end))
+        if (mark := next_mark()) not in [",", "]"]:
+            yield problem("expected ',' or ']' here; is the file cut off?")
+            return
     if rest := text[at + 1 :].strip()[:20]:
         yield problem(f"text after the end of the array: {rest!r}")

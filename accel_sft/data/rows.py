@@ -6,12 +6,12 @@ The place of each row is kept in the cache, found by the file's content and the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import io
 import json
 import operator
 import os
-import shutil
 import stat
 import struct
 import zlib
@@ -22,8 +22,7 @@ from typing import Any, BinaryIO, TypeVar, overload
 from accel_sft.api.errors import UserError
 from accel_sft.data import cache
 from accel_sft.data.fingerprint import code_fingerprint
-from accel_sft.data.json_stream import Malformed, located
-from accel_sft.io import manifest
+from accel_sft.data.json_stream import RowProblem, located
 
 MAX_PROBLEMS = 20
 IN_MEMORY_BYTES = 1 << 20
@@ -33,63 +32,39 @@ _PLACES = "places.bin"
 Row = TypeVar("Row")
 
 
-class RowProblem(Malformed):
-    """What is wrong with one row: raised by the `parse` given to `read_rows`, which adds file and line.
-
-    Args:
-        field: the key, or a path such as `label.name`.
-        expected: what should have stood there.
-    """
-
-
 class _File:
-    """An open file of which parts are read; closed with the last reference to it."""
+    """An open file that is sliced as `bytes` are; closed with the last reference to it."""
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self._descriptor = os.dup(stream.fileno())
-        self.size = os.fstat(self._descriptor).st_size
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
 
-    def part(self, begin: int, size: int) -> bytes:
-        return os.pread(self._descriptor, size, begin)
+    def __len__(self) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def __getitem__(self, part: slice) -> bytes:
+        return os.pread(self._descriptor, part.stop - part.start, part.start)
 
     def __del__(self) -> None:
         os.close(self._descriptor)
 
 
-class _Held:
-    """The content of a small file."""
-
-    def __init__(self, content: bytes) -> None:
-        self.content, self.size = content, len(content)
-
-    def part(self, begin: int, size: int) -> bytes:
-        return self.content[begin : begin + size]
-
-
+@dataclasses.dataclass(eq=False, repr=False)
 class Rows(Sequence[Row]):
     """The rows of a file as a sequence that has none of them in memory: each is read and parsed when it is used.
 
     A slice is such a sequence too; `list(rows)` has them all in memory.
-
-    Attributes:
-        fingerprint: the same for the same rows and parser; None: the parser has none (it was made inside a function,
-            has values that are not plain, reads files; see `code_fingerprint`).
     """
 
-    def __init__(
-        self,
-        name: str,
-        file: _File | _Held,
-        places: _File | _Held,
-        parse: Callable[[dict[str, Any]], Row],
-        chosen: range,
-        content: str | None,
-    ) -> None:
-        self._name, self._file, self._places, self._parse = name, file, places, parse
-        self._chosen, self._content = chosen, content
+    _name: str
+    _file: _File | bytes
+    _places: _File | bytes
+    _parse: Callable[[dict[str, Any]], Row]
+    _chosen: range
+    _content: str | None
 
     @property
     def fingerprint(self) -> str | None:
+        """The same for the same rows and parser; None: the parser has none, see `code_fingerprint`."""
         chosen = self._chosen
         return self._content and f"{self._content} {chosen.start} {chosen.step} {len(chosen)}"
 
@@ -101,11 +76,11 @@ class Rows(Sequence[Row]):
     @overload
     def __getitem__(self, index: slice) -> Rows[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | Rows[Row]:
-        if isinstance(index, slice):
-            return Rows(self._name, self._file, self._places, self._parse, self._chosen[index], self._content)
-        row = self._chosen[operator.index(index)]
-        begin, size, checksum = _PLACE.unpack(self._places.part(row * _PLACE.size, _PLACE.size))
-        raw = self._file.part(begin, size)
+        row = self._chosen[index]
+        if isinstance(row, range):
+            return dataclasses.replace(self, _chosen=row)
+        begin, size, checksum = _PLACE.unpack(self._places[row * _PLACE.size : (row + 1) * _PLACE.size])
+        raw = self._file[begin : begin + size]
         if zlib.crc32(raw) != checksum:
             raise UserError(f"{self._name}: row {row + 1} was changed while it was in use; start again")
         return self._parse(json.loads(raw))
@@ -114,8 +89,6 @@ class Rows(Sequence[Row]):
         if not isinstance(other, (list, Rows)):
             return NotImplemented
         return len(self) == len(other) and all(map(operator.eq, self, other))
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"<{len(self):,} rows of {self._name}>"
@@ -134,48 +107,31 @@ def read_rows(path: str | Path, parse: Callable[[dict[str, Any]], Row]) -> Rows[
     """
     path, known = Path(path), code_fingerprint(parse)
     try:
-        stream = _opened(path)
+        stream = path.open("rb")
         before = os.fstat(stream.fileno())
         held = before.st_size < IN_MEMORY_BYTES or not stat.S_ISREG(before.st_mode)  # what is piped in is read once
-        file = _Held(stream.read()) if held else _File(stream)
-        source = io.BytesIO(file.content) if held else stream
-        key = hashlib.sha256(f"{_sha256(source)} {known}".encode()).hexdigest()
+        file = stream.read() if held else _File(os.dup(stream.fileno()))
+        source = io.BytesIO(file) if held else stream
+        key = hashlib.sha256(f"{hashlib.file_digest(source, 'sha256').hexdigest()} {known}".encode()).hexdigest()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give an existing JSON or JSONL file") from None
+    except ValueError as error:  # the name has a NUL or a lone surrogate
+        raise UserError(f"{str(path)!r}: not a file's name ({error}); give an existing JSON or JSONL file") from None
     with stream:
         kept = not held and known is not None
         places = _kept(key) if kept else None
         if places is None:
-            places = _Held(_validated(source, str(path), parse))
+            places = _validated(source, str(path), parse)
             after = os.fstat(stream.fileno())
             if not held and (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
                 raise UserError(f"{path}: was changed while it was read; start again")
             places = _keep(places, key) if kept else places
-    return Rows(str(path), file, places, parse, range(places.size // _PLACE.size), key if known else None)
-
-
-def _opened(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except ValueError as error:  # the name has a NUL or a lone surrogate
-        raise UserError(f"{str(path)!r}: not a file's name ({error}); give an existing JSON or JSONL file") from None
-
-
-def _sha256(stream: BinaryIO) -> str:
-    digest, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
-    while size := stream.readinto(block):
-        digest.update(block[:size])
-    stream.seek(0)
-    return digest.hexdigest()
+    return Rows(str(path), file, places, parse, range(len(places) // _PLACE.size), known and key)
 
 
 def _validated(stream: BinaryIO, name: str, parse: Callable[[dict[str, Any]], Any]) -> bytes:
-    """The place of each row, one after the other.
-
-    Raises:
-        UserError: bad rows, or none.
-    """
-    places, problems, more, before = bytearray(), [], 0, 0
+    """The place of each row, one after the other."""
+    places, problems, bad, before = bytearray(), [], 0, 0
     for row, (value, line, begin, raw) in enumerate(located(stream, name), 1):
         try:
             if isinstance(value, ValueError):
@@ -185,14 +141,13 @@ def _validated(stream: BinaryIO, name: str, parse: Callable[[dict[str, Any]], An
             parse(value)
             places += _PLACE.pack(begin, len(raw), zlib.crc32(raw))
         except ValueError as problem:
-            if len(problems) < MAX_PROBLEMS:
+            bad += 1
+            if bad <= MAX_PROBLEMS:
                 which = f" row {row}:" if raw and line == before else ""  # an array may stand on one line
                 problems.append(f"{name}:{line}:{which} {problem}")
-            else:
-                more += 1
         before = line
-    if more:
-        problems.append(f"{name}: and {more} more bad rows; nothing was trained")
+    if bad > MAX_PROBLEMS:
+        problems.append(f"{name}: and {bad - MAX_PROBLEMS} more bad rows; nothing was trained")
     if problems:
         raise UserError(*problems)
     if not places:
@@ -201,27 +156,18 @@ def _validated(stream: BinaryIO, name: str, parse: Callable[[dict[str, Any]], An
 
 
 def _kept(key: str) -> _File | None:
-    found = cache.find("rows", key)
-    if found is None:
-        return None
-    with (
-        contextlib.suppress(OSError),
-        (found[0] / _PLACES).open("rb") as stream,
-    ):  # it may be removed by now
-        return _File(stream)
+    if found := cache.find("rows", key):
+        with contextlib.suppress(OSError):  # it may be removed by now
+            return _File(os.open(found[0] / _PLACES, os.O_RDONLY))
+    return None
 
 
-def _keep(places: _Held, key: str) -> _File | _Held:
+def _keep(places: bytes, key: str) -> _File | bytes:
     """Put `places` into the cache. If it cannot be written they stay in memory, and the next start checks all rows."""
-    made = None
     try:
-        made = cache.partial("rows")
-        (made / _PLACES).write_bytes(places.content)
-        manifest.write(made, {})
-        cache.publish(made, "rows", key)
+        with cache.partial("rows") as made:
+            (made / _PLACES).write_bytes(places)
+            cache.publish(made, "rows", key, {})
     except OSError as error:
-        cache.log(f"{cache.where()}: rows cannot be kept here ({error.strerror}); they are checked on every start")
-    finally:
-        if made:
-            shutil.rmtree(made, ignore_errors=True)
+        cache.log(f"{cache.folder()}: rows cannot be kept here ({error.strerror}); they are checked on every start")
     return _kept(key) or places

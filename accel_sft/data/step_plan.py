@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -34,14 +35,10 @@ class StepPlan:
         self.seed, self.global_batch_size = seed, global_batch_size
         self.stream_length = round((epochs or 0) * len(self.lengths)) if max_steps is None else None
         self.total_steps = max_steps or max(math.ceil(self.stream_length / global_batch_size), 1)
-        self._permutations: dict[int, np.ndarray] = {}
+        self._permutation = functools.lru_cache(maxsize=2)(self._drawn_permutation)
 
-    def _permutation(self, epoch: int) -> np.ndarray:
-        if epoch not in self._permutations:
-            keep = {key: value for key, value in self._permutations.items() if key >= epoch - 1}
-            generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
-            self._permutations = {**keep, epoch: generator.permutation(len(self.lengths))}
-        return self._permutations[epoch]
+    def _drawn_permutation(self, epoch: int) -> np.ndarray:
+        return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self.lengths))
 
     def examples(self, step: int) -> np.ndarray:
         """Indices of the examples that step `step` (from 0) learns from; shape (at most global_batch_size,)."""

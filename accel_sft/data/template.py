@@ -6,7 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import jinja2
+
 from accel_sft.api.errors import UserError
+from accel_sft.data.conversation import Turns
 from accel_sft.io.text import one_line
 
 _PROBE = "\ue000\ue001"
@@ -15,18 +18,17 @@ _MARK = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷\s]+▷")
 """What templates write around blocks: `<think>`, `<|channel|>`, `[/THINK]`, `◁/think▷`."""
 
 
-def rendered(
-    tokenizer: Any, conversations: Sequence[list[dict[str, str]]], split: str, *, add_generation_prompt: bool
-) -> list[str]:
-    """Each conversation as the chat template writes it.
+def rendered(tokenizer: Any, prompts: Sequence[Turns], split: str, answers: Sequence[str] | None = None) -> list[str]:
+    """Each conversation as the chat template writes it, with its answer or up to where that begins.
 
     Raises:
         UserError: the template rejects the messages.
     """
-    import jinja2
-
+    conversations = list(prompts)
+    for at, answer in enumerate(answers or ()):
+        conversations[at] = [*prompts[at], {"role": "assistant", "content": answer}]
     try:
-        return tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=answers is None)
     except jinja2.exceptions.TemplateError as error:
         roles = "/".join(turn["role"] for turn in conversations[0])
         raise UserError(
@@ -35,14 +37,9 @@ def rendered(
         ) from None
 
 
-def answered(turns: list[dict[str, str]], answer: str) -> list[dict[str, str]]:
-    """The conversation with its answer."""
-    return [*turns, {"role": "assistant", "content": answer}]
-
-
-def surroundings(tokenizer: Any, turns: list[dict[str, str]], prompt: str, split: str) -> tuple[str, str] | None:
+def surroundings(tokenizer: Any, turns: Turns, prompt: str, split: str) -> tuple[str, str] | None:
     """What the template writes between the rendered prompt and an answer, and behind it; None: it writes no answer."""
-    (whole,) = rendered(tokenizer, [answered(turns, _PROBE)], split, add_generation_prompt=False)
+    (whole,) = rendered(tokenizer, [turns], split, [_PROBE])
     lead, found, tail = _behind(prompt, whole).partition(_PROBE)
     return (lead, tail) if found else None
 
@@ -105,7 +102,7 @@ class AnswerText:
         longest_first = sorted(special, key=lambda token: (-len(token), token))
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    def __call__(self, turns: list[dict[str, str]], target: str, answer: Sequence[int]) -> str:
+    def __call__(self, turns: Turns, target: str, answer: Sequence[int]) -> str:
         """The text to be scored.
 
         What the template and the tokenizer make of the target is read as the target, so an answer that is reproduced
@@ -116,8 +113,8 @@ class AnswerText:
             target: its expected answer.
             answer: the generated token ids, end-of-turn included.
         """
-        (prompt,) = rendered(self.tokenizer, [turns], "validation", add_generation_prompt=True)
-        (whole,) = rendered(self.tokenizer, [answered(turns, target)], "validation", add_generation_prompt=False)
+        (prompt,) = rendered(self.tokenizer, [turns], "validation")
+        (whole,) = rendered(self.tokenizer, [turns], "validation", [target])
         lead, tail = surroundings(self.tokenizer, turns, prompt, "validation") or ("", "")
         text = self._said(answer, lead, tail, target)
         if text == target:

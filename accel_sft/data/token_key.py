@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,25 @@ from accel_sft.data.chat import Rules, encode_parts
 from accel_sft.data.conversation import conversation
 from accel_sft.data.fingerprint import code_fingerprint
 
-_FORMAT = 1
-
 
 def token_key(decided: list[Any], task: Task, examples: Sequence[Any], split: str, *, read: bool) -> str:
     """The first 32 digits of a SHA-256, which are enough to be unique.
+
+    Of the examples it has the fingerprints of the sequence and of the task's code where both are known, else every
+    message and target.
 
     Args:
         decided: what `decided_without_examples` gave.
         read: read every message and target, whether or not a fingerprint stands for them.
     """
-    parts = [decided, len(examples), _examples_key(task, examples, split, read)]
+    of_datasets = type(examples).__module__.partition(".")[0] == "datasets"
+    fingerprint = getattr(examples, "_fingerprint" if of_datasets else "fingerprint", None)
+    known = code_fingerprint(task) if fingerprint and isinstance(fingerprint, str) and not read else None
+    content = hashlib.sha256(f"{fingerprint} {known}".encode() if known else b"")
+    if not known:
+        for index in range(len(examples)):
+            content.update(json.dumps(conversation(task, examples, split, index), default=repr).encode())
+    parts = [decided, len(examples), content.hexdigest()]
     return _sha256(json.dumps(parts, sort_keys=True).encode())[:32]
 
 
@@ -44,10 +52,8 @@ def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
     cls, template = type(tokenizer), json.dumps(tokenizer.chat_template)
     model_code = None
     if not cls.__module__.startswith("transformers."):  # it came with the model
-        beside = Path(sys.modules[cls.__module__].__file__ or "").parent.glob("*.py")
-        model_code = _sha256(b"".join(path.name.encode() + path.read_bytes() for path in sorted(beside)))
+        model_code = _files(Path(sys.modules[cls.__module__].__file__ or "").parent.glob("*.py"))
     return [
-        _FORMAT,
         {name: importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")},
         own,
         [cls.__qualname__, model_code, _vocabulary(tokenizer), tokenizer.eos_token_id],
@@ -63,24 +69,11 @@ def _vocabulary(tokenizer: Any) -> str:
         return _sha256(tokenizer.backend_tokenizer.to_str().encode())
     with tempfile.TemporaryDirectory() as folder:  # a tokenizer in Python: its files are all that decides
         tokenizer.save_pretrained(folder)
-        return _sha256(
-            b"".join(
-                path.name.encode() + path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.is_file()
-            )
-        )
+        return _files(Path(folder).rglob("*"))
 
 
-def _examples_key(task: Task, examples: Sequence[Any], split: str, read: bool) -> str:
-    """The fingerprints of the sequence and of the task's code where both are known, else a hash of every message and
-    target."""
-    of_datasets = type(examples).__module__.partition(".")[0] == "datasets"
-    fingerprint = getattr(examples, "_fingerprint" if of_datasets else "fingerprint", None)
-    if not read and isinstance(fingerprint, str) and fingerprint and (known := code_fingerprint(task)):
-        return f"{fingerprint} {known}"
-    digest = hashlib.sha256()
-    for index in range(len(examples)):
-        digest.update(json.dumps(conversation(task, examples, split, index), default=repr).encode())
-    return digest.hexdigest()
+def _files(paths: Iterable[Path]) -> str:
+    return _sha256(b"".join(path.name.encode() + path.read_bytes() for path in sorted(paths) if path.is_file()))
 
 
 def _sha256(content: bytes) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ from accelerate import Accelerator
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.data import cache
-from accel_sft.data.chat import Encoded, Encoding, Rules, encode_parts
+from accel_sft.data.chat import Encoding, Rules, encode_parts
 from accel_sft.data.token_key import decided_without_examples, token_key
 from accel_sft.data.token_store import TokenStore, merge, write_part
-from accel_sft.io import manifest
 from accel_sft.io.terminal import terminal
-from accel_sft.launch.collectives import Result, Team
+from accel_sft.launch.collectives import Team
 
 KIND, FILE = "tokens", "tokens.arrow"
 _COMPARED = 32
@@ -29,10 +27,10 @@ _ANNOUNCED = 50_000
 
 
 class SplitEncoder:
-    """Encodes a task's splits as `chat.encode` does, on all ranks of a machine together, and once for all runs.
+    """Encodes a task's splits as `encode_parts` does, on all ranks of a machine together, and once for all runs.
 
-    `kept` is a TokenStore, so memory does not grow with the data. Where the cache cannot be written, the tokens are in
-    a temporary file for this run alone. Making and calling one are collectives.
+    What is kept is a TokenStore, so memory does not grow with the data. Where the cache cannot be written, the tokens
+    are in a temporary file for this run alone. Making and calling one are collectives.
     """
 
     def __init__(self, accelerator: Accelerator, tokenizer: Any, task: Task, rules: Rules) -> None:
@@ -44,8 +42,8 @@ class SplitEncoder:
         """A split's tokens, from the cache or made and put there.
 
         Raises:
-            UserError: what `chat.encode` raises, for the lowest example, on every rank; examples that differ between
-                ranks, or from one call of the task's methods to the next.
+            UserError: what `encode_parts` and `Encoding.check` raise, for the lowest example, on every rank; examples
+                that differ between ranks, or from one call of the task's methods to the next.
         """
         team = self.team
         keys = team.all(lambda: self.key(examples, split))
@@ -88,100 +86,78 @@ class SplitEncoder:
         return [example for part in parts for example in part.kept] == [example for example in stored if example]
 
     def _opened(self, folder: Path, about: dict[str, Any], split: str) -> Encoding:
-        stores: list[TokenStore] = []
+        encodings: list[Encoding] = []
 
         def read() -> None:
             try:
-                stores.append(TokenStore(folder / FILE, about["fingerprint"]))
+                store = TokenStore(folder / FILE, about["fingerprint"])
             except OSError as error:
                 raise UserError(f"{folder}: cannot be read any more ({error}); start again") from None
+            encodings.append(Encoding(split, store, about["left_out"], about["cut"]))
 
         self.team.all(read)
-        return Encoding(split, stores[0], about["left_out"], about["cut"])
+        return encodings[0]
 
     def _made(self, examples: Sequence[Any], split: str, key: str) -> Encoding:
         """Tokenized into the cache or, where a machine's cannot be written, into temporary files."""
         try:
-            return self._made_in(lambda: cache.partial(KIND), examples, split, key)
+            return self._made_in_folders(examples, split, key)
         except _Unwritable as problem:
-            note = f"{split}: tokens cannot be kept in {cache.where()} ({problem}); they are made for this run only"
+            note = f"{split}: tokens cannot be kept in {cache.folder()} ({problem}); they are made for this run only"
         try:
-            encoding = self._made_in(lambda: Path(tempfile.mkdtemp(prefix="accel_sft-")), examples, split, None)
+            encoding = self._made_in_folders(examples, split, None)
         except _Unwritable as problem:
             raise UserError(note, f"nor in {tempfile.gettempdir()} ({problem}): free space in one of the two") from None
         encoding.notes.append(note)
         return encoding
 
-    def _made_in(self, place: Callable[[], Path], examples: Sequence[Any], split: str, key: str | None) -> Encoding:
-        """Tokenized into a folder from `place`, which takes its name in the cache if there is a key, else is removed.
-
-        Raises:
-            _Unwritable: on every rank, if one could not write.
-        """
+    def _made_in_folders(self, examples: Sequence[Any], split: str, key: str | None) -> Encoding:
+        """Tokenized into each machine's cache under this key; None: into folders that are gone when they are open."""
         team = self.team
-        folders = team.firsts(_writing(place))
-        folder = folders[team.rank]
-        try:
-            _written(folders)
-            shares = _written(team.all(_writing(lambda: self._share(folder, examples, split))))
-            whole = Encoding(split, [], {}, [])
+        with contextlib.ExitStack() as stack:
+
+            def entered() -> Path:
+                place = cache.partial(KIND) if key else tempfile.TemporaryDirectory(prefix="accel_sft-")
+                return Path(stack.enter_context(place))
+
+            folder = _written(team.firsts, entered)[team.rank]
+            shares = _written(team.all, lambda: self._share(folder, examples, split))
+            whole = Encoding(split)
             for rank in team.here:
-                whole.note(shares[rank][0])
-            whole.check(sum(shares[rank][1] for rank in team.here), self.rules)
+                whole.note(shares[rank])
+            whole.check(len(examples), self.rules)
 
             def merged() -> tuple[Path, dict[str, Any]]:
                 parts = [folder / f"part-{number}" for number in range(len(team.here))]
                 about = {"left_out": whole.left_out, "cut": whole.cut, "fingerprint": merge(parts, folder / FILE)}
                 for part in parts:
                     part.unlink()
-                if key is None:
-                    return folder, about
-                manifest.write(folder, about)
-                return cache.publish(folder, KIND, key), about
+                return cache.publish(folder, KIND, key, about) if key else folder, about
 
-            return self._opened(*_written(team.firsts(_writing(merged)))[team.rank], split)
-        finally:  # after publishing, it is no longer there under this name
-            if team.rank == team.first and isinstance(folder, Path):
-                shutil.rmtree(folder, ignore_errors=True)
+            return self._opened(*_written(team.firsts, merged)[team.rank], split)
 
-    def _share(self, folder: Path, examples: Sequence[Any], split: str) -> tuple[Encoding, int]:
-        """Write this rank's contiguous share; returns what was left out of it, and the number of examples written."""
+    def _share(self, folder: Path, examples: Sequence[Any], split: str) -> Encoding:
+        """Write this rank's contiguous share; what was left out of it, and cut."""
         ranks, place = len(self.team.here), self.team.rank - self.team.first
         indices = range(len(examples) * place // ranks, len(examples) * (place + 1) // ranks)
-        left_out = Encoding(split, [], {}, [])
-
-        def parts() -> Iterator[Sequence[Encoded]]:
-            for part in encode_parts(self.tokenizer, self.task, examples, indices, split, self.rules):
-                left_out.note(part)
-                yield part.kept
-                if any((folder / f"failed-{lower}").exists() for lower in range(place)):
-                    return  # the error of a lower example will be reported
-
-        try:
-            return left_out, write_part(folder / f"part-{place}", parts())
-        except UserError:
-            with contextlib.suppress(OSError):
-                (folder / f"failed-{place}").touch()
-            raise
+        parts = encode_parts(self.tokenizer, self.task, examples, indices, split, self.rules)
+        return write_part(folder / f"part-{place}", parts, split)
 
 
 class _Unwritable(Exception):
     """Why a file could not be written."""
 
 
-def _writing(work: Callable[[], Result]) -> Callable[[], Result | _Unwritable]:
-    """`work`, which returns why it cannot write instead of raising it, so that all ranks get to know it first."""
+def _written(collective: Callable[..., list[Any]], work: Callable[[], Any]) -> list[Any]:
+    """What `collective` gathers of `work`; raises _Unwritable on every rank if one of them could not write."""
 
-    def tried() -> Result | _Unwritable:
+    def tried() -> Any:
         try:
             return work()
         except OSError as error:
             return _Unwritable(error.strerror or str(error))
 
-    return tried
-
-
-def _written(results: list[Any]) -> list[Any]:
+    results = collective(tried)
     for result in results:
         if isinstance(result, _Unwritable):
             raise result

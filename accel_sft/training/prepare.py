@@ -14,8 +14,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.checkpoint.checkpoint import replacing
 from accel_sft.data.chat import Encoding
-from accel_sft.data.conversation import conversation
-from accel_sft.data.splits import read_split
+from accel_sft.data.conversation import conversation, read_split
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
