@@ -2,99 +2,60 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from accel_sft.api import registry
-from accel_sft.api.config import RUN, TrainConfig
-from accel_sft.api.config_file import BadOptions, load_yaml
+from accel_sft.api.config import RUN, EvaluateConfig, TrainConfig
+from accel_sft.api.config_file import load_yaml
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import Setting, settings
+from accel_sft.api.options import HIDDEN, Setting, settings
 from accel_sft.api.task import Task
 from accel_sft.models.tiny import TINY_DEFAULTS
 from accel_sft.resilience.exit import ExitHandler
 
-EVALUATION = frozenset(
-    ("model", "trust_remote_code", "dtype", "attn_implementation", "max_length", "eval_limit", "eval_batch_size")
-) | {"max_new_tokens", "generate_with", "output_dir", "seed", "debug", "dry_run", "hang_timeout"}
-"""The trainer's settings that `evaluate` offers."""
-_IN_EVALUATION = {
-    "model": {"default": dataclasses.MISSING, "help": "A run, saved weights or an adapter by folder, or a hub id."},
-    "output_dir": {"help": "A new folder for result.json, report.md and the answers; default: none is written."},
-}
-"""Defaults and help texts that differ in `evaluate`."""
+_USUAL = TrainConfig(model="").resolved({})
+_METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER"}
 
 
-class _Value(click.ParamType):
-    """Converts what it can and leaves bad values to `Setting.problem`: click would stop at the first one."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.name = "|".join(setting.choices) or {str: "text", int: "integer", float: "number"}[setting.type]
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
-        return self.name if self.setting.choices else self.name.upper()
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if self.setting.type is str or not isinstance(value, str):
-            return value
-        try:
-            return self.setting.type(value)
-        except ValueError:
-            return value
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        if self.setting.name in ("model", "output_dir", "init_from", "resume") or self.setting.name.endswith("_file"):
-            return [CompletionItem(incomplete, type="file")]
-        return [CompletionItem(choice) for choice in self.setting.choices if choice.startswith(incomplete)]
-
-
-class SectionOption(click.Option):
-    """An option that `--help` lists under a heading."""
-
-    def __init__(self, *args: Any, section: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.section = section
-
-
-def make_option(setting: Setting, section: str) -> SectionOption:
-    """The click option of a setting. Its default is None, which marks an option that was not given."""
+def make_option(setting: Setting) -> click.Option:
+    """The click option of a setting. It has no default, so that all values are read and checked in one place."""
     help = f"{setting.help} {_brackets(setting)}".strip()
     if setting.type is bool:
-        flags = f"{setting.flag}/--no-{setting.flag[2:]}"
-        return SectionOption([flags, setting.name], default=None, help=help, section=section)
-    return SectionOption([setting.flag, setting.name], type=_Value(setting), help=help, section=section)
+        return click.Option([f"{setting.flag}/--no-{setting.flag[2:]}", setting.name], default=None, help=help)
+    return click.Option(
+        [setting.flag, setting.name],
+        type=setting.read,
+        metavar="|".join(setting.choices) or _METAVARS[setting.type],
+        shell_complete=functools.partial(_complete, setting),
+        help=help,
+    )
+
+
+def _complete(setting: Setting, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    if setting.name in ("model", "output_dir", "init_from", "resume") or setting.name.endswith("_file"):
+        return [CompletionItem(incomplete, type="file")]
+    return [CompletionItem(choice) for choice in setting.choices if choice.startswith(incomplete)]
 
 
 def _brackets(setting: Setting) -> str:
-    usual, tiny = getattr(_USUAL, setting.name, None), TINY_DEFAULTS.get(setting.name)
-    parts = []
-    if setting.required:
-        parts.append("required")
-    elif setting.default is not None:
-        parts.append(f"default: {_shown(setting.default)}")
-    elif usual is not None and tiny not in (None, usual):
-        parts.append(f"default: {_shown(usual)}, {_shown(tiny)} for tiny")
-    elif usual is not None:
-        parts.append(f"default: {_shown(usual)}")
-    elif tiny is not None:
-        parts.append(f"default: {_shown(tiny)} for tiny")
+    usual = getattr(_USUAL, setting.name, None) if setting.default is None else setting.default
+    tiny = TINY_DEFAULTS.get(setting.name)
+    defaults = [] if usual is None else [_shown(usual)]
+    if tiny not in (None, usual):
+        defaults.append(f"{_shown(tiny)} for tiny")
+    parts = ["required"] if setting.required else [f"default: {', '.join(defaults)}"] if defaults else []
     if setting.min is not None and setting.max is not None:
         parts.append(f"{setting.min:g} to {setting.max:g}")
-    elif setting.min is not None:
-        parts.append(f"at least {setting.min:g}")
-    elif setting.max is not None:
-        parts.append(f"at most {setting.max:g}")
+    else:
+        limits = {"at least": setting.min, "at most": setting.max}
+        parts += [f"{word} {limit:g}" for word, limit in limits.items() if limit is not None]
     return f"[{'; '.join(parts)}]" if parts else ""
-
-
-_USUAL = TrainConfig(model="").resolved({})
 
 
 def _shown(default: Any) -> str:
@@ -104,67 +65,58 @@ def _shown(default: Any) -> str:
 
 
 class TaskCommand(click.Command):
-    """A command with a task's options and the trainer's, grouped by section in its help.
+    """A command with a task's options and the trainer's, grouped by section in its help. This one trains.
 
     Args:
         task_class: the loaded task, or None while a shell completes, which imports no plugin.
-        run: called with task, config and the values of `extra` options, all problems having been reported.
-        only: names of the trainer's settings to offer; all by default.
-        extra: further click options of this command.
-        usual: makes, from the trainer's settings, the task's settings that neither command line nor file give.
+        summary: the task in a line.
     """
 
-    def __init__(
-        self,
-        name: str,
-        task_class: type[Task] | None,
-        run: Callable[..., None],
-        *,
-        summary: str,
-        only: Iterable[str] | None = None,
-        extra: Iterable[SectionOption] = (),
-        usual: Callable[[TrainConfig], Mapping[str, Any]] = lambda config: {},
-    ) -> None:
-        self.task_class, self.run, self.usual = task_class, run, usual
-        self.task_settings = settings(task_class) if task_class else []
-        self.train_settings = [
-            s if only is None else dataclasses.replace(s, **_IN_EVALUATION.get(s.name, {}))
-            for s in settings(TrainConfig)
-            if only is None or s.name in only
-        ]
-        config = SectionOption(
-            ["--config", "config_file"],
-            type=click.Path(),
-            metavar="FILE",
-            help="These options in YAML, one `name: value` a line; the command line wins.",
-            section=RUN,
-        )
-        self.extra = [config, *extra]
-        params = [make_option(s, s.section or f"Task {name}") for s in self.task_settings]
-        params += [make_option(s, s.section) for s in self.train_settings]
+    config_class: ClassVar[type[TrainConfig]] = TrainConfig
+    offered: ClassVar[frozenset[str]] = frozenset(setting.name for setting in settings(TrainConfig))
+    does: ClassVar[str] = "Trains, evaluates and saves a model for this task."
+
+    def __init__(self, name: str, task_class: type[Task] | None, summary: str) -> None:
+        self.task_class = task_class
+        task_settings = settings(task_class) if task_class else []
+        train_settings = [setting for setting in settings(self.config_class) if setting.name in self.offered]
+        self.offers = {self.config_class: train_settings, task_class: task_settings}
+        self.sections: dict[str, list[click.Option]] = {}
+        for setting in (*task_settings, *train_settings):
+            self.sections.setdefault(setting.section or f"Task {name}", []).append(make_option(setting))
+        help = "These options in YAML, one `name: value` a line; the command line wins."
+        config = click.Option(["--config", "config_file"], type=click.Path(), metavar="FILE", help=help)
+        self.sections[RUN].append(config)
+        params = [option for options in self.sections.values() for option in options]
         completing = {"ignore_unknown_options": True} if task_class is None else None
-        super().__init__(name, params=params + self.extra, help=summary, context_settings=completing)
+        super().__init__(name, params=params, help=f"{summary}\n\n{self.does}", context_settings=completing)
+
+    def run(self, task: Task, config: TrainConfig) -> None:
+        from accel_sft.commands.train import run
+
+        run(self.name, task, config)
+
+    def usual(self, config: TrainConfig) -> dict[str, Any]:
+        """The task's settings where neither the command line nor a file gives one, if not the task's defaults."""
+        return {}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record:
-                sections.setdefault(getattr(param, "section", RUN), []).append(record)
-        for heading, rows in sections.items():
+        for heading, options in self.sections.items():
+            more = [self.get_help_option(ctx)] if heading == RUN else []
             with formatter.section(heading):
-                formatter.write_dl(rows, col_max=34)
+                formatter.write_dl([option.get_help_record(ctx) for option in (*options, *more)], col_max=34)
 
     def invoke(self, ctx: click.Context) -> None:
-        extra = {option.name: ctx.params[option.name] for option in self.extra}
-        if isinstance(ctx.obj, ExitHandler):
-            ctx.obj.debug = bool(ctx.params["debug"])
-        task, config = self.read(ctx, extra.pop("config_file"))
-        if isinstance(ctx.obj, ExitHandler):
-            ctx.obj.debug = config.debug
-        self.run(task, config, **extra)
+        from accel_sft.launch.environment import prepare_environment
 
-    def read(self, ctx: click.Context, config_file: str | None) -> tuple[Task, TrainConfig]:
+        ending = ctx.ensure_object(ExitHandler)
+        ending.debug = bool(ctx.params["debug"])
+        task, config = self.read(ctx)
+        ending.debug = config.debug
+        prepare_environment(config.debug)
+        self.run(task, config)
+
+    def read(self, ctx: click.Context) -> tuple[Task, TrainConfig]:
         """Task and trainer settings from the command line over the YAML file over the defaults.
 
         Raises:
@@ -172,45 +124,48 @@ class TaskCommand(click.Command):
                 while another value is wrong or the file cannot be read is not reported.
         """
         given = {k: v for k, v in ctx.params.items() if ctx.get_parameter_source(k) is ParameterSource.COMMANDLINE}
-        problems: list[str] = []
+        every = [setting for offered in self.offers.values() for setting in offered]
+        problems = [line for s in every if s.name in given and (line := s.problem(given[s.name]))]
         from_file: dict[str, Any] = {}
-        wrong_in_file, readable = set(), True
-        if config_file:
+        if "config_file" in given:
             try:
-                from_file = load_yaml(config_file, TrainConfig, self.task_class)
-            except BadOptions as error:
-                problems += error.problems
-                from_file, wrong_in_file = error.usable, error.wrong
+                from_file, of_file = load_yaml(given["config_file"], *self.offers)
             except UserError as error:
-                problems += error.problems
-                readable = False
-        made = []
-        for offered, make in ((self.train_settings, _build_config), (self.task_settings, self._build_task)):
-            usual = self.usual(made[0]) if made else {}
-            values = {
-                s.name: source[s.name] for source in (usual, from_file, given) for s in offered if s.name in source
-            }
-            wrong = {s.name: line for s in offered if s.name in given and (line := s.problem(given[s.name]))}
-            needed = {s.name: f"{s.flag}: a value is needed" for s in offered if s.required and s.name not in values}
-            missing = [line for name, line in needed.items() if readable and name not in wrong_in_file]
-            problems += [*wrong.values(), *missing]
-            try:  # bad values are left out, so that conflicts between the other settings are reported too
-                made += [] if needed or not readable else [make({k: v for k, v in values.items() if k not in wrong})]
+                raise UserError(*error.problems, *problems) from None
+            problems = [*of_file, *problems]
+        built: list[Any] = []
+        for cls, offered in self.offers.items():
+            values = {**(self.usual(*built) if built else {}), **from_file, **given}
+            wrong = {s.name: s.flag for s in offered if s.name in values and s.problem(values[s.name])}
+            usable = {s.name: values[s.name] for s in offered if s.name in values and s.name not in wrong}
+            missing = [s for s in offered if s.required and s.name not in usable]
+            problems += [f"{s.flag}: a value is needed" for s in missing if s.name not in wrong]
+            try:  # without the wrong values, so that conflicts between the other settings are reported too
+                built += [] if missing else [registry.build(self.name, cls, usable)]
             except UserError as error:
-                left_out = {s.flag for s in offered if s.name in wrong_in_file or s.name in wrong}
-                problems += [line for line in error.problems if left_out.isdisjoint(re.findall(r"--[\w-]+", line))]
+                flags = set(wrong.values())
+                problems += [line for line in error.problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
         if problems:
             raise UserError(*dict.fromkeys(problems))
-        config, task = made
+        config, task = built
         return task, config
 
-    def _build_task(self, values: dict[str, Any]) -> Task:
-        return registry.build(self.name, self.task_class, values)
 
+class EvaluateCommand(TaskCommand):
+    """The command that scores a model on a task; a task's options default to those of the run that `--model` is."""
 
-def _build_config(values: dict[str, Any]) -> TrainConfig:
-    config = TrainConfig(**values)
-    problems = config.problems()
-    if problems:
-        raise UserError(*problems)
-    return config
+    config_class, offered = EvaluateConfig, EvaluateConfig.OFFERED
+    does = "Scores a model on this task's validation examples."
+
+    def run(self, task: Task, config: EvaluateConfig) -> None:
+        from accel_sft.commands.evaluate import run
+
+        run(self.name, task, config)
+
+    def usual(self, config: TrainConfig) -> dict[str, Any]:
+        from accel_sft.io.run_dir import RunDir
+
+        record = RunDir.record_around(config.model)
+        before = record["task_options"] if record and record["task"] == self.name else {}
+        mine = [s for s in self.offers[self.task_class] if s.name in before and not s.problem(before[s.name])]
+        return {s.name: before[s.name] for s in mine if before[s.name] != HIDDEN}
