@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -43,38 +44,31 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
             f"out, and afterwards: accel-sft evaluate {task_name} --model RUN --generate-with vllm"
         )
     config = config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
-    with StopSignals() as signals:
-        try:
-            _claimed(task_name, task, config, signals, on_step)
-        finally:
-            release()
-
-
-def _claimed(task_name: str, task: Task, config: TrainConfig, signals: StopSignals, on_step: OnStep | None) -> None:
-    """Claim the run's folder and train; result.json says how it ended, whatever happens."""
-    with Watchdog(config.hang_timeout):
-        accelerator = start(config)
-        if config.dry_run:
+    with StopSignals() as signals, contextlib.ExitStack() as at_end:
+        at_end.callback(release)
+        with Watchdog(config.hang_timeout):
+            accelerator = start(config)
+            if config.dry_run:
+                return
+            config = continued(accelerator, config)
+            run_dir, finished = claim_run_dir(accelerator, task_name, task, config)
+        if finished:
+            accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir.report}")
             return
-        config = continued(accelerator, config)
-        run_dir, finished = claim_run_dir(accelerator, task_name, task, config)
-    if finished:
-        accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir.report}")
-        return
-    try:
-        _run(accelerator, run_dir, task_name, task, config, signals, on_step)
-    except BaseException as raised:
-        signals.failing()  # ranks whose launcher is gone lose each other; their errors are no causes
-        error = _explained(run_dir, raised)
-        begun = run_dir.record.exists() or config.output_dir is not None
-        if not begun and isinstance(error, UserError) and accelerator.is_main_process:
-            shutil.rmtree(run_dir.path, ignore_errors=True)  # nobody named it, and nothing in it is needed
-        else:
-            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            run_dir.write_ended(status, str(error) or type(error).__name__)
-        if error is raised:
-            raise
-        raise error from raised
+        try:
+            _run(accelerator, run_dir, task_name, task, config, signals, on_step)
+        except BaseException as raised:  # result.json says how the run ended, whatever happens
+            signals.failing()  # ranks whose launcher is gone lose each other; their errors are no causes
+            error = _explained(run_dir, raised)
+            begun = run_dir.record.exists() or config.output_dir is not None
+            if not begun and isinstance(error, UserError) and accelerator.is_main_process:
+                shutil.rmtree(run_dir.path, ignore_errors=True)  # nobody named it, and nothing in it is needed
+            else:
+                status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+                run_dir.write_ended(status, str(error) or type(error).__name__)
+            if error is raised:
+                raise
+            raise error from raised
 
 
 def _explained(run_dir: RunDir, error: BaseException) -> BaseException:
@@ -119,20 +113,12 @@ def _run(
     signals: StopSignals,
     on_step: OnStep | None,
 ) -> None:
-    log = run_dir.log(accelerator.process_index)
     watch = Watchdog(config.hang_timeout, run_dir.logs, functools.partial(run_dir.write_ended, "failed"))
-    with terminal.quiet(log, config.debug), watch:
+    with terminal.quiet(run_dir.log(accelerator.process_index), config.debug), watch:
         prepared = prepare_data(accelerator, run_dir, task, config)
-        plan = prepared.plan
         write_run_record(accelerator, run_dir, task_name, task, config, prepared)
-        with Tracker(
-            accelerator,
-            run_dir,
-            config,
-            total_steps=plan.total_steps,
-            main_metric=task.main_metric,
-            terminal=terminal.terminal(),
-        ) as tracker:
+        shown = {"main_metric": task.main_metric, "terminal": terminal.terminal()}
+        with Tracker(accelerator, run_dir, config, total_steps=prepared.plan.total_steps, **shown) as tracker:
             for line in prepared.lines:
                 tracker.log(line)
             tracker.phase("data")
