@@ -1,17 +1,179 @@
-"""The command group: one command per installed task, and the tools. Torch is imported inside commands only."""
+"""The command line: options made from settings, a command for each task, the tools. Only running one imports torch."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import functools
+import re
+from typing import Any, ClassVar
 
 import click
+from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 import accel_sft
 from accel_sft.api import registry
-from accel_sft.cli_options import EvaluateCommand, TaskCommand
+from accel_sft.api.config import RUN, EvaluateConfig, TrainConfig
+from accel_sft.api.config_file import load_yaml
+from accel_sft.api.errors import UserError
+from accel_sft.api.options import HIDDEN, Setting, settings
+from accel_sft.api.task import Task
 from accel_sft.commands.launch_file import launch_file
 from accel_sft.commands.new_task import new_task
 from accel_sft.commands.tasks import tasks
+from accel_sft.models.tiny import TINY_DEFAULTS
+from accel_sft.resilience.exit import ExitHandler
+
+_USUAL = TrainConfig(model="").resolved({})
+_METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER"}
+
+
+def make_option(setting: Setting) -> click.Option:
+    """The click option of a setting. It has no default, so that all values are read and checked in one place."""
+    help = f"{setting.help} {_brackets(setting)}".strip()
+    if setting.type is bool:
+        return click.Option([f"{setting.flag}/--no-{setting.flag[2:]}", setting.name], default=None, help=help)
+    return click.Option(
+        [setting.flag, setting.name],
+        type=setting.read,
+        metavar="|".join(setting.choices) or _METAVARS[setting.type],
+        shell_complete=functools.partial(_complete, setting),
+        help=help,
+    )
+
+
+def _complete(setting: Setting, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    if setting.name in ("model", "output_dir", "init_from", "resume") or setting.name.endswith("_file"):
+        return [CompletionItem(incomplete, type="file")]
+    return [CompletionItem(choice) for choice in setting.choices if choice.startswith(incomplete)]
+
+
+def _brackets(setting: Setting) -> str:
+    usual = getattr(_USUAL, setting.name, None) if setting.default is None else setting.default
+    tiny = TINY_DEFAULTS.get(setting.name)
+    defaults = [] if usual is None else [_shown(usual)]
+    if tiny not in (None, usual):
+        defaults.append(f"{_shown(tiny)} for tiny")
+    parts = [f"default: {', '.join(defaults)}"] if defaults else []
+    if setting.required:
+        parts = ["required"]
+    if setting.min is not None and setting.max is not None:
+        parts.append(f"{setting.min:g} to {setting.max:g}")
+    else:
+        limits = {"at least": setting.min, "at most": setting.max}
+        parts += [f"{word} {limit:g}" for word, limit in limits.items() if limit is not None]
+    return f"[{'; '.join(parts)}]" if parts else ""
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"{default:g}" if isinstance(default, float) else str(default) if default != "" else "empty"
+
+
+class TaskCommand(click.Command):
+    """A command with a task's options and the trainer's, grouped by section in its help. This one trains.
+
+    Args:
+        task_class: the loaded task, or None while a shell completes, which imports no plugin.
+        summary: the task in a line.
+    """
+
+    config_class: ClassVar[type[TrainConfig]] = TrainConfig
+    offered: ClassVar[frozenset[str]] = frozenset(setting.name for setting in settings(TrainConfig))
+    does: ClassVar[str] = "Trains, evaluates and saves a model for this task."
+
+    def __init__(self, name: str, task_class: type[Task] | None, summary: str) -> None:
+        self.task_class = task_class
+        task_settings = settings(task_class) if task_class else []
+        train_settings = [setting for setting in settings(self.config_class) if setting.name in self.offered]
+        self.offers = {self.config_class: train_settings, task_class: task_settings}
+        self.sections: dict[str, list[click.Option]] = {}
+        for setting in (*task_settings, *train_settings):
+            self.sections.setdefault(setting.section or f"Task {name}", []).append(make_option(setting))
+        help = "These options in YAML, one `name: value` a line; the command line wins."
+        config = click.Option(["--config", "config_file"], type=click.Path(), metavar="FILE", help=help)
+        self.sections[RUN].append(config)
+        params = [option for options in self.sections.values() for option in options]
+        completing = {"ignore_unknown_options": True} if task_class is None else None
+        super().__init__(name, params=params, help=f"{summary}\n\n{self.does}", context_settings=completing)
+
+    def run(self, task: Task, config: TrainConfig) -> None:
+        from accel_sft.commands.train import run
+
+        run(self.name, task, config)
+
+    def usual(self, config: TrainConfig) -> dict[str, Any]:
+        """The task's settings where neither the command line nor a file gives one, if not the task's defaults."""
+        return {}
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading, options in self.sections.items():
+            more = [self.get_help_option(ctx)] if heading == RUN else []
+            with formatter.section(heading):
+                formatter.write_dl([option.get_help_record(ctx) for option in (*options, *more)], col_max=34)
+
+    def invoke(self, ctx: click.Context) -> None:
+        from accel_sft.launch.environment import prepare_environment
+
+        ending = ctx.ensure_object(ExitHandler)
+        ending.debug = bool(ctx.params["debug"])
+        config, task = self.read(ctx)
+        ending.debug = config.debug
+        prepare_environment(config.debug)
+        self.run(task, config)
+
+    def read(self, ctx: click.Context) -> tuple[TrainConfig, Task]:
+        """Trainer and task settings from the command line over the YAML file over the defaults.
+
+        Raises:
+            UserError: every problem of the file, of each value and between values, together. What cannot be known
+                while another value is wrong or the file cannot be read is not reported.
+        """
+        given = {k: v for k, v in ctx.params.items() if ctx.get_parameter_source(k) is ParameterSource.COMMANDLINE}
+        every = [setting for offered in self.offers.values() for setting in offered]
+        problems = [line for s in every if s.name in given and (line := s.problem(given[s.name]))]
+        from_file: dict[str, Any] = {}
+        if "config_file" in given:
+            try:
+                from_file, of_file = load_yaml(given["config_file"], *self.offers)
+            except UserError as error:
+                raise UserError(*error.problems, *problems) from None
+            problems = [*of_file, *problems]
+        built: list[Any] = []
+        for cls, offered in self.offers.items():
+            values = {**(self.usual(*built) if built else {}), **from_file, **given}
+            wrong = {s.name: s.flag for s in offered if s.name in values and s.problem(values[s.name])}
+            usable = {s.name: values[s.name] for s in offered if s.name in values and s.name not in wrong}
+            missing = [s for s in offered if s.required and s.name not in usable]
+            problems += [f"{s.flag}: a value is needed" for s in missing if s.name not in wrong]
+            try:  # without the wrong values, so that conflicts between the other settings are reported too
+                built += [] if missing else [registry.build(self.name, cls, usable)]
+            except UserError as error:
+                flags = set(wrong.values())
+                problems += [line for line in error.problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
+        if problems:
+            raise UserError(*dict.fromkeys(problems))
+        return tuple(built)
+
+
+class EvaluateCommand(TaskCommand):
+    """The command that scores a model on a task; a task's options default to those of the run that `--model` is."""
+
+    config_class, offered = EvaluateConfig, EvaluateConfig.OFFERED
+    does = "Scores a model on this task's validation examples."
+
+    def run(self, task: Task, config: EvaluateConfig) -> None:
+        from accel_sft.commands.evaluate import run
+
+        run(self.name, task, config)
+
+    def usual(self, config: TrainConfig) -> dict[str, Any]:
+        from accel_sft.io.run_dir import RunDir
+
+        record = RunDir.record_around(config.model)
+        before = record["task_options"] if record and record["task"] == self.name else {}
+        mine = [s for s in self.offers[self.task_class] if s.name in before and not s.problem(before[s.name])]
+        return {s.name: before[s.name] for s in mine if before[s.name] != HIDDEN}
 
 
 class TaskGroup(click.Group):
@@ -23,11 +185,7 @@ class TaskGroup(click.Group):
         return [*registry.names(), *self.commands]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """A tool or a task; while a shell completes, a task's command without its own options: no plugin is imported.
-
-        Raises:
-            UserError: the task cannot be used, and why.
-        """
+        """While a shell completes, no plugin is imported: a task's command is without the task's own options."""
         if tool := super().get_command(ctx, cmd_name):
             return tool
         summaries = {plugin.name: plugin.summary for plugin in registry.plugins()}
@@ -49,8 +207,6 @@ class TaskGroup(click.Group):
 
 
 class EvaluateGroup(TaskGroup):
-    """The tasks, to be evaluated."""
-
     task_command = EvaluateCommand
 
 

@@ -101,8 +101,8 @@ class TrainConfig:
         found = problems(self)
         for name, (expected, words) in _NUMBER_OR_WORD.items():
             value = getattr(self, name)
-            if value not in words and not _positive(value):
-                found.append(f"{_flag(name)} {shown(str(value))}: expected {expected}")
+            if value not in words and not re.fullmatch("[1-9][0-9]{,17}", str(value)):  # more digits may be too large
+                found.append(f"--{name.replace('_', '-')} {shown(str(value))}: expected {expected}")
         if self.patience and self.eval_every == "off":
             found.append("--patience needs evaluations: set --eval-every")
         if self.init_from and self.model != "tiny":
@@ -112,11 +112,7 @@ class TrainConfig:
         return found
 
     def resolved(self, defaults: dict[str, Any]) -> TrainConfig:
-        """A copy in which every None that has a usual value is replaced by it.
-
-        Args:
-            defaults: values that suit the model better than the usual ones.
-        """
+        """A copy in which every None is replaced by the value in `defaults`, which suit the model, or the usual one."""
         values = {**_USUAL, **defaults}
         if self.adapter != "none":
             values = {**values, "learning_rate": max(values["learning_rate"], _ADAPTER_LEARNING_RATE)}
@@ -147,6 +143,7 @@ class EvaluateConfig(TrainConfig):
 _STEPS = "a number of steps, auto, epoch or off", ("auto", "epoch", "off")
 _EXAMPLES = "a number of examples or auto", ("auto",)
 _NUMBER_OR_WORD = {"eval_every": _STEPS, "save_every": _STEPS, "micro_batch_size": _EXAMPLES}
+"""Settings that are a number or a word: what a message says is expected, and the words."""
 _ADAPTER_LEARNING_RATE = 1e-4
 _USUAL: dict[str, Any] = {
     "max_length": 2048,
@@ -166,19 +163,10 @@ LAYOUT = frozenset(
 """Settings that decide how a run is executed or observed, not what a step computes: a resume may change them."""
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _positive(text: Any) -> bool:
-    """Python refuses to convert numbers of very many digits."""
-    return isinstance(text, str) and re.fullmatch(r"\d{1,18}", text) is not None and int(text) > 0
-
-
 def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """One line for each setting of the mathematics in which a resumed run differs from what its folder records."""
     lines = []
     for key in sorted(before.keys() | after.keys()):
         if key not in LAYOUT and before.get(key) != after.get(key):
-            lines.append(f"{_flag(key)}: the run was started with {before.get(key)}, not {after.get(key)}")
+            lines.append(f"--{key.replace('_', '-')}: the run was started with {before.get(key)}, not {after.get(key)}")
     return lines

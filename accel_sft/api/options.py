@@ -1,7 +1,4 @@
-"""Settings as dataclass fields: type, default, help and limits of each, stated in one place.
-
-The command line, a YAML file and a test read the same fields, so a setting has one definition. Standard library only.
-"""
+"""Settings as dataclass fields: type, default, help and limits, stated once for command line, YAML and tests alike."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Finds and loads tasks by the entry point group `accel_sft.tasks`; a broken plugin breaks only itself.
-
-Names come from the metadata of installed distributions, without importing any plugin; `load` imports one. Standard
-library only.
-"""
+"""Finds tasks by the entry point group `accel_sft.tasks`, and loads one by name; a broken one breaks only itself."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import importlib.metadata
 import os
 import re
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import accel_sft
 from accel_sft.api.contract import contract_faults
@@ -30,8 +26,6 @@ RESERVED = frozenset(
 ) | {"launch-file", "doctor"}
 """Names of tools, present and to come, which no task may take."""
 
-Configured = TypeVar("Configured")
-
 
 @dataclasses.dataclass(frozen=True)
 class Plugin:
@@ -47,8 +41,8 @@ class Plugin:
 
     def broken(self, cause: str) -> UserError:
         """The one line that names task, entry point, distribution and version, and the cause."""
-        origin = f"task {self.name!r} ({self.target}, {self.distribution} {self.version})"
-        return UserError(f"{origin}: {' '.join(cause.split())}")
+        cause = " ".join(cause.split())
+        return UserError(f"task {self.name!r} ({self.target}, {self.distribution} {self.version}): {cause}")
 
 
 def plugins() -> list[Plugin]:
@@ -90,11 +84,7 @@ def summary_of(cls: type, fallback: str) -> str:
 
 
 def load_plugin(plugin: Plugin) -> type[Task]:
-    """Import and check one plugin.
-
-    Raises:
-        UserError: one line with task, entry point, distribution, version and cause.
-    """
+    """Import and check one plugin; a UserError has task, entry point, distribution, version and cause in one line."""
     cause = plugin.fault or _outdated(plugin)
     if cause:
         raise plugin.broken(cause)
@@ -109,12 +99,8 @@ def load_plugin(plugin: Plugin) -> type[Task]:
     return cls
 
 
-def build(name: str, cls: type[Configured], values: dict[str, Any]) -> Configured:
-    """An instance of a loaded task, or of the trainer's settings, with these option values, checked.
-
-    Raises:
-        UserError: every problem it has with its options, one line each.
-    """
+def build(name: str, cls: type[Any], values: dict[str, Any]) -> Any:
+    """An instance of a loaded task, or of the trainer's settings; a UserError has all problems, one line each."""
     try:
         built = cls(**values)
         found = list(built.problems())

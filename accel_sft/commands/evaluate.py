@@ -40,7 +40,13 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     """
     if config.model == "tiny":
         raise UserError("--model: name what to evaluate: a run's folder, saved weights, an adapter or a hub id")
-    config = _as_trained(config).resolved({})
+    if trained := RunDir.record_around(
+        config.model
+    ):  # the lengths that it was trained and evaluated with, unless given
+        lengths = {"max_length": trained["config"]["max_length"]}
+        lengths["max_new_tokens"] = trained["config"]["max_new_tokens"] or trained["max_new_tokens"]
+        config = dataclasses.replace(config, **{key: n for key, n in lengths.items() if getattr(config, key) is None})
+    config = config.resolved({})
     models = [config.base, config.model] if config.base else [config.model]
     sources = [find_source(config, model) for model in models]
     for source in sources if config.generate_with == "vllm" else ():
@@ -87,15 +93,6 @@ def _options(task: Task) -> list[str]:
     mine = [setting for setting in settings(type(task)) if getattr(task, setting.name) != setting.default]
     values = recordable({setting.name: getattr(task, setting.name) for setting in mine})
     return ["task      " + ", ".join(f"{s.flag[2:]} {values[s.name]}" for s in mine)] if mine else []
-
-
-def _as_trained(config: EvaluateConfig) -> EvaluateConfig:
-    """`config` with the lengths that the run in or around `--model` was trained and evaluated with, unless given."""
-    if (run := RunDir.record_around(config.model)) is None:
-        return config
-    evaluated = {"max_length": run["config"]["max_length"]}
-    evaluated["max_new_tokens"] = run["config"]["max_new_tokens"] or run["max_new_tokens"]
-    return dataclasses.replace(config, **{key: n for key, n in evaluated.items() if getattr(config, key) is None})
 
 
 def _differences(model: str, task_name: str, precision: str) -> list[str]:

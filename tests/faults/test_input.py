@@ -22,7 +22,7 @@ from accel_sft import UserError, read_rows
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import load_yaml
 from accel_sft.api.options import settings as settings_of
-from accel_sft.cli_options import TaskCommand
+from accel_sft.cli import TaskCommand
 from accel_sft.data import rows
 from accel_sft_math import Math
 
@@ -230,7 +230,7 @@ def built(*arguments):
     """The settings that a command line gives, by way of the program's own command, or the UserError."""
     command = TaskCommand("math", Math, summary="")
     try:
-        return command.read(command.make_context("math", list(arguments)))[1]
+        return command.read(command.make_context("math", list(arguments)))[0]
     except (UserError, click.UsageError) as error:
         return error
 
