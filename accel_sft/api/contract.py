@@ -26,8 +26,7 @@ def contract_faults(cls: Any) -> list[str]:
     causes = []
     if "__dataclass_fields__" not in vars(cls) or not all(f.kw_only for f in dataclasses.fields(cls) if f.init):
         causes.append(f"{cls.__name__} is not a keyword-only dataclass; write @dataclass(kw_only=True) above it")
-    missing = sorted(cls.__abstractmethods__)
-    if missing:
+    if missing := sorted(cls.__abstractmethods__):
         causes.append(f"{cls.__name__} lacks {', '.join(missing)}")
     causes += [fault for name in _METHODS if name not in missing and (fault := _signature_fault(cls, name))]
     fields = {field.name for field in dataclasses.fields(cls)}

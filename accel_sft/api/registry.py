@@ -85,16 +85,14 @@ def summary_of(cls: type, fallback: str) -> str:
 
 def load_plugin(plugin: Plugin) -> type[Task]:
     """Import and check one plugin; a UserError has task, entry point, distribution, version and cause in one line."""
-    cause = plugin.fault or _outdated(plugin)
-    if cause:
+    if cause := plugin.fault or _outdated(plugin):
         raise plugin.broken(cause)
     entry_point = importlib.metadata.EntryPoint(plugin.name, plugin.target, GROUP)
     try:
         cls = entry_point.load()
     except (Exception, SystemExit) as error:  # a plugin's module may raise anything when imported
         raise plugin.broken(f"cannot be imported: {what_and_where(error)}") from error
-    causes = contract_faults(cls)
-    if causes:
+    if causes := contract_faults(cls):
         raise plugin.broken("; ".join(causes))
     return cls
 
