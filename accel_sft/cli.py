@@ -1,39 +1,202 @@
-"""The command group: one command per installed task, and the tools. Torch is imported inside commands only."""
+"""The command line: options made from settings, a command for each task, the tools. Only running one imports torch."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import re
+from typing import Any, ClassVar
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 import accel_sft
 from accel_sft.api import registry
-from accel_sft.api.config import MODEL, TrainConfig
-from accel_sft.api.options import HIDDEN, settings
+from accel_sft.api.config import RUN, EvaluateConfig, TrainConfig
+from accel_sft.api.config_file import load_yaml
+from accel_sft.api.errors import UserError
+from accel_sft.api.options import HIDDEN, Setting, settings
 from accel_sft.api.task import Task
-from accel_sft.cli_options import EVALUATION, SectionOption, TaskCommand
 from accel_sft.commands.launch_file import launch_file
 from accel_sft.commands.new_task import new_task
 from accel_sft.commands.tasks import tasks
+from accel_sft.models.tiny import TINY_DEFAULTS
+from accel_sft.resilience.exit import ExitHandler
+
+_USUAL = TrainConfig(model="").resolved({})
+_METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER"}
 
 
-class LazyTasks(click.Group):
+def make_option(setting: Setting) -> click.Option:
+    """The click option of a setting. It has no default, so that all values are read and checked in one place."""
+    help = f"{setting.help} {_brackets(setting)}".strip()
+    if setting.type is bool:
+        return click.Option([f"{setting.flag}/--no-{setting.flag[2:]}", setting.name], default=None, help=help)
+    return click.Option(
+        [setting.flag, setting.name],
+        type=setting.read,
+        metavar="|".join(setting.choices) or _METAVARS[setting.type],
+        shell_complete=functools.partial(_complete, setting),
+        help=help,
+    )
+
+
+def _complete(setting: Setting, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    if setting.name in ("model", "output_dir", "init_from", "resume") or setting.name.endswith("_file"):
+        return [CompletionItem(incomplete, type="file")]
+    return [CompletionItem(choice) for choice in setting.choices if choice.startswith(incomplete)]
+
+
+def _brackets(setting: Setting) -> str:
+    usual = getattr(_USUAL, setting.name, None) if setting.default is None else setting.default
+    tiny = TINY_DEFAULTS.get(setting.name)
+    defaults = [] if usual is None else [_shown(usual)]
+    if tiny not in (None, usual):
+        defaults.append(f"{_shown(tiny)} for tiny")
+    parts = [f"default: {', '.join(defaults)}"] if defaults else []
+    if setting.required:
+        parts = ["required"]
+    if setting.min is not None and setting.max is not None:
+        parts.append(f"{setting.min:g} to {setting.max:g}")
+    else:
+        limits = {"at least": setting.min, "at most": setting.max}
+        parts += [f"{word} {limit:g}" for word, limit in limits.items() if limit is not None]
+    return f"[{'; '.join(parts)}]" if parts else ""
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"{default:g}" if isinstance(default, float) else str(default) if default != "" else "empty"
+
+
+class TaskCommand(click.Command):
+    """A command with a task's options and the trainer's, grouped by section in its help. This one trains.
+
+    Args:
+        task_class: the loaded task, or None while a shell completes, which imports no plugin.
+        summary: the task in a line.
+    """
+
+    config_class: ClassVar[type[TrainConfig]] = TrainConfig
+    offered: ClassVar[frozenset[str]] = frozenset(setting.name for setting in settings(TrainConfig))
+    does: ClassVar[str] = "Trains, evaluates and saves a model for this task."
+
+    def __init__(self, name: str, task_class: type[Task] | None, summary: str) -> None:
+        self.task_class = task_class
+        task_settings = settings(task_class) if task_class else []
+        train_settings = [setting for setting in settings(self.config_class) if setting.name in self.offered]
+        self.offers = {self.config_class: train_settings, task_class: task_settings}
+        self.sections: dict[str, list[click.Option]] = {}
+        for setting in (*task_settings, *train_settings):
+            self.sections.setdefault(setting.section or f"Task {name}", []).append(make_option(setting))
+        help = "These options in YAML, one `name: value` a line; the command line wins."
+        config = click.Option(["--config", "config_file"], type=click.Path(), metavar="FILE", help=help)
+        self.sections[RUN].append(config)
+        params = [option for options in self.sections.values() for option in options]
+        completing = {"ignore_unknown_options": True} if task_class is None else None
+        super().__init__(name, params=params, help=f"{summary}\n\n{self.does}", context_settings=completing)
+
+    def run(self, task: Task, config: TrainConfig) -> None:
+        from accel_sft.commands.train import run
+
+        run(self.name, task, config)
+
+    def usual(self, config: TrainConfig) -> dict[str, Any]:
+        """The task's settings where neither the command line nor a file gives one, if not the task's defaults."""
+        return {}
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading, options in self.sections.items():
+            more = [self.get_help_option(ctx)] if heading == RUN else []
+            with formatter.section(heading):
+                formatter.write_dl([option.get_help_record(ctx) for option in (*options, *more)], col_max=34)
+
+    def invoke(self, ctx: click.Context) -> None:
+        from accel_sft.launch.environment import prepare_environment
+
+        ending = ctx.ensure_object(ExitHandler)
+        ending.debug = bool(ctx.params["debug"])
+        config, task = self.read(ctx)
+        ending.debug = config.debug
+        prepare_environment(config.debug)
+        self.run(task, config)
+
+    def read(self, ctx: click.Context) -> tuple[TrainConfig, Task]:
+        """Trainer and task settings from the command line over the YAML file over the defaults.
+
+        Raises:
+            UserError: every problem of the file, of each value and between values, together. What cannot be known
+                while another value is wrong or the file cannot be read is not reported.
+        """
+        given = {k: v for k, v in ctx.params.items() if ctx.get_parameter_source(k) is ParameterSource.COMMANDLINE}
+        every = [setting for offered in self.offers.values() for setting in offered]
+        problems = [line for s in every if s.name in given and (line := s.problem(given[s.name]))]
+        from_file: dict[str, Any] = {}
+        if "config_file" in given:
+            try:
+                from_file, of_file = load_yaml(given["config_file"], *self.offers)
+            except UserError as error:
+                raise UserError(*error.problems, *problems) from None
+            problems = [*of_file, *problems]
+        built: list[Any] = []
+        for cls, offered in self.offers.items():
+            values = {**(self.usual(*built) if built else {}), **from_file, **given}
+            wrong = {s.name: s.flag for s in offered if s.name in values and s.problem(values[s.name])}
+            usable = {s.name: values[s.name] for s in offered if s.name in values and s.name not in wrong}
+            missing = [s for s in offered if s.required and s.name not in usable]
+            problems += [f"{s.flag}: a value is needed" for s in missing if s.name not in wrong]
+            try:  # without the wrong values, so that conflicts between the other settings are reported too
+                built += [] if missing else [registry.build(self.name, cls, usable)]
+            except UserError as error:
+                flags = set(wrong.values())
+                problems += [line for line in error.problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
+        if problems:
+            raise UserError(*dict.fromkeys(problems))
+        return tuple(built)
+
+
+class EvaluateCommand(TaskCommand):
+    """The command that scores a model on a task; a task's options default to those of the run that `--model` is."""
+
+    config_class, offered = EvaluateConfig, EvaluateConfig.OFFERED
+    does = "Scores a model on this task's validation examples."
+
+    def run(self, task: Task, config: EvaluateConfig) -> None:
+        from accel_sft.commands.evaluate import run
+
+        run(self.name, task, config)
+
+    def usual(self, config: TrainConfig) -> dict[str, Any]:
+        from accel_sft.io.run_dir import RunDir
+
+        record = RunDir.record_around(config.model)
+        before = record["task_options"] if record and record["task"] == self.name else {}
+        mine = [s for s in self.offers[self.task_class] if s.name in before and not s.problem(before[s.name])]
+        return {s.name: before[s.name] for s in mine if before[s.name] != HIDDEN}
+
+
+class TaskGroup(click.Group):
     """A group whose task commands are known by metadata, and imported one at a time when one is called."""
+
+    task_command: ClassVar[type[TaskCommand]] = TaskCommand
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*registry.names(), *self.commands]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        tool = super().get_command(ctx, cmd_name)
-        if tool or (ctx.resilient_parsing and cmd_name not in registry.names()):
+        """While a shell completes, no plugin is imported: a task's command is without the task's own options."""
+        if tool := super().get_command(ctx, cmd_name):
             return tool
-        task_class = None if ctx.resilient_parsing else _load(ctx, cmd_name, self.commands)
-        return self.task_command(cmd_name, task_class)
-
-    def task_command(self, name: str, task_class: type[Task] | None) -> click.Command:
-        """The command of a task; without a class while a shell completes, which imports no plugin."""
-        raise NotImplementedError
+        summaries = {plugin.name: plugin.summary for plugin in registry.plugins()}
+        if cmd_name not in summaries:
+            if ctx.resilient_parsing or cmd_name.startswith("-"):
+                return None
+            near = registry.suggestion(cmd_name, [*registry.names(), *self.commands])
+            ctx.fail(f"no task or tool {cmd_name!r}{near}; `accel-sft tasks` lists the tasks that are installed here")
+        task_class = None if ctx.resilient_parsing else registry.load(cmd_name)
+        summary = registry.summary_of(task_class, cmd_name) if task_class else summaries[cmd_name]
+        return self.task_command(cmd_name, task_class, summary)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         tools = [(name, command.get_short_help_str(90)) for name, command in self.commands.items()]
@@ -42,78 +205,12 @@ class LazyTasks(click.Group):
                 with formatter.section(heading):
                     formatter.write_dl(rows)
 
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """As click's own, without making a command of each task: that would import them all."""
-        summaries = registry.names()
-        summaries.update({name: command.get_short_help_str() for name, command in self.commands.items()})
-        found = [CompletionItem(name, help=text) for name, text in summaries.items() if name.startswith(incomplete)]
-        return found + click.Command.shell_complete(self, ctx, incomplete)
+
+class EvaluateGroup(TaskGroup):
+    task_command = EvaluateCommand
 
 
-def _load(ctx: click.Context, name: str, tools: dict[str, click.Command]) -> type[Task]:
-    if any(plugin.name == name for plugin in registry.plugins()):
-        return registry.load(name)
-    if name.startswith("-"):
-        raise click.NoSuchOption(name, ctx=ctx)
-    near = registry.suggestion(name, [*registry.names(), *tools])
-    ctx.fail(f"no task or tool {name!r}{near}; `accel-sft tasks` lists the tasks that are installed here")
-
-
-class _TrainGroup(LazyTasks):
-    def task_command(self, name: str, task_class: type[Task] | None) -> click.Command:
-        def train(task: Task, config: TrainConfig) -> None:
-            _prepare(config)
-            from accel_sft.commands.train import run
-
-            run(name, task, config)
-
-        summary = (
-            f"{registry.summary_of(task_class, name)}\n\nTrains, evaluates and saves a model for this task."
-            if task_class
-            else ""
-        )
-        return TaskCommand(name, task_class, train, summary=summary)
-
-
-class _EvaluateGroup(LazyTasks):
-    def task_command(self, name: str, task_class: type[Task] | None) -> click.Command:
-        def evaluate(task: Task, config: TrainConfig, base: str | None) -> None:
-            _prepare(config)
-            from accel_sft.commands.evaluate import run
-
-            run(name, task, config, base)
-
-        def as_in_its_run(config: TrainConfig) -> dict[str, Any]:
-            from accel_sft.io.run_dir import RunDir
-
-            record = RunDir.record_around(config.model)
-            before = record["task_options"] if record and record["task"] == name else {}
-            mine = [s for s in settings(task_class) if s.name in before and not s.problem(before[s.name])]
-            return {s.name: before[s.name] for s in mine if before[s.name] != HIDDEN}
-
-        base = SectionOption(
-            ["--base"],
-            metavar="TEXT",
-            help="Evaluate this model too, side by side: hub id or local folder.",
-            section=MODEL,
-        )
-        summary = (
-            f"{registry.summary_of(task_class, name)}\n\nScores a model on this task's validation examples."
-            if task_class
-            else ""
-        )
-        return TaskCommand(
-            name, task_class, evaluate, summary=summary, only=EVALUATION, extra=[base], usual=as_in_its_run
-        )
-
-
-def _prepare(config: TrainConfig) -> None:
-    from accel_sft.launch.environment import prepare_environment
-
-    prepare_environment(config.debug)
-
-
-@click.group(cls=_TrainGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(cls=TaskGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(accel_sft.__version__, prog_name="accel-sft")
 def cli() -> None:
     """Fine-tune causal language models on tasks, each a small plugin.
@@ -122,7 +219,7 @@ def cli() -> None:
     """
 
 
-@cli.group(cls=_EvaluateGroup)
+@cli.group(cls=EvaluateGroup)
 def evaluate() -> None:
     """Score a model on a task's validation examples, beside its base if you name one."""
 

@@ -12,10 +12,9 @@ import click
 import pytest
 from fake_plugins import GOOD, accel_sft, install, only_plugins_of
 
-from accel_sft import cli_options
 from accel_sft.__main__ import main
 from accel_sft.api import registry
-from accel_sft.api.config import TrainConfig
+from accel_sft.api.config import EvaluateConfig, TrainConfig
 from accel_sft.api.options import settings
 from accel_sft.cli import cli
 
@@ -32,8 +31,8 @@ class Recorder:
             return importlib.machinery.ModuleSpec(name, self)
     def create_module(self, spec): return None
     def exec_module(self, module):
-        def run(name, task, config, base=None):
-            print(json.dumps({"task": name, "options": vars(task), "config": config.as_dict(), "base": base}))
+        def run(name, task, config):
+            print(json.dumps({"task": name, "options": vars(task), "config": config.as_dict()}))
             task.dataset("train")
         module.run = run
 sys.meta_path.insert(0, Recorder())
@@ -59,8 +58,8 @@ class Result:
 def run(site, monkeypatch, capsys):
     """Call the command line in this process, with one good task; training prints what it was given."""
 
-    def trainer(name, task, config, base=None):
-        print(json.dumps({"task": name, "options": vars(task), "config": config.as_dict(), "base": base}))
+    def trainer(name, task, config):
+        print(json.dumps({"task": name, "options": vars(task), "config": config.as_dict()}))
 
     for module in ("accel_sft.commands.train", "accel_sft.commands.evaluate"):
         monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(run=trainer))
@@ -209,7 +208,7 @@ FAULTY_FILES = {
     "a misspelt option": ("otput-dir: runs/a\nresume: auto\nsize: 4\n", "unknown option 'otput-dir'; did you mean"),
     "another option misspelt": ("output-dir: runs/a\nresume: auto\nsize: 4\nlog: 3\n", "unknown option 'log'"),
     "a misspelt option that is needed": ("sise: 4\n", "unknown option 'sise'; did you mean size?"),
-    "a wrong value that another needs": ("output-dir: [[a]]\nresume: auto\nsize: 4\n", "--output-dir: expected one"),
+    "a wrong value that another needs": ("output-dir: [[a]]\nresume: auto\nsize: 4\n", "--output-dir (list): expected"),
     "a wrong value that is needed": ("size: x\n", "--size 'x': expected a whole number"),
     "no YAML": ("size: 4\noutput-dir: [runs/a\nresume: auto\n", "not YAML: "),
 }
@@ -229,20 +228,20 @@ def test_an_option_without_default_must_be_given(site, run):
     install(site, "p-required", "needy = p_required:Good", SOURCE_WITH_NEED)
     result = run("needy")
     assert (result.returncode, result.stderr) == (1, "Error: --size: a value is needed\n")
+    assert run("needy", "--size", "x").stderr == "Error: --size 'x': expected a whole number\n"
     assert "required" in run("needy", "--help").stdout
     assert handed_over(run("needy", "--size", "4"))["options"]["size"] == 4
 
 
 def test_evaluate_takes_the_options_that_matter_without_training(run, site):
     got = handed_over(run("evaluate", "good", "--model", "m", "--base", "b", "--size", "4"))
-    assert (got["config"]["model"], got["base"], got["options"]["size"]) == ("m", "b", 4)
+    assert (got["config"]["model"], got["config"]["base"], got["options"]["size"]) == ("m", "b", 4)
     assert run("evaluate", "good", "--learning-rate", "1").returncode == 2
     assert "good" in run("evaluate", "--help").stdout
 
 
 def test_the_evaluation_options_exist_and_tools_are_reserved_names():
-    names = {setting.name for setting in settings(TrainConfig)}
-    assert names >= cli_options.EVALUATION
+    assert {setting.name for setting in settings(EvaluateConfig)} >= EvaluateConfig.OFFERED
     assert set(cli.commands) <= registry.RESERVED
 
 

@@ -30,10 +30,21 @@ def yaml(tmp_path):
     return write
 
 
+def read(path, *classes):
+    """The values of a file in which nothing is wrong."""
+    values, problems = load_yaml(path, *classes)
+    assert problems == []
+    return values
+
+
 def refused(path):
-    with pytest.raises(UserError) as caught:
-        load_yaml(path, TrainConfig, Other)
-    return [line.removeprefix(f"--config {path}: ") for line in caught.value.problems]
+    try:
+        _, problems = load_yaml(path, TrainConfig, Other)
+    except UserError as error:
+        problems = error.problems
+    assert problems
+    assert all(line.startswith(f"--config {path}: ") for line in problems)
+    return [line.removeprefix(f"--config {path}: ") for line in problems]
 
 
 def test_the_defaults_have_no_problems():
@@ -103,7 +114,7 @@ def test_a_resume_may_change_the_layout_and_not_the_mathematics():
 
 def test_yaml_takes_names_with_either_dash_and_gives_them_their_types(yaml):
     text = "learning-rate: 1e-4\nmax_steps: 3\nepochs: 2\nmicro_batch_size: 8\neval_every: off\nsize: 5\npatience:\n"
-    assert load_yaml(yaml(text), TrainConfig, Other) == {
+    assert read(yaml(text), TrainConfig, Other) == {
         "learning_rate": 1e-4,
         "max_steps": 3,
         "epochs": 2.0,
@@ -116,11 +127,21 @@ def test_yaml_takes_names_with_either_dash_and_gives_them_their_types(yaml):
 
 @pytest.mark.parametrize("text", ["no", "1e4", "0x10", "'8'", "010"])
 def test_yaml_text_is_as_it_was_written(yaml, text):
-    assert load_yaml(yaml(f"model: {text}\n"), TrainConfig) == {"model": text.strip("'")}
+    assert read(yaml(f"model: {text}\n"), TrainConfig) == {"model": text.strip("'")}
+
+
+@pytest.mark.parametrize(("text", "value"), [("7", 7), ("010", 10), ("'7'", 7), ("1_000", 1000)])
+def test_a_number_in_yaml_is_what_it_is_on_the_command_line(yaml, text, value):
+    assert read(yaml(f"seed: {text}\n"), TrainConfig) == {"seed": value}
+
+
+@pytest.mark.parametrize("word", ["true", "yes", "on", "True"])
+def test_a_switch_has_yamls_words(yaml, word):
+    assert read(yaml(f"debug: {word}\nprofile: off\n"), TrainConfig) == {"debug": True, "profile": False}
 
 
 def test_yaml_off_is_a_word(yaml):
-    assert load_yaml(yaml("eval_every: off\nsave-every: no\nresume: false\n"), TrainConfig) == {
+    assert read(yaml("eval_every: off\nsave-every: no\nresume: false\n"), TrainConfig) == {
         "eval_every": "off",
         "save_every": "off",
         "resume": "off",
@@ -128,7 +149,7 @@ def test_yaml_off_is_a_word(yaml):
 
 
 def test_yaml_lists_are_names_with_commas_between(yaml):
-    assert load_yaml(yaml("lora-target-modules: [q_proj, v_proj]\n"), TrainConfig) == {
+    assert read(yaml("lora-target-modules: [q_proj, v_proj]\n"), TrainConfig) == {
         "lora_target_modules": "q_proj,v_proj"
     }
 
@@ -140,7 +161,7 @@ def test_yaml_tells_all_its_problems(yaml):
         "--adapter lara: not one of none, lora, adalora",
         "--seed 'x': expected a whole number",
         "unknown option 'add'",
-        "--debug 1: expected true or false",
+        "--debug '1': expected true or false",
     ]
 
 
@@ -155,17 +176,16 @@ def test_yaml_refuses_a_name_given_twice_in_either_spelling(yaml):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("seed: 2001-13-45", "--seed: 2001-13-45 cannot be read as YAML's timestamp (line 1); quote it if it is text"),
-        ("\nmodel: !!int x", "--model: x cannot be read as YAML's int (line 2); quote it if it is text"),
-        (
-            "seed: " + "9" * 5000,
-            f"--seed: '{'9' * 80}'... cannot be read as YAML's int (line 1); quote it if it is text",
-        ),
-        ("seed: 0x" + "f" * 5000, "--seed: a number of 20000 bits; 63 are the most"),
-        ("learning_rate: 1" + "0" * 400, "--learning-rate: a number of 1329 bits; 63 are the most"),
-        ("seed: {a: b}", "--seed: expected one value or a list of values, got more (line 1)"),
-        ("seed: &a [*a]", "--seed: expected one value or a list of values, got more (line 1)"),
-        ("seed: [1, 2]", "--seed (list): expected a whole number"),
+        ("seed: 2001-13-45", "--seed '2001-13-45': expected a whole number"),
+        ("seed: 1:30", "--seed '1:30': expected a whole number"),
+        ("\nmodel: !!int x", "line 2: tags (`!!int 3`) are not read; write the value alone"),
+        ("seed: " + "9" * 5000, f"--seed '{'9' * 80}'...: expected a whole number"),
+        ("seed: " + "9" * 400, "--seed: a number of 1329 bits; 63 are the most"),
+        ("seed: 0x" + "f" * 5000, f"--seed '0x{'f' * 78}'...: expected a whole number"),
+        ("learning_rate: 1" + "0" * 400, "--learning-rate inf: not a finite number"),
+        ("seed: {a: b}", "--seed (dict): expected a whole number"),
+        ("seed: &a [*a]", "--seed (list): expected a whole number"),
+        ("seed: [1, 2]", "--seed '1,2': expected a whole number"),
         ('adapter: "a\\nb"', "--adapter 'a\\nb': not one of none, lora, adalora"),
         ('model: "a\\0"', "--model 'a\\x00': a NUL or bytes that are not UTF-8 are not text; remove them"),
         ('model: "\\Uffffffff"', "not YAML: Python int too large to convert to C int"),

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "training": "api io launch data models batching tracking evaluation resilience checkpoint",
     "commands": "api io launch data models batching tracking evaluation resilience checkpoint training",
 }
-ROOT = {"__init__", "__main__", "cli", "cli_options"}
+ROOT = {"__init__", "__main__", "cli"}
 """Modules outside the packages. They import from all of these, those with torch inside functions only."""
 STANDARD_LIBRARY_ONLY = (
     "accel_sft.io.heartbeat",
@@ -49,7 +49,6 @@ NO_TORCH = (
     "accel_sft.tracking.model_card",
     "accel_sft.models.tiny",
     "accel_sft.cli",
-    "accel_sft.cli_options",
     "accel_sft.commands.launch_file",
     "accel_sft.commands.new_task",
     "accel_sft.commands.tasks",

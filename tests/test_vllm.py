@@ -23,7 +23,7 @@ from test_laws import layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.api.config import TrainConfig
+from accel_sft.api.config import EvaluateConfig, TrainConfig
 from accel_sft.batching.layouts import Batching
 from accel_sft.commands import evaluate as evaluate_command
 from accel_sft.commands import train
@@ -198,7 +198,7 @@ def test_training_refuses_it_with_the_way_out():
 
 def test_an_adapter_it_cannot_serve_is_refused_before_anything_is_loaded(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "ADALORA", "base_model_name_or_path": "org/base"}')
-    config = TrainConfig(model=str(tmp_path), generate_with="vllm")
+    config = EvaluateConfig(model=str(tmp_path), generate_with="vllm")
     with pytest.raises(UserError, match=r"it serves LoRA adapters, and .* is ADALORA"):
         evaluate_command.run("sums", Sums(), config)
 

@@ -1,7 +1,4 @@
-"""The adapter types that `--adapter` offers; a type is added by an entry here and one in models/adapters.py.
-
-An adapter type is added by an entry here and one in `models/adapters.py`, which holds what peft does for it.
-"""
+"""The adapter types that `--adapter` offers; one is added by an entry here and its peft part in models/adapters.py."""
 
 from __future__ import annotations
 

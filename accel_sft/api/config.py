@@ -3,126 +3,106 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+import re
+from typing import Any, ClassVar
 
 from accel_sft.api.adapters import ADAPTERS
 from accel_sft.api.options import option, problems, shown
 
-MODEL, ADAPTER, DATA, OPTIM, EVAL, RUN = "Model", "Adapter", "Data", "Optimisation", "Evaluation", "Run"
+MODEL, ADAPTER, DATA, OPTIM, EVAL, RUN = SECTIONS = "Model", "Adapter", "Data", "Optimisation", "Evaluation", "Run"
+_model, _adapter, _data, _optim, _eval, _run = (functools.partial(option, section=name) for name in SECTIONS)
 
 
 @dataclasses.dataclass(kw_only=True)
 class TrainConfig:
     """Every option of a training run. Where the default is None, the value comes from `--model` or from the data."""
 
-    model: str = option("tiny", section=MODEL, help="Hub id, local folder, or `tiny` (built on the spot).")
-    init_from: str | None = option(None, section=MODEL, help="Start from the weights of an earlier run's folder.")
-    trust_remote_code: bool = option(False, section=MODEL, help="Run code that comes with the model (off: refuse it).")
-    dtype: str = option(
+    model: str = _model("tiny", help="Hub id, local folder, or `tiny` (built on the spot).")
+    init_from: str | None = _model(None, help="Start from the weights of an earlier run's folder.")
+    trust_remote_code: bool = _model(False, help="Run code that comes with the model (off: refuse it).")
+    dtype: str = _model(
         "auto",
-        section=MODEL,
         choices=("auto", "float32", "bfloat16", "float16"),
         help="Weights are loaded as; auto: float32 where trained, the launch's precision where frozen.",
     )
-    attn_implementation: str | None = option(None, section=MODEL, help="eager, sdpa, flash_attention_2, ...")
-    gradient_checkpointing: bool = option(False, section=MODEL, help="Recompute activations to save memory.")
-    compile: bool = option(False, section=MODEL, help="torch.compile the blocks: slow first steps, faster later ones.")
+    attn_implementation: str | None = _model(None, help="eager, sdpa, flash_attention_2, ...")
+    gradient_checkpointing: bool = _model(False, help="Recompute activations to save memory.")
+    compile: bool = _model(False, help="torch.compile the blocks: slow first steps, faster later ones.")
 
-    adapter: str = option(
-        "none", section=ADAPTER, choices=("none", *ADAPTERS), help="Train an adapter instead of all weights."
-    )
-    lora_r: int = option(8, section=ADAPTER, min=1, help="Rank (adalora: the rank it ends with).")
-    lora_alpha: int = option(16, section=ADAPTER, min=1, help="Scale: alpha / r.")
-    lora_dropout: float = option(0.0, section=ADAPTER, min=0, max=0.99, help="Dropout before the adapter.")
-    lora_target_modules: str = option(
-        "all-linear", section=ADAPTER, help="Module names separated by commas, or all-linear (all but the head)."
+    adapter: str = _adapter("none", choices=("none", *ADAPTERS), help="Train an adapter instead of all weights.")
+    lora_r: int = _adapter(8, min=1, help="Rank (adalora: the rank it ends with).")
+    lora_alpha: int = _adapter(16, min=1, help="Scale: alpha / r.")
+    lora_dropout: float = _adapter(0.0, min=0, max=0.99, help="Dropout before the adapter.")
+    lora_target_modules: str = _adapter(
+        "all-linear", help="Module names separated by commas, or all-linear (all but the head)."
     )
 
-    max_length: int | None = option(None, section=DATA, min=2, help="Tokens per example; longer ones are reported.")
-    truncation: str = option(
+    max_length: int | None = _data(None, min=2, help="Tokens per example; longer ones are reported.")
+    truncation: str = _data(
         "drop",
-        section=DATA,
         choices=("drop", "right", "error"),
         help="Examples above --max-length: left out, cut at the right end, or an error. Always counted and named.",
     )
-    global_batch_size: int | None = option(
-        None, section=DATA, min=1, help="Examples per optimizer step, over all ranks."
-    )
-    micro_batch_size: str = option("auto", section=DATA, help="Examples per forward on one rank, or auto.")
-    batching: str = option(
+    global_batch_size: int | None = _data(None, min=1, help="Examples per optimizer step, over all ranks.")
+    micro_batch_size: str = _data("auto", help="Examples per forward on one rank, or auto.")
+    batching: str = _data(
         "auto",
-        section=DATA,
         choices=("auto", "shared", "packed", "padded"),
         help="Rows of a forward: behind one copy of what they share, packed, or padded; auto: the least work.",
     )
-    epochs: float | None = option(None, section=DATA, min=0, help="Passes over the training examples.")
-    max_steps: int | None = option(None, section=DATA, min=1, help="Optimizer steps; wins over --epochs.")
+    epochs: float | None = _data(None, min=0, help="Passes over the training examples.")
+    max_steps: int | None = _data(None, min=1, help="Optimizer steps; wins over --epochs.")
 
-    learning_rate: float | None = option(None, section=OPTIM, min=0, help="Peak learning rate.")
-    lr_scheduler: str = option("cosine", section=OPTIM, choices=("cosine", "linear", "constant"), help="After warm-up.")
-    warmup_ratio: float = option(0.03, section=OPTIM, min=0, max=1, help="Share of the steps that warm up.")
-    weight_decay: float | None = option(None, section=OPTIM, min=0, help="AdamW's, on matrices only.")
-    adam_beta1: float = option(0.9, section=OPTIM, min=0, max=0.9999, help="AdamW's first moment decay.")
-    adam_beta2: float | None = option(None, section=OPTIM, min=0, max=0.9999, help="AdamW's second moment decay.")
-    max_grad_norm: float = option(1.0, section=OPTIM, min=0, help="Clip the gradient to this norm; 0: never.")
-    on_nonfinite: str = option(
+    learning_rate: float | None = _optim(None, min=0, help="Peak learning rate.")
+    lr_scheduler: str = _optim("cosine", choices=("cosine", "linear", "constant"), help="After warm-up.")
+    warmup_ratio: float = _optim(0.03, min=0, max=1, help="Share of the steps that warm up.")
+    weight_decay: float | None = _optim(None, min=0, help="AdamW's, on matrices only.")
+    adam_beta1: float = _optim(0.9, min=0, max=0.9999, help="AdamW's first moment decay.")
+    adam_beta2: float | None = _optim(None, min=0, max=0.9999, help="AdamW's second moment decay.")
+    max_grad_norm: float = _optim(1.0, min=0, help="Clip the gradient to this norm; 0: never.")
+    on_nonfinite: str = _optim(
         "stop",
-        section=OPTIM,
         choices=("stop", "skip"),
         help="A step whose loss or gradient is NaN or infinite changes no weights: stop there, or skip it.",
     )
 
-    eval_every: str = option(
-        "auto", section=EVAL, help="Steps between evaluations, epoch, off, or auto (about 4 a run)."
+    eval_every: str = _eval("auto", help="Steps between evaluations, epoch, off, or auto (about 4 a run).")
+    eval_limit: int | None = _eval(None, min=1, help="Evaluate on the first N validation examples only.")
+    eval_batch_size: int | None = _eval(
+        None, min=1, help="Questions answered at once on one rank; default: 64, short ones up to 256."
     )
-    eval_limit: int | None = option(None, section=EVAL, min=1, help="Evaluate on the first N validation examples only.")
-    eval_batch_size: int | None = option(
-        None, section=EVAL, min=1, help="Questions answered at once on one rank; default: 64, short ones up to 256."
-    )
-    max_new_tokens: int | None = option(
-        None, section=EVAL, min=1, help="Tokens generated; default: the longest answer's."
-    )
-    generate_with: str = option(
+    max_new_tokens: int | None = _eval(None, min=1, help="Tokens generated; default: the longest answer's.")
+    generate_with: str = _eval(
         "transformers",
-        section=EVAL,
         choices=("transformers", "vllm"),
         help="What generates the answers; vllm: `evaluate` only, by the `vllm` on PATH or in $ACCEL_SFT_VLLM.",
     )
-    patience: int | None = option(
-        None, section=EVAL, min=1, help="Stop after N evaluations without a better main metric."
-    )
+    patience: int | None = _eval(None, min=1, help="Stop after N evaluations without a better main metric.")
 
-    output_dir: str | None = option(None, section=RUN, help="The run's own folder; default runs/<task>-<time>.")
-    seed: int = option(42, section=RUN, min=0, max=2**31, help="Of initial weights, data order and dropout.")
-    save_every: str = option(
-        "auto", section=RUN, help="Steps between checkpoints, epoch, off, or auto (with evaluations)."
+    output_dir: str | None = _run(None, help="The run's own folder; default runs/<task>-<time>.")
+    seed: int = _run(42, min=0, max=2**31, help="Of initial weights, data order and dropout.")
+    save_every: str = _run("auto", help="Steps between checkpoints, epoch, off, or auto (with evaluations).")
+    keep_checkpoints: int = _run(2, min=1, help="Newest checkpoints kept.")
+    resume: str = _run("off", help="auto (newest complete checkpoint), a checkpoint's folder, or off.")
+    hang_timeout: int = _run(
+        1800, min=0, help="Seconds without progress after which the run ends and names the rank; 0: never."
     )
-    keep_checkpoints: int = option(2, section=RUN, min=1, help="Newest checkpoints kept.")
-    resume: str = option("off", section=RUN, help="auto (newest complete checkpoint), a checkpoint's folder, or off.")
-    hang_timeout: int = option(
-        1800, section=RUN, min=0, help="Seconds without progress after which the run ends and names the rank; 0: never."
+    log_every: int = _run(10, min=1, help="Steps between console lines (files get every step).")
+    tracker: str = _run(
+        "tensorboard", help="Accelerate's trackers by name, commas between: tensorboard, wandb, ...; none."
     )
-    log_every: int = option(10, section=RUN, min=1, help="Steps between console lines (files get every step).")
-    tracker: str = option(
-        "tensorboard", section=RUN, help="Accelerate's trackers by name, commas between: tensorboard, wandb, ...; none."
-    )
-    profile: bool = option(False, section=RUN, help="Write a torch profiler trace of steps 3-5 for TensorBoard.")
-    dry_run: bool = option(False, section=RUN, help="Audit the launch, print what is resolved, and stop.")
-    debug: bool = option(False, section=RUN, help="Tracebacks, and the libraries' own messages.")
+    profile: bool = _run(False, help="Write a torch profiler trace of steps 3-5 for TensorBoard.")
+    dry_run: bool = _run(False, help="Audit the launch, print what is resolved, and stop.")
+    debug: bool = _run(False, help="Tracebacks, and the libraries' own messages.")
 
     def problems(self) -> list[str]:
         """What is wrong, one line each, naming the flag and the value to give."""
         found = problems(self)
-        for name in ("eval_every", "save_every"):
+        for name, (expected, words) in _NUMBER_OR_WORD.items():
             value = getattr(self, name)
-            if value not in ("auto", "epoch", "off") and not _positive(value):
-                found.append(
-                    f"--{name.replace('_', '-')} {shown(str(value))}: expected a number of steps, auto, epoch or off"
-                )
-        if self.micro_batch_size != "auto" and not _positive(self.micro_batch_size):
-            found.append(
-                f"--micro-batch-size {shown(str(self.micro_batch_size))}: expected a number of examples or auto"
-            )
+            if value not in words and not re.fullmatch("[1-9][0-9]{,17}", str(value)):  # more digits may be too large
+                found.append(f"--{name.replace('_', '-')} {shown(str(value))}: expected {expected}")
         if self.patience and self.eval_every == "off":
             found.append("--patience needs evaluations: set --eval-every")
         if self.init_from and self.model != "tiny":
@@ -132,11 +112,7 @@ class TrainConfig:
         return found
 
     def resolved(self, defaults: dict[str, Any]) -> TrainConfig:
-        """A copy in which every None that has a usual value is replaced by it.
-
-        Args:
-            defaults: values that suit the model better than the usual ones.
-        """
+        """A copy in which every None is replaced by the value in `defaults`, which suit the model, or the usual one."""
         values = {**_USUAL, **defaults}
         if self.adapter != "none":
             values = {**values, "learning_rate": max(values["learning_rate"], _ADAPTER_LEARNING_RATE)}
@@ -150,6 +126,24 @@ class TrainConfig:
         return dataclasses.asdict(self)
 
 
+@dataclasses.dataclass(kw_only=True)
+class EvaluateConfig(TrainConfig):
+    """The settings of `evaluate`, which offers those of `OFFERED`; the others have their defaults."""
+
+    OFFERED: ClassVar[frozenset[str]] = frozenset(
+        ("model", "trust_remote_code", "dtype", "attn_implementation", "max_length", "eval_limit", "eval_batch_size")
+    ) | {"max_new_tokens", "generate_with", "output_dir", "seed", "debug", "dry_run", "hang_timeout", "base"}
+    model: str = _model(help="A run, saved weights or an adapter by folder, or a hub id.")
+    base: str | None = _model(None, help="Evaluate this model too, side by side: hub id or local folder.")
+    output_dir: str | None = _run(
+        None, help="A new folder for result.json, report.md and the answers; default: none is written."
+    )
+
+
+_STEPS = "a number of steps, auto, epoch or off", ("auto", "epoch", "off")
+_EXAMPLES = "a number of examples or auto", ("auto",)
+_NUMBER_OR_WORD = {"eval_every": _STEPS, "save_every": _STEPS, "micro_batch_size": _EXAMPLES}
+"""Settings that are a number or a word: what a message says is expected, and the words."""
 _ADAPTER_LEARNING_RATE = 1e-4
 _USUAL: dict[str, Any] = {
     "max_length": 2048,
@@ -169,19 +163,10 @@ LAYOUT = frozenset(
 """Settings that decide how a run is executed or observed, not what a step computes: a resume may change them."""
 
 
-_MOST_DIGITS = 18
-"""Most digits of a number of steps or examples: Python refuses to convert very long ones."""
-
-
-def _positive(text: str) -> bool:
-    return isinstance(text, str) and text.isdecimal() and len(text) <= _MOST_DIGITS and int(text) > 0
-
-
 def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """One line for each setting of the mathematics in which a resumed run differs from what its folder records."""
     lines = []
     for key in sorted(before.keys() | after.keys()):
         if key not in LAYOUT and before.get(key) != after.get(key):
-            flag = "--" + key.replace("_", "-")
-            lines.append(f"{flag}: the run was started with {before.get(key)}, not {after.get(key)}")
+            lines.append(f"--{key.replace('_', '-')}: the run was started with {before.get(key)}, not {after.get(key)}")
     return lines

@@ -7,18 +7,16 @@ import inspect
 import re
 from typing import Any
 
-from accel_sft.api.config import TrainConfig
+from accel_sft.api.config import EvaluateConfig
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 
-_CONTRACT = {
-    "dataset": ("split",),
-    "messages": ("example",),
-    "target": ("example",),
-    "score": ("example", "text"),
-    "aggregate": ("scores",),
-    "problems": (),
+_METHODS = {
+    name: tuple(inspect.signature(method).parameters)
+    for name, method in vars(Task).items()
+    if inspect.isfunction(method) and not name.startswith("_")
 }
+"""The names and parameters, `self` included, of the methods that the trainer calls."""
 
 
 def contract_faults(cls: Any) -> list[str]:
@@ -28,10 +26,9 @@ def contract_faults(cls: Any) -> list[str]:
     causes = []
     if "__dataclass_fields__" not in vars(cls) or not all(f.kw_only for f in dataclasses.fields(cls) if f.init):
         causes.append(f"{cls.__name__} is not a keyword-only dataclass; write @dataclass(kw_only=True) above it")
-    missing = sorted(cls.__abstractmethods__)
-    if missing:
+    if missing := sorted(cls.__abstractmethods__):
         causes.append(f"{cls.__name__} lacks {', '.join(missing)}")
-    causes += [fault for name in _CONTRACT if name not in missing and (fault := _signature_fault(cls, name))]
+    causes += [fault for name in _METHODS if name not in missing and (fault := _signature_fault(cls, name))]
     fields = {field.name for field in dataclasses.fields(cls)}
     for name, kind in (("main_metric", str), ("higher_is_better", bool)):
         if name in fields:
@@ -42,19 +39,17 @@ def contract_faults(cls: Any) -> list[str]:
 
 
 def _signature_fault(cls: type[Task], name: str) -> str:
-    parameters = _CONTRACT[name]
-    method = inspect.getattr_static(cls, name)
-    bound = getattr(cls, name)
-    expected = f"{name}({', '.join(('self', *parameters))})"
+    method, bound = inspect.getattr_static(cls, name), getattr(cls, name)
+    expected = f"{name}({', '.join(_METHODS[name])})"
     if not callable(bound) or isinstance(method, property):
         return f"{name} is not a method; expected {expected}"
-    arguments = parameters if isinstance(method, (staticmethod, classmethod)) else ("self", *parameters)
+    bound_already = isinstance(method, (staticmethod, classmethod))
     try:
         signature = inspect.signature(bound)
     except ValueError:  # a callable written in C has no signature
         return ""
     try:
-        signature.bind(*arguments)
+        signature.bind(*_METHODS[name][1 if bound_already else 0 :])
     except TypeError as error:
         return f"{name}{signature} does not accept the trainer's call {expected}: {error}"
     return ""
@@ -69,7 +64,7 @@ def _option_faults(cls: type[Task]) -> list[str]:
         own = settings(cls)
     except (TypeError, NameError) as error:
         return [str(error)]
-    taken = {"--help", "--config", "--version", "--base"}.union(*map(_flags, settings(TrainConfig)))
+    taken = {"--help", "--config", "--version"}.union(*map(_flags, settings(EvaluateConfig)))
     causes = []
     for setting in own:
         if not re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]|[a-z]", setting.name):

@@ -1,7 +1,4 @@
-"""The error that is shown to users without a traceback, and the source line at which a plugin failed.
-
-Standard library only.
-"""
+"""The error that is shown to users without a traceback, and the source line at which a plugin failed."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ def what_and_where(error: BaseException) -> str:
     """An error in a plugin's code as text, with the last source line outside this package that it went through."""
     package = Path(__file__).parent.parent
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    outside = [f"{path}:{line}" for path, line in frames if path.suffix == ".py" and package not in path.parents]
-    outside = [place for place in outside if "importlib" not in Path(place).parts]
+    others = [(path, line) for path, line in frames if path.suffix == ".py" and "importlib" not in path.parts]
+    outside = [f"{path}:{line}" for path, line in others if package not in path.parents]
     where = f" ({outside[-1]})" if outside else ""
     return f"{type(error).__name__}: {error}{where}"

@@ -1,20 +1,18 @@
-"""Settings as dataclass fields: type, default, help and limits of each, stated in one place.
-
-The command line, a YAML file and a test read the same fields, so a setting has one definition. Standard library only.
-"""
+"""Settings as dataclass fields: type, default, help and limits, stated once for command line, YAML and tests alike."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
-import types
 import typing
-from collections.abc import Iterable
-from typing import Any, get_args, get_origin
+from collections.abc import Sequence
+from typing import Any
 
-_SCALARS = (str, int, float, bool)
 _EXPECTED = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+_TYPES = {hint: (kind, hint is not kind) for kind in _EXPECTED for hint in (kind, kind | None)}
+"""What a field's annotation says: its type, and whether None is a value too."""
+_SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _SHOWN = 80
 """Characters of a value that a message repeats at most."""
 
@@ -23,7 +21,7 @@ def option(
     default: Any = dataclasses.MISSING,
     *,
     help: str,
-    choices: Iterable[str] | None = None,
+    choices: Sequence[str] = (),
     min: float | None = None,
     max: float | None = None,
     section: str = "",
@@ -37,10 +35,10 @@ def option(
         min, max: inclusive limits of a number.
         section: heading under which `--help` lists it.
     """
-    metadata = {"help": help, "choices": tuple(choices or ()), "min": min, "max": max, "section": section}
     if isinstance(default, (list, dict, set)):
         raise TypeError(f"option(default={default!r}): a default is shared between runs, use an immutable value")
-    return dataclasses.field(default=default, metadata=metadata)
+    limits = {"help": help, "choices": tuple(choices), "min": min, "max": max, "section": section}
+    return dataclasses.field(default=default, metadata={__name__: limits})
 
 
 HIDDEN = "***"
@@ -55,11 +53,11 @@ class Setting:
     type: type
     optional: bool
     default: Any
-    help: str
-    choices: tuple[str, ...]
-    min: float | None
-    max: float | None
-    section: str
+    help: str = ""
+    choices: tuple[str, ...] = ()
+    min: float | None = None
+    max: float | None = None
+    section: str = ""
 
     @property
     def flag(self) -> str:
@@ -69,6 +67,13 @@ class Setting:
     @property
     def required(self) -> bool:
         return self.default is dataclasses.MISSING
+
+    def read(self, text: str) -> Any:
+        """What a text means, on the command line and in a file; the text itself where it is no value: see `problem`."""
+        try:
+            return _SWITCH.get(text.lower(), text) if self.type is bool else self.type(text)
+        except ValueError:
+            return text
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with `value` as this setting, or None."""
@@ -116,27 +121,16 @@ def settings(cls: type) -> list[Setting]:
     for field in dataclasses.fields(cls):
         if not field.init:
             continue
-        kind, optional = _scalar(hints[field.name])
-        if kind is None:
+        if hints[field.name] not in _TYPES:
             raise TypeError(
                 f"{cls.__name__}.{field.name}: an option is a str, int, float or bool (or one of these | None), "
                 f"not {hints[field.name]}"
             )
         if field.default_factory is not dataclasses.MISSING:
             raise TypeError(f"{cls.__name__}.{field.name}: an option's default is a plain value, not a factory")
-        meta = {"help": "", "choices": (), "min": None, "max": None, "section": "", **field.metadata}
-        limits = {key: meta[key] for key in ("help", "choices", "min", "max", "section")}
-        found.append(Setting(field.name, kind, optional, field.default, **limits))
+        limits = field.metadata.get(__name__, {})
+        found.append(Setting(field.name, *_TYPES[hints[field.name]], field.default, **limits))
     return found
-
-
-def _scalar(hint: Any) -> tuple[type | None, bool]:
-    if get_origin(hint) in (typing.Union, types.UnionType):
-        members = [member for member in get_args(hint) if member is not type(None)]
-        if len(members) == 1 and members[0] in _SCALARS:
-            return members[0], True
-        return None, False
-    return (hint, False) if hint in _SCALARS else (None, False)
 
 
 def problems(instance: Any) -> list[str]:

@@ -1,11 +1,8 @@
-"""Finds and loads tasks by the entry point group `accel_sft.tasks`; a broken plugin breaks only itself.
-
-Names come from the metadata of installed distributions, without importing any plugin; `load` imports one. Standard
-library only.
-"""
+"""Finds tasks by the entry point group `accel_sft.tasks`, and loads one by name; a broken one breaks only itself."""
 
 from __future__ import annotations
 
+import configparser
 import dataclasses
 import difflib
 import importlib.metadata
@@ -28,9 +25,6 @@ RESERVED = frozenset(
     ("tasks", "check", "plan", "compare", "report", "evaluate", "generate", "merge", "push", "new-task", "install")
 ) | {"launch-file", "doctor"}
 """Names of tools, present and to come, which no task may take."""
-NAME = re.compile(r"[a-z0-9-]+")
-_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_OWN_REQUIREMENT = re.compile(r"accel[-_.]+sft(?![-_.]*[a-z0-9])", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,27 +39,16 @@ class Plugin:
     requires: tuple[str, ...] = ()
     fault: str = ""
 
-    @property
-    def origin(self) -> str:
-        return f"task {self.name!r} ({self.target}, {self.distribution} {self.version})"
-
     def broken(self, cause: str) -> UserError:
         """The one line that names task, entry point, distribution and version, and the cause."""
-        return UserError(f"{self.origin}: {' '.join(cause.split())}")
+        cause = " ".join(cause.split())
+        return UserError(f"task {self.name!r} ({self.target}, {self.distribution} {self.version}): {cause}")
 
 
 def plugins() -> list[Plugin]:
     """Every entry point of the group, sorted by name, with the faults that metadata alone shows. Imports none."""
     found = sorted(_entry_points(), key=lambda plugin: (plugin.name, plugin.distribution, plugin.target))
-    return [dataclasses.replace(p, fault=_disallowed(p) or p.fault or _naming_fault(p, found)) for p in found]
-
-
-def _disallowed(plugin: Plugin) -> str:
-    """Why a plugin may not run where ACCEL_SFT_TASKS names the tasks that may; empty if it may."""
-    allowed = os.environ.get(ALLOWED)
-    if allowed is None or plugin.name in [name.strip() for name in allowed.split(",")]:
-        return ""
-    return f"not among the tasks that {ALLOWED} allows ({allowed or 'none'})"
+    return [dataclasses.replace(plugin, fault=_fault(plugin, found)) for plugin in found]
 
 
 def names() -> dict[str, str]:
@@ -101,41 +84,31 @@ def summary_of(cls: type, fallback: str) -> str:
 
 
 def load_plugin(plugin: Plugin) -> type[Task]:
-    """Import and check one plugin.
-
-    Raises:
-        UserError: one line with task, entry point, distribution, version and cause.
-    """
-    cause = plugin.fault or _outdated(plugin)
-    if cause:
+    """Import and check one plugin; a UserError has task, entry point, distribution, version and cause in one line."""
+    if cause := plugin.fault or _outdated(plugin):
         raise plugin.broken(cause)
     entry_point = importlib.metadata.EntryPoint(plugin.name, plugin.target, GROUP)
     try:
         cls = entry_point.load()
     except (Exception, SystemExit) as error:  # a plugin's module may raise anything when imported
         raise plugin.broken(f"cannot be imported: {what_and_where(error)}") from error
-    causes = contract_faults(cls)
-    if causes:
+    if causes := contract_faults(cls):
         raise plugin.broken("; ".join(causes))
     return cls
 
 
-def build(name: str, cls: type[Task], values: dict[str, Any]) -> Task:
-    """An instance of a loaded task with these option values, checked.
-
-    Raises:
-        UserError: every problem the task has with its options, one line each.
-    """
+def build(name: str, cls: type[Any], values: dict[str, Any]) -> Any:
+    """An instance of a loaded task, or of the trainer's settings; a UserError has all problems, one line each."""
     try:
-        task = cls(**values)
-        found = list(task.problems())
+        built = cls(**values)
+        found = list(built.problems())
     except UserError:
         raise
     except Exception as error:
         raise UserError(f"task {name!r} fails on its options: {what_and_where(error)}") from error
     if found:
         raise UserError(*found)
-    return task
+    return built
 
 
 def _entry_points() -> list[Plugin]:
@@ -145,8 +118,11 @@ def _entry_points() -> list[Plugin]:
             text = distribution.read_text("entry_points.txt") or ""
             if GROUP not in text:  # parsing the metadata of every installed package would take too long
                 continue
+            sections = configparser.ConfigParser(delimiters="=", allow_no_value=True, interpolation=None)
+            sections.optionxform = str  # names keep their case
+            sections.read_string(text)
             metadata = distribution.metadata
-        except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8
+        except (OSError, ValueError, configparser.Error) as error:  # ValueError: bytes that are not UTF-8
             folder = getattr(getattr(distribution, "_path", None), "name", "?")
             found.append(Plugin("?", "?", folder, "?", "", (), f"its metadata cannot be read: {error}"))
             continue
@@ -157,37 +133,28 @@ def _entry_points() -> list[Plugin]:
         seen.add(normalized)
         about = (normalized, metadata["Version"] or "(no version)", metadata["Summary"] or "")
         requires = tuple(metadata.get_all("Requires-Dist") or ())
-        for line in _section(text):
-            task, equals, target = (part.strip() for part in line.partition("="))
-            fault = "" if equals else f"entry_points.txt has {line!r}, expected `name = module:Class`"
+        for task, target in sections.items(GROUP) if sections.has_section(GROUP) else ():
+            fault = f"entry_points.txt has {task!r}, expected `name = module:Class`" if target is None else ""
             found.append(Plugin(task, target or "?", *about, requires, fault))
     return found
 
 
-def _section(text: str) -> list[str]:
-    """Lines of the group's section; a damaged file of any distribution must not raise here."""
-    lines, inside = [], False
-    for line in map(str.strip, text.splitlines()):
-        if line.startswith("["):
-            inside = line.strip("[] \t") == GROUP
-        elif inside and line and not line.startswith(("#", ";")):
-            lines.append(line)
-    return lines
-
-
-def _naming_fault(plugin: Plugin, found: list[Plugin]) -> str:
-    if not NAME.fullmatch(plugin.name):
+def _fault(plugin: Plugin, found: list[Plugin]) -> str:
+    """Why a plugin cannot be used, as far as metadata shows; empty if it can."""
+    allowed = os.environ.get(ALLOWED)
+    if allowed is not None and plugin.name not in [name.strip() for name in allowed.split(",")]:
+        return f"not among the tasks that {ALLOWED} allows ({allowed or 'none'})"
+    if plugin.fault:
+        return plugin.fault
+    if not re.fullmatch("[a-z0-9-]+", plugin.name):
         return "invalid task name; use lower-case letters, digits and hyphens"
     if plugin.name in RESERVED:
         return f"the name belongs to the tool `accel-sft {plugin.name}`; the plugin must choose another"
-    if not _TARGET.fullmatch(plugin.target):
+    if not re.fullmatch(r"[\w.]+:[\w.]+", plugin.target):
         return f"entry point {plugin.target!r} is not `module:Class`"
-    owner = SHIPPED.get(plugin.name)
+    if owner := SHIPPED.get(plugin.name):
+        return "" if plugin.distribution == owner else f"the name belongs to {owner}; the plugin must choose another"
     same = [other for other in found if other.name == plugin.name and other is not plugin]
-    if owner:
-        if plugin.distribution != owner:
-            return f"the name belongs to {owner}; the plugin must choose another"
-        same = [other for other in same if other.distribution == owner]
     if same:
         others = ", ".join(f"{other.target} of {other.distribution} {other.version}" for other in same)
         return f"the same name is also {others}; neither is loaded, uninstall one"
@@ -195,17 +162,15 @@ def _naming_fault(plugin: Plugin, found: list[Plugin]) -> str:
 
 
 def _outdated(plugin: Plugin) -> str:
-    own = [text for text in plugin.requires if _OWN_REQUIREMENT.match(text)]
-    if not own:
-        return ""
     from packaging.requirements import InvalidRequirement, Requirement
 
-    for text in own:
+    for text in plugin.requires:
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
             return f"its requirement {text!r} cannot be understood"
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        own = re.sub(r"[-_.]+", "-", requirement.name).lower() == "accel-sft"
+        applies = own and (requirement.marker is None or requirement.marker.evaluate({"extra": ""}))
         if applies and not requirement.specifier.contains(accel_sft.__version__, prereleases=True):
             return (
                 f"outdated: it needs accel-sft{requirement.specifier}, installed is {accel_sft.__version__}; "

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
-from rich.console import Console
 
-from accel_sft.api.config import TrainConfig
+from accel_sft.api.config import EvaluateConfig, TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
@@ -27,7 +25,7 @@ from accel_sft.launch.accelerator import shard_for_evaluation
 from accel_sft.launch.collectives import decided_by_main, largest
 from accel_sft.launch.describe import recordable
 from accel_sft.launch.start import start
-from accel_sft.models.load import find_source
+from accel_sft.models.load import Source, find_source
 from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tracking import report
@@ -35,50 +33,60 @@ from accel_sft.tracking.system import peak_memory_gib, reset_peak_memory
 from accel_sft.training.assembly import assemble
 
 
-def run(task_name: str, task: Task, config: TrainConfig, base: str | None = None) -> None:
-    """Score `--model`, and `base` before it, on any launch; print both side by side, and write them to `--output-dir`.
+def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
+    """Score `--model`, and `--base` before it, on any launch; print them side by side, and write `--output-dir`.
 
     Raises:
         UserError: anything the person at the terminal can mend.
     """
     if config.model == "tiny":
         raise UserError("--model: name what to evaluate: a run's folder, saved weights, an adapter or a hub id")
-    config = _as_trained(config).resolved({})
-    sources = [find_source(config, model) for model in filter(None, (base, config.model))]
+    if trained := RunDir.record_around(
+        config.model
+    ):  # the lengths that it was trained and evaluated with, unless given
+        lengths = {"max_length": trained["config"]["max_length"]}
+        lengths["max_new_tokens"] = trained["config"]["max_new_tokens"] or trained["max_new_tokens"]
+        config = dataclasses.replace(config, **{key: n for key, n in lengths.items() if getattr(config, key) is None})
+    config = config.resolved({})
+    models = [config.base, config.model] if config.base else [config.model]
+    sources = [find_source(config, model) for model in models]
     for source in sources if config.generate_with == "vllm" else ():
         vllm.check(source)
     with Watchdog(config.hang_timeout) as watch:
-        _evaluate(task_name, task, config, base, watch)
-
-
-def _evaluate(task_name: str, task: Task, config: TrainConfig, base: str | None, watch: Watchdog) -> None:
-    accelerator = start(config, train=False)
-    if config.generate_with == "vllm":
-        decided_by_main(accelerator, vllm.find_python)
-    if config.dry_run:
-        return
-    if accelerator.is_main_process:
-        for line in (*_options(task), *_differences(config.model, task_name, accelerator.mixed_precision)):
-            print(terminal.wrapped(line), file=terminal.terminal())
-    if config.output_dir:
-        decided_by_main(accelerator, lambda: _claim(Path(config.output_dir)))
-    with terminal.quiet(None, config.debug):
-        before = evaluate(accelerator, task, config, base, watch) if base else None
-        after = evaluate(accelerator, task, config, config.model, watch)
-    if accelerator.is_main_process:
-        result = {
-            "status": "complete",
-            "task": task_name,
-            "model": config.model,
-            "generate_with": config.generate_with,
-            "before": before.metrics if before else {},
-            "after": after.metrics,
-        }
-        samples = before.samples if before else []
-        report.print_report(result, samples, after.samples, console=Console(highlight=False))
+        accelerator = start(config, train=False)
+        if config.generate_with == "vllm":
+            decided_by_main(accelerator, vllm.find_python)
+        if config.dry_run:
+            return
+        if accelerator.is_main_process:
+            for line in (*_options(task), *_differences(config.model, task_name, accelerator.mixed_precision)):
+                print(terminal.wrapped(line), file=terminal.terminal())
         if config.output_dir:
-            _write(RunDir(Path(config.output_dir)), result, samples, after.samples)
-    leave_together()
+            decided_by_main(accelerator, lambda: _claim(Path(config.output_dir)))
+        with terminal.quiet(None, config.debug):
+            evaluations = [evaluate(accelerator, task, config, source, watch) for source in sources]
+        if accelerator.is_main_process:
+            _publish(task_name, config, evaluations)
+        leave_together()
+
+
+def _publish(task_name: str, config: EvaluateConfig, evaluations: list[Evaluation]) -> None:
+    before, after = evaluations if config.base else (Evaluation({}, []), *evaluations)
+    result = {
+        "status": "complete",
+        "task": task_name,
+        "model": config.model,
+        "generate_with": config.generate_with,
+        "before": before.metrics,
+        "after": after.metrics,
+    }
+    report.print_report(result, before.samples, after.samples)
+    if config.output_dir:
+        run_dir = RunDir(Path(config.output_dir))
+        run_dir.write_result(result)
+        report.write_report(run_dir, result, before.samples, after.samples)
+        write_json_lines(run_dir.answers_of("base"), before.samples)
+        write_json_lines(run_dir.answers_of("tuned"), after.samples)
 
 
 def _options(task: Task) -> list[str]:
@@ -86,15 +94,6 @@ def _options(task: Task) -> list[str]:
     mine = [setting for setting in settings(type(task)) if getattr(task, setting.name) != setting.default]
     values = recordable({setting.name: getattr(task, setting.name) for setting in mine})
     return ["task      " + ", ".join(f"{s.flag[2:]} {values[s.name]}" for s in mine)] if mine else []
-
-
-def _as_trained(config: TrainConfig) -> TrainConfig:
-    """`config` with the lengths that the run in or around `--model` was trained and evaluated with, unless given."""
-    if (run := RunDir.record_around(config.model)) is None:
-        return config
-    evaluated = {"max_length": run["config"]["max_length"]}
-    evaluated["max_new_tokens"] = run["config"]["max_new_tokens"] or run["max_new_tokens"]
-    return dataclasses.replace(config, **{key: n for key, n in evaluated.items() if getattr(config, key) is None})
 
 
 def _differences(model: str, task_name: str, precision: str) -> list[str]:
@@ -123,10 +122,9 @@ def _claim(folder: Path) -> None:
         raise UserError(f"--output-dir {folder}: cannot be used ({error.strerror})") from None
 
 
-def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, model: str, watch: Watchdog) -> Evaluation:
-    """Load `model`, evaluate it, and free it. ZeRO-3 and FSDP shard it; otherwise every rank has all of it."""
+def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, source: Source, watch: Watchdog) -> Evaluation:
+    """Load a model, evaluate it, and free it. ZeRO-3 and FSDP shard it; otherwise every rank has all of it."""
     reset_peak_memory(accelerator.device)
-    source = find_source(config, model)
     assembly = assemble(accelerator, task, config, source)
     examples = read_split(task, "validation")
     encoding = assembly.encode(examples, "validation")
@@ -160,10 +158,3 @@ def _release(accelerator: Accelerator, model: torch.nn.Module) -> None:
         if hasattr(parameter, "ds_tensor"):  # DeepSpeed keeps its engine for good, and the engine its model
             for tensor in (parameter, parameter.ds_tensor):
                 tensor.data = tensor.data.new_empty(0)
-
-
-def _write(run_dir: RunDir, result: dict[str, Any], before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
-    run_dir.write_result(result)
-    report.write_report(run_dir, result, before, after)
-    for name, samples in (("base", before), ("tuned", after)):
-        write_json_lines(run_dir.answers_of(name), samples)

@@ -24,17 +24,12 @@ def launch_file(name: str | None) -> None:
     files = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
     if name is None:
         width = max(map(len, files))
-        for stem, path in files.items():
-            click.echo(f"{stem:<{width}}  {purpose(path)}")
+        for stem, path in files.items():  # a file's first line says what it is for
+            purpose = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#").strip()
+            click.echo(f"{stem:<{width}}  {purpose}")
         return
     stem = name.removesuffix(".yaml")
     if stem not in files:
         near = suggestion(stem, files) or f"; choose one of {', '.join(files)}"
         raise UserError(f"NAME {name!r}: no launch file has this name{near}")
     click.echo(files[stem].read_text(encoding="utf-8"), nl=False)
-
-
-def purpose(path: Path) -> str:
-    """What a launch file is for: the first line of its comment."""
-    with path.open(encoding="utf-8") as lines:
-        return lines.readline().removeprefix("#").strip()

@@ -93,21 +93,6 @@ def test_the_right_answer_scores_and_a_wrong_one_does_not():
 @click.argument("directory", required=False)
 def new_task(name: str, directory: str | None) -> None:
     """Start a task of your own: a plugin named NAME in DIRECTORY (default: accel-sft-NAME)."""
-    target = write_plugin(name, directory)
-    click.echo(f"Wrote {target}: pyproject.toml, the task, and its test. Next:")
-    click.echo(f"  pip install -e {target}\n  accel-sft {name}\n  pytest {target}")
-
-
-def write_plugin(name: str, directory: str | None = None) -> Path:
-    """Write a plugin distribution for the task `name`.
-
-    Args:
-        directory: created if missing; `accel-sft-<name>` by default.
-    Returns:
-        The directory written.
-    Raises:
-        UserError: a name that no task may have or that is installed, or a directory that is not empty.
-    """
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name):
         raise UserError(
             f"NAME {name!r}: begin with a lower-case letter, go on with lower-case letters, digits and hyphens"
@@ -118,17 +103,17 @@ def write_plugin(name: str, directory: str | None = None) -> Path:
         if plugin.name == name:
             raise UserError(f"NAME {name!r}: {plugin.distribution} {plugin.version} already has it; choose another")
     target = Path(directory or f"accel-sft-{name}")
-    module, cls = f"accel_sft_{re.sub('-+', '_', name)}", f"{name.title().replace('-', '')}Task"
+    identifier, cls = re.sub("-+", "_", name), f"{name.title().replace('-', '')}Task"
+    module = f"accel_sft_{identifier}"
     values = {"name": name, "module": module, "cls": cls, "version": accel_sft.__version__}
+    files = {"pyproject.toml": _PYPROJECT, f"{module}.py": _MODULE, f"tests/test_{identifier}.py": _TEST}
     try:
         if target.exists() and any(target.iterdir()):
             raise UserError(f"DIRECTORY {target}: not empty; name a new one")
         (target / "tests").mkdir(parents=True, exist_ok=True)
-        (target / "pyproject.toml").write_text(_PYPROJECT.format(**values), encoding="utf-8")
-        (target / f"{module}.py").write_text(_MODULE.format(**values), encoding="utf-8")
-        (target / "tests" / f"test_{module.removeprefix('accel_sft_')}.py").write_text(
-            _TEST.format(**values), encoding="utf-8"
-        )
+        for path, template in files.items():
+            (target / path).write_text(template.format(**values), encoding="utf-8")
     except OSError as error:
         raise UserError(f"DIRECTORY {target}: cannot be written ({error.strerror}); name another") from None
-    return target
+    click.echo(f"Wrote {target}: pyproject.toml, the task, and its test. Next:")
+    click.echo(f"  pip install -e {target}\n  accel-sft {name}\n  pytest {target}")

@@ -22,9 +22,9 @@ def tasks() -> None:
             summary, status = plugin.summary, "broken"
             broken += error.problems
         rows.append((plugin.name, f"{plugin.distribution} {plugin.version}", status, summary))
-    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        click.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip())
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     if broken:
         click.echo("\nBroken, and why:")
         click.echo("\n".join(f"  {line}" for line in broken))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
 import traceback
+from collections.abc import Iterator
 
 import torch
 from accelerate import Accelerator
@@ -43,26 +45,40 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
             f"out, and afterwards: accel-sft evaluate {task_name} --model RUN --generate-with vllm"
         )
     config = config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
-    with StopSignals() as signals:
-        try:
-            _claimed(task_name, task, config, signals, on_step)
-        finally:
-            release()
-
-
-def _claimed(task_name: str, task: Task, config: TrainConfig, signals: StopSignals, on_step: OnStep | None) -> None:
-    """Claim the run's folder and train; result.json says how it ended, whatever happens."""
-    with Watchdog(config.hang_timeout):
-        accelerator = start(config)
-        if config.dry_run:
+    with StopSignals() as signals, contextlib.ExitStack() as at_end:
+        at_end.callback(release)
+        with Watchdog(config.hang_timeout):
+            accelerator = start(config)
+            if config.dry_run:
+                return
+            config = continued(accelerator, config)
+            run_dir, finished = claim_run_dir(accelerator, task_name, task, config)
+        if finished:
+            accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir.report}")
             return
-        config = continued(accelerator, config)
-        run_dir, finished = claim_run_dir(accelerator, task_name, task, config)
-    if finished:
-        accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir.report}")
-        return
+        watch = Watchdog(config.hang_timeout, run_dir.logs, functools.partial(run_dir.write_ended, "failed"))
+        log = run_dir.log(accelerator.process_index)
+        with _ending(accelerator, run_dir, config, signals), terminal.quiet(log, config.debug), watch:
+            prepared = prepare_data(accelerator, run_dir, task, config)
+            write_run_record(accelerator, run_dir, task_name, task, config, prepared)
+            shown = {"main_metric": task.main_metric, "terminal": terminal.terminal()}
+            with Tracker(accelerator, run_dir, config, total_steps=prepared.plan.total_steps, **shown) as tracker:
+                for line in prepared.lines:
+                    tracker.log(line)
+                tracker.phase("data")
+                trainer = Trainer(accelerator, run_dir, task_name, task, config, prepared, tracker, signals, on_step)
+                with watch.heartbeats_only():
+                    trainer.resume()
+                    trainer.train()
+                    trainer.finalize()
+            leave_together()
+
+
+@contextlib.contextmanager
+def _ending(accelerator: Accelerator, run_dir: RunDir, config: TrainConfig, signals: StopSignals) -> Iterator[None]:
+    """result.json says how the run ended, whatever happens."""
     try:
-        _run(accelerator, run_dir, task_name, task, config, signals, on_step)
+        yield
     except BaseException as raised:
         signals.failing()  # ranks whose launcher is gone lose each other; their errors are no causes
         error = _explained(run_dir, raised)
@@ -91,54 +107,16 @@ def _explained(run_dir: RunDir, error: BaseException) -> BaseException:
             f"out of device memory ({str(error).splitlines()[0]}); the loss does not depend on it: lower "
             "--micro-batch-size or --eval-batch-size, add --gradient-checkpointing, or choose a higher ZeRO stage"
         )
-    if trouble := _trouble(run_dir, error):
+    # the folder is looked at: writers in C++ and in threads do not pass on the system's message
+    trouble = ""
+    if not run_dir.path.is_dir():
+        trouble = "the folder is gone; put it back"
+    elif not os.access(run_dir.path, os.W_OK):
+        trouble = "the folder can no longer be written; make it writable"
+    elif "No space left on device" in str(error) or shutil.disk_usage(run_dir.path).free < 2**20:
+        trouble = "the disk is full; free space"
+    if trouble:
         return UserError(f"{run_dir}: {trouble}, then go on with --resume auto")
     if lost := lost_peers():  # a collective that broke cannot name them
         return UserError(lost)
     return error
-
-
-def _trouble(run_dir: RunDir, error: Exception) -> str | None:
-    """What is wrong with the run's folder, if anything, and what to do. It looks at the folder, since writers in C++
-    and in threads do not pass on the system's message."""
-    if not run_dir.path.is_dir():
-        return "the folder is gone; put it back"
-    if not os.access(run_dir.path, os.W_OK):
-        return "the folder can no longer be written; make it writable"
-    if "No space left on device" in str(error) or shutil.disk_usage(run_dir.path).free < 2**20:
-        return "the disk is full; free space"
-    return None
-
-
-def _run(
-    accelerator: Accelerator,
-    run_dir: RunDir,
-    task_name: str,
-    task: Task,
-    config: TrainConfig,
-    signals: StopSignals,
-    on_step: OnStep | None,
-) -> None:
-    log = run_dir.log(accelerator.process_index)
-    watch = Watchdog(config.hang_timeout, run_dir.logs, functools.partial(run_dir.write_ended, "failed"))
-    with terminal.quiet(log, config.debug), watch:
-        prepared = prepare_data(accelerator, run_dir, task, config)
-        plan = prepared.plan
-        write_run_record(accelerator, run_dir, task_name, task, config, prepared)
-        with Tracker(
-            accelerator,
-            run_dir,
-            config,
-            total_steps=plan.total_steps,
-            main_metric=task.main_metric,
-            terminal=terminal.terminal(),
-        ) as tracker:
-            for line in prepared.lines:
-                tracker.log(line)
-            tracker.phase("data")
-            trainer = Trainer(accelerator, run_dir, task_name, task, config, prepared, tracker, signals, on_step)
-            with watch.heartbeats_only():
-                trainer.resume()
-                trainer.train()
-                trainer.finalize()
-        leave_together()
