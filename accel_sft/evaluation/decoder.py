@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from accel_sft.io.heartbeat import heartbeat
+from accel_sft.models.architecture import arguments
 from accel_sft.models.prefix_attention import Prefix, install
 
 GROWTH = 32
@@ -28,15 +31,14 @@ class Decoder:
     Args:
         model: with sdpa attention that takes `position_ids` and a plain cache; in eval mode.
         prefix: token ids that all rows begin with; may be empty.
-        logits_to_keep: whether the model's forward can leave out the logits of all but the last token.
     """
 
-    def __init__(self, model: Any, prefix: Sequence[int], device: torch.device, *, logits_to_keep: bool) -> None:
+    def __init__(self, model: Any, prefix: Sequence[int], device: torch.device) -> None:
         install()
         self.model, self.device, self.length = model, device, len(prefix)
-        self.shared: dict[str, Any] = (
-            {"use_cache": True, "logits_to_keep": 1} if logits_to_keep else {"use_cache": True}
-        )
+        self.shared: dict[str, Any] = {"use_cache": True}
+        if "logits_to_keep" in arguments(model):
+            self.shared["logits_to_keep"] = 1
         if prefix:
             cache = DynamicCache()
             self.model(input_ids=torch.tensor([prefix], device=device), past_key_values=cache, **self.shared)
@@ -114,13 +116,18 @@ class Decoder:
                 together.
         """
         answers: list[list[int]] = [[] for _ in rows]
-        going = list(range(len(rows)))  # the row in each place of the batch; None: it has ended
+        ended = [False] * len(rows)
+        going = list(range(len(rows)))  # the row in each place of the batch
         logits = self.start(rows, forwards)
-        for _ in range(max_new_tokens - 1):
+        for length in itertools.count(1):
             heartbeat()
-            tokens = self._take(logits, answers, going, ends)
-            places = [place for place, row in enumerate(going) if row is not None]
-            if not anyone(bool(places)):
+            tokens = logits.argmax(dim=-1)
+            for row, token in zip(going, tokens.tolist(), strict=True):
+                if not ended[row]:
+                    answers[row].append(token)
+                    ended[row] = token in ends
+            places = [place for place, row in enumerate(going) if not ended[row]]
+            if length == max_new_tokens or not anyone(bool(places)):
                 return answers
             if DROPPED_AT * (len(going) - len(places)) >= len(going) > 1:
                 places = places or [0]  # a rank whose rows have ended goes on with one
@@ -128,19 +135,6 @@ class Decoder:
                 going, tokens = [going[place] for place in places], tokens[kept]
                 self.keep(kept)
             logits = self.step(tokens)
-        self._take(logits, answers, going, ends)
-        return answers
-
-    def _take(
-        self, logits: torch.Tensor, answers: list[list[int]], going: list[int | None], ends: Collection[int]
-    ) -> torch.Tensor:
-        tokens = logits.argmax(dim=-1)
-        for place, token in enumerate(tokens.tolist()):
-            if (row := going[place]) is not None:
-                answers[row].append(token)
-                if token in ends:
-                    going[place] = None
-        return tokens
 
 
 class _Columns(DynamicLayer):
@@ -154,21 +148,14 @@ class _Columns(DynamicLayer):
     def __init__(self, parts: Sequence[DynamicLayer], longest: int) -> None:
         super().__init__()
         self.is_initialized, self.length = True, longest
-        self._buffers = [self._joined([getattr(part, name) for part in parts], longest) for name in ("keys", "values")]
+        self._buffers = [self._joined([part.keys for part in parts]), self._joined([part.values for part in parts])]
         for part in parts:
             part.keys = part.values = None
         self._show()
 
-    @staticmethod
-    def _joined(parts: Sequence[torch.Tensor], longest: int) -> torch.Tensor:
-        first = parts[0]
-        # zeros: uninitialised memory may hold NaN, which a mask does not remove
-        buffer = first.new_zeros(sum(map(len, parts)), first.shape[1], longest + GROWTH, first.shape[3])
-        at = 0
-        for part in parts:
-            buffer[at : at + len(part), :, longest - part.shape[2] : longest] = part
-            at += len(part)
-        return buffer
+    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        # filled up with zeros: uninitialised memory may hold NaN, which a mask does not remove
+        return torch.cat([pad(part, (0, 0, self.length - part.shape[2], GROWTH)) for part in parts])
 
     def _show(self) -> None:
         self.keys, self.values = (buffer[:, :, : self.length] for buffer in self._buffers)
@@ -177,7 +164,7 @@ class _Columns(DynamicLayer):
         """Write the columns of new tokens; keys and values of all."""
         new = slice(self.length, self.length + key_states.shape[2])
         if new.stop > self._buffers[0].shape[2]:
-            self._buffers = [torch.nn.functional.pad(buffer, (0, 0, 0, GROWTH)) for buffer in self._buffers]
+            self._buffers = [pad(buffer, (0, 0, 0, GROWTH)) for buffer in self._buffers]
         for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, new] = states
         self.length = new.stop
