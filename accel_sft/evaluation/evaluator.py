@@ -64,11 +64,14 @@ def answer_backend(
         unwrapped = accelerator.unwrap_model(model)
         ends = end_of_turn_ids(tokenizer, unwrapped.generation_config)
         return VllmBackend(accelerator, config, source, dtype=unwrapped.dtype, stop_token_ids=ends)
-    return Generator(accelerator, tokenizer, model, config.eval_batch_size, between, log or _log)
-
-
-def _log(line: str) -> None:
-    print(wrapped(line), file=terminal())
+    return Generator(
+        accelerator,
+        tokenizer,
+        model,
+        config.eval_batch_size,
+        between,
+        log or (lambda line: print(wrapped(line), file=terminal())),
+    )
 
 
 class Evaluator:
@@ -99,13 +102,18 @@ class Evaluator:
 
     def __call__(self, model: torch.nn.Module, batching: Batching) -> Evaluation:
         """`loss`, then `score_answers`; for a backend that generates with this model."""
-        with _eval_mode(model):
+        was_training = model.training
+        model.eval()
+        try:
             return self.score_answers(self.loss(model, batching))
+        finally:
+            model.train(was_training)
 
     def loss(self, model: torch.nn.Module, batching: Batching) -> float:
         """Validation loss in nats a supervised token, over all ranks.
 
         Args:
+            model: in eval mode.
             batching: how the forwards are laid out; `--eval-batch-size` is for generation.
         Raises:
             UserError: out of device memory.
@@ -113,7 +121,7 @@ class Evaluator:
         reset_peak_memory(self.accelerator.device)
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         nll_and_tokens = [0.0, 0.0]
-        with _eval_mode(model), torch.no_grad(), _out_of_memory_explained():
+        with torch.no_grad(), _out_of_memory_explained():
             for rows in batching.divide(self.encoded, ranks)[rank]:
                 batch = batching.batch(rows, self.tokenizer.pad_token_id, self.accelerator.device)
                 nll_and_tokens[0] += nll_sum(model, batch).item()
@@ -189,16 +197,6 @@ class Evaluator:
             names = ", ".join(sorted(taken))
             raise UserError(f"the task's aggregate() gave {names}: names of the trainer's own numbers")
         return metrics
-
-
-@contextlib.contextmanager
-def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 @contextlib.contextmanager

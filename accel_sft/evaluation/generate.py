@@ -167,8 +167,7 @@ class Generator:
 def common_prefix(examples: Sequence[Encoded]) -> int:
     """The number of tokens that all prompts begin with, less than any prompt has; 0 if below SHORTEST_PREFIX."""
     prompts = [example.input_ids[: example.prompt_length] for example in examples]
-    first, last = min(prompts), max(prompts)
-    most = min(map(len, prompts)) - 1
+    first, last, most = min(prompts), max(prompts), min(map(len, prompts)) - 1
     length = next((at for at in range(most) if first[at] != last[at]), most)
     return length if length >= SHORTEST_PREFIX else 0
 

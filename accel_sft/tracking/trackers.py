@@ -78,8 +78,7 @@ class Trackers:
         if self._writer:
             points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
             self._writer.file_writer.add_summary(Summary(value=points), step)
-        for tracker in list(self._others):
-            self._guarded(tracker, lambda tracker=tracker: tracker.log(dict(values), step=step))
+        self._others_do(lambda tracker: tracker.log(dict(values), step=step))
 
     def text(self, tag: str, markdown: str, step: int) -> None:
         """Show a text where there is a place for it (TensorBoard)."""
@@ -111,16 +110,16 @@ class Trackers:
         """End every tracker; a second call does nothing."""
         if self._writer:
             self._writer.close()
-        for tracker in list(self._others):
-            self._guarded(tracker, tracker.finish)
+        self._others_do(lambda tracker: tracker.finish())
         self._writer, self._others = None, []
 
-    def _guarded(self, tracker: GeneralTracker, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001 - another service's failure must not end the training
-            self._others.remove(tracker)
-            self._log(f"--tracker {tracker.name}: {type(error).__name__}: {error}; nothing more is sent there")
+    def _others_do(self, call: Callable[[GeneralTracker], None]) -> None:
+        for tracker in list(self._others):
+            try:
+                call(tracker)
+            except Exception as error:  # noqa: BLE001 - another service's failure must not end the training
+                self._others.remove(tracker)
+                self._log(f"--tracker {tracker.name}: {type(error).__name__}: {error}; nothing more is sent there")
 
 
 def _tensorboard(run_dir: Path) -> Any:
