@@ -57,7 +57,13 @@ def tracked(accelerator, tmp_path):
         if opened:
             time.sleep(1.1)  # TensorBoard orders a folder's files by the second of their names
         opened.append(
-            Tracker(accelerator, RunDir(tmp_path / "runs" / "one"), TrainConfig(**settings), total_steps=total_steps)
+            Tracker(
+                accelerator,
+                RunDir(tmp_path / "runs" / "one"),
+                TrainConfig(**settings),
+                total_steps=total_steps,
+                main_metric="accuracy",
+            )
         )
         return opened[-1]
 

@@ -42,9 +42,8 @@ class Decoder:
         if prefix:
             cache = DynamicCache()
             self.model(input_ids=torch.tensor([prefix], device=device), past_key_values=cache, **self.shared)
-            self.shared["prefix"] = Prefix(
-                [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
-            )
+            keys, values = zip(*((layer.keys, layer.values) for layer in cache.layers), strict=True)
+            self.shared["prefix"] = Prefix(list(keys), list(values))
 
     def start(self, rows: Sequence[Sequence[int]], forwards: int = 1) -> torch.Tensor:
         """Read the rows' tokens behind the prefix, at least one each; logits of the next token, (B, vocabulary).
@@ -70,28 +69,20 @@ class Decoder:
         column = torch.arange(longest, device=self.device)
         own = (column >= padding)[:, None] & (column <= column[:, None]) | (column == column[:, None])  # (B, T, T)
         before = own.new_ones(len(rows), longest, self.length)
-        cache = DynamicCache()
-        logits = self.model(
-            input_ids=ids,
-            position_ids=(self.length + column - padding).clamp(min=0),
-            attention_mask=torch.cat([before, own], dim=-1)[:, None],
-            past_key_values=cache,
-            **self.shared,
-        ).logits
-        return logits[:, -1], cache
+        mask, cache = torch.cat([before, own], dim=-1), DynamicCache()
+        return self._forward(ids, (self.length + column - padding).clamp(min=0), mask, cache), cache
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Read one more token of each row, (B,); logits of the next token, (B, vocabulary)."""
         self.seen = torch.cat([self.seen, self.seen.new_ones(len(tokens), 1)], dim=1)
-        logits = self.model(
-            input_ids=tokens[:, None],
-            position_ids=self.position,
-            attention_mask=self.seen[:, None, None],
-            past_key_values=self.cache,
-            **self.shared,
-        ).logits
+        logits = self._forward(tokens[:, None], self.position, self.seen[:, None], self.cache)
         self.position = self.position + 1
-        return logits[:, -1]
+        return logits
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """Logits behind the last of the tokens, (B, T); the mask is (B, T, P + keys)."""
+        where = {"position_ids": positions, "attention_mask": mask[:, None], "past_key_values": cache}
+        return self.model(input_ids=ids, **where, **self.shared).logits[:, -1]
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drop all other rows from the batch."""

@@ -74,31 +74,28 @@ def answer_backend(
     )
 
 
+@dataclasses.dataclass
 class Evaluator:
     """Evaluates a model at any stage, on any number of ranks, without touching training's random state.
 
-    Args:
+    Attributes:
         encoded: the validation examples that can be used, by their index in `examples`.
         backend: what generates the answers.
         max_new_tokens: tokens generated at most; None: the longest answer's, its end-of-turn token included.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        tokenizer: Any,
-        task: Task,
-        examples: Sequence[Any],
-        encoded: Sequence[Encoded],
-        config: TrainConfig,
-        backend: AnswerBackend,
-        max_new_tokens: int | None = None,
-    ) -> None:
-        self.accelerator, self.tokenizer, self.task, self.examples = accelerator, tokenizer, task, examples
-        self.backend, self.answer_text = backend, AnswerText(tokenizer)
-        self.encoded = list(encoded[: config.eval_limit])
-        longest_answer = max(example.supervised_tokens for example in self.encoded)
-        self.max_new_tokens = config.max_new_tokens or max_new_tokens or longest_answer
+    accelerator: Accelerator
+    tokenizer: Any
+    task: Task
+    examples: Sequence[Any]
+    encoded: Sequence[Encoded]
+    config: TrainConfig
+    backend: AnswerBackend
+    max_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.answer_text = AnswerText(self.tokenizer)
+        self.encoded = list(self.encoded[: self.config.eval_limit])
 
     def __call__(self, model: torch.nn.Module, batching: Batching) -> Evaluation:
         """`loss`, then `score_answers`; for a backend that generates with this model."""
@@ -135,8 +132,10 @@ class Evaluator:
         Raises:
             UserError: out of device memory; or the task's score() or aggregate() returned something unusable.
         """
+        longest_answer = max(example.supervised_tokens for example in self.encoded)
+        most = self.config.max_new_tokens or self.max_new_tokens or longest_answer
         with torch.no_grad(), _out_of_memory_explained():
-            generated = self.backend(self.encoded, self.max_new_tokens)
+            generated = self.backend(self.encoded, most)
         costs = largest({"seconds": generated.seconds, **generated.peaks}, "generate_")
         every = by_each_rank(lambda: [self._sample(*answer) for answer in generated.answers])
         samples = sorted(itertools.chain.from_iterable(every), key=lambda sample: sample["index"])

@@ -41,9 +41,7 @@ def run_script(
     No process of the script outlives this call, or this process if it is killed.
 
     Args:
-        python: the interpreter of vLLM's environment.
         request: what `vllm_script` reads.
-        environment: all of its variables.
         log: what it prints is appended to it; None: a temporary file, kept if the script fails.
         device: whose memory is measured.
     Raises:

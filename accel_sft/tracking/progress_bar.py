@@ -106,21 +106,23 @@ class ProgressBar:
     def _text(self, now: float) -> Text:
         """The count, a bar and the details, of which the least important are left out until the line fits."""
         count, record = f"{self.done}/{self.total_steps}", self._record
-        loss = [f"loss {_short(record['loss'])}"] if "loss" in record else []
-        metrics = [f"{name} {_short(value)}" for name, value in self._metrics.items()]
-        rate = [f"{record['tokens_per_second']:,.0f} tok/s"] if "tokens_per_second" in record else []
-        left = [self._time_to_go(now)] if self.done < self.total_steps else []
-        details, cells = "", 0
-        for parts in (loss + metrics + rate + left, loss + metrics + left, loss + left, left, []):
-            details = "  ".join(parts)
-            cells = self._console.width - cell_len(count) - cell_len(details) - 3  # the last column stays empty
+        details = {"loss": f"loss {_short(record['loss'])}"} if "loss" in record else {}
+        details["metrics"] = "  ".join(f"{name} {_short(value)}" for name, value in self._metrics.items())
+        if "tokens_per_second" in record:
+            details["rate"] = f"{record['tokens_per_second']:,.0f} tok/s"
+        if self.done < self.total_steps:
+            details["left"] = self._time_to_go(now)
+        for least in (None, "rate", "metrics", "loss", "left"):
+            details.pop(least, None)
+            text = "  ".join(filter(None, details.values()))
+            cells = self._console.width - cell_len(count) - cell_len(text) - 3  # the last column stays empty
             if cells >= SHORTEST_BAR:
                 break
         cells = max(cells, 0)
         full = min(cells * self.done // max(self.total_steps, 1), cells)
         done, to_do = "#-" if self._console.options.ascii_only else "━━"
         line = Text(f"{count} ", no_wrap=True, overflow="crop")
-        return line.append(done * full, "cyan").append(to_do * (cells - full), "bright_black").append(f" {details}")
+        return line.append(done * full, "cyan").append(to_do * (cells - full), "bright_black").append(f" {text}")
 
 
 def _short(value: float) -> str:

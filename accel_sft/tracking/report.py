@@ -6,6 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from accel_sft.io.files import write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import markdown_cell, markdown_table, one_line, shown
@@ -34,6 +39,10 @@ _TRAINING = {
 }
 
 
+Samples = Sequence[Mapping[str, Any]]
+"""{"index", "prompt", "expected", "generated", "scores"} of each answer of an evaluation."""
+
+
 def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -55,14 +64,11 @@ def comparison_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
     return rows
 
 
-def render_report(
-    result: Mapping[str, Any], before_samples: Sequence[Mapping[str, Any]], after_samples: Sequence[Mapping[str, Any]]
-) -> str:
+def render_report(result: Mapping[str, Any], before_samples: Samples, after_samples: Samples) -> str:
     """The report as markdown: training, base beside tuned, memory at start-up, and the first answers side by side.
 
     Args:
         result: the content of result.json; `before`, `after`, `phases` and `task` may be missing.
-        before_samples, after_samples: {"index", "prompt", "expected", "generated", "scores"} of each evaluation.
     """
     title = " ".join(str(result[key]) for key in ("task", "model") if result.get(key))
     parts = [f"# {markdown_cell(title)}" if title else "# Report"]
@@ -80,28 +86,14 @@ def render_report(
     return "\n\n".join(parts) + "\n"
 
 
-def write_report(
-    run_dir: RunDir,
-    result: Mapping[str, Any],
-    before_samples: Sequence[Mapping[str, Any]],
-    after_samples: Sequence[Mapping[str, Any]],
-) -> Path:
+def write_report(run_dir: RunDir, result: Mapping[str, Any], before_samples: Samples, after_samples: Samples) -> Path:
     """Write `render_report` to the run's report.md."""
     write_atomically(run_dir.report, render_report(result, before_samples, after_samples))
     return run_dir.report
 
 
-def print_report(
-    result: Mapping[str, Any],
-    before_samples: Sequence[Mapping[str, Any]],
-    after_samples: Sequence[Mapping[str, Any]],
-    console: Any,
-) -> None:
-    """Print base beside tuned and the first answers to a rich Console, as wide as it is."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
+def print_report(result: Mapping[str, Any], before_samples: Samples, after_samples: Samples, console: Console) -> None:
+    """Print base beside tuned and the first answers, as wide as the console."""
     before = result.get("before") or {}
     sides = ["base", "tuned"] if before else ["model"]  # `evaluate` without a base has one side
     table = Table("", box=box.SIMPLE_HEAD, title=" and ".join(sides), title_justify="left")
@@ -128,7 +120,7 @@ def print_report(
     console.print(answers)
 
 
-def samples_table(samples: Sequence[Mapping[str, Any]]) -> str:
+def samples_table(samples: Samples) -> str:
     """The first answers of one evaluation: prompt, expected, generated and one column per score."""
     first = samples[:SHOWN_SAMPLES]
     names = list(dict.fromkeys(name for sample in first for name in sample["scores"]))
@@ -152,7 +144,7 @@ def comparison_table(result: Mapping[str, Any]) -> str:
     return markdown_table(["", "base", "tuned", "change"], rows)
 
 
-def _side_by_side(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def _side_by_side(before: Samples, after: Samples) -> list[list[str]]:
     """[index, prompt, expected, base, tuned, base scores, tuned scores] of the first answers, joined by index."""
     base, tuned = ({sample["index"]: sample for sample in samples} for samples in (before, after))
     rows = []

@@ -18,7 +18,7 @@ from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.io.text import markdown_table, shown
 from accel_sft.tracking.metrics_file import MetricsFile
 from accel_sft.tracking.progress_bar import ProgressBar
-from accel_sft.tracking.report import COSTS, is_number, phases_table, samples_table
+from accel_sft.tracking.report import COSTS, Samples, is_number, phases_table, samples_table
 from accel_sft.tracking.system import (
     SYSTEM_FIELDS,
     SystemSampler,
@@ -44,9 +44,8 @@ class Tracker(contextlib.AbstractContextManager):
     """Records and shows a run. It lives on every rank, and rank 0 writes. Only `phases()` may be a collective.
 
     Args:
-        run_dir: the run's own folder.
         total_steps: optimizer steps of the whole run.
-        main_metric: the metric shown in the bar; by default the first one of an evaluation.
+        main_metric: the metric shown in the bar.
         terminal: the stream that the bar and `log` print to; standard output by default.
     Raises:
         UserError: `config.tracker` names a tracker that Accelerate does not know or that is not installed.
@@ -146,12 +145,12 @@ class Tracker(contextlib.AbstractContextManager):
         self._trackers.curves(curves, record["step"])
         self._line.step(record)
 
-    def evaluation(self, step: int, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+    def evaluation(self, step: int, metrics: Mapping[str, Any], samples: Samples) -> None:
         """Record an evaluation made after `step` steps.
 
         Args:
             metrics: `eval_loss` and the task's, then time and memory (`report.COSTS`).
-            samples: every answer: {"index", "prompt", "expected", "generated", "scores"}.
+            samples: every answer.
         """
         if not self._writes:
             return
@@ -163,7 +162,7 @@ class Tracker(contextlib.AbstractContextManager):
         self.run_dir.samples.mkdir(exist_ok=True)
         write_json_lines(self.run_dir.answers(step), samples)
         quality = {key: value for key, value in _numbers(metrics) if key not in COSTS}
-        main = self.main_metric or next((key for key in quality if key != "eval_loss"), None)
+        main = self.main_metric
         if main in quality:
             self._line.evaluated({main: quality[main]})
         line = f"step {step}:"
