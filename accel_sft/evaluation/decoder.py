@@ -102,7 +102,6 @@ class Decoder:
         """Each row's most likely tokens, up to the first of `ends`, which is part of the answer.
 
         Args:
-            forwards: of `start`.
             anyone: takes whether this rank has rows left; returns whether any rank has. Ranks that share weights go on
                 together.
         """

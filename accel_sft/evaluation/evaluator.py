@@ -56,7 +56,6 @@ def answer_backend(
 
     Args:
         model: prepared, if the accelerator shards it.
-        source: what the model was loaded from.
         between: called by every rank between two batches of answers; may end the evaluation by raising.
         log: takes the line that says how answers are generated; by default it goes to the terminal, from rank 0.
     """

@@ -90,11 +90,7 @@ class VllmBackend:
 
 
 def find_python() -> str:
-    """The Python beside the program that `$ACCEL_SFT_VLLM` names, or beside the `vllm` on PATH.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The Python beside the program that `$ACCEL_SFT_VLLM` names, or beside the `vllm` on PATH; UserError if none."""
     named = os.environ.get(PROGRAM)
     found = shutil.which(named or "vllm")
     if not found and named:
@@ -122,11 +118,7 @@ def find_python() -> str:
 
 
 def check(source: Source) -> None:
-    """Find what vLLM cannot do before anything is loaded.
-
-    Raises:
-        UserError: the adapter is not LoRA, or `$ACCEL_SFT_VLLM_OPTIONS` is no JSON object.
-    """
+    """UserError if the adapter is not LoRA, or `$ACCEL_SFT_VLLM_OPTIONS` no JSON object; nothing is loaded for it."""
     _options()
     if source.adapter and (kind := _adapter(source)["peft_type"]) != "LORA":
         raise UserError(

@@ -24,10 +24,8 @@ class ProgressBar:
     """Steps done, loss, the task's metric and time to go.
 
     On a terminal it is one line at the bottom, redrawn at most twice a second; elsewhere (a file, a pipe, a
-    cluster's log) a plain line every `log_every` steps, without control characters.
-
-    Attributes:
-        done: optimizer steps done, of `total_steps` in the whole run.
+    cluster's log) a plain line every `log_every` steps, without control characters. `done` of a run's `total_steps` are
+    behind it.
     """
 
     def __init__(self, total_steps: int, *, log_every: int = 10, file: Any = None) -> None:

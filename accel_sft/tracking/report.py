@@ -67,8 +67,7 @@ def comparison_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
 def render_report(result: Mapping[str, Any], before_samples: Samples, after_samples: Samples) -> str:
     """The report as markdown: training, base beside tuned, memory at start-up, and the first answers side by side.
 
-    Args:
-        result: the content of result.json; `before`, `after`, `phases` and `task` may be missing.
+    The result is that of result.json; `before`, `after`, `phases` and `task` may be missing.
     """
     title = " ".join(str(result[key]) for key in ("task", "model") if result.get(key))
     parts = [f"# {markdown_cell(title)}" if title else "# Report"]

@@ -28,11 +28,7 @@ SYSTEM_FIELDS = (
 
 
 class SystemSampler:
-    """Readings of one rank's process and device, taken at most once a second, so that a call in every step is cheap.
-
-    Args:
-        device: the rank's torch device; without CUDA the GPU readings stay NaN.
-    """
+    """Readings of one rank's process and device, taken at most once a second, so that a call in every step is cheap."""
 
     def __init__(self, device: torch.device, *, seconds_between: float = 1.0) -> None:
         self._process = psutil.Process()

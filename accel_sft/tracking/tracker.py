@@ -146,12 +146,7 @@ class Tracker(contextlib.AbstractContextManager):
         self._line.step(record)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any], samples: Samples) -> None:
-        """Record an evaluation made after `step` steps.
-
-        Args:
-            metrics: `eval_loss` and the task's, then time and memory (`report.COSTS`).
-            samples: every answer.
-        """
+        """Record an evaluation made after `step` steps: its numbers (`report.COSTS` among them), and every answer."""
         if not self._writes:
             return
         self._metrics.append({"step": step, **metrics})

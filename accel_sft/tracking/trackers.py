@@ -18,11 +18,7 @@ FLUSH_SECONDS = 5
 
 
 def tracker_names(setting: str) -> list[str]:
-    """The names in `--tracker`, checked.
-
-    Raises:
-        UserError: unknown to Accelerate, or its package is not installed.
-    """
+    """The names in `--tracker`; UserError if one is unknown to Accelerate, or its package is not installed."""
     names = list(dict.fromkeys(name.strip() for name in setting.split(",") if name.strip() not in ("", "none")))
     missing = {str(kind) for kind in LoggerType} - {str(kind) for kind in get_available_trackers()}
     problems = []
@@ -43,8 +39,6 @@ class Trackers:
     Args:
         names: checked by `tracker_names`.
         run_dir: TensorBoard's events lie directly in it, so that `--logdir runs` shows its name.
-        settings: the run's options, recorded as text.
-        log: where a failing service is reported.
     Raises:
         UserError: a service does not start (no login, no network).
     """
