@@ -63,7 +63,9 @@ def test_metrics_come_first_then_loss_then_costs():
 
 
 def test_what_one_side_lacks_is_an_empty_cell():
-    rows = comparison_rows({"seconds": 0.0, "note": "text"}, {"accuracy": 0.5, "seconds": 2.0, "loss": None})
+    rows = comparison_rows(
+        {"generate_seconds": 0.0, "note": "text"}, {"accuracy": 0.5, "generate_seconds": 2.0, "loss": None}
+    )
     assert rows == [("accuracy", "", "0.5", ""), ("time for all answers (s)", "0", "2", "")]
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from accel_sft.io.heartbeat import heartbeat
+from accel_sft.models.architecture import arguments
 from accel_sft.models.prefix_attention import Prefix, install
 
 GROWTH = 32
@@ -28,21 +31,19 @@ class Decoder:
     Args:
         model: with sdpa attention that takes `position_ids` and a plain cache; in eval mode.
         prefix: token ids that all rows begin with; may be empty.
-        logits_to_keep: whether the model's forward can leave out the logits of all but the last token.
     """
 
-    def __init__(self, model: Any, prefix: Sequence[int], device: torch.device, *, logits_to_keep: bool) -> None:
+    def __init__(self, model: Any, prefix: Sequence[int], device: torch.device) -> None:
         install()
         self.model, self.device, self.length = model, device, len(prefix)
-        self.shared: dict[str, Any] = (
-            {"use_cache": True, "logits_to_keep": 1} if logits_to_keep else {"use_cache": True}
-        )
+        self.shared: dict[str, Any] = {"use_cache": True}
+        if "logits_to_keep" in arguments(model):
+            self.shared["logits_to_keep"] = 1
         if prefix:
             cache = DynamicCache()
             self.model(input_ids=torch.tensor([prefix], device=device), past_key_values=cache, **self.shared)
-            self.shared["prefix"] = Prefix(
-                [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
-            )
+            keys, values = zip(*((layer.keys, layer.values) for layer in cache.layers), strict=True)
+            self.shared["prefix"] = Prefix(list(keys), list(values))
 
     def start(self, rows: Sequence[Sequence[int]], forwards: int = 1) -> torch.Tensor:
         """Read the rows' tokens behind the prefix, at least one each; logits of the next token, (B, vocabulary).
@@ -68,28 +69,20 @@ class Decoder:
         column = torch.arange(longest, device=self.device)
         own = (column >= padding)[:, None] & (column <= column[:, None]) | (column == column[:, None])  # (B, T, T)
         before = own.new_ones(len(rows), longest, self.length)
-        cache = DynamicCache()
-        logits = self.model(
-            input_ids=ids,
-            position_ids=(self.length + column - padding).clamp(min=0),
-            attention_mask=torch.cat([before, own], dim=-1)[:, None],
-            past_key_values=cache,
-            **self.shared,
-        ).logits
-        return logits[:, -1], cache
+        mask, cache = torch.cat([before, own], dim=-1), DynamicCache()
+        return self._forward(ids, (self.length + column - padding).clamp(min=0), mask, cache), cache
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Read one more token of each row, (B,); logits of the next token, (B, vocabulary)."""
         self.seen = torch.cat([self.seen, self.seen.new_ones(len(tokens), 1)], dim=1)
-        logits = self.model(
-            input_ids=tokens[:, None],
-            position_ids=self.position,
-            attention_mask=self.seen[:, None, None],
-            past_key_values=self.cache,
-            **self.shared,
-        ).logits
+        logits = self._forward(tokens[:, None], self.position, self.seen[:, None], self.cache)
         self.position = self.position + 1
-        return logits[:, -1]
+        return logits
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Cache) -> torch.Tensor:
+        """Logits behind the last of the tokens, (B, T); the mask is (B, T, P + keys)."""
+        where = {"position_ids": positions, "attention_mask": mask[:, None], "past_key_values": cache}
+        return self.model(input_ids=ids, **where, **self.shared).logits[:, -1]
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drop all other rows from the batch."""
@@ -109,18 +102,22 @@ class Decoder:
         """Each row's most likely tokens, up to the first of `ends`, which is part of the answer.
 
         Args:
-            forwards: of `start`.
             anyone: takes whether this rank has rows left; returns whether any rank has. Ranks that share weights go on
                 together.
         """
         answers: list[list[int]] = [[] for _ in rows]
-        going = list(range(len(rows)))  # the row in each place of the batch; None: it has ended
+        ended = [False] * len(rows)
+        going = list(range(len(rows)))  # the row in each place of the batch
         logits = self.start(rows, forwards)
-        for _ in range(max_new_tokens - 1):
+        for length in itertools.count(1):
             heartbeat()
-            tokens = self._take(logits, answers, going, ends)
-            places = [place for place, row in enumerate(going) if row is not None]
-            if not anyone(bool(places)):
+            tokens = logits.argmax(dim=-1)
+            for row, token in zip(going, tokens.tolist(), strict=True):
+                if not ended[row]:
+                    answers[row].append(token)
+                    ended[row] = token in ends
+            places = [place for place, row in enumerate(going) if not ended[row]]
+            if length == max_new_tokens or not anyone(bool(places)):
                 return answers
             if DROPPED_AT * (len(going) - len(places)) >= len(going) > 1:
                 places = places or [0]  # a rank whose rows have ended goes on with one
@@ -128,19 +125,6 @@ class Decoder:
                 going, tokens = [going[place] for place in places], tokens[kept]
                 self.keep(kept)
             logits = self.step(tokens)
-        self._take(logits, answers, going, ends)
-        return answers
-
-    def _take(
-        self, logits: torch.Tensor, answers: list[list[int]], going: list[int | None], ends: Collection[int]
-    ) -> torch.Tensor:
-        tokens = logits.argmax(dim=-1)
-        for place, token in enumerate(tokens.tolist()):
-            if (row := going[place]) is not None:
-                answers[row].append(token)
-                if token in ends:
-                    going[place] = None
-        return tokens
 
 
 class _Columns(DynamicLayer):
@@ -154,21 +138,14 @@ class _Columns(DynamicLayer):
     def __init__(self, parts: Sequence[DynamicLayer], longest: int) -> None:
         super().__init__()
         self.is_initialized, self.length = True, longest
-        self._buffers = [self._joined([getattr(part, name) for part in parts], longest) for name in ("keys", "values")]
+        self._buffers = [self._joined([part.keys for part in parts]), self._joined([part.values for part in parts])]
         for part in parts:
             part.keys = part.values = None
         self._show()
 
-    @staticmethod
-    def _joined(parts: Sequence[torch.Tensor], longest: int) -> torch.Tensor:
-        first = parts[0]
-        # zeros: uninitialised memory may hold NaN, which a mask does not remove
-        buffer = first.new_zeros(sum(map(len, parts)), first.shape[1], longest + GROWTH, first.shape[3])
-        at = 0
-        for part in parts:
-            buffer[at : at + len(part), :, longest - part.shape[2] : longest] = part
-            at += len(part)
-        return buffer
+    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        # filled up with zeros: uninitialised memory may hold NaN, which a mask does not remove
+        return torch.cat([pad(part, (0, 0, self.length - part.shape[2], GROWTH)) for part in parts])
 
     def _show(self) -> None:
         self.keys, self.values = (buffer[:, :, : self.length] for buffer in self._buffers)
@@ -177,7 +154,7 @@ class _Columns(DynamicLayer):
         """Write the columns of new tokens; keys and values of all."""
         new = slice(self.length, self.length + key_states.shape[2])
         if new.stop > self._buffers[0].shape[2]:
-            self._buffers = [torch.nn.functional.pad(buffer, (0, 0, 0, GROWTH)) for buffer in self._buffers]
+            self._buffers = [pad(buffer, (0, 0, 0, GROWTH)) for buffer in self._buffers]
         for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, new] = states
         self.length = new.stop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from accel_sft.batching.loss import nll_sum
 from accel_sft.data.chat import Encoded, end_of_turn_ids
 from accel_sft.data.conversation import conversation
 from accel_sft.data.template import AnswerText
-from accel_sft.evaluation.backend import AnswerBackend, Generated
+from accel_sft.evaluation.backend import AnswerBackend
 from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.vllm import VllmBackend
 from accel_sft.io.heartbeat import heartbeat
@@ -55,7 +56,6 @@ def answer_backend(
 
     Args:
         model: prepared, if the accelerator shards it.
-        source: what the model was loaded from.
         between: called by every rank between two batches of answers; may end the evaluation by raising.
         log: takes the line that says how answers are generated; by default it goes to the terminal, from rank 0.
     """
@@ -63,64 +63,66 @@ def answer_backend(
         unwrapped = accelerator.unwrap_model(model)
         ends = end_of_turn_ids(tokenizer, unwrapped.generation_config)
         return VllmBackend(accelerator, config, source, dtype=unwrapped.dtype, stop_token_ids=ends)
-    return Generator(accelerator, tokenizer, model, config.eval_batch_size, between, log or _log)
+    return Generator(
+        accelerator,
+        tokenizer,
+        model,
+        config.eval_batch_size,
+        between,
+        log or (lambda line: print(wrapped(line), file=terminal())),
+    )
 
 
-def _log(line: str) -> None:
-    print(wrapped(line), file=terminal())
-
-
+@dataclasses.dataclass
 class Evaluator:
     """Evaluates a model at any stage, on any number of ranks, without touching training's random state.
 
-    Args:
+    Attributes:
         encoded: the validation examples that can be used, by their index in `examples`.
         backend: what generates the answers.
         max_new_tokens: tokens generated at most; None: the longest answer's, its end-of-turn token included.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        tokenizer: Any,
-        task: Task,
-        examples: Sequence[Any],
-        encoded: Sequence[Encoded],
-        config: TrainConfig,
-        backend: AnswerBackend,
-        max_new_tokens: int | None = None,
-    ) -> None:
-        self.accelerator, self.tokenizer, self.task, self.examples = accelerator, tokenizer, task, examples
-        self.backend, self.answer_text = backend, AnswerText(tokenizer)
-        self.encoded = list(encoded[: config.eval_limit])
-        longest_answer = max(example.supervised_tokens for example in self.encoded)
-        self.max_new_tokens = config.max_new_tokens or max_new_tokens or longest_answer
+    accelerator: Accelerator
+    tokenizer: Any
+    task: Task
+    examples: Sequence[Any]
+    encoded: Sequence[Encoded]
+    config: TrainConfig
+    backend: AnswerBackend
+    max_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.answer_text = AnswerText(self.tokenizer)
+        self.encoded = list(self.encoded[: self.config.eval_limit])
 
     def __call__(self, model: torch.nn.Module, batching: Batching) -> Evaluation:
-        """Validation loss, then the scores of greedy answers; for a backend that generates with this model.
-
-        Raises:
-            UserError: as `loss` and `score_answers` do.
-        """
-        with _eval_mode(model):
+        """`loss`, then `score_answers`; for a backend that generates with this model."""
+        was_training = model.training
+        model.eval()
+        try:
             return self.score_answers(self.loss(model, batching))
+        finally:
+            model.train(was_training)
 
     def loss(self, model: torch.nn.Module, batching: Batching) -> float:
         """Validation loss in nats a supervised token, over all ranks.
 
         Args:
+            model: in eval mode.
             batching: how the forwards are laid out; `--eval-batch-size` is for generation.
         Raises:
             UserError: out of device memory.
         """
         reset_peak_memory(self.accelerator.device)
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
-        total = torch.zeros(2, dtype=torch.float64)
-        with _eval_mode(model), torch.no_grad(), _out_of_memory_explained():
+        nll_and_tokens = [0.0, 0.0]
+        with torch.no_grad(), _out_of_memory_explained():
             for rows in batching.divide(self.encoded, ranks)[rank]:
-                nll = nll_sum(model, batching.batch(rows, self.tokenizer.pad_token_id, self.accelerator.device))
-                total += torch.tensor([nll.item(), sum(example.supervised_tokens for example in rows)]).double()
-            nll, tokens = map(sum, zip(*gather_numbers(total.tolist()), strict=True))
+                batch = batching.batch(rows, self.tokenizer.pad_token_id, self.accelerator.device)
+                nll_and_tokens[0] += nll_sum(model, batch).item()
+                nll_and_tokens[1] += sum(example.supervised_tokens for example in rows)
+            nll, tokens = map(sum, zip(*gather_numbers(nll_and_tokens), strict=True))
         return nll / tokens
 
     def score_answers(self, eval_loss: float) -> Evaluation:
@@ -129,67 +131,47 @@ class Evaluator:
         Raises:
             UserError: out of device memory; or the task's score() or aggregate() returned something unusable.
         """
+        longest_answer = max(example.supervised_tokens for example in self.encoded)
+        most = self.config.max_new_tokens or self.max_new_tokens or longest_answer
         with torch.no_grad(), _out_of_memory_explained():
-            generated = self.backend(self.encoded, self.max_new_tokens)
-        peaks = largest(generated.peaks, "generate_")
-        evaluation = self.score(eval_loss, generated)
-        return dataclasses.replace(evaluation, metrics={**evaluation.metrics, **peaks})
-
-    def score(self, eval_loss: float, generated: Generated) -> Evaluation:
-        """Score and gather what every rank has generated.
-
-        Raises:
-            UserError: the task's score() or aggregate() returned something unusable.
-        """
-        gathered = self._gathered(generated.answers, generated.seconds)
-        samples = sorted(gathered, key=lambda sample: sample["index"])
+            generated = self.backend(self.encoded, most)
+        costs = largest({"seconds": generated.seconds, **generated.peaks}, "generate_")
+        every = by_each_rank(lambda: [self._sample(*answer) for answer in generated.answers])
+        samples = sorted(itertools.chain.from_iterable(every), key=lambda sample: sample["index"])
         assert [s["index"] for s in samples] == sorted(e.index for e in self.encoded), "an example was lost or doubled"
-        seconds = max(sample.pop("seconds") for sample in samples)
         tokens = sum(sample.pop("tokens") for sample in samples)
         scores = [sample["scores"] for sample in samples]
         metrics = decided_by_main(self.accelerator, lambda: self._aggregate(scores))  # the same numbers on all ranks
         speed = {
-            "eval_loss": eval_loss,
-            "generate_seconds": seconds,
-            "generate_tokens_per_second": tokens / seconds,
-            "seconds_per_answer": seconds / len(samples),
+            "generate_tokens_per_second": tokens / costs["generate_seconds"],
+            "seconds_per_answer": costs["generate_seconds"] / len(samples),
         }
-        return Evaluation({**metrics, **speed}, samples)
-
-    def _gathered(self, answers: Sequence[tuple[Encoded, list[int]]], seconds: float) -> list[dict[str, Any]]:
-        """Every rank's samples; the UserError of the lowest rank that has one is raised on all."""
-        every = by_each_rank(lambda: [{**self._sample(*answer), "seconds": seconds} for answer in answers])
-        return [sample for samples in every for sample in samples]
+        return Evaluation({**metrics, "eval_loss": eval_loss, **costs, **speed}, samples)
 
     def _sample(self, encoded: Encoded, answer: list[int]) -> dict[str, Any]:
         heartbeat()
-        example = self.examples[encoded.index]
+        where = f"validation example {encoded.index}"
         turns, target = conversation(self.task, self.examples, "validation", encoded.index)
         text = self.answer_text(turns, target, answer)
         try:
-            scores = self.task.score(example, text)
+            scores = self.task.score(self.examples[encoded.index], text)
         except UserError:
             raise
         except Exception as error:
-            raise UserError(
-                f"validation example {encoded.index}: the task's score() failed on {text[:80]!r}: "
-                f"{one_line(what_and_where(error), LONGEST_ERROR)}"
-            ) from error
+            cause = one_line(what_and_where(error), LONGEST_ERROR)
+            raise UserError(f"{where}: the task's score() failed on {text[:80]!r}: {cause}") from error
         if not isinstance(scores, dict):
-            raise UserError(
-                f"validation example {encoded.index}: score() gave {one_line(repr(scores))}, expected a dict of numbers"
-            )
+            raise UserError(f"{where}: score() gave {one_line(repr(scores))}, expected a dict of numbers")
         try:
             json.dumps(scores, ensure_ascii=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(
-                f"validation example {encoded.index}: score() gave {one_line(repr(scores))}, which JSON cannot hold "
+                f"{where}: score() gave {one_line(repr(scores))}, which JSON cannot hold "
                 f"({one_line(str(error), LONGEST_ERROR)}); give plain numbers and text"
             ) from error
-        prompt = "\n".join(turn["content"] for turn in turns if turn["role"] == "user")
         return {
             "index": encoded.index,
-            "prompt": prompt,
+            "prompt": "\n".join(turn["content"] for turn in turns if turn["role"] == "user"),
             "expected": target,
             "generated": text,
             "scores": scores,
@@ -202,28 +184,17 @@ class Evaluator:
         except UserError:
             raise
         except Exception as error:
+            cause = one_line(what_and_where(error), LONGEST_ERROR)
             raise UserError(
-                f"the task's aggregate() failed, or gave something other than a number by name: "
-                f"{one_line(what_and_where(error), LONGEST_ERROR)}"
+                f"the task's aggregate() failed, or gave something other than a number by name: {cause}"
             ) from error
         main = self.task.main_metric
         if main not in metrics:
             raise UserError(f"the task's aggregate() gave {sorted(metrics)}, without its main_metric {main!r}")
         if taken := metrics.keys() & {"step", "loss", "eval_loss", *COSTS}:
-            raise UserError(
-                f"the task's aggregate() gave {', '.join(sorted(taken))}: names of the trainer's own numbers"
-            )
+            names = ", ".join(sorted(taken))
+            raise UserError(f"the task's aggregate() gave {names}: names of the trainer's own numbers")
         return metrics
-
-
-@contextlib.contextmanager
-def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 @contextlib.contextmanager

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from transformers import GenerationConfig, StoppingCriteriaList
 
 from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
-from accel_sft.data.chat import Encoded
+from accel_sft.data.chat import Encoded, end_of_turn_ids
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.decoder import Decoder
-from accel_sft.evaluation.plain_generate import generate, greedy
+from accel_sft.io.heartbeat import heartbeat
 from accel_sft.launch.collectives import any_rank, first_reason
 from accel_sft.models.adapters import merged, reason_unmergeable
 from accel_sft.models.architecture import arguments, limited_layers
@@ -56,7 +57,8 @@ class Generator:
         between: Callable[[], None] = lambda: None,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.accelerator, self.tokenizer, self.model = accelerator, tokenizer, model
+        self.accelerator, self.tokenizer = accelerator, tokenizer
+        self.model: Any = accelerator.unwrap_model(model)
         self.batch_size, self.between, self.log = batch_size, between, log
         plugin = accelerator.state.deepspeed_plugin
         zero3 = plugin is not None and plugin.zero_stage == 3
@@ -68,40 +70,57 @@ class Generator:
         self.choose(examples, max_new_tokens)
         self.accelerator.wait_for_everyone()
         started = time.perf_counter()
-        answers = self._answer_all(examples, max_new_tokens)
-        seconds = time.perf_counter() - started
-        return Generated(answers, seconds, peak_memory_gib(self.accelerator.device))
+        with self._ready():
+            answers = self._answer_all(examples, max_new_tokens)
+        return Generated(answers, time.perf_counter() - started, peak_memory_gib(self.accelerator.device))
 
     def choose(self, examples: Sequence[Encoded], max_new_tokens: int) -> None:
         """Find out, on all ranks together, whether the decoder is exact for this model, unless that is known."""
         if self.message:
             return
-        unwrapped, prefix = self.accelerator.unwrap_model(self.model), common_prefix(examples)
-        with self._ready(unwrapped) as adapter:
-            self.plain = self._reason_plain(unwrapped, examples, prefix, max_new_tokens)
-        self.message = self._describe(prefix, adapter)
+        prefix = common_prefix(examples)
+        longest = max(example.prompt_length for example in examples) + max_new_tokens
+        with self._ready() as adapter:
+            reason = _reason_unsupported(self.model, examples, longest) or self._reason_inexact(examples, prefix)
+            self.plain = first_reason(reason)
+        self.message = f"answers: the {prefix} tokens that all prompts begin with are computed once"
+        if self.plain:
+            self.message = f"answers by transformers' generate, as {self.plain}"
+        elif not prefix:
+            self.message = (
+                f"answers: prompts begin with fewer than {SHORTEST_PREFIX} common tokens; each is computed whole"
+            )
+        if adapter:
+            self.message += f"; the adapter stays apart, as {adapter}"
         if self.accelerator.is_main_process:
             self.log(self.message)
 
     def _answer_all(self, examples: Sequence[Encoded], max_new_tokens: int) -> list[tuple[Encoded, list[int]]]:
-        unwrapped, prefix = self.accelerator.unwrap_model(self.model), common_prefix(examples)
-        rows_at_once = self._rows_at_once(examples, prefix, max_new_tokens)
-        with self._ready(unwrapped):
-            decoder = None if self.plain else self._decoder(unwrapped, examples[0].input_ids[:prefix])
-            settings = greedy(self.tokenizer, unwrapped, max_new_tokens)
-            answered = []
-            for ranks in divide(examples, self.accelerator.num_processes, rows_at_once):
-                self.between()
-                rows = ranks[self.accelerator.process_index]
-                # a rank that has run out of rows answers any, for the ranks share their weights
-                some = rows or next(filter(None, ranks))[:1]
-                answers = self._answers(unwrapped, decoder, settings, some, _forwards(ranks, prefix))
-                answered += zip(rows, answers, strict=False)
+        device, anyone = self.accelerator.device, any_rank if self.sharded else bool
+        ends = end_of_turn_ids(self.tokenizer, self.model.generation_config)
+        prefix, most = common_prefix(examples), self.batch_size or FEWEST_ROWS
+        if not self.plain:
+            decoder = Decoder(self.model, examples[0].input_ids[:prefix], device)
+            longest = max(example.prompt_length for example in examples) - prefix + max_new_tokens
+            most = self.batch_size or min(max(CACHED_TOKENS // longest, FEWEST_ROWS), MOST_ROWS)
+        answered = []
+        for ranks in divide(examples, self.accelerator.num_processes, most):
+            self.between()
+            rows = ranks[self.accelerator.process_index]
+            # a rank that has run out of rows answers any, for the ranks share their weights
+            prompts = [row.input_ids[: row.prompt_length] for row in rows or next(filter(None, ranks))[:1]]
+            if self.plain:
+                answers = generate(self.model, prompts, max_new_tokens, ends, self.tokenizer.pad_token_id, device)
+            else:
+                own, forwards = [prompt[prefix:] for prompt in prompts], _forwards(ranks, prefix)
+                answers = decoder.answers(own, max_new_tokens, ends, forwards=forwards, anyone=anyone)
+            answered += zip(rows, answers, strict=False)
         return answered
 
     @contextlib.contextmanager
-    def _ready(self, model: Any) -> Iterator[str | None]:
+    def _ready(self) -> Iterator[str | None]:
         """Inside, the adapter is merged where that changes no answer; yields the reason why it is not."""
+        model = self.model
         with contextlib.ExitStack() as stack:
             if hasattr(model, "_original_forward"):  # autocast: casts of the weights are kept from forward to forward
                 stack.enter_context(self.accelerator.autocast())
@@ -117,52 +136,14 @@ class Generator:
                     stack.enter_context(merged(model))
                 yield reason
 
-    def _describe(self, prefix: int, adapter: str | None) -> str:
-        line = f"answers: the {prefix} tokens that all prompts begin with are computed once"
-        if self.plain:
-            line = f"answers by transformers' generate, as {self.plain}"
-        elif not prefix:
-            line = f"answers: prompts begin with fewer than {SHORTEST_PREFIX} common tokens; each is computed whole"
-        return f"{line}; the adapter stays apart, as {adapter}" if adapter else line
-
-    def _decoder(self, model: Any, prefix: Sequence[int]) -> Decoder:
-        keep = "logits_to_keep" in arguments(model)
-        return Decoder(model, prefix, self.accelerator.device, logits_to_keep=keep)
-
-    def _answers(
-        self, model: Any, decoder: Decoder | None, settings: Any, rows: Sequence[Encoded], forwards: int
-    ) -> list[list[int]]:
-        if decoder is None:
-            return generate(model, self.tokenizer, settings, rows, self.accelerator.device)
-        return decoder.answers(
-            [row.input_ids[decoder.length : row.prompt_length] for row in rows],
-            settings.max_new_tokens,
-            set(settings.eos_token_id),
-            forwards=forwards,
-            anyone=any_rank if self.sharded else bool,
-        )
-
-    def _rows_at_once(self, examples: Sequence[Encoded], prefix: int, max_new_tokens: int) -> int:
-        if self.batch_size or self.plain:
-            return self.batch_size or FEWEST_ROWS
-        longest = max(example.prompt_length for example in examples) - prefix + max_new_tokens
-        return min(max(CACHED_TOKENS // longest, FEWEST_ROWS), MOST_ROWS)
-
-    def _reason_plain(self, model: Any, examples: Sequence[Encoded], prefix: int, max_new_tokens: int) -> str | None:
-        """Why transformers' `generate` answers, the same on all ranks; None if the decoder does."""
-        longest = max(example.prompt_length for example in examples) + max_new_tokens
-        empty = "a prompt is empty" if any(example.prompt_length == 0 for example in examples) else None
-        reason = empty or _reason_unsupported(model, longest) or self._reason_inexact(model, examples, prefix)
-        return first_reason(reason)
-
-    def _reason_inexact(self, model: Any, examples: Sequence[Encoded], prefix: int) -> str | None:
+    def _reason_inexact(self, examples: Sequence[Encoded], prefix: int) -> str | None:
         """How the decoder's predictions for a few rows differ from those of each row alone; None if they do not."""
         among = sorted(examples[:CHECKED_AMONG], key=lambda example: (-example.prompt_length, example.index))
         rows = among[:: max(len(among) // CHECKED_ROWS, 1)][:CHECKED_ROWS]
         prompts = [row.input_ids[: row.prompt_length] for row in rows]
         fed = [(row.input_ids[row.prompt_length], prompt[-1]) for row, prompt in zip(rows, prompts, strict=True)]
         try:
-            decoder = self._decoder(model, prompts[0][:prefix])
+            decoder = Decoder(self.model, prompts[0][:prefix], self.accelerator.device)
             tokens = torch.tensor(fed, device=self.accelerator.device)
             found = [decoder.start([prompt[prefix:] for prompt in prompts]), decoder.step(tokens[:, 0])]
             decoder.keep(torch.arange(0, len(rows), 2, device=tokens.device))
@@ -172,12 +153,12 @@ class Generator:
         largest = 0.0
         for number, (prompt, more) in enumerate(zip(prompts, fed, strict=True)):
             ids = torch.tensor([[*prompt, *more]], device=self.accelerator.device)
-            alone = model(input_ids=ids, use_cache=False).logits[0, -3:].double().log_softmax(dim=-1)
+            alone = self.model(input_ids=ids, use_cache=False).logits[0, -3:].double().log_softmax(dim=-1)
             together = [found[0][number], found[1][number], *([found[2][number // 2]] if number % 2 == 0 else [])]
             for expected, logits in zip(alone, together, strict=False):
                 off = (logits.double().log_softmax(dim=-1) - expected).abs()
                 largest = max(largest, (expected.exp() * off).sum().nan_to_num(nan=math.inf).item())
-        exact = self.accelerator.mixed_precision == "no" and model.dtype == torch.float32
+        exact = self.accelerator.mixed_precision == "no" and self.model.dtype == torch.float32
         if largest > (TOLERANCE if exact else REDUCED_TOLERANCE):
             return f"its predictions behind a shared prefix are not those of single rows (off by {largest:.2g} nats)"
         return None
@@ -186,8 +167,7 @@ class Generator:
 def common_prefix(examples: Sequence[Encoded]) -> int:
     """The number of tokens that all prompts begin with, less than any prompt has; 0 if below SHORTEST_PREFIX."""
     prompts = [example.input_ids[: example.prompt_length] for example in examples]
-    first, last = min(prompts), max(prompts)
-    most = min(map(len, prompts)) - 1
+    first, last, most = min(prompts), max(prompts), min(map(len, prompts)) - 1
     length = next((at for at in range(most) if first[at] != last[at]), most)
     return length if length >= SHORTEST_PREFIX else 0
 
@@ -213,8 +193,10 @@ def _forwards(ranks: Sequence[Sequence[Encoded]], prefix: int) -> int:
     return max(1, min(math.ceil(most / READ_TOKENS), *map(len, ranks)))
 
 
-def _reason_unsupported(model: Any, longest: int) -> str | None:
-    """Why the model's configuration rules out a shared prefix; None if it does not."""
+def _reason_unsupported(model: Any, examples: Sequence[Encoded], longest: int) -> str | None:
+    """Why a prompt or the model's configuration rules out the decoder; None if they do not."""
+    if any(example.prompt_length == 0 for example in examples):
+        return "a prompt is empty"
     attention = getattr(model.config, "_attn_implementation", None)
     if attention != "sdpa":
         return f"attention {attention} takes no shared prefix, sdpa does"
@@ -222,3 +204,42 @@ def _reason_unsupported(model: Any, longest: int) -> str | None:
         return "the model takes no positions"
     limited = limited_layers(model, longest)
     return f"the model's cache has layers of another kind ({limited})" if limited else None
+
+
+def generate(
+    model: Any,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    ends: Collection[int],
+    pad_token_id: int,
+    device: torch.device,
+) -> list[list[int]]:
+    """Greedy answers by transformers, up to the first of `ends`, which is part of them, from left-padded prompts."""
+    longest = max(map(len, prompts))
+    rows = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    output = model.generate(
+        input_ids=torch.tensor(rows, device=device),
+        attention_mask=torch.tensor(mask, device=device),
+        generation_config=GenerationConfig(  # overrides sampling and penalties in the model's own
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=sorted(ends),
+            pad_token_id=pad_token_id,
+            use_cache=True,
+        ),
+        stopping_criteria=StoppingCriteriaList([_heartbeat_criterion]),
+    )
+    answers = []
+    for ids in output[:, longest:].tolist():
+        stop = next((at for at, token in enumerate(ids) if token in ends), len(ids) - 1)
+        answers.append(ids[: stop + 1])
+    return answers
+
+
+def _heartbeat_criterion(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    """A stopping criterion that never stops; it is called after every token."""
+    heartbeat()
+    return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -37,28 +38,23 @@ _LAUNCHER = re.compile(
 )
 
 
+@dataclasses.dataclass(frozen=True)
 class VllmBackend:
     """Answers prompts on rank 0, from the weights on disk; the other ranks wait.
 
-    Args:
+    The caller's model must have left the device before: vLLM takes what memory it finds free on rank 0's.
+
+    Attributes:
         dtype: that transformers computes in.
         stop_token_ids: each ends an answer and is part of it.
     """
 
-    uses_model = False
-    """The caller's model must have left the device before: vLLM takes what memory it finds free on rank 0's."""
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        config: TrainConfig,
-        source: Source,
-        *,
-        dtype: torch.dtype,
-        stop_token_ids: Iterable[int],
-    ) -> None:
-        self.accelerator, self.config, self.source, self.dtype = accelerator, config, source, dtype
-        self.stop_token_ids = sorted(stop_token_ids)
+    accelerator: Accelerator
+    config: TrainConfig
+    source: Source
+    dtype: torch.dtype
+    stop_token_ids: Iterable[int]
+    uses_model: ClassVar[bool] = False
 
     def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
         """Greedy answers to all examples on rank 0 and to none on the others; every rank calls it.
@@ -68,10 +64,10 @@ class VllmBackend:
         """
         log = Path(self.config.output_dir, "vllm.log") if self.config.output_dir else None
         limit = max(example.prompt_length for example in examples) + max_new_tokens
+        device = self.accelerator.device
 
         def answer() -> Generated:
-            on_gpu = self.accelerator.device.type == "cuda"
-            share = memory_share(*torch.cuda.mem_get_info(self.accelerator.device)) if on_gpu else None
+            share = memory_share(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else None
             request = {
                 "prompts": [example.input_ids[: example.prompt_length] for example in examples],
                 "llm": llm_arguments(self.source, self.dtype, limit, self.config.trust_remote_code, share),
@@ -79,13 +75,13 @@ class VllmBackend:
                 "sampling": {
                     "temperature": 0.0,
                     "max_tokens": max_new_tokens,
-                    "stop_token_ids": self.stop_token_ids,
+                    "stop_token_ids": sorted(self.stop_token_ids),
                     "ignore_eos": True,
                     "detokenize": False,
                 },
                 "adapter": str(Path(self.source.adapter).resolve()) if self.source.adapter else None,
             }
-            answers, seconds, peaks = run_script(find_python(), request, environment(), log, self.accelerator.device)
+            answers, seconds, peaks = run_script(find_python(), request, environment(), log, device)
             return Generated(list(zip(examples, answers, strict=True)), seconds, peaks)
 
         self.accelerator.wait_for_everyone()  # until each has released its model
@@ -94,11 +90,7 @@ class VllmBackend:
 
 
 def find_python() -> str:
-    """The Python beside the program that `$ACCEL_SFT_VLLM` names, or beside the `vllm` on PATH.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The Python beside the program that `$ACCEL_SFT_VLLM` names, or beside the `vllm` on PATH; UserError if none."""
     named = os.environ.get(PROGRAM)
     found = shutil.which(named or "vllm")
     if not found and named:
@@ -111,14 +103,14 @@ def find_python() -> str:
         )
     if re.fullmatch(r"python[\d.]*", Path(found).name):
         return found
-    if "vllm" not in (Path(found).name, Path(found).resolve().name):  # a script whose options would be lost
+    paths = Path(found), Path(found).resolve()  # the latter: a link to an environment's program
+    if "vllm" not in [path.name for path in paths]:  # a script whose options would be lost
         raise UserError(
             f"--generate-with vllm: {PROGRAM}={named} is neither vLLM's `vllm` nor its `python`: name one, and "
             f"give options as JSON in {OPTIONS}"
         )
-    for folder in (Path(found).parent, Path(found).resolve().parent):  # the latter: a link to an environment's program
-        if python := shutil.which("python", path=str(folder)):
-            return python
+    if python := shutil.which("python", path=os.pathsep.join(str(path.parent) for path in paths)):
+        return python
     raise UserError(
         f"--generate-with vllm: there is no python beside {found}; name the one of vLLM's environment: "
         f"export {PROGRAM}=.../bin/python"
@@ -126,11 +118,7 @@ def find_python() -> str:
 
 
 def check(source: Source) -> None:
-    """Find what vLLM cannot do before anything is loaded.
-
-    Raises:
-        UserError: the adapter is not LoRA, or `$ACCEL_SFT_VLLM_OPTIONS` is no JSON object.
-    """
+    """UserError if the adapter is not LoRA, or `$ACCEL_SFT_VLLM_OPTIONS` no JSON object; nothing is loaded for it."""
     _options()
     if source.adapter and (kind := _adapter(source)["peft_type"]) != "LORA":
         raise UserError(
@@ -139,11 +127,7 @@ def check(source: Source) -> None:
 
 
 def llm_arguments(
-    source: Source,
-    dtype: torch.dtype,
-    max_model_len: int,
-    trust_remote_code: bool = False,
-    share: float | None = None,
+    source: Source, dtype: torch.dtype, max_model_len: int, trust_remote_code: bool = False, share: float | None = None
 ) -> dict[str, Any]:
     """Arguments of vllm.LLM; those in `$ACCEL_SFT_VLLM_OPTIONS` come last.
 
@@ -151,10 +135,16 @@ def llm_arguments(
         max_model_len: tokens of the longest prompt with its answer.
         share: of the GPU's memory; None on a CPU.
     """
-    # without a dtype vLLM would halve float32; the model's own generation settings may hold a repetition penalty
-    arguments = {"model": source.weights, "dtype": str(dtype).removeprefix("torch."), "generation_config": "vllm"}
-    arguments |= {"max_model_len": max_model_len, "skip_tokenizer_init": True, "trust_remote_code": trust_remote_code}
-    arguments |= {"gpu_memory_utilization": round(share, 2)} if share else {}
+    arguments = {
+        "model": source.weights,
+        "dtype": str(dtype).removeprefix("torch."),  # without one vLLM would halve float32
+        "generation_config": "vllm",  # the model's own settings may hold a repetition penalty
+        "max_model_len": max_model_len,
+        "skip_tokenizer_init": True,
+        "trust_remote_code": trust_remote_code,
+    }
+    if share:
+        arguments["gpu_memory_utilization"] = round(share, 2)
     if source.adapter:
         adapter = _adapter(source)
         rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])

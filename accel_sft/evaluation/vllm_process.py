@@ -20,17 +20,17 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.terminal import terminal
 from accel_sft.launch.activity import work
+from accel_sft.tracking.system import GIB
 
-SCRIPT = Path(__file__).with_name("vllm_script.py")
-POLL_SECONDS, MESSAGE_SECONDS = 0.5, 30.0
-"""Between two looks at the script, and between two lines that say that it is still at work."""
+SCRIPT, PREFIX = Path(__file__).with_name("vllm_script.py"), "accel-sft-vllm-"
+POLL_SECONDS = 0.5
+"""Between two looks at the script."""
 LEAST_CPU_SECONDS, LEAST_BYTES = 0.02, 4096
 """CPU time and bytes from or to files between two looks. Below both, the script makes no progress: no heartbeat."""
 END_SECONDS = 8.0
 """For the script's process group to be gone; the group is killed five seconds after standard input is closed."""
 LAST_LINES, LONGEST_LINE = 10, 400
 """Of the log, in an error."""
-GIB = 2**30
 
 
 def run_script(
@@ -41,55 +41,58 @@ def run_script(
     No process of the script outlives this call, or this process if it is killed.
 
     Args:
-        python: the interpreter of vLLM's environment.
         request: what `vllm_script` reads.
-        environment: all of its variables.
         log: what it prints is appended to it; None: a temporary file, kept if the script fails.
         device: whose memory is measured.
     Raises:
         UserError: the script failed or wrote no usable answers.
     """
-    temporary = log is None
-    if log is None:
-        handle, name = tempfile.mkstemp(prefix="accel-sft-vllm-", suffix=".log")
-        os.close(handle)
-        log = Path(name)
-    earlier = log.stat().st_size if log.exists() else 0
-    _print(f"starting {python}; its log: {log}")
-    with tempfile.TemporaryDirectory(prefix="accel-sft-vllm-") as folder:
-        files = Path(folder, "request.json"), Path(folder, "result.json")
-        files[0].write_text(json.dumps(request))
-        words = [python, "-P", str(SCRIPT), *map(str, files)]  # -P: a module beside the script shadows no library
-        with log.open("ab") as output, _started(words, environment, output) as process:
-            peaks = _wait(process, device)
+    with (
+        log.open("ab") if log else tempfile.NamedTemporaryFile(prefix=PREFIX, suffix=".log", delete=False) as output,
+        tempfile.TemporaryDirectory(prefix=PREFIX) as folder,
+    ):
+        log_file, earlier = Path(output.name), output.tell()
+        _print(f"starting {python}; its log: {log_file}")
+        request_file, result_file = Path(folder, "request.json"), Path(folder, "result.json")
+        request_file.write_text(json.dumps(request))
+        words = [python, "-P", str(SCRIPT), str(request_file), str(result_file)]  # -P: no file beside it is a library
+        status, peaks = _watched(words, environment, output, device)
+        if status:
+            raise UserError(_failure(f"ended with status {status}", log_file, earlier))
         try:
-            if process.returncode:
-                raise ValueError(f"ended with status {process.returncode}")
-            result = json.loads(files[1].read_text())
+            result = json.loads(result_file.read_text())
             answers, seconds = result["answers"], float(result["seconds"])
             _check(answers, len(request["prompts"]), request["sampling"]["max_tokens"])
         except (OSError, ValueError, LookupError, TypeError) as error:
-            what = str(error) if process.returncode else f"wrote no usable answers ({error!r})"
-            raise UserError(_failure(what, log, earlier)) from None
-    if temporary:
-        log.unlink()
+            raise UserError(_failure(f"wrote no usable answers ({error!r})", log_file, earlier)) from None
+    if log is None:
+        log_file.unlink()
     _print(f"{len(answers)} answers in {seconds:.1f} s")
     return answers, seconds, peaks
 
 
-@contextlib.contextmanager
-def _started(words: list[str], environment: Mapping[str, str], log: Any) -> Any:
-    """The process, in a session of its own: an interrupt at the terminal is for this process, which then ends it."""
-    process = subprocess.Popen(
-        words,
-        stdin=subprocess.PIPE,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        env=dict(environment),
-        start_new_session=True,
-    )
+def _watched(
+    words: list[str], environment: Mapping[str, str], log: Any, device: torch.device
+) -> tuple[int, dict[str, float]]:
+    """Exit status of the process once its group is gone, and the largest memory of its processes in two samples a
+    second. It has a session of its own: an interrupt at the terminal is for this process, which then ends it."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": log, "stderr": subprocess.STDOUT}
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    process = subprocess.Popen(words, **pipes, env=dict(environment), start_new_session=True)
     try:
-        yield process
+        watched, before, peaks = psutil.Process(process.pid), (0.0, 0), {}
+        while process.poll() is None:
+            now = work(watched)
+            # the sums fall when a process below the script ends
+            if abs(now[0] - before[0]) >= LEAST_CPU_SECONDS or abs(now[1] - before[1]) >= LEAST_BYTES:
+                heartbeat()
+            before = now
+            taken = {"peak_host_memory_gib": _resident_bytes(watched)}
+            if device.type == "cuda":
+                taken["peak_device_memory_gib"] = free - torch.cuda.mem_get_info(device)[0]
+            peaks = {name: max(size / GIB, peaks.get(name, 0.0)) for name, size in taken.items()}
+            time.sleep(POLL_SECONDS)
+        return process.returncode, peaks
     finally:
         process.stdin.close()  # whereupon the script's process group is ended
         process.wait()
@@ -100,38 +103,11 @@ def _started(words: list[str], environment: Mapping[str, str], log: Any) -> Any:
                 time.sleep(0.05)
 
 
-def _wait(process: subprocess.Popen, device: torch.device) -> dict[str, float]:
-    """Wait for the process to end; the largest memory of its processes, as far as samples show it."""
-    started = shown = time.monotonic()
-    watched, before, on_gpu = psutil.Process(process.pid), (0.0, 0), device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if on_gpu else 0
-    peaks = {"peak_device_memory_gib": 0.0} if on_gpu else {}
-    peaks["peak_host_memory_gib"] = 0.0
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(POLL_SECONDS)
-            return peaks
-        now = work(watched)
-        # the sums fall when a process below the script ends
-        if abs(now[0] - before[0]) >= LEAST_CPU_SECONDS or abs(now[1] - before[1]) >= LEAST_BYTES:
-            heartbeat()
-        before = now
-        taken = {"peak_host_memory_gib": _resident_bytes(watched)}
-        if on_gpu:
-            taken["peak_device_memory_gib"] = free - torch.cuda.mem_get_info(device)[0]
-        peaks = {name: max(most, taken[name] / GIB) for name, most in peaks.items()}
-        if time.monotonic() - shown > MESSAGE_SECONDS:
-            shown = time.monotonic()
-            _print(f"at work for {shown - started:.0f} s")
-
-
 def _resident_bytes(process: psutil.Process) -> int:
     """Host memory of a process and those below it; pages that they share count for each."""
-    total, processes = 0, [process]
-    with contextlib.suppress(psutil.Error):
-        processes += process.children(recursive=True)
-    for each in processes:
-        with contextlib.suppress(psutil.Error):
+    total = 0
+    with contextlib.suppress(psutil.Error):  # one that ends meanwhile spoils a sample, not the largest of them
+        for each in (process, *process.children(recursive=True)):
             total += each.memory_info().rss
     return total
 

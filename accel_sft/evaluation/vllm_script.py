@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 END_GROUP = """
 cat > /dev/null
@@ -27,10 +28,9 @@ kill -s KILL -- -$1
 
 
 def main(request_file: str, result_file: str) -> None:
-    """Load the model, answer all prompts, and write the result file as a whole."""
+    """Load the model, answer all prompts, and write the result file."""
     subprocess.Popen(["sh", "-c", END_GROUP, "sh", str(os.getpgid(0))], start_new_session=True)
-    with open(request_file, encoding="utf-8") as file:
-        request = json.load(file)
+    request = json.loads(Path(request_file).read_text(encoding="utf-8"))
 
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.lora.request import LoRARequest
@@ -44,9 +44,7 @@ def main(request_file: str, result_file: str) -> None:
         "seconds": time.perf_counter() - started,
         "answers": [list(output.outputs[0].token_ids) for output in outputs],
     }
-    with open(f"{result_file}.partial", "w", encoding="utf-8") as file:
-        json.dump(result, file)
-    os.replace(f"{result_file}.partial", result_file)
+    Path(result_file).write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":  # vLLM's workers import this file

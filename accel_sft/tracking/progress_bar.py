@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from accel_sft.io.terminal import wrapped
+from accel_sft.tracking.report import is_number
 
 SHORTEST_BAR = 10
 """Cells; details are dropped from the line until the bar has as many."""
@@ -23,26 +24,19 @@ class ProgressBar:
     """Steps done, loss, the task's metric and time to go.
 
     On a terminal it is one line at the bottom, redrawn at most twice a second; elsewhere (a file, a pipe, a
-    cluster's log) a plain line every `log_every` steps, without control characters.
-
-    Args:
-        total_steps: optimizer steps of the whole run.
-        done: steps done before this start.
-        log_every: steps between plain lines.
-        file: where to write; standard output by default.
+    cluster's log) a plain line every `log_every` steps, without control characters. `done` of a run's `total_steps` are
+    behind it.
     """
 
-    def __init__(self, total_steps: int, *, done: int = 0, log_every: int = 10, file: Any = None) -> None:
-        self.total_steps = total_steps
-        self.done = done
-        self.log_every = log_every
+    def __init__(self, total_steps: int, *, log_every: int = 10, file: Any = None) -> None:
+        self.total_steps, self.log_every, self.done = total_steps, log_every, 0
         self._metrics: dict[str, float] = {}
         self._file = file or sys.stdout
         self._console = Console(file=self._file, highlight=False)
         # FORCE_COLOR makes rich believe in a terminal where there is a pipe: ask the file itself too.
         self.live = self._console.is_terminal and self._file.isatty() and not self._console.is_dumb_terminal
         self._bar: Live | None = None
-        self._record: Mapping[str, Any] = {}
+        self._record: dict[str, float] = {}
         self._drawn = 0.0
         self._first: tuple[int, float] | None = None
 
@@ -56,13 +50,14 @@ class ProgressBar:
     def step(self, record: Mapping[str, Any]) -> None:
         """Show a training record: its `step`, and of `loss`, `learning_rate` and the like what it has."""
         now = time.monotonic()
-        self.done, self._record = int(record["step"]), record
+        self.done = int(record["step"])
+        self._record = {key: value for key, value in record.items() if is_number(value)}
         if self._first is None:  # the first step compiles and warms up: the rate is measured after it
             self._first = (self.done, now)
         last = self.done >= self.total_steps
         if not self.live:
             if self.done % self.log_every == 0 or last:
-                self.log(self._plain(record, now))
+                self.log(self._plain(now))
         elif last or now - self._drawn >= SECONDS_BETWEEN_DRAWS:
             self._draw(now)
 
@@ -72,13 +67,6 @@ class ProgressBar:
         if self._bar is not None:
             self._draw(time.monotonic())
 
-    def seconds_left(self, now: float) -> float | None:
-        """Estimated from the mean step since this start, evaluations and checkpoints included; None at first."""
-        if self._first is None or self.done <= self._first[0]:
-            return None
-        step, began = self._first
-        return (now - began) / (self.done - step) * max(self.total_steps - self.done, 0)
-
     def close(self) -> None:
         """Draw the bar for the last time and release the terminal."""
         if self._bar is not None:
@@ -86,15 +74,23 @@ class ProgressBar:
             self._bar.stop()
             self._bar = None
 
-    def _plain(self, record: Mapping[str, Any], now: float) -> str:
-        parts = [f"step {self.done}/{self.total_steps}"]
-        parts += [f"{name} {_short(record[name])}" for name in ("epoch", "loss", "grad_norm") if _is(record, name)]
-        if _is(record, "learning_rate"):
+    def _plain(self, now: float) -> str:
+        parts, record = [f"step {self.done}/{self.total_steps}"], self._record
+        parts += [f"{name} {_short(record[name])}" for name in ("epoch", "loss", "grad_norm") if name in record]
+        if "learning_rate" in record:
             parts.append(f"lr {record['learning_rate']:.2e}")
-        if _is(record, "tokens_per_second"):
+        if "tokens_per_second" in record:
             parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
-        left = self.seconds_left(now)
-        return "  ".join([*parts, f"ETA {clock(left)}"])
+        return "  ".join([*parts, self._time_to_go(now)])
+
+    def _time_to_go(self, now: float) -> str:
+        """By the mean step since this start, evaluations and checkpoints included; unknown at first."""
+        if self._first is None or self.done <= self._first[0]:
+            return "ETA -:--:--"
+        step, began = self._first
+        seconds = (now - began) / (self.done - step) * max(self.total_steps - self.done, 0)
+        minutes, rest = divmod(round(seconds), 60)
+        return f"ETA {minutes // 60}:{minutes % 60:02}:{rest:02}"
 
     def _draw(self, now: float) -> None:
         if self._bar is None:  # not refreshed by a thread, which would take time from the loop
@@ -107,39 +103,25 @@ class ProgressBar:
 
     def _text(self, now: float) -> Text:
         """The count, a bar and the details, of which the least important are left out until the line fits."""
-        count = f"{self.done}/{self.total_steps}"
-        loss = [f"loss {_short(self._record['loss'])}"] if _is(self._record, "loss") else []
-        metrics = [f"{name} {_short(value)}" for name, value in self._metrics.items()]
-        rate = [_rate(self._record["tokens_per_second"])] if _is(self._record, "tokens_per_second") else []
-        left = [f"ETA {clock(self.seconds_left(now))}"] if self.done < self.total_steps else []
-        details, cells = "", 0
-        for parts in (loss + metrics + rate + left, loss + metrics + left, loss + left, left, []):
-            details = "  ".join(parts)
-            cells = self._console.width - cell_len(count) - cell_len(details) - 3  # the last column stays empty
+        count, record = f"{self.done}/{self.total_steps}", self._record
+        details = {"loss": f"loss {_short(record['loss'])}"} if "loss" in record else {}
+        details["metrics"] = "  ".join(f"{name} {_short(value)}" for name, value in self._metrics.items())
+        if "tokens_per_second" in record:
+            details["rate"] = f"{record['tokens_per_second']:,.0f} tok/s"
+        if self.done < self.total_steps:
+            details["left"] = self._time_to_go(now)
+        for least in (None, "rate", "metrics", "loss", "left"):
+            details.pop(least, None)
+            text = "  ".join(filter(None, details.values()))
+            cells = self._console.width - cell_len(count) - cell_len(text) - 3  # the last column stays empty
             if cells >= SHORTEST_BAR:
                 break
         cells = max(cells, 0)
         full = min(cells * self.done // max(self.total_steps, 1), cells)
         done, to_do = "#-" if self._console.options.ascii_only else "━━"
         line = Text(f"{count} ", no_wrap=True, overflow="crop")
-        return line.append(done * full, "cyan").append(to_do * (cells - full), "bright_black").append(f" {details}")
-
-
-def clock(seconds: float | None) -> str:
-    """Hours, minutes and seconds: 0:01:23; `-:--:--` when unknown."""
-    if seconds is None:
-        return "-:--:--"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
-def _is(record: Mapping[str, Any], name: str) -> bool:
-    return isinstance(record.get(name), (int, float))
+        return line.append(done * full, "cyan").append(to_do * (cells - full), "bright_black").append(f" {text}")
 
 
 def _short(value: float) -> str:
     return f"{value:.3f}" if 0.001 <= abs(value) < 1000 or value == 0 else f"{value:.2e}"
-
-
-def _rate(value: float) -> str:
-    return f"{value / 1000:.1f}k tok/s" if value >= 10_000 else f"{value:,.0f} tok/s"

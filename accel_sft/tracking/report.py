@@ -6,6 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from accel_sft.io.files import write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import markdown_cell, markdown_table, one_line, shown
@@ -15,15 +20,12 @@ SHOWN_SAMPLES = 20
 
 COSTS = {
     "generate_seconds": "time for all answers (s)",
-    "seconds": "time for all answers (s)",
     "seconds_per_answer": "time per question (s)",
     "generate_tokens_per_second": "generated tokens/s",
-    "generated_tokens_per_second": "generated tokens/s",
     "load_peak_device_memory_gib": "peak device memory to load (GiB)",
     "generate_peak_device_memory_gib": "peak device memory to generate (GiB)",
     "load_peak_host_memory_gib": "peak host memory to load (GiB)",
     "generate_peak_host_memory_gib": "peak host memory to generate (GiB)",
-    "peak_memory_gib": "peak memory (GiB)",
 }
 """An evaluation's numbers for time and memory, which say nothing of the answers, with their labels in a report."""
 
@@ -37,31 +39,35 @@ _TRAINING = {
 }
 
 
+Samples = Sequence[Mapping[str, Any]]
+"""{"index", "prompt", "expected", "generated", "scores"} of each answer of an evaluation."""
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def comparison_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """(what, base, tuned, change) for every number of two flat evaluations: the task's metrics, loss, then costs.
 
     The change is a difference. Costs have none: both models were timed in one process, at different moments of it, and
     its memory holds more than a model. A number that one side lacks is an empty cell there.
     """
-    keys = [key for key in dict.fromkeys([*after, *before]) if _number(after.get(key, before.get(key)))]
+    keys = [key for key in dict.fromkeys([*after, *before]) if is_number(after.get(key, before.get(key)))]
     keys.sort(key=lambda key: ([*COSTS].index(key) + 2) if key in COSTS else key == "eval_loss")
     rows = []
     for key in keys:
         old, new = before.get(key), after.get(key)
-        change = f"{new - old:+.3g}" if _number(old) and _number(new) and key not in COSTS else ""
+        change = f"{new - old:+.3g}" if is_number(old) and is_number(new) and key not in COSTS else ""
         label = "validation loss" if key == "eval_loss" else COSTS.get(key, key)
         rows.append((label, shown(old), shown(new), change))
     return rows
 
 
-def render_report(
-    result: Mapping[str, Any], before_samples: Sequence[Mapping[str, Any]], after_samples: Sequence[Mapping[str, Any]]
-) -> str:
+def render_report(result: Mapping[str, Any], before_samples: Samples, after_samples: Samples) -> str:
     """The report as markdown: training, base beside tuned, memory at start-up, and the first answers side by side.
 
-    Args:
-        result: the content of result.json; `before`, `after`, `phases` and `task` may be missing.
-        before_samples, after_samples: {"index", "prompt", "expected", "generated", "scores"} of each evaluation.
+    The result is that of result.json; `before`, `after`, `phases` and `task` may be missing.
     """
     title = " ".join(str(result[key]) for key in ("task", "model") if result.get(key))
     parts = [f"# {markdown_cell(title)}" if title else "# Report"]
@@ -69,12 +75,8 @@ def render_report(
     parts += ["## Training", markdown_table(["", ""], training)]
     if result.get("before") or result.get("after"):  # neither with --eval-every off
         parts += ["## Base and tuned", comparison_table(result)]
-    phases = result.get("phases") or []
-    if phases:
-        names = [key for key in phases[0] if any(row.get(key) is not None for row in phases)]
-        rows = [[shown(row.get(name)) for name in names] for row in phases]
-        titles = ["seconds since start" if name == "seconds" else name for name in names]
-        parts += ["## Memory at the end of each start-up phase", markdown_table(titles, rows)]
+    if result.get("phases"):
+        parts += ["## Memory at the end of each start-up phase", phases_table(result["phases"])]
     rows = _side_by_side(before_samples, after_samples)
     if rows:
         count = max(len(before_samples), len(after_samples))
@@ -83,40 +85,18 @@ def render_report(
     return "\n\n".join(parts) + "\n"
 
 
-def write_report(
-    run_dir: RunDir,
-    result: Mapping[str, Any],
-    before_samples: Sequence[Mapping[str, Any]],
-    after_samples: Sequence[Mapping[str, Any]],
-) -> Path:
+def write_report(run_dir: RunDir, result: Mapping[str, Any], before_samples: Samples, after_samples: Samples) -> Path:
     """Write `render_report` to the run's report.md."""
     write_atomically(run_dir.report, render_report(result, before_samples, after_samples))
     return run_dir.report
 
 
-def print_report(
-    result: Mapping[str, Any],
-    before_samples: Sequence[Mapping[str, Any]],
-    after_samples: Sequence[Mapping[str, Any]],
-    *,
-    console: Any = None,
-) -> None:
-    """Print base beside tuned and the first answers, as wide as the terminal (80 columns where there is none).
-
-    Args:
-        console: a rich Console; standard output by default.
-    """
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = console or Console(highlight=False)
+def print_report(result: Mapping[str, Any], before_samples: Samples, after_samples: Samples, console: Console) -> None:
+    """Print base beside tuned and the first answers, as wide as the console."""
     before = result.get("before") or {}
     sides = ["base", "tuned"] if before else ["model"]  # `evaluate` without a base has one side
-    table = Table(box=box.SIMPLE_HEAD, title=" and ".join(sides), title_justify="left")
-    table.add_column("")
-    for name in (*sides, *(["change"] if before else [])):
+    table = Table("", box=box.SIMPLE_HEAD, title=" and ".join(sides), title_justify="left")
+    for name in (*sides, "change") if before else sides:
         table.add_column(name, justify="right", no_wrap=True)
     for label, base, tuned, change in comparison_rows(before, result.get("after") or {}):
         table.add_row(*map(Text, (label, base, tuned, change) if before else (label, tuned)))
@@ -139,7 +119,7 @@ def print_report(
     console.print(answers)
 
 
-def samples_table(samples: Sequence[Mapping[str, Any]]) -> str:
+def samples_table(samples: Samples) -> str:
     """The first answers of one evaluation: prompt, expected, generated and one column per score."""
     first = samples[:SHOWN_SAMPLES]
     names = list(dict.fromkeys(name for sample in first for name in sample["scores"]))
@@ -150,13 +130,20 @@ def samples_table(samples: Sequence[Mapping[str, Any]]) -> str:
     return markdown_table(["index", "prompt", "expected", "generated", *names], rows)
 
 
+def phases_table(phases: Sequence[Mapping[str, Any]]) -> str:
+    """A markdown table of `Tracker.phases`; what no rank could measure has no column."""
+    names = [key for key in phases[0] if any(row[key] is not None for row in phases)]
+    titles = ["seconds since start" if name == "seconds" else name for name in names]
+    return markdown_table(titles, [[shown(row[name]) for name in names] for row in phases])
+
+
 def comparison_table(result: Mapping[str, Any]) -> str:
     """A markdown table of `comparison_rows`."""
     rows = comparison_rows(result.get("before") or {}, result.get("after") or {})
     return markdown_table(["", "base", "tuned", "change"], rows)
 
 
-def _side_by_side(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def _side_by_side(before: Samples, after: Samples) -> list[list[str]]:
     """[index, prompt, expected, base, tuned, base scores, tuned scores] of the first answers, joined by index."""
     base, tuned = ({sample["index"]: sample for sample in samples} for samples in (before, after))
     rows = []
@@ -170,7 +157,3 @@ def _side_by_side(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[s
 
 def _scores(scores: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {shown(value)}" for key, value in scores.items() if value is not None)
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -27,11 +28,7 @@ SYSTEM_FIELDS = (
 
 
 class SystemSampler:
-    """Readings of one rank's process and device, taken at most once a second, so that a call in every step is cheap.
-
-    Args:
-        device: the rank's torch device; without CUDA the GPU readings stay NaN.
-    """
+    """Readings of one rank's process and device, taken at most once a second, so that a call in every step is cheap."""
 
     def __init__(self, device: torch.device, *, seconds_between: float = 1.0) -> None:
         self._process = psutil.Process()
@@ -51,15 +48,12 @@ class SystemSampler:
 
             pynvml.nvmlInit()
             # CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's: only the UUID names the same one.
-            uuid = str(torch.cuda.get_device_properties(device).uuid)
-            names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
-            for place, name in enumerate(names):
-                try:
-                    self._nvml = (pynvml, pynvml.nvmlDeviceGetHandleByUUID(name))
-                    return
-                except pynvml.NVMLError:
-                    if place == len(names) - 1:
-                        raise
+            uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-").removeprefix("MIG-")
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            except pynvml.NVMLError:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
+            self._nvml = pynvml, handle
         except Exception as error:  # noqa: BLE001 - a driver without NVML must not stop a training run
             self.problem = f"no GPU curves: NVML says {error}"
 
@@ -83,15 +77,11 @@ class SystemSampler:
         if self._nvml is None:
             return math.nan, math.nan
         pynvml, handle = self._nvml
-        try:
+        percent = memory_gib = math.nan
+        with contextlib.suppress(pynvml.NVMLError):  # a MIG slice has memory but no utilisation
             memory_gib = pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB
-        except pynvml.NVMLError as error:
-            self.problem, self._nvml = f"no GPU curves from here on: NVML says {error}", None
-            return math.nan, math.nan
-        try:
-            return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu), memory_gib
-        except pynvml.NVMLError:  # a MIG slice has memory but no utilisation: its curve is left out
-            return math.nan, memory_gib
+            percent = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+        return percent, memory_gib
 
 
 def seconds_since_start() -> float:
@@ -106,7 +96,7 @@ def seconds_since_start() -> float:
 def device_memory_gib(device: torch.device) -> dict[str, float | None]:
     """torch's allocator on `device`: `allocated`, `peak` (since start) and `reserved`; None without CUDA."""
     if device.type != "cuda":
-        return {"allocated": None, "peak": None, "reserved": None}
+        return dict.fromkeys(("allocated", "peak", "reserved"))
     return {
         "allocated": torch.cuda.memory_allocated(device) / GIB,
         "peak": torch.cuda.max_memory_allocated(device) / GIB,
@@ -116,17 +106,12 @@ def device_memory_gib(device: torch.device) -> dict[str, float | None]:
 
 def host_memory_gib() -> dict[str, float]:
     """Resident memory of this process: `now` and its `peak` so far."""
-    now = psutil.Process().memory_info().rss / GIB
     status = Path("/proc/self/status")
-    if status.exists():
-        # Not getrusage, which starts from the peak of the process that forked this one, that is of the launcher.
-        peaks = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM:")]
-        if peaks:
-            return {"now": now, "peak": int(peaks[0]) * 1024 / GIB}
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return {"now": now, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
+    lines = status.read_text().splitlines() if status.exists() else []
+    peak = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+    if peak is None:  # on Linux not of use: it starts from the peak of the process that forked this one, the launcher
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {"now": psutil.Process().memory_info().rss / GIB, "peak": peak / GIB}
 
 
 def peak_memory_gib(device: torch.device) -> dict[str, float]:

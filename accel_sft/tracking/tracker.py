@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.io.files import json_safe, write_json_lines
+from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.io.text import markdown_table, shown
 from accel_sft.tracking.metrics_file import MetricsFile
-from accel_sft.tracking.profiler import profiler
 from accel_sft.tracking.progress_bar import ProgressBar
-from accel_sft.tracking.report import COSTS, samples_table
+from accel_sft.tracking.report import COSTS, Samples, is_number, phases_table, samples_table
 from accel_sft.tracking.system import (
     SYSTEM_FIELDS,
     SystemSampler,
@@ -28,7 +29,6 @@ from accel_sft.tracking.system import (
 )
 from accel_sft.tracking.trackers import Trackers, tracker_names
 
-_PHASE_FIELDS = ("seconds", "process_memory_gib", "device_allocated_gib", "device_peak_gib", "device_reserved_gib")
 _CURVES = {
     "tokens_per_second": "throughput/tokens_per_second",
     "seconds": "throughput/step_seconds",
@@ -40,14 +40,12 @@ _LINE = 79
 """Cells of an evaluation's line on the console."""
 
 
-class Tracker:
+class Tracker(contextlib.AbstractContextManager):
     """Records and shows a run. It lives on every rank, and rank 0 writes. Only `phases()` may be a collective.
 
     Args:
-        run_dir: the run's own folder.
         total_steps: optimizer steps of the whole run.
-        start_step: steps done before this start.
-        main_metric: the metric shown in the bar; by default the first one of an evaluation.
+        main_metric: the metric shown in the bar.
         terminal: the stream that the bar and `log` print to; standard output by default.
     Raises:
         UserError: `config.tracker` names a tracker that Accelerate does not know or that is not installed.
@@ -60,23 +58,18 @@ class Tracker:
         config: TrainConfig,
         *,
         total_steps: int,
-        start_step: int = 0,
         main_metric: str | None = None,
         terminal: Any = None,
     ) -> None:
         names = tracker_names(config.tracker)
-        self.accelerator = accelerator
-        self.run_dir = run_dir
-        self.config = config
-        self.start_step = start_step
-        self.main_metric = main_metric
+        self.accelerator, self.run_dir, self.config, self.main_metric = accelerator, run_dir, config, main_metric
         self._system = SystemSampler(accelerator.device)
         self._samples_drawn: dict[int, float] = {}
-        self._recorded: list[tuple[str, list[float]]] = []
-        self._phases: list[dict[str, Any]] = []
+        self._recorded: list[dict[str, Any]] = []  # this rank's phases
+        self._phases: list[dict[str, Any]] = []  # every rank's
         self._peaks: dict[str, float | None] = {"peak_device_memory_gib": None, "peak_host_memory_gib": None}
         self._metrics = MetricsFile(run_dir.metrics)
-        self._line = ProgressBar(total_steps, done=start_step, log_every=config.log_every, file=terminal)
+        self._line = ProgressBar(total_steps, log_every=config.log_every, file=terminal)
         self._writes = accelerator.is_main_process
         if self._writes:
             run_dir.path.mkdir(parents=True, exist_ok=True)
@@ -84,9 +77,6 @@ class Tracker:
         self._show_settings()
         if self._system.problem:
             self.log(self._system.problem)
-
-    def __enter__(self) -> Tracker:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -98,8 +88,15 @@ class Tracker:
 
     def phase(self, name: str) -> None:
         """Note this rank's memory and age at the end of a start-up phase; every rank notes the same names."""
-        memory = [math.nan if value is None else value for value in device_memory_gib(self.accelerator.device).values()]
-        self._recorded.append((name, [seconds_since_start(), host_memory_gib()["now"], *memory]))
+        memory = device_memory_gib(self.accelerator.device)
+        row = {
+            "phase": name,
+            "rank": self.accelerator.process_index,
+            "seconds": seconds_since_start(),
+            "process_memory_gib": host_memory_gib()["now"],
+            **{f"device_{key}_gib": value for key, value in memory.items()},
+        }
+        self._recorded.append(row)
 
     def phases(self) -> list[dict[str, Any]]:
         """Every rank's phases in order: `phase`, `rank`, `seconds` since its process started, and GiB of process memory
@@ -107,24 +104,17 @@ class Tracker:
 
         A collective when a phase is new; the trackers show it then. Call it on every rank once start-up is over.
         """
-        if len(self._phases) == len(self._recorded) * self.accelerator.num_processes:
-            return self._phases
-        mine = torch.tensor([numbers for _, numbers in self._recorded], device=self.accelerator.device)
-        ranks = self.accelerator.gather(mine[None]).tolist()  # (ranks, phases, fields)
-        self._phases = [
-            {"phase": name, "rank": rank, **json_safe(dict(zip(_PHASE_FIELDS, numbers[place], strict=True)))}
-            for place, (name, _) in enumerate(self._recorded)
-            for rank, numbers in enumerate(ranks)
-        ]
-        fields = [field for field in _PHASE_FIELDS if self._phases[0][field] is not None]
-        curves: dict[str, float] = {}  # the largest of the ranks: a card per rank would bury the other curves
-        for row in self._phases:
-            for field in fields:
-                tag = f"startup/{row['phase']}/{field}"
-                curves[tag] = max(row[field], curves.get(tag, 0.0))
-        self._trackers.curves(curves, self.start_step)
-        rows = [[row["phase"], row["rank"], *(shown(row[field]) for field in fields)] for row in self._phases]
-        self._trackers.text("startup", markdown_table(["phase", "rank", *fields], rows), self.start_step)
+        if len(self._phases) < len(self._recorded) * self.accelerator.num_processes:
+            every = gather_object([self._recorded])
+            self._phases = [row for of_ranks in zip(*every, strict=True) for row in of_ranks]
+            curves: dict[str, float] = {}  # the largest of the ranks: a card per rank would bury the other curves
+            for row in self._phases:
+                for field, value in _numbers(row):
+                    if field != "rank":
+                        tag = f"startup/{row['phase']}/{field}"
+                        curves[tag] = max(value, curves.get(tag, 0.0))
+            self._trackers.curves(curves, self._line.done)
+            self._trackers.text("startup", phases_table(self._phases), self._line.done)
         return self._phases
 
     def system(self) -> list[float]:
@@ -142,8 +132,8 @@ class Tracker:
         if not self._writes:
             return
         record = dict(record)
-        if record.get("seconds") and "tokens" in record:
-            record.setdefault("tokens_per_second", record["tokens"] / record["seconds"])
+        if record.get("seconds"):
+            record["tokens_per_second"] = record["tokens"] / record["seconds"]
         self._metrics.append(record)
         curves = _training_curves(record)
         for rank, numbers in enumerate(system):
@@ -155,13 +145,8 @@ class Tracker:
         self._trackers.curves(curves, record["step"])
         self._line.step(record)
 
-    def evaluation(self, step: int, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
-        """Record an evaluation made after `step` steps.
-
-        Args:
-            metrics: `eval_loss` and the task's, then time and memory (`report.COSTS`).
-            samples: every answer: {"index", "prompt", "expected", "generated", "scores"}.
-        """
+    def evaluation(self, step: int, metrics: Mapping[str, Any], samples: Samples) -> None:
+        """Record an evaluation made after `step` steps: its numbers (`report.COSTS` among them), and every answer."""
         if not self._writes:
             return
         self._metrics.append({"step": step, **metrics})
@@ -172,7 +157,7 @@ class Tracker:
         self.run_dir.samples.mkdir(exist_ok=True)
         write_json_lines(self.run_dir.answers(step), samples)
         quality = {key: value for key, value in _numbers(metrics) if key not in COSTS}
-        main = self.main_metric or next((key for key in quality if key != "eval_loss"), None)
+        main = self.main_metric
         if main in quality:
             self._line.evaluated({main: quality[main]})
         line = f"step {step}:"
@@ -193,7 +178,7 @@ class Tracker:
         Step 0 starts over, so its evaluation is deleted too. So is the evaluation at `step` if the checkpoint does not
         contain it (not `evaluated`): a signal or a kill came before it was whole, and it is made again.
         """
-        self.start_step = self._line.done = step
+        self._line.done = step
         if not self._writes:
             return
         kept = step if step > 0 else -1
@@ -209,10 +194,24 @@ class Tracker:
         if kept < 0:
             self._show_settings()
 
-    def profiler(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def profiler(self) -> Iterator[Any]:
         """Call the result's `step()` after each optimizer step; with --profile, steps 3-5 are traced on every rank."""
-        folder = self.run_dir.profile if self.config.profile else None
-        return profiler(folder, self.accelerator.process_index, self.log)
+        if not self.config.profile:
+            yield types.SimpleNamespace(step=lambda: None)
+            return
+        folder, worker = self.run_dir.profile, f"rank{self.accelerator.process_index}"
+        with torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
+            on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder), worker_name=worker),
+            record_shapes=True,
+            profile_memory=True,
+        ) as profiler:
+            yield profiler
+        if any(folder.glob(f"{worker}.*")):
+            self.log(f"profile: {folder} (open its files in ui.perfetto.dev or chrome://tracing)")
+        else:
+            self.log("profile: nothing was traced, it begins with the third step")
 
     def peak(self) -> dict[str, float | None]:
         """This rank's largest memory so far in GiB; None for the device without CUDA.
@@ -231,7 +230,7 @@ class Tracker:
 
     def _show_settings(self) -> None:
         rows = list(self.config.as_dict().items())
-        self._trackers.text("settings", markdown_table(["setting", "value"], rows), self.start_step)
+        self._trackers.text("settings", markdown_table(["setting", "value"], rows), 0)
 
 
 def _training_curves(record: Mapping[str, Any]) -> dict[str, float]:
@@ -239,4 +238,4 @@ def _training_curves(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _numbers(values: Mapping[str, Any]) -> list[tuple[str, float]]:
-    return [(k, v) for k, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)]
+    return [(key, value) for key, value in values.items() if is_number(value)]

@@ -18,11 +18,7 @@ FLUSH_SECONDS = 5
 
 
 def tracker_names(setting: str) -> list[str]:
-    """The names in `--tracker`, checked.
-
-    Raises:
-        UserError: unknown to Accelerate, or its package is not installed.
-    """
+    """The names in `--tracker`; UserError if one is unknown to Accelerate, or its package is not installed."""
     names = list(dict.fromkeys(name.strip() for name in setting.split(",") if name.strip() not in ("", "none")))
     missing = {str(kind) for kind in LoggerType} - {str(kind) for kind in get_available_trackers()}
     problems = []
@@ -43,8 +39,6 @@ class Trackers:
     Args:
         names: checked by `tracker_names`.
         run_dir: TensorBoard's events lie directly in it, so that `--logdir runs` shows its name.
-        settings: the run's options, recorded as text.
-        log: where a failing service is reported.
     Raises:
         UserError: a service does not start (no login, no network).
     """
@@ -78,8 +72,7 @@ class Trackers:
         if self._writer:
             points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
             self._writer.file_writer.add_summary(Summary(value=points), step)
-        for tracker in list(self._others):
-            self._guarded(tracker, lambda tracker=tracker: tracker.log(dict(values), step=step))
+        self._others_do(lambda tracker: tracker.log(dict(values), step=step))
 
     def text(self, tag: str, markdown: str, step: int) -> None:
         """Show a text where there is a place for it (TensorBoard)."""
@@ -111,16 +104,16 @@ class Trackers:
         """End every tracker; a second call does nothing."""
         if self._writer:
             self._writer.close()
-        for tracker in list(self._others):
-            self._guarded(tracker, tracker.finish)
+        self._others_do(lambda tracker: tracker.finish())
         self._writer, self._others = None, []
 
-    def _guarded(self, tracker: GeneralTracker, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001 - another service's failure must not end the training
-            self._others.remove(tracker)
-            self._log(f"--tracker {tracker.name}: {type(error).__name__}: {error}; nothing more is sent there")
+    def _others_do(self, call: Callable[[GeneralTracker], None]) -> None:
+        for tracker in list(self._others):
+            try:
+                call(tracker)
+            except Exception as error:  # noqa: BLE001 - another service's failure must not end the training
+                self._others.remove(tracker)
+                self._log(f"--tracker {tracker.name}: {type(error).__name__}: {error}; nothing more is sent there")
 
 
 def _tensorboard(run_dir: Path) -> Any:
