@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import traceback
@@ -22,7 +21,7 @@ from accel_sft.resilience.exit import leave_together, lost_peers
 from accel_sft.resilience.signals import StopSignals
 from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tracking.tracker import Tracker
-from accel_sft.training.claim import claim_run_dir, continued, release, write_run_record
+from accel_sft.training.claim import claim_run_dir, release, write_run_record
 from accel_sft.training.prepare import prepare_data
 from accel_sft.training.trainer import OnStep, Trainer
 
@@ -56,8 +55,7 @@ def _claimed(task_name: str, task: Task, config: TrainConfig, signals: StopSigna
         accelerator = start(config)
         if config.dry_run:
             return
-        config = continued(accelerator, config)
-        run_dir, finished = claim_run_dir(accelerator, task_name, task, config)
+        run_dir, config, finished = claim_run_dir(accelerator, task_name, task, config)
     if finished:
         accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir.report}")
         return
@@ -120,11 +118,10 @@ def _run(
     on_step: OnStep | None,
 ) -> None:
     log = run_dir.log(accelerator.process_index)
-    watch = Watchdog(config.hang_timeout, run_dir.logs, functools.partial(run_dir.write_ended, "failed"))
-    with terminal.quiet(log, config.debug), watch:
+    with terminal.quiet(log, config.debug), Watchdog(config.hang_timeout, run_dir) as watch:
         prepared = prepare_data(accelerator, run_dir, task, config)
         plan = prepared.plan
-        write_run_record(accelerator, run_dir, task_name, task, config, prepared)
+        write_run_record(run_dir, task_name, prepared)
         with Tracker(
             accelerator,
             run_dir,
@@ -136,7 +133,7 @@ def _run(
             for line in prepared.lines:
                 tracker.log(line)
             tracker.phase("data")
-            trainer = Trainer(accelerator, run_dir, task_name, task, config, prepared, tracker, signals, on_step)
+            trainer = Trainer(run_dir, task_name, prepared, tracker, signals, on_step)
             with watch.heartbeats_only():
                 trainer.resume()
                 trainer.train()

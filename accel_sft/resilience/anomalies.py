@@ -49,11 +49,8 @@ class Anomalies:
         return len(self.file.read_text(encoding="utf-8").splitlines()) if self.file.exists() else 0
 
     def look(self, step: int, loss: float, grad_norm: float, examples: Sequence[Any]) -> None:
-        """Check a step; one whose loss or gradient is NaN or infinite was not applied.
+        """Check step `step` (from 1) and its examples; one whose loss or gradient is NaN or infinite was not applied.
 
-        Args:
-            step: from 1.
-            examples: the step's.
         Raises:
             UserError: it is NaN or infinite, and the run is to stop, or has skipped too many.
         """
