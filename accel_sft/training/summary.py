@@ -7,8 +7,6 @@ from typing import Any
 
 from rich.console import Console
 
-from accel_sft.api.config import TrainConfig
-from accel_sft.api.task import Task
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import terminal
 from accel_sft.launch import describe
@@ -19,15 +17,9 @@ from accel_sft.training.prepare import Prepared
 from accel_sft.training.state import TrainState
 
 
-def card(
-    config: TrainConfig,
-    task_name: str,
-    task: Task,
-    prepared: Prepared,
-    before: dict[str, float] | None,
-    after: dict[str, float] | None,
-) -> str:
-    """The README.md beside weights that scored `after`, where the untrained ones scored `before`."""
+def card(task_name: str, prepared: Prepared, state: TrainState) -> str:
+    """The README.md beside the weights of this state, whose newest evaluation stands beside the untrained ones'."""
+    config, task = prepared.assembly.config, prepared.assembly.task
     return model_card(
         base_model=config.init_from or config.model,
         task=task_name,
@@ -36,19 +28,20 @@ def card(
         max_new_tokens=config.max_new_tokens or prepared.longest_answer,
         data=prepared.counts(),
         settings=describe.recordable({**config.as_dict(), **dataclasses.asdict(task)}),
-        result={"before": before or {}, "after": after or {}},
+        result={"before": state.before or {}, "after": state.latest or {}},
         versions=describe.versions(),
     )
 
 
-def summary(config: TrainConfig, task_name: str, task: Task, state: TrainState, total_steps: int) -> dict[str, Any]:
+def summary(task_name: str, prepared: Prepared, state: TrainState) -> dict[str, Any]:
     """The part of result.json that needs neither a device nor another rank."""
+    config, task = prepared.assembly.config, prepared.assembly.task
     return {
         "status": "complete",
         "task": task_name,
         "model": config.init_from or config.model,
         "steps": state.step,
-        "stopped_early": state.step < total_steps,
+        "stopped_early": state.step < prepared.plan.total_steps,
         "train_seconds": state.seconds,
         "tokens_per_second": state.tokens / state.seconds if state.seconds else None,
         **({"compile_seconds": compile_seconds()} if config.compile else {}),
