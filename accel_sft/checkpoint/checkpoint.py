@@ -75,11 +75,8 @@ def save(
     """Write the trained parameters, their Adam state and `state` as the step's checkpoint; keep the newest `keep`.
 
     Frozen weights are left out, since the run's source has them. There is no random state to save: a step's is made
-    from the seed, the step and the rank.
-
-    Args:
-        state: JSON-able, with the key `step`.
-        extra: tensors that training needs besides, equal on all ranks.
+    from the seed, the step and the rank. `state` is JSON-able and has the key `step`; `extra` are tensors that training
+    needs besides, equal on all ranks.
     """
     target = run_dir.checkpoint(state["step"])
     check_disk(accelerator, model, run_dir)

@@ -23,17 +23,12 @@ class Span(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """A tensor that the optimizer steps, and the spans of parameters that are in it.
-
-    Attributes:
-        optimizer: torch's AdamW, or DeepSpeed's for host memory.
-        written: whether this rank writes it; one rank writes what all ranks have whole.
-    """
+    """A tensor that the optimizer steps, and the spans of parameters that are in it."""
 
     tensor: torch.Tensor
     spans: list[Span]
-    optimizer: Any
-    written: bool = True
+    optimizer: Any  # torch's AdamW, or DeepSpeed's for host memory
+    written: bool = True  # by this rank; one rank writes what all ranks have whole
 
     @property
     def state(self) -> dict[str, Any]:

@@ -19,8 +19,6 @@ import click
 from accel_sft.api.errors import UserError
 from accel_sft.io.text import one_line
 
-INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for SIGINT and SIGPIPE
-
 
 class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
     """Ends the process when its body raises: a user's mistake in a line each, our own or a plugin's with a traceback.
@@ -42,10 +40,10 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
                 _print_once(error.code)
             _leave(error.code if isinstance(error.code, int) else 1)
         if isinstance(error, BrokenPipeError) and _stdout_is_closed():
-            _leave(BROKEN_PIPE)
+            _leave(141)  # as a shell reports SIGPIPE
         if isinstance(error, (KeyboardInterrupt, click.Abort)):
             _print_once(str(error) or "interrupted")
-            _leave(getattr(error, "status", INTERRUPTED))
+            _leave(getattr(error, "status", 130))  # as a shell reports SIGINT
         if isinstance(error, click.ClickException):
             shown = io.StringIO()
             error.show(shown)

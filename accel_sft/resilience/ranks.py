@@ -73,8 +73,7 @@ def state(rank: int, host: str) -> str:
 def lost_ranks(attempt: Path) -> str:
     """A sentence about the ranks of this machine that ended without an error of their own; "" if there are none.
 
-    Args:
-        attempt: the folder in which torchrun's ranks of this machine record their errors, by local rank.
+    In `attempt` torchrun's ranks of this machine record their errors, by local rank.
     """
     alive, signals = set(), set()
     for process in _beside():

@@ -21,18 +21,14 @@ launcher kills after 30."""
 
 
 class Interruption(KeyboardInterrupt):
-    """The run ends because of a signal, and has written a checkpoint.
-
-    Attributes:
-        status: the exit status a shell reports for the signal.
-    """
+    """The run ends because of a signal, and has written a checkpoint."""
 
     def __init__(self, number: int, step: int) -> None:
         super().__init__(
             f"stopped by {signal.Signals(number).name} after step {step}, with a checkpoint; to continue, run the "
             "same command with --resume auto and with this run's folder as --output-dir"
         )
-        self.status = 128 + number
+        self.status = 128 + number  # which a shell reports for the signal
 
 
 class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
@@ -41,14 +37,11 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
     A rank whose launcher has ended does so too within two seconds and writes no file: a later run may already write
     there. One that got a signal before may still write its checkpoint. During start-up the main thread may wait for
     other ranks in C, where it handles no signal; the watching thread ends the process then.
-
-    Attributes:
-        asked: number of the signal that came while `deferred`; 0: none.
-        deferred: whether signals are noted, for a loop that looks at `asked`.
     """
 
     def __init__(self) -> None:
-        self.asked, self.deferred = 0, False
+        self.asked = 0  # number of the signal that came while `deferred`
+        self.deferred = False  # whether signals are noted, for a loop that looks at `asked`
         self._launcher = PARENT if under_launcher() else None
         self._before: dict[int, object] = {}
         self._ended = threading.Event()

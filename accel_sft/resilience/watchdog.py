@@ -43,31 +43,22 @@ One look of the watching thread takes 3 ms of a core beside 120 processes, more 
 
 
 class Sign(NamedTuple):
-    """What a rank's watching thread publishes about its main thread.
+    """What a rank's watching thread publishes about its main thread."""
 
-    Attributes:
-        tick: a number that grows with every publication.
-        stalled: whole seconds since it made progress.
-        waiting: whether it waits for other ranks.
-        place: the innermost line that is not a library's.
-    """
-
-    tick: int
-    stalled: int
-    waiting: bool
+    tick: int  # grows with every publication
+    stalled: int  # whole seconds since it made progress
+    waiting: bool  # for other ranks
     host: str
-    place: str
+    place: str  # the innermost line that is not a library's
 
 
 NEVER = Sign(-1, 0, False, "", "its start")
 
 
 class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
-    """Inside, the run ends if no rank makes progress for `seconds`, and the ranks that hang are named.
+    """Inside, the run ends if no rank makes progress for `seconds`, and the ranks that hang are named; 0: none.
 
-    Args:
-        seconds: 0: nothing is watched.
-        run_dir: for the stacks and for how the run ended; None: the stack of a rank that hangs goes to the terminal.
+    Stacks and end are written to `run_dir`; where there is none, the stack of a rank that hangs goes to the terminal.
     """
 
     def __init__(self, seconds: float, run_dir: RunDir | None = None) -> None:

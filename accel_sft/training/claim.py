@@ -12,8 +12,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from accel_sft.api import config as configuration
-from accel_sft.api.config import TrainConfig
+from accel_sft.api.config import TrainConfig, changed
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
@@ -188,4 +187,4 @@ def _options(task: Task) -> dict[str, Any]:
 
 
 def _changes(before: dict[str, Any], config: dict[str, Any], task_options: dict[str, Any]) -> list[str]:
-    return configuration.changed({**before["config"], **before["task_options"]}, {**config, **task_options})
+    return changed({**before["config"], **before["task_options"]}, {**config, **task_options})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from accelerate import Accelerator
@@ -31,10 +31,8 @@ _TINY_EXAMPLES = 1 << 15
 class Assembly:
     """What is made from the settings alike for training and for `evaluate`; all ranks make it together.
 
-    It holds no model: whoever loads one decides when it is freed.
+    It holds no model: whoever loads one decides when it is freed. `encode` makes tokens of a split's examples.
 
-    Attributes:
-        encode: makes tokens of a split's examples.
     Raises:
         UserError: the tokenizer or its chat template cannot be used.
     """
@@ -46,26 +44,15 @@ class Assembly:
 
     def load_model(self, total_steps: int = 0) -> Any:
         """The model, not prepared yet; `total_steps` optimizer steps are to come, 0 to evaluate only."""
-        return load_model(
-            self.source,
-            self.config,
-            precision=self.accelerator.mixed_precision,
-            deepspeed=self.accelerator.state.deepspeed_plugin is not None,
-            total_steps=total_steps,
-        )
+        precision, deepspeed = self.accelerator.mixed_precision, self.accelerator.state.deepspeed_plugin is not None
+        return load_model(self.source, self.config, precision=precision, deepspeed=deepspeed, total_steps=total_steps)
 
     def evaluator(
-        self,
-        model: Any,
-        examples: Sequence[Any],
-        encoding: Encoding,
-        max_new_tokens: int | None = None,
-        between: Callable[[], None] = lambda: None,
-        log: Callable[[str], None] | None = None,
+        self, model: Any, examples: Sequence[Any], encoding: Encoding, max_new_tokens: int | None = None, **more: Any
     ) -> Evaluator:
-        """Of the validation examples and their encoding, with the answer backend that the settings ask for; the
-        arguments are those of `answer_backend` and `Evaluator`."""
-        backend = answer_backend(self.accelerator, self.config, self.tokenizer, model, self.source, between, log)
+        """Of the validation examples and their encoding, with the answer backend that the settings ask for, which
+        takes `more` arguments."""
+        backend = answer_backend(self.accelerator, self.config, self.tokenizer, model, self.source, **more)
         data = self.task, examples, encoding.kept, self.config
         return Evaluator(self.accelerator, self.tokenizer, *data, backend, max_new_tokens)
 
@@ -88,10 +75,9 @@ class Prepared:
         evaluated = f"{len(validation.kept):,}"
         if (limit := config.eval_limit) and limit < len(validation.kept):
             evaluated = f"{limit:,} of {evaluated}"
-        merged = self.assembly.source.adapter and config.adapter == "none"
-        how = "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
+        merged = "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
         return [
-            *([how] if merged else []),
+            *([merged] if self.assembly.source.adapter and config.adapter == "none" else []),
             *train.lines(),
             *validation.lines(),
             f"{len(train.kept):,} training examples ({tokens:,} tokens, {supervised:,} supervised), "

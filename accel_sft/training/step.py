@@ -21,16 +21,11 @@ from accel_sft.training.optimizer import Stepper
 
 
 class OutOfMemory(NamedTuple):
-    """An out-of-memory in a forward or backward; all zero if there was none. Numbers, so that ranks can exchange it.
+    """An out-of-memory in a forward or backward; all zero if there was none. Numbers, so that ranks can exchange it."""
 
-    Attributes:
-        tokens: of the forward that did not fit.
-        longest, length: index and length in tokens of its longest training example.
-    """
-
-    tokens: int = 0
-    longest: int = 0
-    length: int = 0
+    tokens: int = 0  # of the forward that did not fit
+    longest: int = 0  # index of its longest training example
+    length: int = 0  # of that example, in tokens
 
     def __str__(self) -> str:
         return (

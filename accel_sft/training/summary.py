@@ -33,10 +33,13 @@ def card(task_name: str, prepared: Prepared, state: TrainState) -> str:
     )
 
 
-def summary(task_name: str, prepared: Prepared, state: TrainState) -> dict[str, Any]:
-    """The part of result.json that needs neither a device nor another rank."""
+def publish(
+    run_dir: RunDir, task_name: str, prepared: Prepared, state: TrainState, measured: dict[str, Any]
+) -> list[str]:
+    """Write report.md and result.json, which ends with what was `measured`, and print the report; returns the lines to
+    log after it. On rank 0 only."""
     config, task = prepared.assembly.config, prepared.assembly.task
-    return {
+    result = {
         "status": "complete",
         "task": task_name,
         "model": config.init_from or config.model,
@@ -48,11 +51,8 @@ def summary(task_name: str, prepared: Prepared, state: TrainState) -> dict[str, 
         "best": {"step": state.best_step, task.main_metric: state.best},
         "before": state.before,
         "after": state.latest,
+        **measured,
     }
-
-
-def publish(run_dir: RunDir, result: dict[str, Any], state: TrainState) -> list[str]:
-    """Write report.md and result.json and print the report; returns the lines to log after it. On rank 0 only."""
     before, after = (run_dir.read_samples(step) for step in (0, state.evaluated_step))
     report.write_report(run_dir, result, before, after)
     run_dir.write_result(result)

@@ -32,15 +32,11 @@ from accel_sft.training.state import TrainState
 from accel_sft.training.step import TrainStep, reduce_step
 
 OnStep = Callable[[dict[str, float], Batching], None]
-"""Called with a step's line of metrics.jsonl and the batching of its rows."""
+"""Called on every rank after each optimizer step, with its line of metrics.jsonl and the batching of its rows."""
 
 
 class Trainer:
-    """Trains, evaluates and saves one run's model: `resume`, then `train`, then `finalize`.
-
-    Args:
-        on_step: called on every rank after each optimizer step.
-    """
+    """Trains, evaluates and saves one run's model: `resume`, then `train`, then `finalize`."""
 
     def __init__(
         self,
@@ -49,7 +45,7 @@ class Trainer:
         prepared: Prepared,
         tracker: Tracker,
         signals: StopSignals,
-        on_step: OnStep | None = None,
+        on_step: OnStep | None,
     ) -> None:
         self.run_dir, self.task_name, self.prepared = run_dir, task_name, prepared
         self.tracker, self.signals, self.on_step = tracker, signals, on_step
@@ -74,7 +70,7 @@ class Trainer:
         tracker.phase("sharded")
         self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm)
         validated = prepared.validation_examples, prepared.validation, prepared.longest_answer
-        self.evaluator = assembly.evaluator(self.model, *validated, self.between_answers, tracker.log)
+        self.evaluator = assembly.evaluator(self.model, *validated, between=self.between_answers, log=tracker.log)
 
     def resume(self) -> None:
         """Load the checkpoint that `--resume` asks for, if there is one; see that the next ones fit on the disk."""
@@ -222,18 +218,16 @@ class Trainer:
 
     def finalize(self) -> None:
         """Export final/, write result.json and report.md, and print the metrics before and after training."""
-        state, accelerator = self.state, self.accelerator
         self.export(self.run_dir.final)
-        result = {
-            **summary.summary(self.task_name, self.prepared, state),
+        measured = {
             **largest(self.tracker.peak()),
             "trained_parameters": self.trained_parameters,
             "steps_left_out": self.anomalies.left_out(),
             "batching": dataclasses.asdict(self.train_step.batching),
             "phases": self.tracker.phases(),
         }
-        if accelerator.is_main_process:
+        if self.accelerator.is_main_process:
             self.tracker.close()
-            for line in summary.publish(self.run_dir, result, state):
+            for line in summary.publish(self.run_dir, self.task_name, self.prepared, self.state, measured):
                 self.tracker.log(line)
-        accelerator.wait_for_everyone()
+        self.accelerator.wait_for_everyone()
