@@ -52,9 +52,6 @@ class Sign(NamedTuple):
     place: str  # the innermost line that is not a library's
 
 
-NEVER = Sign(-1, 0, False, "", "its start")
-
-
 class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     """Inside, the run ends if no rank makes progress for `seconds`, and the ranks that hang are named; 0: none.
 
@@ -140,8 +137,10 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
             with contextlib.suppress(RuntimeError):  # the store ends with the launcher, which StopSignals watches
                 self._store.set(str(self.rank), json.dumps(sign))
                 for rank in range(self.ranks) if sign.stalled >= self.seconds else ():
-                    there = self._store.check([str(rank)])
-                    found[rank] = Sign(*json.loads(self._store.get(str(rank)))) if there else NEVER
+                    if self._store.check([str(rank)]):
+                        found[rank] = Sign(*json.loads(self._store.get(str(rank))))
+                    else:
+                        found[rank] = Sign(-1, 0, False, "", "its start")
         return found
 
     def _has_worked(self, rank: int, seconds: float) -> bool:

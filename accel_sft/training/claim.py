@@ -32,12 +32,6 @@ _locked: list[int] = []
 """Descriptors of the folders that this process locked."""
 
 
-def _launch_file() -> Path | None:
-    """The file in torchrun's temporary folder that tells later attempts of a launch the run's folder."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(file).parents[2] / "accel_sft-run-dir" if file else None
-
-
 def _lock(path: Path) -> None:
     """Lock the folder itself until this process ends, however it ends; nothing is written into it.
 
@@ -87,7 +81,9 @@ def claim_run_dir(
     claimed: list[RunDir] = []
 
     def claim() -> tuple[RunDir, str, bool]:
-        shared = _launch_file()
+        # in torchrun's temporary folder a file tells later attempts of this launch the run's folder
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        shared = Path(file).parents[2] / "accel_sft-run-dir" if file else None
         earlier = shared.read_text(encoding="utf-8") if restarts() and shared and shared.is_file() else None
         name = config.output_dir or earlier or f"runs/{task_name}-{time.strftime('%Y%m%d-%H%M%S')}"
         path = Path(name).expanduser().absolute()

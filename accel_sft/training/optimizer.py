@@ -17,9 +17,8 @@ from accel_sft.models.adapters import adapter_of
 def adamw(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter, 2019) with weight decay on matrices only; no empty group, DeepSpeed rejects one."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    dimensions = [len(getattr(p, "ds_shape", p.shape)) for p in trained]
-    matrices = [p for p, n in zip(trained, dimensions, strict=True) if n >= 2]
-    vectors = [p for p, n in zip(trained, dimensions, strict=True) if n < 2]
+    matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) >= 2]
+    vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
