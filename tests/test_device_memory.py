@@ -124,7 +124,7 @@ def test_ranks_that_wait_for_each_other_amid_a_forward_end_and_a_resumed_run_kee
 def test_a_limit_that_cannot_be_read_is_named(tmp_path, content):
     (tmp_path / "most-tokens.json").write_text(content)
     with pytest.raises(UserError, match=r"most-tokens\.json: "):
-        TrainStep(Accelerator(cpu=True), None, None, Batching("padded", 64), 0, RunDir(tmp_path), print)
+        TrainStep(None, Batching("padded", 64), 0, RunDir(tmp_path), print)
 
 
 def test_the_least_of_what_several_ranks_found_no_room_for_is_kept(tmp_path, monkeypatch):
@@ -137,13 +137,13 @@ def test_the_least_of_what_several_ranks_found_no_room_for_is_kept(tmp_path, mon
     monkeypatch.setattr(Stepper, "forwards_alone", False)  # ranks wait for each other amid a forward
     stepper = Stepper(accelerator, model, adamw(model, TrainConfig().resolved({})), 1.0)
     padded = Batching("padded", 0, rows=2)
-    ranks = [TrainStep(accelerator, model, stepper, padded, 0, RunDir(tmp_path), print) for _ in range(3)]
+    ranks = [TrainStep(stepper, padded, 0, RunDir(tmp_path), print) for _ in range(3)]
     for rank, length, kept in zip(ranks, (20, 6, 40), (20, 6, 6), strict=True):
         rows = [Encoded(index, [3] * length, 2) for index in range(2)]
         with pytest.raises(UserError, match=f"it keeps to {kept} tokens a forward"):
             rank.forward_backward(rows, 2, 1)
     assert json.loads((tmp_path / "most-tokens.json").read_text()) == {"tokens": 6}
-    assert TrainStep(accelerator, model, stepper, padded, 0, RunDir(tmp_path), print).batching.tokens == 6
+    assert TrainStep(stepper, padded, 0, RunDir(tmp_path), print).batching.tokens == 6
 
 
 @pytest.mark.parametrize("yaml", [None, "z3"])

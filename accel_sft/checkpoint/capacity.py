@@ -21,11 +21,7 @@ MOMENTS, COPY, GRADIENT = 8, 4, 4
 
 
 def check_disk(accelerator: Accelerator, model: torch.nn.Module, run_dir: RunDir) -> None:
-    """Check that a checkpoint of this model fits on the disk.
-
-    Raises:
-        UserError: on every rank, if it does not.
-    """
+    """Raise UserError on every rank if a checkpoint of this model does not fit on the disk."""
 
     def check() -> None:
         needed, free = sum(_sizes(model)) * shards.BYTES + SPARE_BYTES, shutil.disk_usage(run_dir.path).free
@@ -39,10 +35,8 @@ def check_disk(accelerator: Accelerator, model: torch.nn.Module, run_dir: RunDir
 
 
 def check_host_memory(accelerator: Accelerator, model: torch.nn.Module, launch: Launch) -> None:
-    """Check that host memory is enough for what this machine's ranks will put there: optimizer states, where they are
-    offloaded or the device is a CPU, and the copy of a checkpoint's file. Call it before the optimizer has states.
-
-    It counts the least they will take; what the libraries take besides is not known.
+    """Check that host memory is enough for the least that this machine's ranks will put there: optimizer states, where
+    they are offloaded or the device is a CPU, and the copy of a checkpoint's file. The optimizer has no states yet.
 
     Raises:
         UserError: on every rank, if some machine has too little.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from accel_sft.io import manifest
 from accel_sft.io.files import abandoned, write_atomically
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir, step_of
-from accel_sft.launch.collectives import decided_by_main
 from accel_sft.launch.describe import parallelism
 
 
@@ -73,15 +72,11 @@ def save(
     keep: int,
     extra: shards.Extra | None = None,
 ) -> Path:
-    """Write the trained parameters, their Adam state and `state` as the step's checkpoint; then delete old ones.
+    """Write the trained parameters, their Adam state and `state` as the step's checkpoint; keep the newest `keep`.
 
     Frozen weights are left out, since the run's source has them. There is no random state to save: a step's is made
-    from the seed, the step and the rank.
-
-    Args:
-        state: JSON-able, with the key `step`.
-        keep: how many of the newest checkpoints stay.
-        extra: tensors that training needs besides, equal on all ranks; `load` hands them to `set_extra`.
+    from the seed, the step and the rank. `state` is JSON-able and has the key `step`; `extra` are tensors that training
+    needs besides, equal on all ranks.
     """
     target = run_dir.checkpoint(state["step"])
     check_disk(accelerator, model, run_dir)
@@ -99,33 +94,25 @@ def save(
     return target
 
 
-def find(accelerator: Accelerator, run_dir: RunDir, resume: str, log: Callable[[str], None]) -> Path | None:
-    """`newest` for all ranks, as rank 0 finds it; None if `--resume` is off. Those passed over are logged."""
-    if resume == "off":
-        return None
-    path, skipped = decided_by_main(accelerator, lambda: newest(run_dir, resume))
-    for line in skipped:
-        log(line)
-    return path
-
-
 def newest(run_dir: RunDir, resume: str) -> tuple[Path | None, list[str]]:
-    """The checkpoint to continue from, if any, and a line for each damaged one that was passed over.
+    """The checkpoint that `--resume` asks for, if any, and a line for each damaged one that was passed over.
 
-    Args:
-        resume: "auto", or a checkpoint's folder.
     Raises:
         UserError: the named checkpoint is missing or damaged, or all of them are damaged.
     """
-    if resume != "auto":
-        if defect := _defect(Path(resume)):
-            raise UserError(f"--resume {resume}: {defect}")
-        return Path(resume), []
+    if resume == "off":
+        return None, []
     skipped: list[str] = []
-    for path in reversed(run_dir.all_checkpoints()):
-        defect = _defect(path)
-        if defect is None:
+    for path in reversed(run_dir.all_checkpoints()) if resume == "auto" else [Path(resume)]:
+        try:
+            manifest.verify(path)
             return path, skipped
+        except manifest.Damaged as damage:
+            defect = str(damage)
+        except OSError as error:
+            defect = f"{error.filename} cannot be read ({error.strerror})"
+        if resume != "auto":
+            raise UserError(f"--resume {resume}: {defect}")
         skipped.append(f"{path}: passed over: {defect}")
     if skipped:
         raise UserError(
@@ -145,27 +132,11 @@ def undo_after(run_dir: RunDir, step: int) -> list[Path]:
     return moved
 
 
-def _defect(path: Path) -> str | None:
-    try:
-        manifest.verify(path)
-    except manifest.Damaged as damage:
-        return str(damage)
-    except OSError as error:
-        return f"{error.filename} cannot be read ({error.strerror})"
-    return None
-
-
-def load(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizer: Any,
-    path: Path,
-    set_extra: Callable[[shards.Extra], None] = lambda extra: None,
-) -> dict[str, Any]:
+def load(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, path: Path) -> dict[str, Any]:
     """Load weights and optimizer, written under any parallelism; returns the `state` that was saved with them.
 
-    Args:
-        set_extra: called with the `extra` tensors that `save` was given.
+    `shards.read_extra` reads the `extra` tensors.
+
     Raises:
         UserError: it was written under another precision, or is of another model.
     """
@@ -178,7 +149,6 @@ def load(
         )
     shards.read(accelerator, model, optimizer, path)
     shards.set_loss_scale(accelerator, model, state.get("loss_scale"))
-    set_extra(shards.read_extra(path))
     return state
 
 

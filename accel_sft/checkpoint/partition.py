@@ -23,17 +23,12 @@ class Span(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """A tensor that the optimizer steps, and the spans of parameters that are in it.
-
-    Attributes:
-        optimizer: torch's AdamW, or DeepSpeed's for host memory.
-        written: whether this rank writes it; one rank writes what all ranks have whole.
-    """
+    """A tensor that the optimizer steps, and the spans of parameters that are in it."""
 
     tensor: torch.Tensor
     spans: list[Span]
-    optimizer: Any
-    written: bool = True
+    optimizer: Any  # torch's AdamW, or DeepSpeed's for host memory
+    written: bool = True  # by this rank; one rank writes what all ranks have whole
 
     @property
     def state(self) -> dict[str, Any]:
@@ -55,27 +50,31 @@ def partitions(
 ) -> Iterator[Partition]:
     """This rank's partitions. With `writing`, changes made between two items are copied to the weights that compute."""
     names = {id(p): name for name, p in accelerator.unwrap_model(model).named_parameters() if p.requires_grad}
-    if accelerator.distributed_type != DistributedType.DEEPSPEED:
-        yield from _of_parameters(accelerator, optimizer, names)
-        return
-    zero, stage = model.optimizer, model.zero_optimization_stage()
-    if stage == 3:
-        yield from _of_stage_3(accelerator, zero, names, writing)
-    elif stage:
-        yield from _of_stages_1_and_2(zero, names, writing)
-    elif hasattr(zero, "fp32_groups"):
-        yield from _of_stage_0_with_copies(accelerator, zero, names, writing)
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    if deepspeed and model.zero_optimization_stage() == 3:
+        yield from _of_stage_3(accelerator, model.optimizer, names, writing)
+    elif deepspeed and model.zero_optimization_stage():
+        yield from _of_stages_1_and_2(model.optimizer, names, writing)
     else:
-        yield from _of_parameters(accelerator, zero, names)
+        yield from _of_parameters(accelerator, model.optimizer if deepspeed else optimizer, names, writing)
 
 
-def _of_parameters(accelerator: Accelerator, optimizer: Any, names: dict[int, str]) -> Iterator[Partition]:
-    """A torch optimizer steps the parameters themselves, whole or as FSDP's shards of their first dimension."""
+def _of_parameters(
+    accelerator: Accelerator, optimizer: Any, names: dict[int, str], writing: bool
+) -> Iterator[Partition]:
+    """A torch optimizer steps the parameters themselves, whole or as FSDP's shards of their first dimension; in half
+    precision DeepSpeed's stage 0 steps a float32 copy of each."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    for number, parameter in enumerate(p for group in inner.param_groups for p in group["params"]):
+    parameters = stepped = [p for group in inner.param_groups for p in group["params"]]
+    if hasattr(optimizer, "fp32_groups"):
+        parameters, stepped = itertools.chain(*optimizer.fp16_groups), itertools.chain(*optimizer.fp32_groups)
+    for number, (parameter, tensor) in enumerate(zip(parameters, stepped, strict=True)):
         sharded = hasattr(parameter, "placements")
-        span = Span(names[id(parameter)], _first_element(parameter) if sharded else 0, 0, flat(parameter).numel())
-        yield Partition(parameter, [span] if span.size else [], inner, sharded or _turn(accelerator, number))
+        span = Span(names[id(parameter)], _first_element(parameter) if sharded else 0, 0, flat(tensor).numel())
+        written = sharded or number % accelerator.num_processes == accelerator.process_index
+        yield Partition(tensor, [span] if span.size else [], inner, written)
+        if writing and tensor is not parameter:
+            parameter.data.copy_(tensor.data)
 
 
 def _first_element(parameter: Any) -> int:
@@ -84,22 +83,6 @@ def _first_element(parameter: Any) -> int:
 
     placed = parameter.shape, parameter.device_mesh, parameter.placements
     return compute_local_shape_and_global_offset(*placed)[1][0] * (parameter.numel() // max(parameter.shape[0], 1))
-
-
-def _of_stage_0_with_copies(
-    accelerator: Accelerator, zero: Any, names: dict[int, str], writing: bool
-) -> Iterator[Partition]:
-    """In half precision DeepSpeed's stage 0 steps a float32 copy of each parameter."""
-    pairs = zip(itertools.chain(*zero.fp16_groups), itertools.chain(*zero.fp32_groups), strict=True)
-    for number, (parameter, copy) in enumerate(pairs):
-        span = Span(names[id(parameter)], 0, 0, copy.numel())
-        yield Partition(copy, [span], zero.optimizer, _turn(accelerator, number))
-        if writing:
-            parameter.data.copy_(copy.data)
-
-
-def _turn(accelerator: Accelerator, number: int) -> bool:
-    return number % accelerator.num_processes == accelerator.process_index
 
 
 def _of_stages_1_and_2(zero: Any, names: dict[int, str], writing: bool) -> Iterator[Partition]:

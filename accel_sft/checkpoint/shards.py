@@ -51,15 +51,12 @@ def write(
 
     for partition in partitions(accelerator, model, optimizer):
         for span in partition.spans if partition.written else []:
-            kinds = {
-                "weights": partition.tensor,
-                **{key: partition.state[key] for key in MOMENTS if key in partition.state},
-            }
-            for kind, tensor in kinds.items():
+            moments = {key: partition.state[key] for key in MOMENTS if key in partition.state}
+            for kind, tensor in {"weights": partition.tensor, **moments}.items():
                 part = flat(tensor)[span.offset : span.offset + span.size]
                 # copied: it may be swapped in from NVMe for a moment only, or not be in host memory
                 parts[_key(kind, span)] = part.to("cpu", copy=True)
-                size += part.numel() * part.element_size()
+                size += part.nbytes
             if "step" in partition.state:
                 parts[_key("step", span)] = torch.tensor([float(partition.state["step"])], dtype=torch.float64)
             if size >= FILE_BYTES:

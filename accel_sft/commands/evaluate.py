@@ -30,7 +30,7 @@ from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tracking import report
 from accel_sft.tracking.system import peak_memory_gib, reset_peak_memory
-from accel_sft.training.assembly import assemble
+from accel_sft.training.prepare import Assembly
 
 
 def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
@@ -125,7 +125,7 @@ def _claim(folder: Path) -> None:
 def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, source: Source, watch: Watchdog) -> Evaluation:
     """Load a model, evaluate it, and free it. ZeRO-3 and FSDP shard it; otherwise every rank has all of it."""
     reset_peak_memory(accelerator.device)
-    assembly = assemble(accelerator, task, config, source)
+    assembly = Assembly(accelerator, task, config, source)
     examples = read_split(task, "validation")
     encoding = assembly.encode(examples, "validation")
     if accelerator.is_main_process:

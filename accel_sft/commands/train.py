@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shutil
 import traceback
@@ -24,7 +23,7 @@ from accel_sft.resilience.exit import leave_together, lost_peers
 from accel_sft.resilience.signals import StopSignals
 from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tracking.tracker import Tracker
-from accel_sft.training.claim import claim_run_dir, continued, release, write_run_record
+from accel_sft.training.claim import claim_run_dir, release, write_run_record
 from accel_sft.training.prepare import prepare_data
 from accel_sft.training.trainer import OnStep, Trainer
 
@@ -51,22 +50,20 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
             accelerator = start(config)
             if config.dry_run:
                 return
-            config = continued(accelerator, config)
-            run_dir, finished = claim_run_dir(accelerator, task_name, task, config)
+            run_dir, config, finished = claim_run_dir(accelerator, task_name, task, config)
         if finished:
             accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir.report}")
             return
-        watch = Watchdog(config.hang_timeout, run_dir.logs, functools.partial(run_dir.write_ended, "failed"))
-        log = run_dir.log(accelerator.process_index)
+        watch, log = Watchdog(config.hang_timeout, run_dir), run_dir.log(accelerator.process_index)
         with _ending(accelerator, run_dir, config, signals), terminal.quiet(log, config.debug), watch:
             prepared = prepare_data(accelerator, run_dir, task, config)
-            write_run_record(accelerator, run_dir, task_name, task, config, prepared)
+            write_run_record(run_dir, task_name, prepared)
             shown = {"main_metric": task.main_metric, "terminal": terminal.terminal()}
             with Tracker(accelerator, run_dir, config, total_steps=prepared.plan.total_steps, **shown) as tracker:
                 for line in prepared.lines:
                     tracker.log(line)
                 tracker.phase("data")
-                trainer = Trainer(accelerator, run_dir, task_name, task, config, prepared, tracker, signals, on_step)
+                trainer = Trainer(run_dir, task_name, prepared, tracker, signals, on_step)
                 with watch.heartbeats_only():
                     trainer.resume()
                     trainer.train()

@@ -69,6 +69,10 @@ class RunDir:
     def log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
 
+    def stacks(self, rank: int | str) -> Path:
+        """The stacks of a rank that hung; "*" makes a pattern for all ranks."""
+        return self.logs / f"hang-rank-{rank}.txt"
+
     def all_checkpoints(self) -> list[Path]:
         """The checkpoints' folders, oldest first."""
         found = (path for path in self.checkpoints.glob("step-*") if path.name.removeprefix("step-").isdecimal())
@@ -105,11 +109,6 @@ class RunDir:
         """The answers of the evaluation at `step`; empty if there was none."""
         path = self.answers(step)
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-
-
-def stacks_file(logs: Path, rank: int | str) -> Path:
-    """The stacks of a rank that hung; "*" makes a pattern for all ranks."""
-    return logs / f"hang-rank-{rank}.txt"
 
 
 def step_of(path: Path) -> int:

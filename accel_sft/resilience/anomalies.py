@@ -22,12 +22,9 @@ _SHOWN = 8
 
 
 class Anomalies:
-    """Checks loss and gradient norm of every step, which are the same on every rank.
+    """Checks loss and gradient norm of every step, which are the same on every rank; one of them `writes` the file.
 
-    Args:
-        precision: the launch's; under fp16 gradients overflow while the scale of the loss is found.
-        log: prints a line.
-        writes: whether this rank writes the file.
+    Under the launch's `precision` fp16 gradients overflow while the scale of the loss is found.
     """
 
     def __init__(
@@ -49,11 +46,8 @@ class Anomalies:
         return len(self.file.read_text(encoding="utf-8").splitlines()) if self.file.exists() else 0
 
     def look(self, step: int, loss: float, grad_norm: float, examples: Sequence[Any]) -> None:
-        """Check a step; one whose loss or gradient is NaN or infinite was not applied.
+        """Check step `step` (from 1) and its examples; one whose loss or gradient is NaN or infinite was not applied.
 
-        Args:
-            step: from 1.
-            examples: the step's.
         Raises:
             UserError: it is NaN or infinite, and the run is to stop, or has skipped too many.
         """
@@ -61,9 +55,12 @@ class Anomalies:
             self._not_finite(step, loss, grad_norm, examples)
             return
         self._in_a_row = 0
-        if self._is_spike(loss):
-            line = f"step {step}: the loss is {loss:.4g}, the recent median {statistics.median(self._losses):.4g}"
-            self.log(f"{line}; examples {_listed(examples)}")
+        if len(self._losses) >= FEWEST:
+            usual = statistics.median(self._losses)
+            deviation = statistics.median(abs(each - usual) for each in self._losses)
+            if loss > usual + DEVIATIONS * max(deviation, 0.01 * usual):
+                line = f"step {step}: the loss is {loss:.4g}, the recent median {usual:.4g}"
+                self.log(f"{line}; examples {_listed(examples)}")
         self._losses.append(loss)
 
     def _not_finite(self, step: int, loss: float, grad_norm: float, examples: Sequence[Any]) -> None:
@@ -83,13 +80,6 @@ class Anomalies:
             cause = "the weights may be at fault rather than an example"
             raise UserError(f"{message}; that was the {MOST_IN_A_ROW}th in a row (all in {self.file}): {cause}; {anew}")
         self.log(f"{message} (all in {self.file}); skipped")
-
-    def _is_spike(self, loss: float) -> bool:
-        if len(self._losses) < FEWEST:
-            return False
-        usual = statistics.median(self._losses)
-        deviation = statistics.median(abs(each - usual) for each in self._losses)
-        return loss > usual + DEVIATIONS * max(deviation, 0.01 * usual)
 
 
 def _listed(examples: Sequence[Any]) -> str:

@@ -12,16 +12,12 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn, TextIO
 
 import click
 
 from accel_sft.api.errors import UserError
 from accel_sft.io.text import one_line
-from accel_sft.resilience.lost_ranks import lost_ranks
-
-INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for SIGINT and SIGPIPE
 
 
 class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
@@ -34,50 +30,45 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
     def __init__(self) -> None:
         self.debug = False
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, click.exceptions.Exit):  # --help and --version
             _leave(error.exit_code)
-        if error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
+        if error is None or (isinstance(error, SystemExit) and not error.code):
             return
         if isinstance(error, SystemExit):
             if isinstance(error.code, str):
                 _print_once(error.code)
             _leave(error.code if isinstance(error.code, int) else 1)
         if isinstance(error, BrokenPipeError) and _stdout_is_closed():
-            _leave(BROKEN_PIPE)
+            _leave(141)  # as a shell reports SIGPIPE
         if isinstance(error, (KeyboardInterrupt, click.Abort)):
             _print_once(str(error) or "interrupted")
-            _leave(getattr(error, "status", INTERRUPTED))
+            _leave(getattr(error, "status", 130))  # as a shell reports SIGINT
         if isinstance(error, click.ClickException):
             shown = io.StringIO()
             error.show(shown)
             report(shown.getvalue().rstrip(), error.format_message())
             _leave(error.exit_code)
+        trace = "".join(traceback.format_exception(error))
         if isinstance(error, UserError):
-            self._user_error(error)
-        self._unexpected(error)
-
-    def _user_error(self, error: UserError) -> NoReturn:
-        trace = "".join(traceback.format_exception(error)) if self.debug else ""
-        report(trace + "\n".join(f"Error: {line}" for line in error.problems), str(error))
-        _leave(1)
-
-    def _unexpected(self, error: BaseException) -> NoReturn:
-        summary = f"{type(error).__name__}: {error}".rstrip(": \n")
-        message = f"{summary} ({_place(error)})"
-        others = {text for _, text in _earlier_failures()}
-        if not self.debug and (lost := lost_peers()):
-            report(f"Error: {lost}", lost)
-        elif (
-            others - {message} and not self.debug
-        ):  # a peer's death breaks the collectives of this rank: no cause to show
-            report(f"Error: {_rank()} ended after another rank had failed ({one_line(summary, 100)})", message)
+            lines = "\n".join(f"Error: {line}" for line in error.problems)
+            report(trace + lines if self.debug else lines, str(error))
         else:
-            trace = "".join(traceback.format_exception(error))
-            report(f"{trace}Error: unexpected in {_place(error)}: {summary}", message)
+            report(*self._unexpected(error, trace))
         _leave(1)
+
+    def _unexpected(self, error: BaseException, trace: str) -> tuple[str, str]:
+        """The text to print and the message to record of an error that no user can mend."""
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place, summary = f"{frame.filename}:{frame.lineno}", f"{type(error).__name__}: {error}".rstrip(": \n")
+        message = f"{summary} ({place})"
+        if not self.debug and (lost := lost_peers()):
+            return f"Error: {lost}", lost
+        if not self.debug and {text for _, text in _earlier_failures()} - {message}:
+            # a peer's death breaks the collectives of this rank: no cause to show
+            rank = os.environ.get("RANK", "0")
+            return f"Error: rank {rank} ended after another rank had failed ({one_line(summary, 100)})", message
+        return f"{trace}Error: unexpected in {place}: {summary}", message
 
 
 def use_utf8() -> None:
@@ -88,45 +79,38 @@ def use_utf8() -> None:
             stream.reconfigure(encoding="utf-8" if plain else stream.encoding, errors="backslashreplace")
 
 
-def _rank() -> str:
-    return f"rank {os.environ.get('RANK', '0')}"
-
-
-def _attempt_directory() -> Path | None:
-    """The folder torchrun makes for one attempt of this machine's ranks, holding a folder for each local rank."""
+def _record_file() -> Path | None:
+    """Where torchrun looks for this rank's error; two folders up are those of all its ranks on this machine."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(file).parent.parent if file else None
+    return Path(file) if file else None
 
 
 def lost_peers() -> str:
     """A sentence about ranks of this machine that ended, if none has recorded an error; "" if there are none."""
-    return "" if _earlier_failures() else lost_ranks(_attempt_directory())
+    from accel_sft.resilience.ranks import lost_ranks
+
+    own = _record_file()
+    return lost_ranks(own.parents[1]) if own and not _earlier_failures() else ""
 
 
 def _earlier_failures() -> list[tuple[int, str]]:
     """Time in seconds and message of each failure that other ranks of this machine have recorded."""
-    directory, own = _attempt_directory(), Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    files = [file for file in directory.glob("*/error.json") if file != own] if directory else []
+    own = _record_file()
+    files = [file for file in own.parents[1].glob("*/error.json") if file != own] if own else []
     records = [json.loads(file.read_text(encoding="utf-8"))["message"] for file in files]
     return [(int(record["extraInfo"]["timestamp"]), record["message"]) for record in records]
 
 
 def report(text: str, message: str, file: TextIO | None = None) -> None:
-    """Record the message for torchrun in its ErrorHandler's form, and print the text.
-
-    Without a call stack in the record torchrun shows the message.
-
-    Args:
-        file: to print to, instead of standard error.
-    """
-    record_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if record_file:
+    """Record the message for torchrun, which shows it, and print the text to `file` or standard error."""
+    if own := _record_file():
         # torchrun's clock has whole seconds and it takes the earliest failure for the cause
         stamp = max([int(time.time()), *(1 + earlier for earlier, _ in _earlier_failures())])
+        # in the form of its ErrorHandler, but without a call stack, which it would show in place of the message
         record = {"message": {"message": message, "extraInfo": {"timestamp": str(stamp)}}}
         try:
-            Path(f"{record_file}.new").write_text(json.dumps(record), encoding="utf-8")
-            os.replace(f"{record_file}.new", record_file)  # another rank may be reading
+            own.with_suffix(".new").write_text(json.dumps(record), encoding="utf-8")
+            own.with_suffix(".new").replace(own)  # another rank may be reading
         except OSError as error:
             text += f"\n(the error could not be recorded for torchrun: {error})"
     _print_once(text, file)
@@ -134,24 +118,19 @@ def report(text: str, message: str, file: TextIO | None = None) -> None:
 
 def _print_once(text: str, file: TextIO | None = None) -> None:
     """Print unless another rank of this machine has printed the same; the first rank to claim a message prints it."""
-    directory, several = _attempt_directory(), int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if directory and directory.is_dir():
-        claim = directory / f"said-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:16]}"
+    own, rank = _record_file(), os.environ.get("RANK", "0")
+    if own and own.parents[1].is_dir():
+        claim = own.parents[1] / f"said-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:16]}"
         try:
             claim.touch(exist_ok=False)
         except FileExistsError:
             return
         except OSError as error:
             text += f"\n(other ranks may print this too: {error})"
-    elif several and os.environ.get("RANK", "0") != "0":
-        text = f"[{_rank()}] {text}"
+    elif rank != "0":
+        text = f"[rank {rank}] {text}"
     with contextlib.suppress(BrokenPipeError):
         print(text, file=file or sys.stderr, flush=True)
-
-
-def _place(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
 
 
 def _stdout_is_closed() -> bool:

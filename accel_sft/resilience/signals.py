@@ -18,36 +18,17 @@ WATCH_SECONDS = 1.0
 UNHANDLED_SECONDS = 4.0
 """After a signal that the main thread has not handled: it is in C, and may wait there for a rank that has ended. The
 launcher kills after 30."""
-GONE = 1
-"""Exit status of a rank without a launcher."""
-_DEFERRED = "{name}: the run will write a checkpoint and end; a second signal ends it at once\n"
 
 
 class Interruption(KeyboardInterrupt):
-    """The run ends because of a signal, and has written a checkpoint.
-
-    Attributes:
-        status: the exit status a shell reports for the signal.
-    """
+    """The run ends because of a signal, and has written a checkpoint."""
 
     def __init__(self, number: int, step: int) -> None:
         super().__init__(
             f"stopped by {signal.Signals(number).name} after step {step}, with a checkpoint; to continue, run the "
             "same command with --resume auto and with this run's folder as --output-dir"
         )
-        self.status = 128 + number
-
-
-_inside: StopSignals | None = None
-
-
-def _forked() -> None:
-    """A process that a task forks, to run an answer with a timeout, say, handles signals as if there were no run."""
-    if _inside is not None:
-        _inside.leave_alone()
-
-
-os.register_at_fork(after_in_child=_forked)
+        self.status = 128 + number  # which a shell reports for the signal
 
 
 class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
@@ -56,78 +37,63 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
     A rank whose launcher has ended does so too within two seconds and writes no file: a later run may already write
     there. One that got a signal before may still write its checkpoint. During start-up the main thread may wait for
     other ranks in C, where it handles no signal; the watching thread ends the process then.
-
-    Attributes:
-        asked: number of the signal that came while `deferred`; 0: none.
-        deferred: whether signals are noted, for a loop that looks at `asked`.
     """
 
     def __init__(self) -> None:
-        self.asked, self.deferred = 0, False
+        self.asked = 0  # number of the signal that came while `deferred`
+        self.deferred = False  # whether signals are noted, for a loop that looks at `asked`
         self._launcher = PARENT if under_launcher() else None
         self._before: dict[int, object] = {}
-        self._failing = False
         self._ended = threading.Event()
 
     def __enter__(self) -> StopSignals:
-        global _inside
-        _inside = self
-        if threading.current_thread() is threading.main_thread():
-            handled = (signal.SIGTERM, signal.SIGINT)
-            self._before = {number: signal.signal(number, self._on_signal) for number in handled}
+        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        # a process that a task forks, to run an answer with a timeout, say, handles signals as if there were no run
+        os.register_at_fork(after_in_child=self._leave_alone)
         if self._launcher is not None:
-            threading.Thread(target=self._watch, args=(self._arriving(),), name="launcher-watch", daemon=True).start()
+            arriving, writing = os.pipe()  # the system writes each signal's number, whatever the main thread is doing
+            os.set_blocking(writing, False)
+            signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+            threading.Thread(target=self._watch, args=(arriving,), name="launcher-watch", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        global _inside
-        _inside = None
         if kind is not None:
             self.failing()
         self._ended.set()
-        self.leave_alone()
+        self._leave_alone()
 
-    def leave_alone(self) -> None:
-        """Restore the handlers from before."""
-        for number, handler in self._before.items():
-            if not (self._failing and number == signal.SIGTERM):
-                signal.signal(number, handler)
+    def _leave_alone(self) -> None:
+        """Restore the handlers from before; a second call does nothing."""
         if self._before and self._launcher is not None:
             signal.set_wakeup_fd(-1)
+        while self._before:
+            signal.signal(*self._before.popitem())
 
     def exit_if_orphaned(self) -> None:
         """End now if the launcher has ended; call this before anything is written."""
         if self._launcher is not None and os.getppid() != self._launcher and not self.asked:
             _log("the launcher has ended: this rank ends without writing anything more\n")
-            os._exit(GONE)
+            os._exit(1)
 
     def failing(self) -> None:
-        """This rank ends with an error: at once if the launcher has ended, else SIGTERM is ignored until it is printed.
+        """This rank ends with an error: at once if the launcher has ended, else SIGTERM is ignored from now on.
 
-        The launcher that misses one rank sends the others SIGTERM within a tenth of a second.
+        The launcher that misses one rank sends the others SIGTERM within a tenth of a second, before they can say why.
         """
         self.exit_if_orphaned()
-        if self._before and self._launcher is not None:
-            self._failing = True
+        if self._launcher is not None:
+            self._before.pop(signal.SIGTERM, None)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-    def _arriving(self) -> int:
-        """A pipe into which the system writes the number of each signal, whatever the main thread is doing."""
-        reading, writing = os.pipe()
-        if self._before:
-            os.set_blocking(writing, False)
-            signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        return reading
 
     def _watch(self, arriving: int) -> None:
         came: dict[int, float] = {}
-        begun = False  # from then on ranks are connected, and collectives fail when one has ended
         while not self._ended.is_set():
             if select.select([arriving], [], [], WATCH_SECONDS)[0]:
                 came |= {number: time.monotonic() for number in os.read(arriving, 64) if number in self._before}
-            begun = begun or self.deferred
+            starting = not self.deferred  # later ranks are connected, and collectives fail when one has ended
             for number, then in came.items():
-                if not (begun or self.asked) and time.monotonic() - then > UNHANDLED_SECONDS:
+                if starting and not self.asked and time.monotonic() - then > UNHANDLED_SECONDS:
                     _log(f"rank {os.environ.get('RANK', '0')}: {signal.Signals(number).name} during start-up: ended\n")
                     os._exit(128 + number)
             self.exit_if_orphaned()
@@ -135,11 +101,11 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             os._exit(128 + number)
-        self.asked = number
+        self.asked, name = number, signal.Signals(number).name
         if not self.deferred:
-            raise KeyboardInterrupt(f"interrupted by {signal.Signals(number).name}")
+            raise KeyboardInterrupt(f"interrupted by {name}")
         if os.environ.get("RANK", "0") == "0":
-            _log(_DEFERRED.format(name=signal.Signals(number).name))
+            _log(f"{name}: the run will write a checkpoint and end; a second signal ends it at once\n")
 
 
 def _log(line: str) -> None:

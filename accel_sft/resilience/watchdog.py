@@ -12,25 +12,25 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import json
 import os
 import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
 import psutil
 
 from accel_sft.io.heartbeat import heartbeat, heartbeat_count
-from accel_sft.io.run_dir import stacks_file
+from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import terminal
 from accel_sft.launch.activity import work
 from accel_sft.launch.info import restarts
 from accel_sft.resilience import exit
-from accel_sft.resilience.stacks import place, process_beside, state, waits
+from accel_sft.resilience.ranks import place, process_beside, state, waits
 
 SILENT_SECONDS = 5.0
 """A rank whose watching thread has published nothing for so long does not respond; it publishes every second."""
@@ -43,43 +43,28 @@ One look of the watching thread takes 3 ms of a core beside 120 processes, more 
 
 
 class Sign(NamedTuple):
-    """What a rank's watching thread publishes about its main thread.
+    """What a rank's watching thread publishes about its main thread."""
 
-    Attributes:
-        tick: a number that grows with every publication.
-        stalled: whole seconds since it made progress.
-        waiting: whether it waits for other ranks.
-        place: the innermost line that is not a library's.
-    """
-
-    tick: int
-    stalled: int
-    waiting: bool
+    tick: int  # grows with every publication
+    stalled: int  # whole seconds since it made progress
+    waiting: bool  # for other ranks
     host: str
-    place: str
-
-
-NEVER = Sign(-1, 0, False, "", "its start")
+    place: str  # the innermost line that is not a library's
 
 
 class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
-    """Inside, the run ends if no rank makes progress for `seconds`, and the ranks that hang are named.
+    """Inside, the run ends if no rank makes progress for `seconds`, and the ranks that hang are named; 0: none.
 
-    Args:
-        seconds: 0: nothing is watched.
-        folder: for the stacks, `hang-rank-<n>.txt`; None: the stack of a rank that hangs goes to the terminal.
-        ended: called with the message, on the rank that ends the run.
+    Stacks and end are written to `run_dir`; where there is none, the stack of a rank that hangs goes to the terminal.
     """
 
-    def __init__(
-        self, seconds: float, folder: Path | None = None, ended: Callable[[str], None] = lambda message: None
-    ) -> None:
-        self.seconds, self.folder, self.ended = seconds, folder, ended
+    def __init__(self, seconds: float, run_dir: RunDir | None = None) -> None:
+        self.seconds, self.run_dir = seconds, run_dir
         self.rank, self.ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
-        self._main = threading.main_thread()
         self._heartbeats_only = False
+        self._store: Any = None  # the launcher's; None for one rank, or where it cannot be reached
         self._worked: dict[int, tuple[float, int]] = {}  # of each rank, CPU seconds and bytes at the last look
         self._heard: dict[int, tuple[int, float]] = {}  # of each rank, its last tick and when that came
         self._silent: set[int] = set()
@@ -105,52 +90,58 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
             self._heartbeats_only = False
 
     def _watch(self) -> None:
-        pause, tick, seen, still, shown = min(1.0, self.seconds / 4), 0, -1, 0.0, False
-        since = awake = time.monotonic()
-        with self._stacks() as stacks, contextlib.ExitStack() as stack:
-            stack.callback(faulthandler.cancel_dump_traceback_later)
-            store, before = _store() if self.ranks > 1 else None, stacks.seek(0, os.SEEK_END)
-            while not self._over.wait(pause if tick else 0):
-                now, tick = time.monotonic(), tick + 1
-                if now - awake > SILENT_SECONDS:  # the whole process was stopped, and has continued
-                    since += now - awake
-                if heartbeat_count() != seen or self._is_active(now - awake):
-                    seen, since = heartbeat_count(), now
-                    stacks.truncate(before)  # of a rank that made progress after all
-                    # of its own accord and without the interpreter, which a main thread in C may be holding
-                    faulthandler.dump_traceback_later(self.seconds, file=stacks)
-                sign = self._sign(tick, now - since)
-                signs = _exchange(store, sign, self.rank, self.ranks, ask=sign.stalled >= self.seconds)
-                elapsed, awake = now - awake, now
-                if sign.stalled < self.seconds or not self._all_hang(store, signs, now, elapsed):
-                    still, shown = 0.0, False
-                    continue
-                still = still or now
-                if not (self.folder or sign.waiting or shown) and now - still >= GRACE_SECONDS / 3:
-                    stacks.seek(before)
-                    print(stacks.read(), file=terminal(), flush=True)
-                    shown = True  # before any rank ends, whereupon the launcher ends the others
-                if now - still >= GRACE_SECONDS:
-                    self._end(store, signs)
-
-    @contextlib.contextmanager
-    def _stacks(self) -> Iterator[IO[str]]:
-        """The file for stacks. That of a run keeps those of an earlier attempt, and is removed if empty."""
-        if self.folder is None:
-            with tempfile.TemporaryFile("a+", encoding="utf-8") as file:
-                yield file
-            return
-        path = stacks_file(self.folder, self.rank)
-        with path.open("a", encoding="utf-8") as file:
-            yield file
+        path = self.run_dir.stacks(self.rank) if self.run_dir else None  # with those of an earlier attempt
+        with path.open("a", encoding="utf-8") if path else tempfile.TemporaryFile("a+", encoding="utf-8") as stacks:
+            try:
+                self._watch_main_thread(stacks)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(OSError):  # the folder may be what was lost
-            if not path.stat().st_size:
+            if path and not path.stat().st_size:
                 path.unlink()
 
-    def _is_active(self, seconds: float) -> bool:
-        """Whether CPU or disk activity counts now, and this rank shows some that is not waiting for other ranks."""
-        frame = sys._current_frames().get(self._main.ident)
-        return not self._heartbeats_only and not waits(frame) and self._has_worked(self.rank, seconds)
+    def _watch_main_thread(self, stacks: IO[str]) -> None:
+        pause, tick, seen, still, shown = min(1.0, self.seconds / 4), 0, -1, 0.0, False
+        self._store, before = _store() if self.ranks > 1 else None, stacks.seek(0, os.SEEK_END)
+        since = awake = time.monotonic()
+        while not self._over.wait(pause if tick else 0):
+            now, tick = time.monotonic(), tick + 1
+            elapsed, awake = now - awake, now
+            if elapsed > SILENT_SECONDS:  # the whole process was stopped, and has continued
+                since += elapsed
+            frame = sys._current_frames()[threading.main_thread().ident]
+            waiting = waits(frame)
+            activity_counts = not waiting and not self._heartbeats_only
+            if heartbeat_count() != seen or (activity_counts and self._has_worked(self.rank, elapsed)):
+                seen, since = heartbeat_count(), now
+                stacks.truncate(before)  # of a rank that made progress after all
+                # of its own accord and without the interpreter, which a main thread in C may be holding
+                faulthandler.dump_traceback_later(self.seconds, file=stacks)
+            sign = Sign(tick, int(now - since), waiting, socket.gethostname(), place(frame))
+            signs = self._exchange(sign)
+            if sign.stalled < self.seconds or not self._all_hang(signs, now, elapsed):
+                still, shown = 0.0, False
+                continue
+            still = still or now
+            if not (self.run_dir or waiting or shown) and now - still >= GRACE_SECONDS / 3:
+                stacks.seek(before)
+                print(stacks.read(), file=terminal(), flush=True)
+                shown = True  # before any rank ends, whereupon the launcher ends the others
+            if now - still >= GRACE_SECONDS:
+                self._end(signs)
+
+    def _exchange(self, sign: Sign) -> dict[int, Sign]:
+        """Publish this rank's sign; once it has stalled for too long, return the signs of all ranks."""
+        found = {self.rank: sign}
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the store ends with the launcher, which StopSignals watches
+                self._store.set(str(self.rank), json.dumps(sign))
+                for rank in range(self.ranks) if sign.stalled >= self.seconds else ():
+                    if self._store.check([str(rank)]):
+                        found[rank] = Sign(*json.loads(self._store.get(str(rank))))
+                    else:
+                        found[rank] = Sign(-1, 0, False, "", "its start")
+        return found
 
     def _has_worked(self, rank: int, seconds: float) -> bool:
         """Whether a rank of this machine has used the CPU or files in the seconds since the last look."""
@@ -160,13 +151,9 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         cpu, count = abs(now[0] - before[0]), abs(now[1] - before[1])  # it shrinks when a child process ends
         return cpu >= LEAST_CPU * seconds or count >= LEAST_BYTES * seconds
 
-    def _sign(self, tick: int, stalled: float) -> Sign:
-        frame = sys._current_frames().get(self._main.ident)
-        return Sign(tick, int(stalled), waits(frame), socket.gethostname(), place(frame))
-
-    def _all_hang(self, store: Any, signs: dict[int, Sign], now: float, elapsed: float) -> bool:
+    def _all_hang(self, signs: dict[int, Sign], now: float, elapsed: float) -> bool:
         """Whether no rank makes progress. One that does not respond makes none, unless it computes in C."""
-        if store is None and self.ranks > 1 and signs[self.rank].waiting:
+        if self._store is None and self.ranks > 1 and signs[self.rank].waiting:
             return False  # for ranks whose signs cannot be read
         for rank, sign in signs.items():
             if self._heard.get(rank, (None, 0.0))[0] != sign.tick:
@@ -176,18 +163,22 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
             return False
         return all(sign.stalled >= self.seconds for rank, sign in signs.items() if rank not in self._silent)
 
-    def _end(self, store: Any, signs: dict[int, Sign]) -> None:
+    def _end(self, signs: dict[int, Sign]) -> None:
         """End this rank; one of all ranks names the culprit before."""
-        if _is_first(store):
+        speaks = True
+        with contextlib.suppress(RuntimeError):  # where the store has ended, this rank may be the only one left
+            speaks = self._store is None or self._store.add("spoken", 1) == 1
+        if speaks:
             message = self._message(signs)
             exit.report(f"Error: {message}", message, terminal())
             for rank in self._silent:
                 if process := process_beside(rank):
                     with contextlib.suppress(psutil.Error):  # a stopped process handles no other signal
                         process.kill()
-            recording = threading.Thread(target=self.ended, args=(message,), daemon=True)
-            recording.start()
-            recording.join(GRACE_SECONDS)  # the disk itself may hang
+            if self.run_dir:
+                recording = threading.Thread(target=self.run_dir.write_ended, args=("failed", message), daemon=True)
+                recording.start()
+                recording.join(GRACE_SECONDS)  # the disk itself may hang
         else:
             time.sleep(GRACE_SECONDS)
         os._exit(1)
@@ -196,14 +187,13 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         busy = {rank for rank, sign in signs.items() if rank not in self._silent and not sign.waiting}
         culprits = []
         for rank in sorted(self._silent | busy or signs):
-            sign = signs[rank]
+            how = "is stuck in"
             if rank in self._silent:
-                culprits.append(f"rank {rank} does not respond ({state(rank, sign.host)}), last seen in {sign.place}")
-            else:
-                culprits.append(f"rank {rank} is stuck in {sign.place}")
+                how = f"does not respond ({state(rank, signs[rank].host)}), last seen in"
+            culprits.append(f"rank {rank} {how} {signs[rank].place}")
         end = "" if self._heartbeats_only else "; if it was still working, set a longer --hang-timeout"
-        if self.folder:
-            end += f"; stacks are in {stacks_file(self.folder, '*')}; continue with --resume auto"
+        if self.run_dir:
+            end += f"; stacks are in {self.run_dir.stacks('*')}; continue with --resume auto"
         return (
             f"nothing has moved for {max(sign.stalled for sign in signs.values())} seconds (--hang-timeout): "
             f"{'; '.join(culprits)}{end}"
@@ -220,25 +210,3 @@ def _store() -> Any:
     except (RuntimeError, ValueError, OSError):
         return None
     return PrefixStore(f"watch-{restarts()}", store)
-
-
-def _is_first(store: Any) -> bool:
-    """Whether this rank is the first to report the hang, or the only one left."""
-    try:
-        return store is None or store.add("spoken", 1) == 1
-    except RuntimeError:
-        return True
-
-
-def _exchange(store: Any, sign: Sign, rank: int, ranks: int, ask: bool) -> dict[int, Sign]:
-    """Publish this rank's sign; if `ask`, return the signs of all ranks."""
-    found = {rank: sign}
-    if store is not None:
-        with contextlib.suppress(RuntimeError):  # the store ends with the launcher, which StopSignals watches
-            store.set(str(rank), "\t".join(map(str, sign)))
-            for other in range(ranks) if ask else ():
-                if other != rank:
-                    published = store.get(str(other)).decode().split("\t", 4) if store.check([str(other)]) else NEVER
-                    tick, stalled, waiting, host, place = published
-                    found[other] = Sign(int(tick), int(stalled), str(waiting) == "True", host, place)
-    return found

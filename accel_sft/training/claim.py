@@ -12,8 +12,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from accel_sft.api import config as configuration
-from accel_sft.api.config import TrainConfig
+from accel_sft.api.config import TrainConfig, changed
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
@@ -29,39 +28,8 @@ from accel_sft.training.prepare import Prepared
 
 _LOCK_SECONDS = 8
 """To wait for a folder whose owner may be ending: a rank that lost its launcher takes some seconds."""
-_EARLIER = "accel_sft-run-dir"
 _locked: list[int] = []
 """Descriptors of the folders that this process locked."""
-
-
-def _launch_file() -> Path | None:
-    """The file in torchrun's temporary folder that tells later attempts of a launch the run's folder."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(file).parents[2] / _EARLIER if file else None
-
-
-def _folder_before() -> str | None:
-    """The folder that an earlier attempt of this launch claimed; None if there was none."""
-    shared = _launch_file()
-    return shared.read_text(encoding="utf-8") if shared and shared.is_file() else None
-
-
-def _name(task_name: str, config: TrainConfig) -> str:
-    """The folder's name: `--output-dir`, that of this launch's first attempt, or one made from the time."""
-    earlier = _folder_before() if restarts() else None
-    return config.output_dir or earlier or f"runs/{task_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def continued(accelerator: Accelerator, config: TrainConfig) -> TrainConfig:
-    """`config`, with `--resume auto` if the launcher restarted these ranks after an attempt that claimed the folder."""
-
-    def begun() -> bool:
-        before, named = _folder_before(), config.output_dir
-        return before is not None and (not named or str(Path(named).expanduser().absolute()) == before)
-
-    if not restarts() or config.resume != "off" or not decided_by_main(accelerator, begun):
-        return config
-    return dataclasses.replace(config, resume="auto")
 
 
 def _lock(path: Path) -> None:
@@ -74,22 +42,20 @@ def _lock(path: Path) -> None:
         UserError: a living process has locked it.
     """
     descriptor = os.open(path, os.O_RDONLY)
+    _locked.append(descriptor)
     until = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > until:
-                os.close(descriptor)
                 raise UserError(
                     f"--output-dir {path}: another process is working in this folder; wait for it or end it, or name "
                     "another folder"
                 ) from None
             time.sleep(0.2)
         except OSError:  # a file system without locks
-            break
-    _locked.append(descriptor)
+            return None
 
 
 def release() -> None:
@@ -101,20 +67,32 @@ def release() -> None:
 os.register_at_fork(after_in_child=release)
 
 
-def claim_run_dir(accelerator: Accelerator, task_name: str, task: Task, config: TrainConfig) -> tuple[RunDir, bool]:
-    """Create or reuse the run's folder, the same on every rank; returns it and whether its run is finished already.
+def claim_run_dir(
+    accelerator: Accelerator, task_name: str, task: Task, config: TrainConfig
+) -> tuple[RunDir, TrainConfig, bool]:
+    """Create or reuse the run's folder, the same on every rank.
 
+    Returns:
+        the folder; `config`, with `--resume auto` if an earlier attempt of this launch claimed the folder; and whether
+        the folder's run is complete already. Other settings than that run's are refused later, by name.
     Raises:
         UserError: the folder is not empty and `--resume` is off, belongs to something else, or cannot be written.
     """
+    claimed: list[RunDir] = []
 
-    def claim() -> tuple[RunDir, bool]:
-        name = _name(task_name, config)
+    def claim() -> tuple[RunDir, str, bool]:
+        # in torchrun's temporary folder a file tells later attempts of this launch the run's folder
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        shared = Path(file).parents[2] / "accel_sft-run-dir" if file else None
+        earlier = shared.read_text(encoding="utf-8") if restarts() and shared and shared.is_file() else None
+        name = config.output_dir or earlier or f"runs/{task_name}-{time.strftime('%Y%m%d-%H%M%S')}"
         path = Path(name).expanduser().absolute()
-        run_dir = RunDir(path)
-        if config.resume not in ("off", "auto") and Path(config.resume).resolve().parent.parent != path.resolve():
+        run_dir, resume = RunDir(path), config.resume
+        if resume == "off" and str(path) == earlier:
+            resume = "auto"
+        if resume not in ("off", "auto") and Path(resume).resolve().parent.parent != path.resolve():
             raise UserError(
-                f"--resume {config.resume}: not a checkpoint of the run in --output-dir {name}; "
+                f"--resume {resume}: not a checkpoint of the run in --output-dir {name}; "
                 "to start a new run from another one's weights, use --init-from"
             )
         try:
@@ -122,69 +100,61 @@ def claim_run_dir(accelerator: Accelerator, task_name: str, task: Task, config: 
             _lock(path)
             # A run that was killed while it wrote its first file left no more than these.
             begun = {file for file in abandoned(path) if file.name.startswith(".result.json.")}
-            occupied = bool({*path.iterdir()} - begun)
-            failed_before_it_began = run_dir.read_status() == "failed" and not run_dir.metrics.exists()
-            if occupied and config.resume == "off" and not failed_before_it_began:
+            occupied, status = bool({*path.iterdir()} - begun), run_dir.read_status()
+            failed_before_it_began = status == "failed" and not run_dir.metrics.exists()
+            if occupied and resume == "off" and not failed_before_it_began:
                 raise UserError(
                     f"--output-dir {name}: not empty; name another folder, or continue the run in it with --resume auto"
                 )
             if occupied and not run_dir.record.exists() and not run_dir.result.exists():
                 raise UserError(f"--output-dir {name}: not empty, and not a run of accel_sft; name another folder")
-            if shared := _launch_file():
+            if shared:
                 shared.write_text(str(path), encoding="utf-8")
             settle(run_dir)
-            if run_dir.read_status() != "complete":  # from here on the folder counts as a run's
+            if status != "complete":  # from here on the folder counts as a run's
                 run_dir.write_result({"status": "running"})
                 claimed.append(run_dir)
             run_dir.logs.mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(f"--output-dir {name}: cannot be used ({error.strerror})") from None
-        return run_dir, _finished(run_dir, task, config)
+        complete = resume != "off" and status == "complete"
+        return run_dir, resume, complete and not _changes(run_dir.read_record(), config.as_dict(), _options(task))
 
-    claimed: list[RunDir] = []
     try:
-        return decided_by_main(accelerator, claim)
+        run_dir, resume, finished = decided_by_main(accelerator, claim)
     except Exception as error:  # another rank was lost before this one began
         for run_dir in claimed:
             run_dir.write_ended("failed", lost_peers() or str(error))
         raise
+    return run_dir, dataclasses.replace(config, resume=resume), finished
 
 
-def _finished(run_dir: RunDir, task: Task, config: TrainConfig) -> bool:
-    """Whether the folder's run is complete with these settings; other settings are refused later, by name."""
-    if config.resume == "off" or run_dir.read_status() != "complete":
-        return False
-    return not _changes(run_dir.read_record(), config.as_dict(), _options(task))
-
-
-def write_run_record(
-    accelerator: Accelerator, run_dir: RunDir, task_name: str, task: Task, config: TrainConfig, prepared: Prepared
-) -> None:
+def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared) -> None:
     """Write `run.json`: settings, data and launch of the run; a resumed run must match the one that is there.
 
     Raises:
         UserError: a resumed run's settings or data differ from what the folder records, one line each.
     """
+    assembly = prepared.assembly
     record = {
         "task": task_name,
-        "config": config.as_dict(),
-        "task_options": _options(task),
+        "config": assembly.config.as_dict(),
+        "task_options": _options(assembly.task),
         "total_steps": prepared.plan.total_steps,
         "max_new_tokens": prepared.longest_answer,
         "data": prepared.counts(),
         "data_sha256": prepared.fingerprint(),
-        "launch": launch_record(accelerator),
+        "launch": launch_record(assembly.accelerator),
     }
 
     def write() -> None:
-        source = prepared.assembly.source
-        if config.adapter != "none" or source.adapter:
-            record["base_weights"] = weights_identity(source)
+        if assembly.config.adapter != "none" or assembly.source.adapter:
+            record["base_weights"] = weights_identity(assembly.source)
         if run_dir.record.exists() and run_dir.has_trained():
             _check_unchanged(run_dir.read_record(), record, run_dir)
         write_atomically(run_dir.record, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
 
-    decided_by_main(accelerator, write)
+    decided_by_main(assembly.accelerator, write)
 
 
 def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDir) -> None:
@@ -213,4 +183,4 @@ def _options(task: Task) -> dict[str, Any]:
 
 
 def _changes(before: dict[str, Any], config: dict[str, Any], task_options: dict[str, Any]) -> list[str]:
-    return configuration.changed({**before["config"], **before["task_options"]}, {**config, **task_options})
+    return changed({**before["config"], **before["task_options"]}, {**config, **task_options})

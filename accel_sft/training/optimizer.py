@@ -11,15 +11,14 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.models.adapters import ExtraState, adapter_of
+from accel_sft.models.adapters import adapter_of
 
 
 def adamw(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter, 2019) with weight decay on matrices only; no empty group, DeepSpeed rejects one."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    dimensions = [len(getattr(p, "ds_shape", p.shape)) for p in trained]
-    matrices = [p for p, n in zip(trained, dimensions, strict=True) if n >= 2]
-    vectors = [p for p, n in zip(trained, dimensions, strict=True) if n < 2]
+    matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) >= 2]
+    vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -49,19 +48,10 @@ class Stepper:
     """
 
     def __init__(self, accelerator: Accelerator, model: Any, optimizer: Any, max_grad_norm: float) -> None:
-        self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
-        self.max_grad_norm = max_grad_norm
+        self.accelerator, self.model, self.optimizer, self.max_grad_norm = accelerator, model, optimizer, max_grad_norm
         self.engine = model if accelerator.distributed_type == DistributedType.DEEPSPEED else None
         self.adapted = accelerator.unwrap_model(model)
         self.adapter = adapter_of(self.adapted)
-
-    def extra_state(self) -> ExtraState:
-        """Tensors of the adapter that a checkpoint must hold besides weights and optimizer state."""
-        return self.adapter.extra_state(self.adapted)
-
-    def set_extra_state(self, state: ExtraState) -> None:
-        """Put back what `extra_state` gave."""
-        self.adapter.set_extra_state(self.adapted, state)
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:

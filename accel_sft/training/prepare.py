@@ -1,4 +1,4 @@
-"""From settings to the data of a run: its source, the examples as tokens, the plan of steps."""
+"""From settings to what a run computes with: source, tokenizer, examples as tokens, plan of steps, model, evaluator."""
 
 from __future__ import annotations
 
@@ -16,14 +16,44 @@ from accel_sft.checkpoint.checkpoint import replacing
 from accel_sft.data.chat import Encoding
 from accel_sft.data.conversation import conversation, read_split
 from accel_sft.data.step_plan import StepPlan
+from accel_sft.data.tokenization import SplitEncoder
+from accel_sft.evaluation.evaluator import Evaluator, answer_backend
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
-from accel_sft.models.load import find_source
+from accel_sft.models.load import Source, encoding_rules, find_source, load_model, load_tokenizer
 from accel_sft.models.tiny import build_tiny
-from accel_sft.training.assembly import Assembly, assemble
 
 _TINY_EXAMPLES = 1 << 15
 """The most training examples that the tokenizer of `tiny` is made from: more hardly change it, and slow every start."""
+
+
+class Assembly:
+    """What is made from the settings alike for training and for `evaluate`; all ranks make it together.
+
+    It holds no model: whoever loads one decides when it is freed. `encode` makes tokens of a split's examples.
+
+    Raises:
+        UserError: the tokenizer or its chat template cannot be used.
+    """
+
+    def __init__(self, accelerator: Accelerator, task: Task, config: TrainConfig, source: Source) -> None:
+        self.accelerator, self.task, self.config, self.source = accelerator, task, config, source
+        self.tokenizer = load_tokenizer(source, config)
+        self.encode = SplitEncoder(accelerator, self.tokenizer, task, encoding_rules(self.tokenizer, source, config))
+
+    def load_model(self, total_steps: int = 0) -> Any:
+        """The model, not prepared yet; `total_steps` optimizer steps are to come, 0 to evaluate only."""
+        precision, deepspeed = self.accelerator.mixed_precision, self.accelerator.state.deepspeed_plugin is not None
+        return load_model(self.source, self.config, precision=precision, deepspeed=deepspeed, total_steps=total_steps)
+
+    def evaluator(
+        self, model: Any, examples: Sequence[Any], encoding: Encoding, max_new_tokens: int | None = None, **more: Any
+    ) -> Evaluator:
+        """Of the validation examples and their encoding, with the answer backend that the settings ask for, which
+        takes `more` arguments."""
+        backend = answer_backend(self.accelerator, self.config, self.tokenizer, model, self.source, **more)
+        data = self.task, examples, encoding.kept, self.config
+        return Evaluator(self.accelerator, self.tokenizer, *data, backend, max_new_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +74,9 @@ class Prepared:
         evaluated = f"{len(validation.kept):,}"
         if (limit := config.eval_limit) and limit < len(validation.kept):
             evaluated = f"{limit:,} of {evaluated}"
-        merged = self.assembly.source.adapter and config.adapter == "none"
-        how = "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
+        merged = "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
         return [
-            *([how] if merged else []),
+            *([merged] if self.assembly.source.adapter and config.adapter == "none" else []),
             *train.lines(),
             *validation.lines(),
             f"{len(train.kept):,} training examples ({tokens:,} tokens, {supervised:,} supervised), "
@@ -63,11 +92,9 @@ class Prepared:
                 found[f"{encoding.split} examples {reason}"] = len(indices)
             if encoding.cut:
                 found[f"{encoding.split} examples cut"] = len(encoding.cut)
-        return {
-            **found,
-            "training tokens": int(self.plan.lengths.sum()),
-            "training supervised tokens": int(self.plan.supervised.sum()),
-        }
+        found["training tokens"] = int(self.plan.lengths.sum())
+        found["training supervised tokens"] = int(self.plan.supervised.sum())
+        return found
 
     @property
     def longest_answer(self) -> int:
@@ -86,16 +113,17 @@ def prepare_data(accelerator: Accelerator, run_dir: RunDir, task: Task, config: 
     Raises:
         UserError: data, template or model that cannot be used.
     """
-    train_examples, validation_examples = _read_splits(accelerator, task)
+    splits: list[Sequence[Any]] = []
+    # an error of one rank is raised on all of them, before any of them writes a file
+    by_each_rank(lambda: splits.extend(read_split(task, split) for split in ("train", "validation")))
+    train_examples, validation_examples = splits
+    base = None
     if config.model == "tiny" and not config.init_from:
-        base = run_dir.base
-        if not base.exists() or not run_dir.has_trained():  # a fresh start must not meet an earlier one's tokenizer
-            with replacing(accelerator, base) as partial:
+        base = str(run_dir.base)
+        if not run_dir.base.exists() or not run_dir.has_trained():  # a fresh start must not meet an earlier tokenizer
+            with replacing(accelerator, run_dir.base) as partial:
                 decided_by_main(accelerator, lambda: build_tiny(partial, _texts(task, train_examples), config.seed))
-        source = find_source(config, str(base))
-    else:
-        source = find_source(config)
-    assembly = assemble(accelerator, task, config, source)
+    assembly = Assembly(accelerator, task, config, find_source(config, base))
     train = assembly.encode(train_examples, "train")
     validation = assembly.encode(validation_examples, "validation")
     if config.max_steps is None and round(config.epochs * len(train.kept)) == 0:
@@ -109,13 +137,6 @@ def prepare_data(accelerator: Accelerator, run_dir: RunDir, task: Task, config: 
         max_steps=config.max_steps,
     )
     return Prepared(assembly, validation_examples, train, validation, plan)
-
-
-def _read_splits(accelerator: Accelerator, task: Task) -> list[Sequence[Any]]:
-    """Both splits. An error of one rank is raised on all of them, before any of them writes a file."""
-    found: list[Sequence[Any]] = []
-    by_each_rank(lambda: found.extend(read_split(task, split) for split in ("train", "validation")))
-    return found
 
 
 def _texts(task: Task, examples: Sequence[Any]) -> list[str]:

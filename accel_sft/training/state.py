@@ -8,27 +8,18 @@ import math
 
 @dataclasses.dataclass
 class TrainState:
-    """Counters and metrics after `step` steps.
-
-    Attributes:
-        seconds: spent in steps, without evaluations and checkpoints.
-        tokens: trained on, prompts included, padding left out.
-        before, latest: the first and the newest evaluation's metrics.
-        evaluated_step: the step of the newest evaluation, -1 before there is one.
-        best, best_loss, best_step: the best main metric so far, the loss it came with, and where it was.
-        without_better: evaluations since then.
-    """
+    """Counters and metrics after `step` steps."""
 
     step: int = 0
-    seconds: float = 0.0
-    tokens: int = 0
-    before: dict[str, float] | None = None
-    latest: dict[str, float] | None = None
-    evaluated_step: int = -1
-    best: float | None = None
-    best_loss: float | None = None
-    best_step: int | None = None
-    without_better: int = 0
+    seconds: float = 0.0  # spent in steps, without evaluations and checkpoints
+    tokens: int = 0  # trained on, prompts included, padding left out
+    before: dict[str, float] | None = None  # the first evaluation's metrics
+    latest: dict[str, float] | None = None  # the newest evaluation's
+    evaluated_step: int = -1  # of the newest evaluation; -1 before there is one
+    best: float | None = None  # main metric so far,
+    best_loss: float | None = None  # the loss it came with,
+    best_step: int | None = None  # and where it was
+    without_better: int = 0  # evaluations since then
 
     def counted(self, *, tokens: int, seconds: float, **numbers: float) -> dict[str, float]:
         """Count the step that was just done; returns its line of metrics.jsonl."""

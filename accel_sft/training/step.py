@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from accelerate import Accelerator
 
 from accel_sft.api.errors import UserError
 from accel_sft.batching.layouts import Batching
@@ -22,16 +21,11 @@ from accel_sft.training.optimizer import Stepper
 
 
 class OutOfMemory(NamedTuple):
-    """An out-of-memory in a forward or backward; all zero if there was none. Numbers, so that ranks can exchange it.
+    """An out-of-memory in a forward or backward; all zero if there was none. Numbers, so that ranks can exchange it."""
 
-    Attributes:
-        tokens: of the forward that did not fit.
-        longest, length: index and length in tokens of its longest training example.
-    """
-
-    tokens: int = 0
-    longest: int = 0
-    length: int = 0
+    tokens: int = 0  # of the forward that did not fit
+    longest: int = 0  # index of its longest training example
+    length: int = 0  # of that example, in tokens
 
     def __str__(self) -> str:
         return (
@@ -41,50 +35,36 @@ class OutOfMemory(NamedTuple):
 
 
 class TrainStep:
-    """Accumulates the gradients of a step's examples.
+    """Accumulates the gradients of a step's examples, grouped into forwards by `batching`.
 
-    Attributes:
-        batching: how they are grouped into forwards; smaller ones after an out-of-memory.
-
-    Args:
-        run_dir: holds the limit that an out-of-memory leaves for a resumed run.
-        log: prints a line.
+    After an out-of-memory the forwards are smaller; `run_dir` holds the limit that it leaves for a resumed run.
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        model: torch.nn.Module,
-        stepper: Stepper,
-        batching: Batching,
-        pad_token_id: int,
-        run_dir: RunDir,
-        log: Callable[[str], None],
+        self, stepper: Stepper, batching: Batching, pad_token_id: int, run_dir: RunDir, log: Callable[[str], None]
     ) -> None:
-        self.accelerator, self.model, self.stepper = accelerator, model, stepper
-        self.pad_token_id, self.run_dir, self.log = pad_token_id, run_dir, log
-        if most := _most_tokens(run_dir):
-            batching = _at_most(batching, most if batching.rows else min(batching.tokens, most))
+        self.stepper, self.pad_token_id, self.run_dir, self.log = stepper, pad_token_id, run_dir, log
         self.batching = batching
+        if most := _most_tokens(run_dir):
+            self._limit(most if batching.rows else min(batching.tokens, most))
 
     def forward_backward(
         self, examples: list[Encoded], supervised_tokens: int, step: int
     ) -> tuple[torch.Tensor, OutOfMemory]:
-        """Compute this rank's part of the step's loss, shape (), and add its gradients to the model's.
+        """Compute this rank's part of the loss of step `step` (from 1), and add its gradients to the model's.
 
         After an out-of-memory the gradients are NaN on every rank; call `retry_smaller` before the next step.
 
         Args:
             supervised_tokens: of the whole step, over all ranks.
-            step: from 1, for messages.
         Returns:
-            the loss, and the out-of-memory of this rank, all zero if there was none.
+            the loss, shape (), and this rank's out-of-memory.
         Raises:
             UserError: out of device memory, and the step cannot be repeated with smaller forwards.
         """
-        share = torch.zeros((), device=self.accelerator.device)
-        ranks, oom = self.accelerator.num_processes, OutOfMemory()
-        forwards = self.batching.divide(examples, ranks)[self.accelerator.process_index]
+        accelerator, oom = self.stepper.accelerator, OutOfMemory()
+        share, ranks = torch.zeros((), device=accelerator.device), accelerator.num_processes
+        forwards = self.batching.divide(examples, ranks)[accelerator.process_index]
         for number, rows in enumerate(forwards, 1):
             with self.stepper.boundary(last=number == len(forwards)):
                 nll = None if oom.tokens else self._nll(rows, step)
@@ -110,17 +90,21 @@ class TrainStep:
     def retry_smaller(self, oom: OutOfMemory, step: int) -> None:
         """Discard the gradients and halve the forwards, for this step and the next: the same mathematics."""
         self.stepper.discard_gradients()
-        self.batching = _at_most(self.batching, oom.tokens // 2)
+        self._limit(oom.tokens // 2)
         self.log(
             f"step {step}: {oom}; the step is repeated with at most {self.batching.tokens:,} tokens a forward, "
             "as are the next"
         )
 
+    def _limit(self, tokens: int) -> None:
+        self.batching = dataclasses.replace(self.batching, rows=None, tokens=tokens)
+
     def _nll(self, rows: list[Encoded], step: int, repeatable: bool = True) -> torch.Tensor | None:
         """The summed loss of one forward; None after an out-of-memory if the step can be repeated. A function of its
         own, so that nothing keeps the tensors of a forward that failed."""
         try:
-            return nll_sum(self.model, self.batching.batch(rows, self.pad_token_id, self.accelerator.device))
+            batch = self.batching.batch(rows, self.pad_token_id, self.stepper.accelerator.device)
+            return nll_sum(self.stepper.model, batch)
         except torch.OutOfMemoryError as error:
             if not (repeatable and self.stepper.forwards_alone and len(rows) > 1):
                 raise self._unrepeatable(rows, step) from error
@@ -143,12 +127,10 @@ class TrainStep:
 
 
 def reduce_step(
-    accelerator: Accelerator, share: torch.Tensor, oom: OutOfMemory, signal: int, system: list[float]
+    share: torch.Tensor, oom: OutOfMemory, signal: int, system: list[float]
 ) -> tuple[float, OutOfMemory, int, list[list[float]]]:
     """Reduce a step over ranks, the same result on each: the summed loss, the smallest out-of-memory, a signal that
     any rank got, and all ranks' system readings."""
-    if accelerator.num_processes == 1:
-        return share.item(), oom, signal, [system]
     every = gather_numbers([share.item(), signal, *oom, *system])
     without = [OutOfMemory(*map(int, numbers[2:5])) for numbers in every if numbers[2]]
     loss, signal = sum(numbers[0] for numbers in every), int(max(numbers[1] for numbers in every))
@@ -164,10 +146,6 @@ def _most_tokens(run_dir: RunDir) -> int | None:
     if not (isinstance(limit, dict) and type(limit.get("tokens")) is int and limit["tokens"] > 0):
         raise UserError(f'{file}: expected {{"tokens": a number}}, as an out-of-memory left it; delete the file')
     return limit["tokens"]
-
-
-def _at_most(batching: Batching, tokens: int) -> Batching:
-    return dataclasses.replace(batching, rows=None, tokens=tokens)
 
 
 def _length(row: Encoded) -> int:

@@ -7,8 +7,6 @@ from typing import Any
 
 from rich.console import Console
 
-from accel_sft.api.config import TrainConfig
-from accel_sft.api.task import Task
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import terminal
 from accel_sft.launch import describe
@@ -19,15 +17,9 @@ from accel_sft.training.prepare import Prepared
 from accel_sft.training.state import TrainState
 
 
-def card(
-    config: TrainConfig,
-    task_name: str,
-    task: Task,
-    prepared: Prepared,
-    before: dict[str, float] | None,
-    after: dict[str, float] | None,
-) -> str:
-    """The README.md beside weights that scored `after`, where the untrained ones scored `before`."""
+def card(task_name: str, prepared: Prepared, state: TrainState) -> str:
+    """The README.md beside the weights of this state, whose newest evaluation stands beside the untrained ones'."""
+    config, task = prepared.assembly.config, prepared.assembly.task
     return model_card(
         base_model=config.init_from or config.model,
         task=task_name,
@@ -36,30 +28,31 @@ def card(
         max_new_tokens=config.max_new_tokens or prepared.longest_answer,
         data=prepared.counts(),
         settings=describe.recordable({**config.as_dict(), **dataclasses.asdict(task)}),
-        result={"before": before or {}, "after": after or {}},
+        result={"before": state.before or {}, "after": state.latest or {}},
         versions=describe.versions(),
     )
 
 
-def summary(config: TrainConfig, task_name: str, task: Task, state: TrainState, total_steps: int) -> dict[str, Any]:
-    """The part of result.json that needs neither a device nor another rank."""
-    return {
+def publish(
+    run_dir: RunDir, task_name: str, prepared: Prepared, state: TrainState, measured: dict[str, Any]
+) -> list[str]:
+    """Write report.md and result.json, which ends with what was `measured`, and print the report; returns the lines to
+    log after it. On rank 0 only."""
+    config, task = prepared.assembly.config, prepared.assembly.task
+    result = {
         "status": "complete",
         "task": task_name,
         "model": config.init_from or config.model,
         "steps": state.step,
-        "stopped_early": state.step < total_steps,
+        "stopped_early": state.step < prepared.plan.total_steps,
         "train_seconds": state.seconds,
         "tokens_per_second": state.tokens / state.seconds if state.seconds else None,
         **({"compile_seconds": compile_seconds()} if config.compile else {}),
         "best": {"step": state.best_step, task.main_metric: state.best},
         "before": state.before,
         "after": state.latest,
+        **measured,
     }
-
-
-def publish(run_dir: RunDir, result: dict[str, Any], state: TrainState) -> list[str]:
-    """Write report.md and result.json and print the report; returns the lines to log after it. On rank 0 only."""
     before, after = (run_dir.read_samples(step) for step in (0, state.evaluated_step))
     report.write_report(run_dir, result, before, after)
     run_dir.write_result(result)

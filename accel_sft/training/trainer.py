@@ -9,21 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
-from accel_sft.api.config import TrainConfig
-from accel_sft.api.task import Task
 from accel_sft.batching import choice
 from accel_sft.batching.autotune import choose_batching
 from accel_sft.batching.layouts import Batching
-from accel_sft.checkpoint import checkpoint
+from accel_sft.checkpoint import checkpoint, shards
 from accel_sft.checkpoint.capacity import check_disk, check_host_memory
-from accel_sft.data.step_plan import StepPlan
-from accel_sft.data.token_store import TokenStore
-from accel_sft.evaluation.evaluator import Evaluation
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.accelerator import prepare_model
-from accel_sft.launch.collectives import largest, largest_of_ranks
+from accel_sft.launch.collectives import decided_by_main, largest, largest_of_ranks
 from accel_sft.launch.describe import differences, parallelism
 from accel_sft.launch.info import read_launch
 from accel_sft.models.load import compile_blocks, trainable_parameters
@@ -38,40 +32,33 @@ from accel_sft.training.state import TrainState
 from accel_sft.training.step import TrainStep, reduce_step
 
 OnStep = Callable[[dict[str, float], Batching], None]
-"""Called with a step's line of metrics.jsonl and the batching of its rows."""
+"""Called on every rank after each optimizer step, with its line of metrics.jsonl and the batching of its rows."""
 
 
 class Trainer:
-    """Trains, evaluates and saves one run's model: `resume`, then `train`, then `finalize`.
-
-    Args:
-        on_step: called on every rank after each optimizer step.
-    """
+    """Trains, evaluates and saves one run's model: `resume`, then `train`, then `finalize`."""
 
     def __init__(
         self,
-        accelerator: Accelerator,
         run_dir: RunDir,
         task_name: str,
-        task: Task,
-        config: TrainConfig,
         prepared: Prepared,
         tracker: Tracker,
         signals: StopSignals,
-        on_step: OnStep | None = None,
+        on_step: OnStep | None,
     ) -> None:
-        self.signals, self.on_step = signals, on_step
-        self.accelerator, self.run_dir, self.task_name, self.task = accelerator, run_dir, task_name, task
-        self.config, self.prepared, self.tracker = config, prepared, tracker
-        self.plan: StepPlan = prepared.plan
-        self.train_examples: TokenStore = prepared.train.kept
+        self.run_dir, self.task_name, self.prepared = run_dir, task_name, prepared
+        self.tracker, self.signals, self.on_step = tracker, signals, on_step
+        self.plan, self.train_examples, assembly = prepared.plan, prepared.train.kept, prepared.assembly
+        self.accelerator, self.task, self.config = assembly.accelerator, assembly.task, assembly.config
+        accelerator, config = self.accelerator, self.config
         self.state = TrainState()
         self.anomalies = Anomalies(
             run_dir, config, accelerator.mixed_precision, tracker.log, writes=accelerator.is_main_process
         )
         self.batching_asked = [config.batching, config.micro_batch_size]
 
-        model = prepared.assembly.load_model(self.plan.total_steps)
+        model = assembly.load_model(self.plan.total_steps)
         if config.compile:
             compile_blocks(model)
         tracker.phase("model")
@@ -82,29 +69,29 @@ class Trainer:
         self.model, self.optimizer = prepare_model(accelerator, model, optimizer, config)
         tracker.phase("sharded")
         self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm)
-        options = prepared.longest_answer, self.between_answers, tracker.log
-        examples, encoding = prepared.validation_examples, prepared.validation
-        self.evaluator = prepared.assembly.evaluator(self.model, examples, encoding, *options)
+        validated = prepared.validation_examples, prepared.validation, prepared.longest_answer
+        self.evaluator = assembly.evaluator(self.model, *validated, between=self.between_answers, log=tracker.log)
 
     def resume(self) -> None:
         """Load the checkpoint that `--resume` asks for, if there is one; see that the next ones fit on the disk."""
-        path = checkpoint.find(self.accelerator, self.run_dir, self.config.resume, self.tracker.log)
-        where = self.accelerator, self.model, self.optimizer
-        saved = checkpoint.load(*where, path, self.stepper.set_extra_state) if path else {}
-        here = parallelism(self.accelerator)
-        before = saved.get("layout", here)
-        self.train_step = self.new_train_step(saved["batching"] if path and before == here else None)
-        if path is None:
-            self.tracker.rewind(0)
-        else:
+        asked = self.run_dir, self.config.resume
+        path, passed_over = decided_by_main(self.accelerator, lambda: checkpoint.newest(*asked))
+        for line in passed_over:
+            self.tracker.log(line)
+        saved, here = {}, parallelism(self.accelerator)
+        if path:
+            saved = checkpoint.load(self.accelerator, self.model, self.optimizer, path)
+            self.stepper.adapter.set_extra_state(self.stepper.adapted, shards.read_extra(path))
             self.state = TrainState(**saved["progress"])
+        self.train_step = self.new_train_step(saved["batching"] if saved.get("layout") == here else None)
+        if path:
             if self.config.resume != "auto" and self.accelerator.is_main_process:
                 for aside in checkpoint.undo_after(self.run_dir, self.state.step):
                     self.tracker.log(f"{aside}: of a later step, put aside")
-            self.tracker.rewind(self.state.step, evaluated=self.state.evaluated_step == self.state.step)
-            other = differences(before, here)
+            other = differences(saved["layout"], here)
             how = f"; written under another layout ({'; '.join(other)})" if other else ""
             self.tracker.log(f"resumed {path} at step {self.state.step} of {self.plan.total_steps}{how}")
+        self.tracker.rewind(self.state.step, evaluated=self.state.evaluated_step == self.state.step)
         self.anomalies.rewind(self.state.step)
         self.tracker.phase("ready")
         self.tracker.phases()
@@ -118,16 +105,16 @@ class Trainer:
         if before is None and self.config.resume != "off":
             before = choice.read(self.accelerator, self.run_dir, job)
         kept = choice.restored(before, self.batching_asked)
-        accelerator, pad_token_id = self.accelerator, self.prepared.assembly.tokenizer.pad_token_id
+        pad_token_id = self.prepared.assembly.tokenizer.pad_token_id
         some, evaluated = self.train_examples.some(), self.prepared.validation.kept
         # the validation loss is computed in the same layout
         longest = [evaluated[int(evaluated.lengths.argmax())]] if len(evaluated) else []
         batching, message = choose_batching(
-            accelerator, self.model, self.config, some, pad_token_id, before=kept, also=longest
+            self.accelerator, self.model, self.config, some, pad_token_id, before=kept, also=longest
         )
         self.tracker.log(message)
-        choice.write(accelerator, self.run_dir, self.batching_asked, batching, job)
-        return TrainStep(accelerator, self.model, self.stepper, batching, pad_token_id, self.run_dir, self.tracker.log)
+        choice.write(self.accelerator, self.run_dir, self.batching_asked, batching, job)
+        return TrainStep(self.stepper, batching, pad_token_id, self.run_dir, self.tracker.log)
 
     def train(self) -> None:
         """Evaluate the untrained model, then train to the end. A signal saves a checkpoint before it ends the run.
@@ -157,8 +144,7 @@ class Trainer:
                 examples = self.train_examples.take(rows.tolist())
                 share, oom = self.train_step.forward_backward(examples, supervised_tokens, state.step + 1)
                 self.signals.exit_if_orphaned()
-                mine = share, oom, self.signals.asked, self.tracker.system()
-                loss, oom, signal, system = reduce_step(self.accelerator, *mine)
+                loss, oom, signal, system = reduce_step(share, oom, self.signals.asked, self.tracker.system())
                 if oom.tokens:
                     self.train_step.retry_smaller(oom, state.step + 1)
                     continue
@@ -213,12 +199,11 @@ class Trainer:
             return
         metric, loss = evaluation.metrics[self.task.main_metric], evaluation.metrics["eval_loss"]
         if state.update_best(metric, loss, self.task.higher_is_better):
-            self.export(self.run_dir.best, evaluation)
+            self.export(self.run_dir.best)
 
-    def export(self, target: Path, evaluation: Evaluation | None = None) -> None:
+    def export(self, target: Path) -> None:
         """Write the current weights, with a model card, for plain transformers or peft."""
-        after = evaluation.metrics if evaluation else self.state.latest
-        card = summary.card(self.config, self.task_name, self.task, self.prepared, self.state.before, after)
+        card = summary.card(self.task_name, self.prepared, self.state)
         checkpoint.export(self.accelerator, self.model, self.prepared.assembly.tokenizer, target, card)
 
     def save(self) -> None:
@@ -228,23 +213,21 @@ class Trainer:
         saved = {"step": self.state.step, "progress": dataclasses.asdict(self.state), "batching": batching}
         self.tracker.flush()
         where, keep = (self.accelerator, self.model, self.optimizer, self.run_dir), self.config.keep_checkpoints
-        checkpoint.save(*where, saved, keep, self.stepper.extra_state())
+        checkpoint.save(*where, saved, keep, self.stepper.adapter.extra_state(self.stepper.adapted))
         self.saved_step = self.state.step
 
     def finalize(self) -> None:
         """Export final/, write result.json and report.md, and print the metrics before and after training."""
-        state, accelerator = self.state, self.accelerator
         self.export(self.run_dir.final)
-        result = {
-            **summary.summary(self.config, self.task_name, self.task, state, self.plan.total_steps),
+        measured = {
             **largest(self.tracker.peak()),
             "trained_parameters": self.trained_parameters,
             "steps_left_out": self.anomalies.left_out(),
             "batching": dataclasses.asdict(self.train_step.batching),
             "phases": self.tracker.phases(),
         }
-        if accelerator.is_main_process:
+        if self.accelerator.is_main_process:
             self.tracker.close()
-            for line in summary.publish(self.run_dir, result, state):
+            for line in summary.publish(self.run_dir, self.task_name, self.prepared, self.state, measured):
                 self.tracker.log(line)
-        accelerator.wait_for_everyone()
+        self.accelerator.wait_for_everyone()

@@ -51,7 +51,7 @@ from accel_sft import __main__  # noqa: E402
 from accel_sft.commands import train  # noqa: E402
 from accel_sft.evaluation import generate  # noqa: E402
 from accel_sft.launch import start  # noqa: E402
-from accel_sft.training import assembly, prepare, trainer  # noqa: E402
+from accel_sft.training import prepare, trainer  # noqa: E402
 
 for owner, call, part in (
     (start, start.audit, "audit of the launch"),
@@ -60,13 +60,13 @@ for owner, call, part in (
     (train, train.claim_run_dir, "run folder"),
     (prepare, prepare.read_split, "data: the task's rows"),
     (prepare, prepare.build_tiny, "data: building tiny"),
-    (assembly, assembly.load_tokenizer, "data: tokenizer"),
-    (assembly.SplitEncoder, assembly.SplitEncoder.__init__, "data: encoding"),
-    (assembly.SplitEncoder, assembly.SplitEncoder.__call__, "data: encoding"),
+    (prepare, prepare.load_tokenizer, "data: tokenizer"),
+    (prepare.SplitEncoder, prepare.SplitEncoder.__init__, "data: encoding"),
+    (prepare.SplitEncoder, prepare.SplitEncoder.__call__, "data: encoding"),
     (train, train.prepare_data, "data: the rest"),
     (train, train.write_run_record, "run record"),
     (train.Tracker, train.Tracker.__init__, "trackers"),
-    (assembly, assembly.load_model, "model: loading"),
+    (prepare, prepare.load_model, "model: loading"),
     (trainer, trainer.prepare_model, "model: accelerator.prepare"),
     (trainer.Trainer, trainer.Trainer.__init__, "model: the rest"),
     (trainer.Trainer, trainer.Trainer.new_train_step, "layout trials"),

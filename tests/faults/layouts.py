@@ -80,9 +80,7 @@ class Job:
 
     def forwards_of(self, rows: int) -> None:
         padded = Batching("padded", 0, rows=rows)
-        self.train_step = training_step.TrainStep(
-            self.accelerator, self.model, self.stepper, padded, 0, RunDir(self.folder), print
-        )
+        self.train_step = training_step.TrainStep(self.stepper, padded, 0, RunDir(self.folder), print)
 
     def steps(self, begin: int, end: int) -> list[float]:
         """Their losses."""
@@ -91,7 +89,7 @@ class Job:
         while step < end:
             torch.manual_seed(100 * step + rank)
             share, oom = self.train_step.forward_backward(list(ROWS), supervised, step)
-            loss, oom, *_ = training_step.reduce_step(self.accelerator, share, oom, 0, [])
+            loss, oom, *_ = training_step.reduce_step(share, oom, 0, [])
             if oom.tokens:
                 self.train_step.retry_smaller(oom, step)
                 continue

@@ -25,6 +25,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import shards
 from accel_sft.io import manifest
 from accel_sft.io.heartbeat import heartbeat, heartbeat_count
+from accel_sft.io.run_dir import RunDir
 from accel_sft.resilience import watchdog
 from accel_sft.training.optimizer import adamw
 
@@ -187,10 +188,11 @@ def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(launches, whe
 AT_WORK = """
 import sys, time
 from pathlib import Path
+from accel_sft.io.run_dir import RunDir
 from accel_sft.resilience import watchdog
 
 watchdog.GRACE_SECONDS = 0.5
-with watchdog.Watchdog(2, Path(sys.argv[1]), lambda message: None) as watched:
+with watchdog.Watchdog(2, RunDir(Path(sys.argv[1]))) as watched:
     until = time.monotonic() + 4.5
     while time.monotonic() < until:  # a task's dataset() that computes, or loads from afar
         if sys.argv[2] == "computes":
@@ -211,10 +213,11 @@ with watchdog.Watchdog(2, Path(sys.argv[1]), lambda message: None) as watched:
 IN_C = """
 import sys, time
 from pathlib import Path
+from accel_sft.io.run_dir import RunDir
 from accel_sft.resilience import watchdog
 
 watchdog.SILENT_SECONDS, watchdog.GRACE_SECONDS = 1.0, 0.5
-with watchdog.Watchdog(2, Path(sys.argv[1]), lambda message: None) as watched:
+with watchdog.Watchdog(2, RunDir(Path(sys.argv[1]))) as watched:
     time.sleep(2)
     if watched.rank == 1:
         until = time.monotonic() + 4
@@ -229,11 +232,12 @@ with watchdog.Watchdog(2, Path(sys.argv[1]), lambda message: None) as watched:
 SUSPENDED = """
 import os, signal, sys, time
 from pathlib import Path
-from accel_sft.resilience import watchdog
 from accel_sft.io.heartbeat import heartbeat, heartbeat_count
+from accel_sft.io.run_dir import RunDir
+from accel_sft.resilience import watchdog
 
 watchdog.SILENT_SECONDS, watchdog.GRACE_SECONDS = 1.0, 0.0
-with watchdog.Watchdog(2, Path(sys.argv[1]), lambda message: None):
+with watchdog.Watchdog(2, RunDir(Path(sys.argv[1]))):
     heartbeat()
     time.sleep(0.6)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -246,21 +250,28 @@ with watchdog.Watchdog(2, Path(sys.argv[1]), lambda message: None):
 UNHEARD = """
 import sys, time
 from pathlib import Path
+from accel_sft.io.run_dir import RunDir
 from accel_sft.resilience import watchdog
 
 watchdog.GRACE_SECONDS = 1.0
-with watchdog.Watchdog(2, Path(sys.argv[1]), lambda message: time.sleep(600)):
+class OnAHungDisk(RunDir):
+    def write_ended(self, status, error):
+        time.sleep(600)
+
+with watchdog.Watchdog(2, OnAHungDisk(Path(sys.argv[1]))):
     time.sleep(600)
 """
 
 
 def python(source, *arguments):
-    """Run the source in a process of its own, which ends by itself."""
+    """Run the source in a process of its own, which ends by itself; its first argument is a run's folder."""
+    (arguments[0] / "logs").mkdir()
     command = [sys.executable, "-c", source, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=PAST)
 
 
 def two_ranks_of_which_one_is_in_c(folder):
+    (folder / "logs").mkdir()
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
     ranks = [
@@ -275,6 +286,7 @@ def two_ranks_of_which_one_is_in_c(folder):
 
 
 def suspended_as_a_whole(folder):
+    (folder / "logs").mkdir()
     process = subprocess.Popen(
         [sys.executable, "-c", SUSPENDED, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -323,15 +335,17 @@ def test_a_disk_that_hangs_too_keeps_neither_the_message_nor_the_end(watched):
 
 
 def test_a_run_that_makes_progress_leaves_no_stacks(tmp_path):
-    file = tmp_path / "hang-rank-0.txt"
-    with watchdog.Watchdog(1, tmp_path) as watched, watched.heartbeats_only():
+    run_dir = RunDir(tmp_path)
+    run_dir.logs.mkdir()
+    file = run_dir.stacks(0)
+    with watchdog.Watchdog(1, run_dir) as watched, watched.heartbeats_only():
         until = time.monotonic() + PAST
         while not (file.exists() and file.stat().st_size):  # it has stood still
             assert time.monotonic() < until
             time.sleep(0.01)
         heartbeat()
         time.sleep(0.6)
-    assert not list(tmp_path.iterdir())
+    assert not list(run_dir.logs.iterdir())
 
 
 def test_files_that_are_written_read_and_hashed_send_heartbeats(tmp_path):

@@ -21,7 +21,7 @@ SURVIVOR = """
 import sys, time
 from pathlib import Path
 import psutil
-from accel_sft.resilience.lost_ranks import lost_ranks
+from accel_sft.resilience.ranks import lost_ranks
 
 other = [p for p in psutil.Process().parent().children() if p.pid != psutil.Process().pid]
 while any(p.status() != psutil.STATUS_ZOMBIE for p in other):

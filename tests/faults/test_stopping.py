@@ -203,14 +203,14 @@ def test_what_a_task_has_forked_dies_by_a_signal_and_the_rank_lives_on(when):
 
 FAILING = """
 import os, signal
-from accel_sft.resilience import exit
+from accel_sft.resilience import exit, ranks
 from accel_sft.resilience.signals import StopSignals
 
 def what_became_of_the_others(attempt):
     os.kill(os.getpid(), signal.SIGTERM)
     return "rank 1 was killed"
 
-exit.lost_ranks = what_became_of_the_others
+ranks.lost_ranks = what_became_of_the_others
 with exit.ExitHandler(), StopSignals() as stopping:
     stopping.deferred = True
     try:
@@ -224,10 +224,14 @@ with exit.ExitHandler(), StopSignals() as stopping:
 """
 
 
-def test_a_rank_that_lost_another_says_so_although_its_launcher_sends_sigterm():
+def test_a_rank_that_lost_another_says_so_although_its_launcher_sends_sigterm(tmp_path):
+    record = tmp_path / "0" / "error.json"
+    record.parent.mkdir()
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "one", "WORLD_SIZE": "2"}
+    environment["TORCHELASTIC_ERROR_FILE"] = str(record)
     done = subprocess.run([sys.executable, "-c", FAILING], env=environment, timeout=40, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "Error: rank 1 was killed\n")
+    assert json.loads(record.read_text())["message"]["message"] == "rank 1 was killed"
 
 
 def test_ranks_whose_launcher_was_killed_end_and_write_nothing_more(launched, tmp_path):
