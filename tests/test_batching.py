@@ -36,10 +36,9 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.batching import choice, loss
 from accel_sft.batching.autotune import Trial, choose_batching
-from accel_sft.batching.forward_layouts import LAYOUTS
+from accel_sft.batching.forward_layouts import LAYOUTS, common_prefixes
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll, nll_sum
-from accel_sft.batching.prefixes import common_prefixes
 from accel_sft.batching.verify import UNLIMITED
 from accel_sft.data.chat import Encoded
 from accel_sft.io.run_dir import RunDir
@@ -313,7 +312,7 @@ def test_the_least_work_wins_over_fewer_forwards_and_over_fewer_tokens(model):
 def timing(monkeypatch, tmp_path):
     """This CPU is treated as a device whose candidates are timed; (the cache's folder, who is the fastest)."""
     monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("accel_sft.batching.autotune.FORWARDS", {})
+    monkeypatch.setattr("accel_sft.batching.autotune.UNTIMED", set())
     monkeypatch.setattr("accel_sft.batching.autotune.TRIED_ON_DEVICE", (64, 128, 256))
     quickest = ["padded"]
     monkeypatch.setattr(Trial, "_seconds", lambda _, batching, __: 0.1 if batching.layout == quickest[0] else 0.5)
@@ -445,7 +444,7 @@ def test_a_window_that_all_layers_have_is_seen_and_so_is_a_longer_row_that_is_on
 def test_a_window_that_the_configuration_does_not_tell_of_is_found_by_the_longest_row(monkeypatch):
     torch.manual_seed(0)
     model = MistralForCausalLM(small(MistralConfig, sliding_window=16, initializer_range=0.5))
-    monkeypatch.setattr("accel_sft.batching.forward_layouts.limited_layers", lambda model, longest: None)
+    monkeypatch.setattr("accel_sft.batching.verify.limited_layers", lambda model, longest: None)
     batching, told = chosen(model, rows(64, instruction=4, longest=40), batching="shared")
     assert batching.layout == "padded"
     assert "its loss is not that of single rows" in told

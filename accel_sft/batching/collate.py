@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,26 +14,6 @@ from accel_sft.data.chat import Encoded
 from accel_sft.models.prefix_attention import Rows
 
 
-class Head(abc.ABC):
-    """Where a forward computes logits, and the loss from them; the heads are in `loss`.
-
-    Attributes:
-        name: as a batching's record has it.
-        everywhere: whether the model computes logits at every token; else only where a label is predicted from.
-    """
-
-    name: str
-    everywhere = False
-
-    @abc.abstractmethod
-    def nll(self, model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
-        """Each target's negative log-likelihood, float32, (E,); of a batch without targets, a connected zero, (1,).
-
-        Args:
-            most_logits: how many logits may be held at once by a head that computes them in pieces.
-        """
-
-
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """One forward: the model's arguments, and what its kept logits are to predict.
@@ -45,7 +24,7 @@ class Batch:
         sources: index into the P kept positions of each target, (E,); None: one target each, in order.
         targets: token ids to predict, (E,).
         weights: rows that predict this token from this position, (E,) float32.
-        head: what computes the loss; None until `with_head`.
+        head: what computes logits and loss, of `loss.HEADS`.
     """
 
     inputs: dict[str, Any]
@@ -53,17 +32,14 @@ class Batch:
     sources: torch.Tensor | None
     targets: torch.Tensor
     weights: torch.Tensor
-    head: Head | None = None
-
-    def with_head(self, head: Head) -> Batch:
-        """The same forward with logits computed by this head."""
-        inputs = self.inputs if head.everywhere else {**self.inputs, "logits_to_keep": self.keep}
-        return dataclasses.replace(self, inputs=inputs, head=head)
+    head: str = "labelled"
 
 
 def empty(pad_token_id: int, device: torch.device) -> Batch:
     """A forward without a target, connected to the weights: what a rank runs when it has nothing left."""
-    return _tensors({"input_ids": np.full((1, 2), pad_token_id)}, np.zeros(1, dtype=np.int64), device)
+    nothing = np.zeros(0, dtype=np.int64)
+    ids, keep = np.full((1, 2), pad_token_id), np.zeros(1, dtype=np.int64)
+    return _tensors({"input_ids": ids}, keep, None, nothing, nothing, device)
 
 
 def tree(
@@ -136,7 +112,7 @@ def _in_one_sequence(
     if not (np.diff(keep) > 0).all():  # else no position predicts two tokens, and they stand in order
         keep, sources = np.unique(keep, return_inverse=True)
     inputs = {"input_ids": ids[None], "position_ids": position[None]}
-    return _tensors(inputs, keep, device, sources=sources, targets=ids[labelled], weights=weight[labelled])
+    return _tensors(inputs, keep, sources, ids[labelled], weight[labelled], device)
 
 
 def dense_mask(end: torch.Tensor) -> torch.Tensor:
@@ -190,25 +166,20 @@ def padded(rows: Sequence[Encoded], pad_token_id: int, device: torch.device) -> 
         keep[number, begin - 1 : length - 1] = True
         targets += row.input_ids[begin:]
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-    return _tensors(inputs, keep, device, targets=np.asarray(targets), weights=np.ones(len(targets), np.float32))
+    return _tensors(inputs, keep, None, np.asarray(targets, np.int64), np.ones(len(targets), np.float32), device)
 
 
 def _tensors(
     inputs: dict[str, np.ndarray],
     keep: np.ndarray,
+    sources: np.ndarray | None,
+    targets: np.ndarray,
+    weights: np.ndarray,
     device: torch.device,
-    *,
-    sources: np.ndarray | None = None,
-    targets: np.ndarray | None = None,
-    weights: np.ndarray | None = None,
 ) -> Batch:
-    def tensor(array: np.ndarray | None) -> torch.Tensor:
-        return torch.from_numpy(np.zeros(0, np.int64) if array is None else array).to(device, non_blocking=True)
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
 
-    return Batch(
-        {"attention_mask": None, **{name: tensor(array) for name, array in inputs.items()}},
-        tensor(keep),
-        None if sources is None else tensor(sources),
-        tensor(targets),
-        tensor(weights),
-    )
+    made = {"attention_mask": None, **{name: tensor(array) for name, array in inputs.items()}}
+    chosen = None if sources is None else tensor(sources)
+    return Batch(made, tensor(keep), chosen, tensor(targets), tensor(weights))
