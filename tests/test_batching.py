@@ -35,7 +35,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.batching import choice, loss
-from accel_sft.batching.autotune import Trial, choose_batching
+from accel_sft.batching.autotune import Trial
 from accel_sft.batching.forward_layouts import LAYOUTS, common_prefixes
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll, nll_sum
@@ -222,7 +222,7 @@ def test_what_is_shared_is_computed_once():
 
 def chosen(model, examples=None, train=True, **settings):
     config = TrainConfig(**settings).resolved({})
-    return choose_batching(Accelerator(cpu=True), model, config, examples or rows(), 0, train=train)
+    return Trial(Accelerator(cpu=True), model, config, examples or rows(), 0, train=train).choose()
 
 
 def test_a_plain_model_shares_prefixes(model):
@@ -266,9 +266,7 @@ def test_what_a_run_had_chosen_is_kept_while_it_is_exact(model):
     for attention in ("sdpa", "eager"):
         changed = copy.deepcopy(model)
         changed.set_attn_implementation(attention)
-        batching, _ = choose_batching(
-            Accelerator(cpu=True), changed, TrainConfig().resolved({}), rows(), 0, before=kept
-        )
+        batching, _ = trial(changed, rows()).choose(before=kept)
         assert (batching == kept) is (attention == "sdpa")
 
 
@@ -436,8 +434,7 @@ def test_a_window_that_all_layers_have_is_seen_and_so_is_a_longer_row_that_is_on
     short = [row for row in rows(64, instruction=4, longest=8) if len(row.input_ids) <= 16]
     (longer,) = rows(1, instruction=40, longest=8)
     assert chosen(model, short, batching="shared")[0].layout == "shared"
-    config = TrainConfig(batching="shared").resolved({})
-    batching, told = choose_batching(Accelerator(cpu=True), model, config, short, 0, also=[longer])
+    batching, told = trial(model, short, batching="shared").choose(also=[longer])
     assert batching.layout == ("padded" if window == 16 else "shared"), told
 
 

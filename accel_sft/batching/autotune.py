@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
-from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.batching.choice import measured_once
 from accel_sft.batching.layouts import Batching
@@ -39,50 +37,35 @@ STATE_BYTES = 8
 """Bytes of AdamW's state for each trained parameter; the first update allocates them, except under DeepSpeed."""
 
 
-def choose_batching(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    config: TrainConfig,
-    examples: Sequence[Encoded],
-    pad_token_id: int,
-    *,
-    train: bool = True,
-    before: Batching | None = None,
-    also: Sequence[Encoded] = (),
-) -> tuple[Batching, str]:
-    """A layout that this model computes as it does single rows, and how much of it fits into one forward.
-
-    On a CPU it is the one of the least work, which follows from the rows' lengths: two starts choose alike, whatever
-    else the machine does. On other devices it is the fastest by trial, measured once and kept in the cache; with
-    dropout, whose masks depend on the layout, and where nothing can be kept, it is that of the least work there too.
-
-    Every rank calls it, with the same examples. No random state and no gradient is touched.
-
-    Args:
-        model: prepared.
-        train: whether a backward follows, and dropout will be on.
-        before: what this run had chosen; kept if it is still exact.
-        also: rows that will be laid out so too, and do not count in the choice.
-    Returns:
-        the batching, and a line that says what was chosen, and why not what was asked for.
-    Raises:
-        UserError: not even the smallest forward fits into the device's memory.
-    """
-    trial = Trial(accelerator, model, config, examples, pad_token_id, train)
-    exact, reasons, dropout = exact_batchings(trial, also)
-    if before in (dataclasses.replace(b, tokens=before.tokens, rows=before.rows) for b in exact if before):
-        batching, why = before, ", as before"
-    elif config.micro_batch_size != "auto":
-        batching, why = dataclasses.replace(exact[0], rows=int(config.micro_batch_size)), ""
-    else:
-        batching, why = trial.chosen(exact, dropout)
-    size = f"{batching.rows} examples" if batching.rows else f"{batching.tokens:,} tokens"
-    line = f"batching {batching.layout} ({batching.way.what}), up to {size} a forward{why}"
-    return batching, "; ".join([line, *(f"not {reason}" for reason in reasons)])
-
-
 class Trial(Subject):
     """Runs candidates on this model and these examples; all ranks together, and all come to the same answer."""
+
+    def choose(self, before: Batching | None = None, also: Sequence[Encoded] = ()) -> tuple[Batching, str]:
+        """A layout that the model computes as it does single rows, and how much of it fits into one forward.
+
+        On a CPU it is the one of the least work, which follows from the rows' lengths: two starts choose alike,
+        whatever else the machine does. On other devices it is the fastest by trial, measured once and kept in the
+        cache; with dropout, whose masks depend on the layout, and where nothing can be kept, it is that of the least
+        work there too. No random state and no gradient is touched.
+
+        Args:
+            before: what this run had chosen; kept if it is still exact.
+            also: rows that will be laid out so too, and do not count in the choice.
+        Returns:
+            the batching, and a line that says what was chosen, and why not what was asked for.
+        Raises:
+            UserError: not even the smallest forward fits into the device's memory.
+        """
+        exact, reasons, dropout = exact_batchings(self, also)
+        if before in (dataclasses.replace(b, tokens=before.tokens, rows=before.rows) for b in exact if before):
+            batching, why = before, ", as before"
+        elif self.config.micro_batch_size != "auto":
+            batching, why = dataclasses.replace(exact[0], rows=int(self.config.micro_batch_size)), ""
+        else:
+            batching, why = self.chosen(exact, dropout)
+        size = f"{batching.rows} examples" if batching.rows else f"{batching.tokens:,} tokens"
+        line = f"batching {batching.layout} ({batching.way.what}), up to {size} a forward{why}"
+        return batching, "; ".join([line, *(f"not {reason}" for reason in reasons)])
 
     @property
     def step_size(self) -> int:
@@ -129,7 +112,10 @@ class Trial(Subject):
 
     def fastest(self, candidates: Sequence[Batching]) -> Batching:
         """The quickest to go through some of the examples; where trials would take too long, that of the least work."""
-        some = self._like_a_step(candidates)
+        some, ranks = self._spread(), self.accelerator.num_processes
+        most = ranks * max(batching.tokens for batching in candidates)
+        while len(some) > 1 and candidates[0].computed_tokens(some, ranks) > most:  # one forward a rank tells enough
+            some = some[: len(some) // 2]
         first = [self._seconds(candidates[0], some) for _ in range(2)][1]  # the first time warms up
         if first * len(candidates) > TRIED_SECONDS:
             return self.least_work(candidates)
@@ -161,14 +147,6 @@ class Trial(Subject):
     def _spread(self) -> list[Encoded]:
         """Examples from all over the data, as many as a step has."""
         return list(self.examples[:: max(len(self.examples) // self.step_size, 1)])[: self.step_size]
-
-    def _like_a_step(self, candidates: Sequence[Batching]) -> list[Encoded]:
-        """The same examples, but no more than fit into the largest forward of each rank."""
-        ranks, spread = self.accelerator.num_processes, self._spread()
-        most = max(batching.tokens for batching in candidates)
-        while len(spread) > 1 and candidates[0].computed_tokens(spread, ranks) > most * ranks:
-            spread = spread[: len(spread) // 2]
-        return spread
 
     def _run(self, batching: Batching, rows: list[Encoded]) -> None:
         """One forward and, in training, a backward through all but the weights, until the device is done.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +101,8 @@ def train_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
     from transformers import Qwen2Tokenizer
 
     openings = common_openings(texts)
-    corpus = list(_without(sorted(set(texts)), openings))
+    opening = re.compile("|".join([*map(re.escape, openings), ""]))  # the longest that a text has
+    corpus = [text[opening.match(text).end() :] for text in sorted(set(texts))]
     characters, merges = _characters_and_merges(corpus)
     pairs: dict[tuple[str, str], None] = {}  # ordered, each once
     for char in characters:
@@ -158,6 +159,8 @@ def _bytes_as_text(text: str) -> str:
 
 def common_openings(texts: Sequence[str]) -> list[str]:
     """The openings that at least a tenth of `texts` (and 4) share, longest first, without digits at their end."""
+    from tokenizers import decoders
+
     groups: dict[str, list[str]] = {}
     for text in texts:
         groups.setdefault(text[:_OPENING_CHARACTERS], []).append(text)
@@ -165,22 +168,11 @@ def common_openings(texts: Sequence[str]) -> list[str]:
     shared = (_common_prefix(group) for group in groups.values() if len(group) >= enough)
     found = {re.sub(r"\d+$", "", opening) for opening in shared}
     # An added token is decoded as if byte-level: Latin-1 letters alone would be taken for bytes.
-    usable = {opening for opening in found if len(opening) >= _OPENING_CHARACTERS and _decodes(opening)}
+    decode = decoders.ByteLevel().decode
+    usable = [each for each in found if len(each) >= _OPENING_CHARACTERS and decode([each]) == each]
     return sorted(usable, key=lambda opening: (-len(opening), opening))
 
 
 def _common_prefix(texts: Sequence[str]) -> str:
     first, last = min(texts), max(texts)
     return first[: next((at for at, char in enumerate(first) if char != last[at]), len(first))]
-
-
-def _decodes(opening: str) -> bool:
-    from tokenizers import decoders
-
-    return decoders.ByteLevel().decode([opening]) == opening
-
-
-def _without(texts: Iterable[str], openings: Sequence[str]) -> Iterable[str]:
-    for text in texts:
-        opening = next((opening for opening in openings if text.startswith(opening)), "")
-        yield text[len(opening) :]

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.task import Task
 from accel_sft.batching import choice
-from accel_sft.batching.autotune import choose_batching
+from accel_sft.batching.autotune import Trial
 from accel_sft.batching.layouts import Batching
 from accel_sft.checkpoint import checkpoint
 from accel_sft.checkpoint.capacity import check_disk, check_host_memory
@@ -122,9 +122,8 @@ class Trainer:
         some, evaluated = self.train_examples.some(), self.prepared.validation.kept
         # the validation loss is computed in the same layout
         longest = [evaluated[int(evaluated.lengths.argmax())]] if len(evaluated) else []
-        batching, message = choose_batching(
-            accelerator, self.model, self.config, some, pad_token_id, before=kept, also=longest
-        )
+        trial = Trial(accelerator, self.model, self.config, some, pad_token_id)
+        batching, message = trial.choose(before=kept, also=longest)
         self.tracker.log(message)
         choice.write(accelerator, self.run_dir, self.batching_asked, batching, job)
         return TrainStep(accelerator, self.model, self.stepper, batching, pad_token_id, self.run_dir, self.tracker.log)
