@@ -6,7 +6,6 @@ import bisect
 import dataclasses
 import hashlib
 import json
-import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from accel_sft.api.errors import UserError
 from accel_sft.batching.choice import measured_once
+from accel_sft.batching.forward_layouts import WHAT
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.verify import Subject, exact_batchings
@@ -26,9 +26,8 @@ UNTIMED = {"cpu"}
 """Devices where nothing is tried."""
 TRIED_ON_DEVICE = tuple(2**power for power in range(10, 18))
 """Tokens in one forward that are tried on any other device, up to its memory."""
-TRIED_SECONDS, MOST_ROUNDS, NEAR = 10.0, 3, 2.0
-"""How long trying each once may take on such a device, and how often those are tried that need no more than NEAR times
-the least."""
+TRIED_SECONDS, TRIED_TIMES = 10.0, 2
+"""How long trying each once may take on such a device, and how often each is tried: the least time counts."""
 CPU_FORWARD_TOKENS, FORWARD_TOKENS = 64, 1024
 """What a forward and its backward cost beside what they compute, in tokens, on a CPU and elsewhere."""
 USUAL_WIDTH = 1024
@@ -64,13 +63,8 @@ class Trial(Subject):
         else:
             batching, why = self.chosen(exact, dropout)
         size = f"{batching.rows} examples" if batching.rows else f"{batching.tokens:,} tokens"
-        line = f"batching {batching.layout} ({batching.way.what}), up to {size} a forward{why}"
+        line = f"batching {batching.layout} ({WHAT[batching.layout]}), up to {size} a forward{why}"
         return batching, "; ".join([line, *(f"not {reason}" for reason in reasons)])
-
-    @property
-    def step_size(self) -> int:
-        """Examples of a step."""
-        return self.config.global_batch_size or len(self.examples)
 
     def chosen(self, exact: Sequence[Batching], dropout: str | None) -> tuple[Batching, str]:
         """One of these with a limit of tokens, and a phrase that says how it was chosen."""
@@ -91,7 +85,8 @@ class Trial(Subject):
         Sizes are tried upwards, the longest examples together, until one does not fit, or takes in a whole step.
         """
         fitting = []
-        longest_first = sorted(self.examples, key=lambda example: -len(example.input_ids))[: self.step_size]
+        longest_first = sorted(self.examples, key=lambda example: -len(example.input_ids))
+        longest_first = longest_first[: self.config.global_batch_size]
         for batching in exact:
             for tokens in sizes:
                 sized = dataclasses.replace(batching, tokens=tokens)
@@ -119,20 +114,13 @@ class Trial(Subject):
         first = [self._seconds(candidates[0], some) for _ in range(2)][1]  # the first time warms up
         if first * len(candidates) > TRIED_SECONDS:
             return self.least_work(candidates)
-        near, spent, took = list(candidates), 0.0, dict.fromkeys(candidates, math.inf)
-        for _ in range(MOST_ROUNDS):
-            for batching in near:
-                seconds = self._seconds(batching, some)
-                took[batching], spent = min(took[batching], seconds), spent + seconds
-            near = [batching for batching in near if took[batching] <= NEAR * min(took.values())]
-            if len(near) == 1 or spent > TRIED_SECONDS / 2:
-                break
-        return min(near, key=took.__getitem__)
+        took = {batching: min(self._seconds(batching, some) for _ in range(TRIED_TIMES)) for batching in candidates}
+        return min(candidates, key=took.__getitem__)
 
     def least_work(self, candidates: Sequence[Batching]) -> Batching:
         """The candidate with the least work for a step: the first of equals, and the same at every start."""
         some, ranks = self._spread(), self.accelerator.num_processes
-        base = self.unwrapped.config.get_text_config(decoder=True)
+        base = self.accelerator.unwrap_model(self.model).config.get_text_config(decoder=True)
         width = getattr(base, "hidden_size", None) or USUAL_WIDTH
         each = CPU_FORWARD_TOKENS if self.accelerator.device.type == "cpu" else FORWARD_TOKENS
         return min(candidates, key=lambda batching: batching.work(some, ranks, width, each))
@@ -144,9 +132,10 @@ class Trial(Subject):
             self._run(batching, rows)
         return largest_of_ranks(time.perf_counter() - started)
 
-    def _spread(self) -> list[Encoded]:
+    def _spread(self) -> Sequence[Encoded]:
         """Examples from all over the data, as many as a step has."""
-        return list(self.examples[:: max(len(self.examples) // self.step_size, 1)])[: self.step_size]
+        count = self.config.global_batch_size or len(self.examples)
+        return self.examples[:: max(len(self.examples) // count, 1)][:count]
 
     def _run(self, batching: Batching, rows: list[Encoded]) -> None:
         """One forward and, in training, a backward through all but the weights, until the device is done.
@@ -154,7 +143,7 @@ class Trial(Subject):
         The model runs outside what wraps it, and gradients of weights are not computed: what exchanges or divides them
         between ranks must not see this backward. Random state and mode are put back.
         """
-        model = self.unwrapped
+        model = self.accelerator.unwrap_model(self.model)
         embedded: list[torch.Tensor] = []
         handle = model.get_input_embeddings().register_forward_hook(
             lambda _, __, out: embedded.append(out.detach().requires_grad_()) or embedded[-1]
@@ -195,7 +184,8 @@ class Trial(Subject):
 
         Not the memory that happens to be free, which decides the sizes that are tried.
         """
-        model, config, tokens = self.unwrapped, self.config, hashlib.sha256()
+        model, config = self.accelerator.unwrap_model(self.model), self.config
+        tokens = hashlib.sha256()
         for example in self.examples:
             tokens.update(json.dumps([example.prompt_length, example.input_ids]).encode())
         parameters = [

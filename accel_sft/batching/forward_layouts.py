@@ -26,24 +26,19 @@ class Layout(abc.ABC):
     """Rows of one forward. As it stands: rows in one sequence, which have nothing in common.
 
     Attributes:
-        name: as `--batching` takes it.
+        name: as `--batching` takes it: `shared` rows share tokens, and with them dropout masks; all but `padded` rows
+            stand in one sequence, where they must not see each other.
         attention: how attention separates the rows, as a batching's record names it.
         implementation: transformers' attention that can separate them so, as a pattern of its name.
-        shares: whether rows share tokens, and with them dropout masks.
-        one_sequence: whether rows stand in one sequence, where they must not see each other.
-        what: for messages.
         cpu_tokens: of one forward, to choose from on a CPU, where nothing is tried.
     """
 
     attention: str
     implementation: str
-    one_sequence = True
     cpu_tokens: tuple[int, ...] = (256, 512, 1024)
 
-    def __init__(self, *, shares: bool = False) -> None:
-        self.shares = shares
-        self.name = "shared" if shares else "packed"
-        self.what = "one copy of what rows share" if shares else "rows in one sequence"
+    def __init__(self, name: str) -> None:
+        self.name, self.shares, self.one_sequence = name, name == "shared", name != "padded"
 
     def order(self, example: Encoded) -> tuple[Any, int]:
         """By what the rows of a step are sorted before they are divided among forwards."""
@@ -74,8 +69,8 @@ class Layout(abc.ABC):
         return prefix**2 + len(examples) * (longest - prefix) * longest
 
     @abc.abstractmethod
-    def collate(self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device) -> Batch:
-        """The tensors of one forward of at least one example."""
+    def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
+        """The tensors of one forward of at least one example, on the current device."""
 
 
 class Tree(Layout):
@@ -85,10 +80,8 @@ class Tree(Layout):
         mask: the mask from where each token's subtree ends, for attention of this `implementation`.
     """
 
-    def __init__(
-        self, attention: str, implementation: str, mask: Callable[[torch.Tensor], Any], *, shares: bool
-    ) -> None:
-        super().__init__(shares=shares)
+    def __init__(self, name: str, attention: str, implementation: str, mask: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__(name)
         self.attention, self.implementation, self.mask = attention, implementation, mask
 
     def order(self, example: Encoded) -> tuple[Any, int]:
@@ -100,8 +93,8 @@ class Tree(Layout):
     def attended_pairs(self, examples: Sequence[Encoded]) -> int:
         return self.tokens_in(examples) ** 2
 
-    def collate(self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device) -> Batch:
-        return collate.tree(examples, self.common(examples), device, self.mask)
+    def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
+        return collate.tree(examples, self.common(examples), self.mask)
 
 
 class RowByRow(Layout):
@@ -124,12 +117,12 @@ class RowByRow(Layout):
         own = _longest(examples) - self.prefix(examples)
         return len(examples) * own <= max(FILLED * tokens, own)
 
-    def collate(self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device) -> Batch:
+    def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
         if len(examples) == 1:
-            return collate.tree(examples, [0], device)
+            return collate.tree(examples, [0])
         if not installed():
             raise RuntimeError("attention by rows: call prefix_attention.install() before the model's forwards")
-        return collate.behind_prefix(examples, self.prefix(examples), device)
+        return collate.behind_prefix(examples, self.prefix(examples))
 
 
 class Varlen(Layout):
@@ -137,39 +130,36 @@ class Varlen(Layout):
 
     attention, implementation = "varlen", "flash*"
 
-    def collate(self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device) -> Batch:
-        return collate.varlen(examples, device)
+    def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
+        return collate.varlen(examples)
 
 
 class Padded(Layout):
     """Rows one below the other, padded at the right: what every model is trained with."""
 
     attention, implementation = "mask", "*"
-    one_sequence = False
     cpu_tokens = (1024, 4096)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.name, self.what = "padded", "each row by itself"
 
     def tokens_in(self, examples: Sequence[Encoded]) -> int:
         return len(examples) * _longest(examples)
 
-    def collate(self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device) -> Batch:
-        return collate.padded(examples, pad_token_id, device)
+    def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
+        return collate.padded(examples, pad_token_id)
 
 
 LAYOUTS: tuple[Layout, ...] = (
-    RowByRow(shares=True),
-    Tree("mask", "sdpa", collate.dense_mask, shares=True),
-    Tree("blocks", "flex_attention", collate.block_mask, shares=True),
-    RowByRow(),
-    Tree("mask", "sdpa", collate.dense_mask, shares=False),
-    Tree("blocks", "flex_attention", collate.block_mask, shares=False),
-    Varlen(),
-    Padded(),
+    RowByRow("shared"),
+    Tree("shared", "mask", "sdpa", collate.dense_mask),
+    Tree("shared", "blocks", "flex_attention", collate.block_mask),
+    RowByRow("packed"),
+    Tree("packed", "mask", "sdpa", collate.dense_mask),
+    Tree("packed", "blocks", "flex_attention", collate.block_mask),
+    Varlen("packed"),
+    Padded("padded"),
 )
 """In the order in which they are tried on a model."""
+WHAT = {"shared": "one copy of what rows share", "packed": "rows in one sequence", "padded": "each row by itself"}
+"""The layouts in words, for messages."""
 
 
 def common_prefixes(examples: Sequence[Encoded]) -> list[int]:

@@ -129,8 +129,8 @@ class Batching:
 
     def batch(self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device) -> Batch:
         """The tensors of one forward; no example: a connected forward without a target."""
-        where = pad_token_id, device
-        batch = self.way.collate(examples, *where) if examples else collate.empty(*where)
+        with device:
+            batch = self.way.collate(examples, pad_token_id) if examples else collate.empty(pad_token_id)
         return dataclasses.replace(batch, head=self.head)
 
 

@@ -50,11 +50,6 @@ class Subject:
     pad_token_id: int
     train: bool = True
 
-    @property
-    def unwrapped(self) -> torch.nn.Module:
-        """The model below what wraps it to exchange gradients between ranks."""
-        return self.accelerator.unwrap_model(self.model)
-
     def batch(self, batching: Batching, rows: Sequence[Encoded]) -> Batch:
         """One forward on this rank's device."""
         return batching.batch(rows, self.pad_token_id, self.accelerator.device)
@@ -69,11 +64,12 @@ def exact_batchings(subject: Subject, also: Sequence[Encoded]) -> tuple[list[Bat
         batchings without a limit of tokens, at least one; `layout: reason` of each layout that is not exact; and where
         the model has dropout in training, None without any.
     """
-    config, model, unwrapped = subject.config, subject.model, subject.unwrapped
+    config, model, accelerator = subject.config, subject.model, subject.accelerator
+    unwrapped = accelerator.unwrap_model(model)
     names = list(dict.fromkeys(layout.name for layout in LAYOUTS))
     asked = names if config.batching == "auto" else names[names.index(config.batching) :]
-    heads = available_heads(unwrapped, subject.accelerator.device)
-    full = subject.accelerator.mixed_precision == "no" and config.dtype in ("auto", "float32")
+    heads = available_heads(unwrapped, accelerator.device)
+    full = accelerator.mixed_precision == "no" and config.dtype in ("auto", "float32")
     tolerance, rounding = (TOLERANCE, ROUNDING) if full else (REDUCED_TOLERANCE, REDUCED_ROUNDING)
     trials = _trials([*subject.examples, *also])
     longest = max(len(row.input_ids) for row in trials[-1])
