@@ -36,7 +36,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.batching import choice, loss
 from accel_sft.batching.autotune import Trial
-from accel_sft.batching.forward_layouts import LAYOUTS, common_prefixes
+from accel_sft.batching.forward_layouts import LAYOUTS
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll, nll_sum
 from accel_sft.batching.verify import UNLIMITED
@@ -134,8 +134,9 @@ def test_a_small_step_is_one_forward_on_each_rank():
 
 def test_what_neighbours_have_in_common():
     ids = [[1, 2, 3], [1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 5, 6], [2], [2, 7]]
-    assert common_prefixes([Encoded(0, row, 1) for row in ids]) == [0, 3, 2, 4, 0, 1]
-    assert common_prefixes([]) == []
+    tree = Batching("shared", 64).way
+    assert tree.common([Encoded(0, row, 1) for row in ids]) == [0, 3, 2, 4, 0, 1]
+    assert tree.common([]) == []
 
 
 # --- that it is the same mathematics ---

@@ -42,10 +42,9 @@ class Trial(Subject):
     def choose(self, before: Batching | None = None, also: Sequence[Encoded] = ()) -> tuple[Batching, str]:
         """A layout that the model computes as it does single rows, and how much of it fits into one forward.
 
-        On a CPU it is the one of the least work, which follows from the rows' lengths: two starts choose alike,
-        whatever else the machine does. On other devices it is the fastest by trial, measured once and kept in the
-        cache; with dropout, whose masks depend on the layout, and where nothing can be kept, it is that of the least
-        work there too. No random state and no gradient is touched.
+        On a CPU it is that of the least work, which follows from the rows' lengths: two starts choose alike. On other
+        devices it is the fastest, measured once and kept in the cache; with dropout, whose masks depend on the layout,
+        and where nothing can be kept, that of the least work. No random state and no gradient is touched.
 
         Args:
             before: what this run had chosen; kept if it is still exact.
@@ -85,8 +84,8 @@ class Trial(Subject):
         Sizes are tried upwards, the longest examples together, until one does not fit, or takes in a whole step.
         """
         fitting = []
-        longest_first = sorted(self.examples, key=lambda example: -len(example.input_ids))
-        longest_first = longest_first[: self.config.global_batch_size]
+        by_length = sorted(self.examples, key=lambda example: -len(example.input_ids))
+        longest_first = by_length[: self.config.global_batch_size]
         for batching in exact:
             for tokens in sizes:
                 sized = dataclasses.replace(batching, tokens=tokens)

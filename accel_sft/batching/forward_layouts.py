@@ -88,7 +88,10 @@ class Tree(Layout):
         return (example.input_ids, example.index) if self.shares else super().order(example)
 
     def common(self, examples: Sequence[Encoded]) -> list[int]:
-        return common_prefixes(examples) if self.shares else super().common(examples)
+        if not self.shares:
+            return super().common(examples)
+        pairs = itertools.pairwise(example.input_ids for example in examples)
+        return [0] * min(len(examples), 1) + list(itertools.starmap(_in_common, pairs))
 
     def attended_pairs(self, examples: Sequence[Encoded]) -> int:
         return self.tokens_in(examples) ** 2
@@ -160,12 +163,6 @@ LAYOUTS: tuple[Layout, ...] = (
 """In the order in which they are tried on a model."""
 WHAT = {"shared": "one copy of what rows share", "packed": "rows in one sequence", "padded": "each row by itself"}
 """The layouts in words, for messages."""
-
-
-def common_prefixes(examples: Sequence[Encoded]) -> list[int]:
-    """How many leading tokens each row has in common with the one before it; 0 for the first."""
-    pairs = itertools.pairwise(examples)
-    return [0] * min(len(examples), 1) + [_in_common(a.input_ids, b.input_ids) for a, b in pairs]
 
 
 def _in_common(a: list[int], b: list[int]) -> int:

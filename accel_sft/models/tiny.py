@@ -25,16 +25,6 @@ TINY_DEFAULTS: dict[str, Any] = {
 """Training settings that suit tiny's random start, used where the user sets none: a pretrained model's learning rate
 is a hundred times too small for it."""
 
-SHAPE: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.06,  # near 1 / sqrt(hidden_size); the usual 0.02 is for wide models and learns later here
-}
-
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -43,6 +33,7 @@ CHAT_TEMPLATE = (
 
 _CHARACTER_SCRIPTS = r"\p{Han}\p{Hiragana}\p{Katakana}"
 _PIECES = rf"\p{{N}}|[{_CHARACTER_SCRIPTS}]|[\p{{L}}&&[^{_CHARACTER_SCRIPTS}]]+| ?[^\s\p{{L}}\p{{N}}]+|\s"
+_MAX_LENGTH = 4096
 _MAX_CHARACTERS = 4096
 _MAX_MERGES = 768
 _MERGE_SHARE = 0.01
@@ -70,7 +61,13 @@ def build_tiny(directory: Path, texts: Sequence[str], seed: int) -> None:
         raise UserError("--model tiny makes its tokenizer from the training text, and there is none: check the task")
     tokenizer = train_tokenizer(texts)
     config = Qwen2Config(
-        **SHAPE,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=_MAX_LENGTH,
+        initializer_range=0.06,  # near 1 / sqrt(hidden_size); the usual 0.02 is for wide models and learns later here
         vocab_size=-len(tokenizer) // 64 * -64,
         tie_word_embeddings=True,
         use_sliding_window=False,
@@ -120,7 +117,7 @@ def train_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
         eos_token=END,
         extra_special_tokens=[START],
         clean_up_tokenization_spaces=False,
-        model_max_length=SHAPE["max_position_embeddings"],
+        model_max_length=_MAX_LENGTH,
     )
     tokenizer.add_tokens([AddedToken(opening, normalized=False) for opening in openings])
     tokenizer.chat_template = CHAT_TEMPLATE
