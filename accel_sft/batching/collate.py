@@ -78,8 +78,8 @@ def tree(rows: Sequence[Encoded], common: Sequence[int], mask: Callable[[torch.T
 def behind_prefix(rows: Sequence[Encoded], prefix: int) -> Batch:
     """The same tree where it has one branching only: `prefix` tokens that all have in common, then each row's own.
 
-    Attention runs row by row (`attention.Rows`), and no more than a few array operations make it: on a small model
-    the time of a loop over rows is seen.
+    Attention runs row by row (`prefix_attention.Rows`). A few array operations make it: on a small model the time of a
+    loop over rows is seen.
     """
     lengths = np.array([len(row.input_ids) for row in rows])
     prompts = np.array([max(row.prompt_length, 1) for row in rows])
