@@ -14,7 +14,7 @@ from accel_sft.api.config import EvaluateConfig, TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
-from accel_sft.batching.autotune import choose_batching
+from accel_sft.batching.autotune import Trial
 from accel_sft.data.conversation import read_split
 from accel_sft.evaluation import vllm
 from accel_sft.evaluation.evaluator import Evaluation
@@ -136,7 +136,7 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, source: 
     prepared = shard_for_evaluation(accelerator, loaded) if sharded else loaded.to(accelerator.device)
     load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
     some = encoding.kept.some()
-    batching, _ = choose_batching(accelerator, prepared, config, some, assembly.tokenizer.pad_token_id, train=False)
+    batching, _ = Trial(accelerator, prepared, config, some, assembly.tokenizer.pad_token_id, train=False).choose()
     prepared.eval()
     evaluator = assembly.evaluator(prepared, examples, encoding)
     with watch.heartbeats_only():

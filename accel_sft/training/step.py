@@ -112,7 +112,7 @@ class TrainStep:
 
     def _about(self, rows: list[Encoded]) -> OutOfMemory:
         longest = max(rows, key=_length)
-        return OutOfMemory(self.batching.tokens_in(rows), longest.index, _length(longest))
+        return OutOfMemory(self.batching.way.tokens_in(rows), longest.index, _length(longest))
 
     def _unrepeatable(self, rows: list[Encoded], step: int) -> UserError:
         if not rows:
