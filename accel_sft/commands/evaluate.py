@@ -1,7 +1,5 @@
 """The command `evaluate`: scores a model on a task's validation examples, and its base beside it if named."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
