@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import psutil
 import pytest
 from accelerate import Accelerator
 from conftest import accel_sft, stopped
+from fake_plugins import GOOD, install
 from models import Sums, encode, make_tiny
 from test_laws import JOB, layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -23,6 +25,7 @@ from accel_sft.checkpoint import checkpoint
 from accel_sft.data.conversation import read_split
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.evaluation.generate import Generator
+from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.training import claim
@@ -76,14 +79,52 @@ def fail(*_):
         ("score", lambda self, example, text: 1.0, r"validation example [01]: score\(\) gave 1\.0"),
         ("score", lambda self, example, text: {"right": {1}}, r"score\(\) gave .*, which JSON cannot hold \(Object of"),
         ("score", lambda self, example, text: {"right": "\ud800"}, r"score\(\) gave .*, which JSON cannot hold"),
-        ("score", lambda self, example, text: {"right": "yes"}, r"aggregate\(\) failed, .*TypeError"),
-        ("score", lambda self, example, text: {str(example): 1.0}, r"aggregate\(\) failed, .*KeyError"),
+        (
+            "score",
+            lambda self, example, text: {"right": "yes"},
+            r"score\(\) gave 'right' 'yes', of which",
+        ),
+        ("score", lambda self, example, text: {str(example): 1.0}, r"score\(\) gave '.*' None, of which"),
         ("score", fail, r"validation example [01]: the task's score\(\) failed on .*RuntimeError: ill"),
     ],
 )
 def test_a_judgement_that_is_none_is_refused_by_name(tiny, method, function, message):
     with pytest.raises(UserError, match=message):
         evaluate(tiny, **{method: function})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (
+            "float(text == str(example))",
+            "'yes'",
+            "score() gave 'accuracy' 'yes', of which there is no mean",
+        ),
+        ('"accuracy"\n', '"f1"\n', "the task's aggregate() gave ['accuracy'], without its main_metric 'f1'"),
+        (
+            '{"accuracy":',
+            '1 / 0 or {"accuracy":',
+            "validation example 0: the task's score() failed on '0': Zero",
+        ),
+    ],
+)
+def test_a_task_that_cannot_be_scored_is_refused_before_anything_is_made(tmp_path, old, new, told):
+    site = tmp_path / "site"
+    site.mkdir()
+    install(site, "accel-sft-good", "good = accel_sft_good:Good", GOOD.replace(old, new))
+    job = ("good", "--max-steps", "1", "--global-batch-size", "4")
+    run = accel_sft(*job, run_dir=tmp_path / "run", environment={"PYTHONPATH": str(site)})
+    assert run.status == 1
+    assert f"Error: {told}" in run.output
+    assert not (tmp_path / "run" / "base").exists()
+
+
+def test_metrics_that_need_many_scores_are_left_to_the_first_evaluation():
+    def of_many(self, scores):
+        return {"right": statistics.correlation(*zip(*((s["right"], s["right"]) for s in scores), strict=True))}
+
+    check_scoring(type("Correlated", (Sums,), {"aggregate": of_many})(), [40, 41])
 
 
 def test_a_failure_of_several_lines_is_told_on_one(tiny):

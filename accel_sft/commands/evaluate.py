@@ -18,11 +18,12 @@ from accel_sft.batching.autotune import Trial
 from accel_sft.data.conversation import read_split
 from accel_sft.evaluation import vllm
 from accel_sft.evaluation.evaluator import Evaluation
+from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.io import terminal
 from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.accelerator import shard_for_evaluation
-from accel_sft.launch.collectives import decided_by_main, largest
+from accel_sft.launch.collectives import by_each_rank, decided_by_main, largest
 from accel_sft.launch.describe import recordable
 from accel_sft.launch.start import start
 from accel_sft.models.load import Source, find_source
@@ -125,8 +126,9 @@ def _claim(folder: Path) -> None:
 def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, source: Source, watch: Watchdog) -> Evaluation:
     """Load a model, evaluate it, and free it. ZeRO-3 and FSDP shard it; otherwise every rank has all of it."""
     reset_peak_memory(accelerator.device)
-    assembly = Assembly(accelerator, task, config, source)
     examples = read_split(task, "validation")
+    by_each_rank(lambda: check_scoring(task, examples))
+    assembly = Assembly(accelerator, task, config, source)
     encoding = assembly.encode(examples, "validation")
     if accelerator.is_main_process:
         for line in encoding.lines():
