@@ -4,8 +4,6 @@ A layout is an object that orders rows, counts what they cost and makes their te
 instance in `LAYOUTS`.
 """
 
-from __future__ import annotations
-
 import abc
 import itertools
 from collections.abc import Callable, Sequence

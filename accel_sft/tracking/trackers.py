@@ -1,7 +1,5 @@
 """Sends curves and texts to TensorBoard and to Accelerate's trackers by name; a new tracker is added here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

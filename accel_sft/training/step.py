@@ -1,7 +1,5 @@
 """Forward and backward of one optimizer step; the loss is normalised over all micro-batches and ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
