@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -22,6 +24,7 @@ from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.layouts import Batching
 from accel_sft.checkpoint import checkpoint
+from accel_sft.commands.train import _explained
 from accel_sft.data.conversation import read_split
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.evaluation.generate import Generator
@@ -347,6 +350,28 @@ def test_a_full_disk_is_named_with_the_way_out(tmp_path, size, told):
     assert json.loads(run.stdout[run.stdout.rindex("{\n") :])["status"] in ("failed", "running")
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_write_that_the_disk_refuses_is_told_with_the_way_out(tmp_path, number):
+    error = _explained(RunDir(tmp_path), OSError(number, os.strerror(number), "model.safetensors"))
+    assert isinstance(error, UserError)
+    assert "then go on with --resume auto" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"WORLD_SIZE": "abc"}, "environment variable WORLD_SIZE 'abc': not a number; unset it"),
+        ({"WORLD_SIZE": "2"}, "environment variable WORLD_SIZE 2: without"),
+        ({"ACCEL_SFT_CACHE": "~nobody.here"}, "ACCEL_SFT_CACHE ~nobody.here: nobody here has this home folder"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused_in_a_line(tmp_path, environment, told):
+    run = accel_sft(*JOB, run_dir=tmp_path / "run", environment=environment)
+    assert run.status == 1
+    assert f"Error: {told}" in run.output
+    assert "Traceback" not in run.output
+
+
 # --- evaluate ---
 
 
@@ -370,6 +395,20 @@ def test_an_evaluation_takes_its_lengths_from_the_run_and_from_flags_first(copy)
     assert "max-new-tokens 4" in accel_sft(*evaluated, "--max-new-tokens", "4").output
 
 
+def test_an_evaluation_computes_in_the_runs_precision_unless_it_is_launched(copy):
+    _, folder = copy
+    evaluated = ("evaluate", "math", "--model", str(folder), "--dry-run")
+    assert re.search("precision +fp32", accel_sft(*evaluated).output)
+    record = json.loads((folder / "run.json").read_text())
+    record["launch"]["precision"] = "bf16"
+    (folder / "run.json").write_text(json.dumps(record))
+    told = accel_sft(*evaluated).output
+    assert re.search("precision +bf16", told)
+    assert "clipping" not in told  # nothing is trained
+    launched = {"ACCELERATE_MIXED_PRECISION": "no"}
+    assert re.search("precision +fp32", accel_sft(*evaluated, environment=launched).output)
+
+
 def test_a_run_without_a_readable_record_is_not_evaluated_by_guess(copy):
     _, folder = copy
     (folder / "run.json").write_text("{")
@@ -378,3 +417,7 @@ def test_a_run_without_a_readable_record_is_not_evaluated_by_guess(copy):
     assert "run.json: cannot be read" in refused.output
     with pytest.raises(UserError):
         read_json(folder / "run.json")
+    (folder / "run.json").write_text("{}")
+    refused = accel_sft("evaluate", "math", "--model", str(folder), "--dry-run")
+    assert "run.json: not the record of a run" in refused.output
+    assert "Traceback" not in refused.output

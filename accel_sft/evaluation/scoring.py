@@ -1,7 +1,5 @@
 """Scores of answers and the metrics made of them, checked as they come from the task."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
