@@ -22,6 +22,7 @@ from accel_sft.models.tiny import TINY_DEFAULTS
 from accel_sft.resilience.exit import ExitHandler
 
 _USUAL = TrainConfig(model="").resolved({})
+_OF_ADAPTERS = TrainConfig(model="", adapter="lora").resolved({})
 _METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER"}
 
 
@@ -49,6 +50,8 @@ def _brackets(setting: Setting) -> str:
     usual = getattr(_USUAL, setting.name, None) if setting.default is None else setting.default
     tiny = TINY_DEFAULTS.get(setting.name)
     defaults = [] if usual is None else [_shown(usual)]
+    if setting.default is None and (adapted := getattr(_OF_ADAPTERS, setting.name, None)) != usual:
+        defaults.append(f"{_shown(adapted)} for an adapter")
     if tiny not in (None, usual):
         defaults.append(f"{_shown(tiny)} for tiny")
     parts = [f"default: {', '.join(defaults)}"] if defaults else []

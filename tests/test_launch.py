@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import termios
 import textwrap
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,8 +22,9 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
+from accel_sft.io import terminal
 from accel_sft.launch import audit as auditing
-from accel_sft.launch import deepspeed_ops
+from accel_sft.launch import deepspeed_ops, describe
 from accel_sft.launch.accelerator import verify_engine
 from accel_sft.launch.audit import audit, refuse
 from accel_sft.launch.environment import threads_per_process, usable_cores
@@ -655,6 +658,49 @@ def test_a_compilation_is_announced_by_rank_0_before_it_starts(rank, told, tmp_p
     assert "build_shm_op" in (tmp_path / "log").read_text() + stderr
     announced = "note: DeepSpeed compiles on first use, once per machine, deepspeed_shm_comm (" in stdout
     assert announced == told, stderr
+
+
+def test_a_wait_is_told_with_its_seconds_and_a_short_one_is_not(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "SECONDS_OF_SILENCE", 0.05)
+    with terminal.waiting("DeepSpeed compiles cpu_adam"):
+        time.sleep(0.25)
+    with terminal.waiting("nothing"):
+        pass
+    assert capsys.readouterr().out == "DeepSpeed compiles cpu_adam: 0 s so far\n" * 2
+
+
+def test_a_lines_width_is_the_terminals_although_standard_output_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (50, 121))
+    with open(theirs, "w") as stream, open(ours, "rb"):
+        monkeypatch.setattr(terminal, "_terminal", stream)
+        assert terminal.columns() == 121
+        assert {len(line) for line in terminal.wrapped("four " * 24).splitlines()} == {119}
+
+
+LAUNCHER = ["/x/python3", "/x/bin/accelerate", "launch", "--config_file", "z 2.yaml", "-m", "accel_sft", "math"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "typed", "settings", "expected"),
+    [
+        (
+            LAUNCHER,
+            [],
+            {},
+            "/x/bin/accelerate launch --config_file 'z 2.yaml' -m accel_sft math --output-dir a --resume auto",
+        ),
+        ([], ["python", "-m", "accel_sft", "math"], {}, "python -m accel_sft math --output-dir a --resume auto"),
+        ([], ["/x/python", "bin/accel-sft", "math"], {}, "bin/accel-sft math --output-dir a --resume auto"),
+        ([], ["x", "--output-dir", "r"], {"output_dir": "r"}, "x --output-dir r --resume auto"),
+        ([], ["x", "--resume=auto", "--output-dir", "r"], {"output_dir": "r"}, "x --resume=auto --output-dir r"),
+    ],
+)
+def test_the_command_that_continues_a_run_is_the_one_that_began_it(launcher, typed, settings, expected, monkeypatch):
+    monkeypatch.setattr(describe, "launcher_command", lambda: (launcher, Path()))
+    monkeypatch.setattr(sys, "orig_argv", typed)
+    assert describe.resume_command(Path.cwd() / "a", TrainConfig(**settings)) == expected
 
 
 def test_ranks_that_would_train_alone_are_refused():

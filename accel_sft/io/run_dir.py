@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_sft.io.files import json_safe, read_json, write_atomically
+from accel_sft.api.errors import UserError
+from accel_sft.io.files import expanded, json_safe, read_json, write_atomically
 
 
 def _inside(*names: str) -> property:
@@ -49,7 +50,7 @@ class RunDir:
     @classmethod
     def record_around(cls, model: str) -> dict[str, Any] | None:
         """The run.json of the run that the folder `model` is, or lies directly in; None if there is none."""
-        folder = Path(model).expanduser()
+        folder = expanded(model)
         run = next((run for run in map(cls, (folder, folder.parent)) if run.record.is_file()), None)
         return run.read_record() if run else None
 
@@ -81,8 +82,12 @@ class RunDir:
         return bool(self.all_checkpoints()) or self.final.is_dir()
 
     def read_record(self) -> dict[str, Any]:
-        """Raises UserError if run.json cannot be read."""
-        return read_json(self.record)
+        """Raises UserError if run.json cannot be read, or is not what a run writes."""
+        record = read_json(self.record)
+        kinds = {"task": str, "config": dict, "task_options": dict, "launch": dict}
+        if not isinstance(record, dict) or not all(isinstance(record.get(key), kinds[key]) for key in kinds):
+            raise UserError(f"{self.record}: not the record of a run; put it back, or name another folder")
+        return record
 
     def write_result(self, result: Mapping[str, Any]) -> Path:
         """Write the run's summary, which scripts and the comparison read; NaN becomes null."""

@@ -13,8 +13,9 @@ from safetensors import SafetensorError
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.data.chat import Rules, end_of_turn_ids
-from accel_sft.io.files import read_json
+from accel_sft.io.files import expanded, read_json
 from accel_sft.io.run_dir import RunDir
+from accel_sft.io.terminal import waiting
 from accel_sft.launch.info import device_count
 from accel_sft.models.adapters import new_adapter, saved_adapter
 
@@ -39,7 +40,7 @@ def find_source(config: TrainConfig, model: str | None = None) -> Source:
         UserError: a folder that is not there or holds neither.
     """
     name = model or config.init_from or config.model
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if (run := RunDir(folder)).record.is_file():
         if not run.final.is_dir():
             raise UserError(f"{name}: this run has no final/ yet; resume it first, or name one of its folders")
@@ -58,8 +59,14 @@ def find_source(config: TrainConfig, model: str | None = None) -> Source:
         return Source(str(folder.resolve()), str(folder))
     if config.init_from and not model:
         raise UserError(f"--init-from {name}: no such run; give the folder of a finished run or of saved weights")
-    if not name or folder.is_file() or name.startswith((".", "/", "~")):
+    parts = folder.parts
+    if not name or folder.is_file() or name.startswith((".", "/", "~")) or name.endswith("/") or len(parts) > 2:
         raise UserError(f"--model {name!r}: no such folder; name a hub id, a folder of saved weights, or a run")
+    if len(parts) == 2 and folder.parent.is_dir():
+        raise UserError(
+            f"--model {name}: there is no {parts[1]} in the folder {parts[0]}; name one that is there, or, if it is a "
+            f"hub id, start where there is no {parts[0]}"
+        )
     return Source(name, name)
 
 
@@ -91,7 +98,7 @@ def is_tiny(config: TrainConfig) -> bool:
     """Whether what is trained is the built-in model, fresh or from an earlier run of it."""
     if not config.init_from:
         return config.model == "tiny"
-    run = RunDir(Path(config.init_from).expanduser())
+    run = RunDir(expanded(config.init_from, "--init-from"))
     if not run.record.is_file():
         return False
     earlier = run.read_record()["config"]
@@ -186,7 +193,8 @@ def _dtype(config: TrainConfig, precision: str, deepspeed: bool, train: bool) ->
 def _errors_explained(name: str) -> Iterator[None]:
     """Inside, what `name` is loaded from may fail as libraries fail: the error says what cannot be loaded, and why."""
     try:
-        yield
+        with contextlib.nullcontext() if Path(name).exists() else waiting(f"waiting for {name} from the hub"):
+            yield
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "trust_remote_code" in str(error):
@@ -197,9 +205,10 @@ def _errors_explained(name: str) -> Iterator[None]:
         raise UserError(f"--model {name}: {where}cannot be loaded: {cause}") from error
 
 
-def trainable_parameters(model: torch.nn.Module) -> int:
-    """Number of weights that learn (whole tensors, also where ZeRO-3 holds only a shard)."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
+def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
+    """Number of weights that learn, and of all (whole tensors, also where ZeRO-3 holds only a shard)."""
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    return sum(size for size, learns in sizes if learns), sum(size for size, _ in sizes)
 
 
 def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules:

@@ -15,7 +15,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.checkpoint.checkpoint import settle
-from accel_sft.io.files import abandoned, write_atomically
+from accel_sft.io.files import abandoned, expanded, write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import decided_by_main
 from accel_sft.launch.describe import launch_record, recordable
@@ -84,7 +84,7 @@ def claim_run_dir(
         shared = Path(file).parents[2] / "accel_sft-run-dir" if file else None
         earlier = shared.read_text(encoding="utf-8") if restarts() and shared and shared.is_file() else None
         name = config.output_dir or earlier or f"runs/{task_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        path = Path(name).expanduser().absolute()
+        path = expanded(name, "--output-dir").absolute()
         run_dir, resume = RunDir(path), config.resume
         if resume == "off" and str(path) == earlier:
             resume = "auto"
@@ -168,7 +168,11 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
             "start a new run in another folder"
         )
     if different:
-        start = f", or start a new run from its weights: --init-from {run_dir}" if run_dir.final.is_dir() else ""
+        if run_dir.final.is_dir():
+            start = f", or start a new run from its weights: --init-from {run_dir}"
+        else:
+            start = f"; to go on longer, let it end, and start a new run from its weights with --init-from {run_dir}"
+            start += f" (from the best so far: --init-from {run_dir.best})" if run_dir.best.is_dir() else ""
         raise UserError(
             *different,
             f"{run_dir}: a resumed run computes what it would have without the stop, schedule included; "

@@ -1,12 +1,13 @@
 """The model card of exported weights, and a finished run's summary: result.json, report.md and the console."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from accel_sft.io.run_dir import RunDir
-from accel_sft.io.terminal import terminal
+from accel_sft.io.terminal import columns, terminal
 from accel_sft.launch import describe
 from accel_sft.models.load import compile_seconds
 from accel_sft.tracking import report
@@ -26,9 +27,20 @@ def card(task_name: str, prepared: Prepared, state: TrainState) -> str:
         max_new_tokens=config.max_new_tokens or prepared.longest_answer,
         data=prepared.counts(),
         settings=describe.recordable({**config.as_dict(), **dataclasses.asdict(task)}),
-        result={"before": state.before or {}, "after": state.latest or {}},
+        result={
+            "before": state.before or {},
+            "after": state.latest or {},
+            "weights": _compared(
+                f"{Path(config.init_from or config.model).name}", f"these weights, of step {state.step}"
+            ),
+        },
         versions=describe.versions(),
     )
+
+
+def _compared(base: str, tuned: str) -> dict[str, str]:
+    """The weights that a report shows side by side."""
+    return {"base": f"{base} before the first step", "tuned": tuned}
 
 
 def publish(
@@ -47,6 +59,8 @@ def publish(
         "tokens_per_second": state.tokens / state.seconds if state.seconds else None,
         **({"compile_seconds": compile_seconds()} if config.compile else {}),
         "best": {"step": state.best_step, task.main_metric: state.best},
+        "weights": _compared(config.init_from or config.model, f"final/, of step {state.step}"),
+        "main_metric": task.main_metric,
         "before": state.before,
         "after": state.latest,
         **measured,
@@ -54,7 +68,7 @@ def publish(
     before, after = (run_dir.read_samples(step) for step in (0, state.evaluated_step))
     report.write_report(run_dir, result, before, after)
     run_dir.write_result(result)
-    report.print_report(result, before, after, console=Console(file=terminal(), highlight=False))
+    report.print_report(result, before, after, console=Console(file=terminal(), highlight=False, width=columns()))
     best = f"best/ (step {state.best_step}) and " if state.best_step else ""
     lines = [f"{run_dir}: weights in {best}final/ (step {state.step}), numbers in report.md"]
     if left_out := result["steps_left_out"]:
