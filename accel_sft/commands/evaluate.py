@@ -21,6 +21,7 @@ from accel_sft.evaluation.evaluator import Evaluation
 from accel_sft.io import terminal
 from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir
+from accel_sft.io.text import printable
 from accel_sft.launch.accelerator import shard_for_evaluation
 from accel_sft.launch.collectives import decided_by_main, largest
 from accel_sft.launch.describe import recordable
@@ -41,12 +42,12 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     """
     if config.model == "tiny":
         raise UserError("--model: name what to evaluate: a run's folder, saved weights, an adapter or a hub id")
-    if trained := RunDir.record_around(
-        config.model
-    ):  # the lengths that it was trained and evaluated with, unless given
-        lengths = {"max_length": trained["config"]["max_length"]}
-        lengths["max_new_tokens"] = trained["config"]["max_new_tokens"] or trained["max_new_tokens"]
+    if trained := RunDir.record_around(config.model):  # its lengths hold, unless others are given
+        lengths = {"max_length": trained["config"].get("max_length")}
+        lengths["max_new_tokens"] = trained["config"].get("max_new_tokens") or trained.get("max_new_tokens")
         config = dataclasses.replace(config, **{key: n for key, n in lengths.items() if getattr(config, key) is None})
+        if found := config.problems():
+            raise UserError(*(f"{line}; so says the run.json of --model {config.model}" for line in found))
     config = config.resolved({})
     models = [config.base, config.model] if config.base else [config.model]
     sources = [find_source(config, model) for model in models]
@@ -60,7 +61,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
             return
         if accelerator.is_main_process:
             for line in (*_options(task), *_differences(config.model, task_name, accelerator.mixed_precision)):
-                print(terminal.wrapped(line), file=terminal.terminal())
+                print(terminal.wrapped(printable(line)), file=terminal.terminal())
         if config.output_dir:
             decided_by_main(accelerator, lambda: _claim(Path(config.output_dir)))
         with terminal.quiet(None, config.debug):
@@ -100,7 +101,8 @@ def _differences(model: str, task_name: str, precision: str) -> list[str]:
     """Notes on how this evaluation differs from the one that the run made of itself."""
     if (run := RunDir.record_around(model)) is None:
         return []
-    found, trained = [], run.get("launch", {}).get("precision", precision)
+    launch = run.get("launch")
+    found, trained = [], launch.get("precision", precision) if isinstance(launch, dict) else precision
     if run["task"] != task_name:
         found.append(f"note: {model} was trained for {run['task']}, and is scored as {task_name}")
     if trained != precision:

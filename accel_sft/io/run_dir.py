@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_sft.io.files import json_safe, read_json, write_atomically
+from accel_sft.api.errors import UserError
+from accel_sft.io.files import abandoned, json_safe, read_json, write_atomically
+
+_RECORD = {"task": str, "config": dict, "task_options": dict}
+"""What every version's run.json has, and by which it is known."""
+_BEFORE_RECORD = {"result.json", "logs", "base", ".base.partial", ".base.outgoing"}
+"""What a run that was killed before it wrote its record may have left."""
 
 
 def _inside(*names: str) -> property:
@@ -83,8 +89,22 @@ class RunDir:
         return bool(self.all_checkpoints()) or self.final.is_dir()
 
     def read_record(self) -> dict[str, Any]:
-        """Raises UserError if run.json cannot be read."""
-        return read_json(self.record)
+        """Raises UserError if run.json cannot be read, or is none of this package's."""
+        record = read_json(self.record)
+        if not isinstance(record, dict) or any(type(record.get(key)) is not kind for key, kind in _RECORD.items()):
+            raise UserError(f"{self.record}: not the record of a run of accel_sft; name another folder")
+        return record
+
+    def is_run(self) -> bool:
+        """Whether the folder is a run's: it has a record, or nothing but what a run writes before its record.
+
+        Raises:
+            UserError: there is a record that is none, or cannot be read.
+        """
+        if self.record.exists():
+            return bool(self.read_record())
+        others = {path.name for path in {*self.path.iterdir()} - {*abandoned(self.path)}} - _BEFORE_RECORD
+        return not others and self.read_status() in ("running", "interrupted", "failed")
 
     def write_result(self, result: Mapping[str, Any]) -> Path:
         """Write the run's summary, which scripts and the comparison read; NaN becomes null."""
@@ -102,7 +122,7 @@ class RunDir:
         """The `status` in result.json; None where there is no such file or it is broken."""
         try:
             return json.loads(self.result.read_text(encoding="utf-8"))["status"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def read_samples(self, step: int) -> list[dict[str, Any]]:
