@@ -1,7 +1,5 @@
 """Chooses the batching: on a CPU the least work, on a GPU the fastest, of those that are exact and fit into memory."""
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """Keeps the batching that autotune.py chose, so that every start and every resume uses the same one."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

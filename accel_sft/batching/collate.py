@@ -3,8 +3,6 @@
 They are made on the current device: `with device:` around a call says which.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence

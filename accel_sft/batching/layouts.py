@@ -12,8 +12,6 @@ it is alone:
 `packed` is the same without anything in common; `padded` is for models whose attention takes no such mask.
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import math

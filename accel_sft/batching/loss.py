@@ -1,7 +1,5 @@
 """The causal-LM loss as a sum over tokens, and the LM heads; training/step.py divides by the step's tokens."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Verifies, before step 1, which batchings a model computes exactly: shared prefixes, packed, or only padded."""
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import itertools

@@ -1,7 +1,5 @@
 """The command `evaluate`: scores a model on a task's validation examples, and its base beside it if named."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
+from rich.console import Console
 
 from accel_sft.api.config import EvaluateConfig, TrainConfig
 from accel_sft.api.errors import UserError
@@ -81,7 +80,7 @@ def _publish(task_name: str, config: EvaluateConfig, evaluations: list[Evaluatio
         "before": before.metrics,
         "after": after.metrics,
     }
-    report.print_report(result, before.samples, after.samples)
+    report.print_report(result, before.samples, after.samples, console=Console(highlight=False))
     if config.output_dir:
         run_dir = RunDir(Path(config.output_dir))
         run_dir.write_result(result)

@@ -5,8 +5,6 @@ that is killed, leave no partial entry. A folder in which others could put entri
 not intent. Standard library only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """What a chat template writes around answers: removed for scoring, thinking too. One that drops answers is refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

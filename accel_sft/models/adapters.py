@@ -1,7 +1,5 @@
 """What peft does for each adapter type; a type is added by an entry here and one in api/adapters.py."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ Both parts are computed by themselves, each with the logarithm of its weights' s
 the whole's ("ring", as in Liu et al., 2023, arXiv 2310.01889), so nothing but the whole's output is kept.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

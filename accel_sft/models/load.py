@@ -1,7 +1,5 @@
 """Finds and loads weights and tokenizer: of a folder, a hub, an earlier run, or the built-in tiny model."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """Attention of rows behind one copy of their common prefix, for training and for generation."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

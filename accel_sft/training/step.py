@@ -1,6 +1,4 @@
-"""Forward and backward of one optimizer step; the loss is normalised over all micro-batches and ranks."""
-
-from __future__ import annotations
+"""Forward and backward of one optimizer step, its loss over all ranks; in smaller forwards after an out-of-memory."""
 
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """`Trainer`: the training loop, and when it evaluates, saves, resumes, and exports the best weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable
