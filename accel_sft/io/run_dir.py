@@ -79,8 +79,11 @@ class RunDir:
 
     def all_checkpoints(self) -> list[Path]:
         """The checkpoints' folders, oldest first."""
-        found = (path for path in self.checkpoints.glob("step-*") if path.name.removeprefix("step-").isdecimal())
-        return sorted(found, key=step_of)
+        return _by_step(self.checkpoints, "")
+
+    def all_answers(self) -> list[Path]:
+        """The files of answers, of the earliest step first."""
+        return _by_step(self.samples, ".jsonl")
 
     def has_trained(self) -> bool:
         """Whether there are checkpoints or final weights, which a run with other settings may not replace."""
@@ -127,6 +130,13 @@ class RunDir:
         """The answers of the evaluation at `step`; empty if there was none."""
         path = self.answers(step)
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def _by_step(folder: Path, suffix: str) -> list[Path]:
+    """What is called as a step's is; others may have put a copy beside it."""
+    found = folder.glob(f"step-*{suffix}")
+    mine = (path for path in found if path.name.removeprefix("step-").removesuffix(suffix).isdecimal())
+    return sorted(mine, key=step_of)
 
 
 def step_of(path: Path) -> int:
