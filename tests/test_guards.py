@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -281,6 +282,32 @@ def test_a_folder_of_something_else_is_never_written_to(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
 
 
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"result.json": '{"status": "running"}', "metrics.jsonl": "[1]"}, "not a run of accel_sft"),
+        ({"result.json": '{"status": "failed"}', "base/notes": "mine"}, None),  # as a run leaves it before its record
+        ({"result.json": '{"accuracy": 1.0}', "base/notes": "mine", ".a.1.tmp": "mine"}, "not a run of accel_sft"),
+        ({"result.json": '{"status": "running"}', "run.json": '{"task": "math"}'}, "not the record of a run"),
+        ({"run.json": "[]", "metrics.jsonl": "[1]"}, "not the record of a run of accel_sft; name another folder"),
+    ],
+)
+def test_a_folder_is_a_runs_by_its_record_and_not_by_a_file_that_others_write_too(tmp_path, files, told):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    config = TrainConfig(output_dir=str(tmp_path), resume="auto").resolved({})
+    try:
+        with pytest.raises(UserError, match=told) if told else contextlib.nullcontext():
+            claim.claim_run_dir(Accelerator(cpu=True), "sums", Sums(), config)
+    finally:
+        claim.release()
+    if told:
+        assert {
+            str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()
+        } == files
+
+
 def test_another_runs_checkpoint_is_refused(copy, tmp_path):
     whole, folder = copy
     theirs = whole.run_dir / "checkpoints" / "step-000003"
@@ -419,5 +446,42 @@ def test_a_run_without_a_readable_record_is_not_evaluated_by_guess(copy):
         read_json(folder / "run.json")
     (folder / "run.json").write_text("{}")
     refused = accel_sft("evaluate", "math", "--model", str(folder), "--dry-run")
-    assert "run.json: not the record of a run" in refused.output
+    assert "run.json: not the record of a run of accel_sft" in refused.output
     assert "Traceback" not in refused.output
+
+
+HOSTILE = {
+    "a number for a name": {"task": 5},
+    "no settings": {"config": None},
+    "a list": [],
+    "lengths that are none": {"config": {"max_length": "9" * 9, "max_new_tokens": []}},
+    "what steers a terminal": {"task": "\x1b]0;mine\x07", "launch": {"precision": "\x1b[2J"}},
+    "a launch that is none": {"launch": [], "max_new_tokens": None},
+    "deep": None,
+}
+
+
+@pytest.mark.parametrize("record", HOSTILE.values(), ids=HOSTILE)
+def test_a_strangers_record_is_told_in_lines_that_steer_no_terminal(tmp_path, record):
+    model = make_tiny(tmp_path / "run" / "final")
+    usual = {"task": "math", "config": {}, "task_options": {}, "max_new_tokens": 4}
+    content = json.dumps({**usual, **record} if isinstance(record, dict) else record)
+    (tmp_path / "run" / "run.json").write_text("[" * 10**6 if record is None else content)
+    run = accel_sft("evaluate", "math", "--model", str(model), "--eval-limit", "1", "--max-new-tokens", "2")
+    assert "Traceback" not in run.output
+    assert "\x1b" not in run.output
+    assert run.status == 0 or "run.json" in run.output
+
+
+def test_files_that_a_record_names_are_not_read_unasked(tmp_path):
+    model, rows = make_tiny(tmp_path / "run" / "final"), tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "private", "answer": "private"}')
+    record = {"task": "math", "config": {}, "task_options": {"train_file": str(rows), "validation_file": str(rows)}}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    refused = accel_sft("evaluate", "math", "--model", str(model), "--dry-run")
+    assert refused.status == 1
+    named = ("--train-file", str(rows), "--validation-file", str(rows))
+    assert (
+        f"its record names files, and those of a record are not read unasked; add {' '.join(named)}" in refused.output
+    )
+    assert accel_sft("evaluate", "math", "--model", str(model), "--dry-run", *named).status == 0

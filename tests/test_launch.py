@@ -110,6 +110,31 @@ def _parser_groups():
     return launcher.launch_command_parser()._action_groups
 
 
+SECRETS = """
+# my token is hunter2
+mixed_precision: bf16
+hub_token: 11111
+api_keys: [hunter2, hunter2]
+passwd: hunter2
+deepspeed_config: {zero_stage: 2, wandb: {api_key: hunter2, nested: {credentials: {a: hunter2}}}}
+tpu_env: [HF_TOKEN=hunter2, "--api-key hunter2", "first\\nPASSWORD: hunter2"]
+"""
+
+
+def test_no_secret_of_a_launch_file_or_of_settings_is_recorded():
+    for path in SHIPPED:
+        content = yaml.safe_load(path.read_text())
+        assert yaml.safe_load(describe._without_secrets(content)) == content
+    kept = describe._without_secrets(yaml.safe_load(SECRETS))
+    assert not re.search("hunter2|11111", kept)
+    assert yaml.safe_load(kept)["mixed_precision"] == "bf16"
+    assert yaml.safe_load(kept)["deepspeed_config"]["zero_stage"] == 2
+    settings = {"max_new_tokens": 5, "token": 5, "passwd": "a", "key_ids": [1], "secret": True, "number": 1.5}
+    assert describe.recordable(settings) == {
+        "max_new_tokens": 5, "token": "***", "passwd": "***", "key_ids": "***", "secret": "***", "number": 1.5
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_yaml_loads_and_is_clean(path, built):
     assert load_config_from_file(str(path)).num_processes == 2

@@ -24,6 +24,7 @@ from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.io import terminal
 from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir
+from accel_sft.io.text import printable
 from accel_sft.launch.accelerator import shard_for_evaluation
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, largest
 from accel_sft.launch.describe import recordable
@@ -45,10 +46,12 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     """
     if config.model == "tiny":
         raise UserError("--model: name what to evaluate: a run's folder, saved weights, an adapter or a hub id")
-    if trained := RunDir.record_around(config.model):  # as it was trained and evaluated, unless asked otherwise
-        lengths = {"max_length": trained["config"]["max_length"]}
-        lengths["max_new_tokens"] = trained["config"]["max_new_tokens"] or trained["max_new_tokens"]
+    if trained := RunDir.record_around(config.model):  # its lengths hold, unless others are given
+        lengths = {"max_length": trained["config"].get("max_length")}
+        lengths["max_new_tokens"] = trained["config"].get("max_new_tokens") or trained.get("max_new_tokens")
         config = dataclasses.replace(config, **{key: n for key, n in lengths.items() if getattr(config, key) is None})
+        if found := config.problems():
+            raise UserError(*(f"{line}; so says the run.json of --model {config.model}" for line in found))
         _compute_like(trained)
     config = config.resolved({})
     models = [config.base, config.model] if config.base else [config.model]
@@ -65,7 +68,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
             return
         if accelerator.is_main_process:
             for line in (*_options(task), *_differences(config.model, task_name, accelerator.mixed_precision)):
-                print(terminal.wrapped(line), file=terminal.terminal())
+                print(terminal.wrapped(printable(line)), file=terminal.terminal())
         if config.output_dir:
             decided_by_main(accelerator, lambda: _claim(Path(config.output_dir)))
         with terminal.quiet(None, config.debug):
@@ -104,9 +107,16 @@ def _publish(
 
 def _compute_like(run: Mapping[str, Any]) -> None:
     """Without a launcher, which sets the precision, the run's is the default: in another it may answer otherwise."""
-    precision = run["launch"]["precision"]
+    precision = _precision_of(run)
     if precision == "bf16" or (precision == "fp16" and device_count()):
         os.environ.setdefault("ACCELERATE_MIXED_PRECISION", precision)
+
+
+def _precision_of(run: Mapping[str, Any]) -> str | None:
+    """The precision that a record names, which may be a stranger's."""
+    launch = run.get("launch")
+    found = launch.get("precision") if isinstance(launch, dict) else None
+    return found if found in ("no", "bf16", "fp16") else None
 
 
 def _options(task: Task) -> list[str]:
@@ -120,7 +130,7 @@ def _differences(model: str, task_name: str, precision: str) -> list[str]:
     """Notes on how this evaluation differs from the one that the run made of itself."""
     if (run := RunDir.record_around(model)) is None:
         return []
-    found, trained = [], run["launch"]["precision"]
+    found, trained = [], _precision_of(run) or precision
     if run["task"] != task_name:
         found.append(f"note: {model} was trained for {run['task']}, and is scored as {task_name}")
     if trained != precision:

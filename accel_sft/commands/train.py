@@ -66,6 +66,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
                 trainer = Trainer(run_dir, task_name, prepared, tracker, signals, on_step)
                 with watch.heartbeats_only():
                     trainer.resume()
+                    write_run_record(run_dir, task_name, prepared, resumed=True)
                     trainer.train()
                     trainer.finalize()
             leave_together()

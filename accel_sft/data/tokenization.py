@@ -13,7 +13,7 @@ from accel_sft.api.task import Task
 from accel_sft.data import cache
 from accel_sft.data.chat import Encoding, Rules, encode_parts
 from accel_sft.data.token_key import decided_without_examples, token_key
-from accel_sft.data.token_store import TokenStore, merge, write_part
+from accel_sft.data.token_store import TokenStore, fingerprint_of, merge, write_part
 from accel_sft.io.terminal import terminal
 from accel_sft.launch.collectives import Team
 
@@ -53,7 +53,7 @@ class SplitEncoder:
                 "versions; make it a pure function, and the machines alike"
             )
         key = keys[0]
-        found = team.firsts(lambda: cache.find(KIND, key))
+        found = team.firsts(lambda: _kept(key))
         if all(found):
             folder, about = found[team.rank]
             encoding = self._opened(folder, about, split)
@@ -140,6 +140,16 @@ class SplitEncoder:
         indices = range(len(examples) * place // ranks, len(examples) * (place + 1) // ranks)
         parts = encode_parts(self.tokenizer, self.task, examples, indices, split, self.rules)
         return write_part(folder / f"part-{place}", parts, split)
+
+
+def _kept(key: str) -> tuple[Path, dict[str, Any]] | None:
+    """The cache's entry. The run's record of its data (`data_sha256`) is of the tokens that are there, whatever the
+    entry says of itself."""
+    with contextlib.suppress(OSError):  # it may be removed by now
+        if found := cache.find(KIND, key):
+            folder, about = found
+            return folder, {**about, "fingerprint": fingerprint_of(folder / FILE)}
+    return None
 
 
 class _Unwritable(Exception):

@@ -54,7 +54,7 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file of a run; raises UserError if it cannot be read."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: cannot be read ({error}); put it back, or start a new run in another folder"
         ) from None

@@ -46,7 +46,12 @@ def find_source(config: TrainConfig, model: str | None = None) -> Source:
             raise UserError(f"{name}: this run has no final/ yet; resume it first, or name one of its folders")
         folder = run.final
     if (folder / "adapter_config.json").is_file():
-        base = read_json(folder / "adapter_config.json")["base_model_name_or_path"]
+        adapter = read_json(folder / "adapter_config.json")
+        base = adapter.get("base_model_name_or_path") if isinstance(adapter, dict) else None
+        if not isinstance(base, str) or not base:
+            raise UserError(
+                f"{folder}/adapter_config.json: base_model_name_or_path is missing; name the adapter's base"
+            )
         beside = RunDir(folder.parent.resolve()).base
         if not Path(base).exists() and (beside / "config.json").is_file():  # the run was moved
             base = str(beside)
@@ -96,13 +101,15 @@ def weights_identity(source: Source) -> str | None:
 
 def is_tiny(config: TrainConfig) -> bool:
     """Whether what is trained is the built-in model, fresh or from an earlier run of it."""
-    if not config.init_from:
-        return config.model == "tiny"
-    run = RunDir(expanded(config.init_from, "--init-from"))
-    if not run.record.is_file():
-        return False
-    earlier = run.read_record()["config"]
-    return is_tiny(dataclasses.replace(config, model=earlier["model"], init_from=earlier["init_from"]))
+    model, init_from, seen = config.model, config.init_from, set()
+    while isinstance(init_from, str) and init_from:
+        run = RunDir(expanded(init_from, "--init-from"))
+        if init_from in seen or not run.record.is_file():  # a record may name any run, itself too
+            return False
+        seen.add(init_from)
+        earlier = run.read_record()["config"]
+        model, init_from = earlier.get("model"), earlier.get("init_from")
+    return model == "tiny"
 
 
 def load_tokenizer(source: Source, config: TrainConfig) -> Any:

@@ -175,7 +175,7 @@ class Tracker(contextlib.AbstractContextManager):
         unreadable, again = self._metrics.rewind(kept, evaluated)
         if unreadable:
             self.log(f"{self._metrics.path}: {unreadable} unreadable lines dropped")
-        for samples in self.run_dir.samples.glob("step-*.jsonl"):
+        for samples in self.run_dir.all_answers():
             if step_of(samples) > kept - (again is not None):
                 samples.unlink()
         self._trackers.rewind(kept - (again is not None))

@@ -104,7 +104,7 @@ def claim_run_dir(
                 raise UserError(
                     f"--output-dir {name}: not empty; name another folder, or continue the run in it with --resume auto"
                 )
-            if occupied and not run_dir.record.exists() and not run_dir.result.exists():
+            if occupied and not run_dir.is_run():
                 raise UserError(f"--output-dir {name}: not empty, and not a run of accel_sft; name another folder")
             if shared:
                 shared.write_text(str(path), encoding="utf-8")
@@ -127,8 +127,9 @@ def claim_run_dir(
     return run_dir, dataclasses.replace(config, resume=resume), finished
 
 
-def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared) -> None:
-    """Write `run.json`: settings, data and launch of the run; a resumed run must match the one that is there.
+def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, resumed: bool = False) -> None:
+    """Write `run.json`: settings, data and launch of the run. One that has trained must match the record that is there,
+    which is replaced once it is `resumed`: a resume may yet be refused.
 
     Raises:
         UserError: a resumed run's settings or data differ from what the folder records, one line each.
@@ -148,8 +149,8 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared) -> Non
     def write() -> None:
         if assembly.config.adapter != "none" or assembly.source.adapter:
             record["base_weights"] = weights_identity(assembly.source)
-        if run_dir.record.exists() and run_dir.has_trained():
-            _check_unchanged(run_dir.read_record(), record, run_dir)
+        if not resumed and run_dir.record.exists() and run_dir.has_trained():
+            return _check_unchanged(run_dir.read_record(), record, run_dir)
         write_atomically(run_dir.record, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
 
     decided_by_main(assembly.accelerator, write)
@@ -159,7 +160,7 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
     different = _changes(before, now["config"], now["task_options"])
     if before["task"] != now["task"]:
         different.append(f"task: the run was started with {before['task']}, not {now['task']}")
-    if not different and before["data_sha256"] != now["data_sha256"]:
+    if not different and before.get("data_sha256") != now["data_sha256"]:
         different.append("the data is not what the run was started with")
     base, base_now = before.get("base_weights"), now.get("base_weights")
     if not different and base and base_now and base != base_now:  # checkpoints hold the adapter alone
