@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 import torch
@@ -41,12 +42,11 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     """
     if config.model == "tiny":
         raise UserError("--model: name what to evaluate: a run's folder, saved weights, an adapter or a hub id")
-    if trained := RunDir.record_around(
-        config.model
-    ):  # the lengths that it was trained and evaluated with, unless given
-        lengths = {"max_length": trained["config"]["max_length"]}
-        lengths["max_new_tokens"] = trained["config"]["max_new_tokens"] or trained["max_new_tokens"]
-        config = dataclasses.replace(config, **{key: n for key, n in lengths.items() if getattr(config, key) is None})
+    if trained := RunDir.record_around(config.model):  # what it was trained and evaluated with, unless given
+        own = {"max_length": trained["config"]["max_length"]}
+        own["max_new_tokens"] = trained["config"]["max_new_tokens"] or trained["max_new_tokens"]
+        own |= {key: trained["config"].get(key) for key in ("thinking", "template_date")}  # not in those of 0.1
+        config = dataclasses.replace(config, **{key: own[key] for key in own if getattr(config, key) is None})
     config = config.resolved({})
     models = [config.base, config.model] if config.base else [config.model]
     sources = [find_source(config, model) for model in models]
@@ -58,6 +58,8 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
             decided_by_main(accelerator, vllm.find_python)
         if config.dry_run:
             return
+        day = decided_by_main(accelerator, lambda: config.template_date or time.strftime("%Y-%m-%d"))
+        config = dataclasses.replace(config, template_date=day)
         if accelerator.is_main_process:
             for line in (*_options(task), *_differences(config.model, task_name, accelerator.mixed_precision)):
                 print(terminal.wrapped(line), file=terminal.terminal())
