@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from accel_sft.data.conversation import Turns
-from accel_sft.data.form import split_thinking
+from accel_sft.data.form import Form, split_thinking
 from accel_sft.data.rendering import Rendering
 from accel_sft.data.template import MARK
 
@@ -39,34 +39,35 @@ class AnswerText:
             answer: the generated token ids, end-of-turn included.
         """
         form = self.rendering.form(turns, "validation")
-        lead, tail = self.rendering.lead(form), form.tail
-        wanted = split_thinking(target)[1] if self._keeps else target
-        text = self._said(answer, lead, tail, wanted)
+        lead, wanted = self.rendering.lead(form), split_thinking(target)[1] if self._keeps else target
+        text = self._said(form, answer, lead, wanted)
         if text == wanted:
             return text
         (example,) = self.rendering.examples([turns], [target], "validation")
         learnt = self.tokenizer(example.rest or "", add_special_tokens=False)["input_ids"]
-        expected = self._said(learnt, lead, tail, wanted)
+        expected = self._said(form, learnt, lead, wanted)
         if not expected:  # this tokenizer decodes the lead otherwise than the template writes it: it stays in the text
-            return self._said(answer, "", tail, wanted)
+            return self._said(form, answer, "", wanted)
         return wanted if text == expected else text
 
-    def _said(self, answer: Sequence[int], lead: str, tail: str, target: str) -> str:
-        ids = list(answer)
+    def _said(self, form: Form, answer: Sequence[int], lead: str, target: str) -> str:
+        ids, tail = list(answer), form.tail
         while ids and self._special.fullmatch(self.tokenizer.decode(ids[-1:])):
             ids.pop()
         text = _without_lead(self.tokenizer.decode(ids, skip_special_tokens=False), lead, target)
+        if self._keeps:  # before special tokens go, which its marks may be
+            text = _without_thinking(text, *form.thinking_marks)
         end = self._special.search(tail)
         if end:
             text, tail = text.partition(end[0])[0], tail[: end.start()]
-        text = self._special.sub("", text.removesuffix(tail))
-        return _without_thinking(text) if self._keeps else text
+        return self._special.sub("", text.removesuffix(tail))
 
 
-def _without_thinking(text: str) -> str:
-    """An answer behind its thinking block; nothing is left of a text that did not come to the block's end."""
-    thinking, answer = split_thinking(text)
-    return "" if thinking is None and text.lstrip().startswith("<think>") else answer
+def _without_thinking(text: str, before: str, behind: str) -> str:
+    """An answer behind its thinking, which stands between the two; nothing is left of thinking without an end."""
+    if behind and behind in text:
+        return _behind_mark(text, behind, "")
+    return "" if before and text.lstrip().startswith(before) else text
 
 
 def _without_lead(text: str, lead: str, target: str) -> str:

@@ -34,30 +34,38 @@ class Form:
         parts: each content is a list of one text part.
         sound: the generation prompt, but for `unwritten`, begins the rendering with an answer.
         unwritten: the end of the generation prompt that the template does not write where an answer follows.
+        instead: what it writes there: what ends `unwritten`, or nothing.
         system_moves: the rendering with an answer has no system text, or has it elsewhere; its prompt is not used.
         lead: what the template writes between the two and the answer; None: it loses the answer.
         tail: what it writes behind the answer.
         closing_mark: of the block that the generation prompt opened; None: it opened none.
         closing: closes that block where the template does not.
         thinking_as: how a target's thinking is given: in the "content", its own "field", or "written" by us.
+        thinking_marks: what then stands before it, and between it and the answer.
     """
 
     folds_system: bool = False
     parts: bool = False
     sound: bool = True
     unwritten: str = ""
+    instead: str = ""
     system_moves: bool = False
     lead: str | None = ""
     tail: str = ""
     closing_mark: str | None = None
     closing: str = ""
     thinking_as: str = "content"
+    thinking_marks: tuple[str, str] = ("<think>", "</think>")
 
     @property
     def closed_by_template(self) -> str:
         """The beginning of `lead` that closes the block which the prompt opened."""
         found = re.match(rf".*?{re.escape(self.closing_mark)}\s*", self.lead or "", re.S) if self.closing_mark else None
         return found[0] if found else ""
+
+    def before_lead(self, asked: str) -> str:
+        """What begins the rendering with an answer, given the prompt: all up to `lead`."""
+        return asked[: len(asked) - len(self.unwritten)] + self.instead
 
     def given(self, turns: Turns) -> list[dict[str, Any]]:
         """The turns as the template takes them."""

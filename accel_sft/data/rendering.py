@@ -7,10 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from accel_sft.api.errors import UserError
 from accel_sft.data.conversation import Turns
 from accel_sft.data.form import Form, closing_mark, parting, split_thinking
-from accel_sft.data.template import MARK, dated, rendered
+from accel_sft.data.template import MARK, Rejected, dated, rendered
 from accel_sft.io.text import one_line
 
 _ANSWER, _THOUGHT, _TURN = "\ue000\ue001", "\ue002\ue003", "\ue004{}\ue005"
@@ -43,7 +42,8 @@ class Rendering:
         self.tokenizer, self.thinking = tokenizer, thinking or "template"
         self.template = dated(tokenizer.get_chat_template(), day)
         on = {"off": False, "keep": True}.get(self.thinking)
-        self.arguments = {} if on is None else {"enable_thinking": on, "thinking": on}
+        names = () if on is None else ("enable_thinking", "thinking")
+        self.arguments = {name: on for name in names if re.search(rf"\b{name}\b", self.template)}
         self.notes: list[str] = []
         self._forms: dict[tuple[str, ...], Form] = {}
 
@@ -82,7 +82,7 @@ class Rendering:
             probes = [{"role": role, "content": _TURN.format(at)} for at, role in enumerate(roles)]
             try:
                 self._forms[roles] = self._decided(probes, split)
-            except UserError:  # some templates read contents, JSON of tools among them
+            except Rejected:  # some templates read contents, JSON of tools among them
                 self._forms[roles] = self._decided(turns, split)
         return self._forms[roles]
 
@@ -93,7 +93,7 @@ class Rendering:
         if form.thinking_as == "written" and thinking is not None:
             opening, mark = ("", form.closing_mark) if form.closing_mark else ("<think>", "</think>")
             return Rendered(asked, f"{opening}{thinking}{mark}{answer}{form.tail}", whole)
-        begins = asked[: len(asked) - len(form.unwritten)]
+        begins = form.before_lead(asked)
         if head is not None:
             begins = head[: len(head) - len(form.lead or "")]
         elif not form.sound or not asked.endswith(form.unwritten):
@@ -101,8 +101,7 @@ class Rendering:
         if not whole.startswith(begins):
             return Rendered(asked, None, whole)
         rest = whole[len(begins) :]
-        if self.thinking == "off" and form.closing_mark:
-            closing = form.closing or form.closed_by_template
+        if closing := self.closing(form):
             if not form.closing and not rest.startswith(closing):
                 return Rendered(asked, None, whole)
             return Rendered(asked + closing, rest if form.closing else rest[len(closing) :], whole)
@@ -110,9 +109,13 @@ class Rendering:
             rest = form.closing + rest
         return Rendered(asked, rest, whole)
 
+    def closing(self, form: Form) -> str:
+        """What is put behind prompts: under `--thinking off` the end of a block that the template opens there."""
+        return form.closing or form.closed_by_template if self.thinking == "off" else ""
+
     def lead(self, form: Form) -> str:
         """What is learnt between a prompt and its answer."""
-        if self.thinking == "off" and form.closing_mark:
+        if self.closing(form):
             return (form.lead or "").removeprefix(form.closed_by_template)
         return form.closing + (form.lead or "")
 
@@ -122,7 +125,7 @@ class Rendering:
         if not written:
             return dataclasses.replace(form, lead=None)
         at = parting(asked, head)
-        unwritten, lead = asked[at:], head[at:]
+        unwritten, lead, instead = asked[at:], head[at:], ""
         # what differs must lie behind the last turn, and may be blocks, but no words such as another header
         sound = not unwritten or (turns[-1]["content"] in asked[:at] and not MARK.sub("", lead).strip())
         others, moves = [turn for turn in turns if turn["role"] != "system"], False
@@ -131,13 +134,16 @@ class Rendering:
             moves = inner.sound and inner.lead is not None
             moves = moves and asked.endswith(inner.unwritten) and head.endswith(inner.lead)
             if moves:
-                unwritten, lead = inner.unwritten, inner.lead
-        form = dataclasses.replace(form, sound=sound, system_moves=moves, unwritten=unwritten, lead=lead, tail=tail)
+                unwritten, lead, instead = inner.unwritten, inner.lead, inner.instead
+        if unwritten and unwritten.endswith(lead):  # Granite's switch stands before the last mark of the prompt
+            instead, lead = lead, ""
+        around = {"unwritten": unwritten, "instead": instead, "lead": lead, "tail": tail}
+        form = dataclasses.replace(form, sound=sound, system_moves=moves, **around)
         if mark := closing_mark(asked):
             closing = "" if mark in lead else f"\n{mark}\n\n" if asked.endswith("\n") else mark
             form = dataclasses.replace(form, closing_mark=mark, closing=closing)
         if self.thinking == "keep":
-            form = dataclasses.replace(form, thinking_as=self._thinking_as(form, turns, asked, split))
+            form = self._with_thinking(form, turns, asked, split)
         self._tell(form, turns, asked)
         return form
 
@@ -149,7 +155,7 @@ class Rendering:
             try:
                 (asked,) = self._rendered([form.given(turns)], split, True)
                 (whole,) = self._rendered([form.with_answer(turns, _ANSWER)], split, False)
-            except UserError as error:
+            except Rejected as error:
                 refused = refused or error
                 continue
             first = first or (form, asked, whole)
@@ -160,18 +166,22 @@ class Rendering:
             raise refused
         return first
 
-    def _thinking_as(self, form: Form, turns: Turns, asked: str, split: str) -> str:
+    def _with_thinking(self, form: Form, turns: Turns, asked: str, split: str) -> Form:
+        """The first way of giving a target's thinking in which the template keeps it."""
+        begins = "" if form.system_moves else form.before_lead(asked)
         try:
             (field,) = self._rendered([form.with_answer(turns, _ANSWER, _THOUGHT)], split, False)
-        except UserError:
+        except Rejected:
             field = ""
-        begins = "" if form.system_moves else asked[: len(asked) - len(form.unwritten)]
-        if field.startswith(begins) and re.search(f"{_THOUGHT}.*{_ANSWER}", field[len(begins) :], re.S):
-            return "field"
+        found = re.fullmatch(f"(.*?){_THOUGHT}(.*?){_ANSWER}.*", field[len(begins) :], re.S)
+        if found and field.startswith(begins):
+            before = "" if form.system_moves else found[1].strip()
+            return dataclasses.replace(form, thinking_as="field", thinking_marks=(before, found[2].strip()))
         (whole,) = self._rendered([form.with_answer(turns, f"<think>{_THOUGHT}</think>{_ANSWER}")], split, False)
         rest = whole[len(begins) :]
         twice = form.closing_mark and MARK.match(rest.lstrip())  # the prompt opened the block already
-        return "content" if whole.startswith(begins) and _THOUGHT in rest and not twice else "written"
+        kept = whole.startswith(begins) and _THOUGHT in rest and not twice
+        return form if kept else dataclasses.replace(form, thinking_as="written")
 
     def _tell(self, form: Form, turns: Turns, asked: str) -> None:
         if form.folds_system:
@@ -185,9 +195,8 @@ class Rendering:
                 f'chat template: prompts end with "{one_line(form.unwritten)}", which it leaves out once an answer '
                 "follows; what is learnt follows the prompt as it is generated from"
             )
-        if self.thinking == "off" and form.closing_mark:
-            closing = one_line(form.closing or form.closed_by_template)
-            self.note(f'--thinking off: the chat template opens a block; "{closing}" at the prompt\'s end closes it')
+        if closing := self.closing(form):
+            self.note(f'--thinking off: prompts end with an opened block; the trainer adds "{one_line(closing)}"')
         elif form.closing:
             self.note(
                 f'chat template: prompts open a block that answers do not close; "{one_line(form.closing)}" is learnt '

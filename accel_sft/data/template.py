@@ -38,6 +38,10 @@ def dated(template: str, day: str | None) -> str:
     return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
 
 
+class Rejected(UserError):
+    """A chat template rejects messages, or fails on them; in another form it may take them."""
+
+
 class _NoEnd(BaseException):
     """A template computes on and on. Not an Exception: Jinja swallows those while it folds constants."""
 
@@ -71,7 +75,8 @@ def rendered(
         prompt: write what begins the answer too.
         given: the template's own variables.
     Raises:
-        UserError: the template rejects the messages, fails on them, or does not come to an end.
+        Rejected: the template rejects the messages, or fails on them.
+        UserError: it does not come to an end.
     """
     if not conversations:
         return []
@@ -93,7 +98,7 @@ def rendered(
         told, cause = "rejects", str(error)
         if not isinstance(error, jinja2.exceptions.TemplateError):
             told, cause = "fails on", f"{type(error).__name__}: {error}"
-        raise UserError(
+        raise Rejected(
             f"{split}: the model's chat template {told} these messages (roles {roles}): "
             f"{one_line(cause, LONGEST_ERROR)}; {mend}"
         ) from error
