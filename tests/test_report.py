@@ -175,6 +175,8 @@ def card(**changed):
         "task": "math",
         "max_new_tokens": 17,
         "messages": [{"role": "system", "content": "Sum."}, {"role": "user", "content": "```5=```"}],
+        "template_arguments": {},
+        "prompt_end": "",
         "data": {"training examples": 1798},
         "settings": {"learning_rate": 1e-4, "output_dir": "/somewhere/run", "max_steps": None},
         "result": RESULT,
@@ -196,6 +198,14 @@ def test_the_card_names_the_base_the_task_the_scores_and_the_data():
     assert '"role": "system"' in text
     assert "`model-0.5B`, fine-tuned for the task `math` with accel_sft." in text
     assert "max_new_tokens=17," in text
+
+
+def test_the_card_asks_with_the_templates_switches_and_ends_the_prompt_as_training_did():
+    assert 'return_tensors="pt"\n' in card()
+    assert 'return_tensors="pt", enable_thinking=False\n' in card(template_arguments={"enable_thinking": False})
+    closed = card(template_arguments={"thinking": False}, prompt_end="\n</think>\n\n")
+    assert "tokenize=False, thinking=False)" in closed
+    assert r"tokenizer(prompt + '\n</think>\n\n', add_special_tokens=False" in closed
 
 
 def test_an_adapters_card_names_peft_and_a_folder_is_no_hub_id(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,11 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     """
     if config.model == "tiny":
         raise UserError("--model: name what to evaluate: a run's folder, saved weights, an adapter or a hub id")
-    if trained := RunDir.record_around(config.model):  # its lengths hold, unless others are given
-        lengths = {"max_length": trained["config"].get("max_length")}
-        lengths["max_new_tokens"] = trained["config"].get("max_new_tokens") or trained.get("max_new_tokens")
-        config = dataclasses.replace(config, **{key: n for key, n in lengths.items() if getattr(config, key) is None})
+    if trained := RunDir.record_around(config.model):  # as it was trained and evaluated, unless asked otherwise
+        own = {"max_length": trained["config"].get("max_length")}
+        own["max_new_tokens"] = trained["config"].get("max_new_tokens") or trained.get("max_new_tokens")
+        own |= {key: trained["config"].get(key) for key in ("thinking", "template_date")}  # not in those of 0.1
+        config = dataclasses.replace(config, **{key: n for key, n in own.items() if getattr(config, key) is None})
         if found := config.problems():
             raise UserError(*(f"{line}; so says the run.json of --model {config.model}" for line in found))
         _compute_like(trained)
@@ -66,6 +68,8 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
             decided_by_main(accelerator, vllm.find_python)
         if config.dry_run:
             return
+        day = decided_by_main(accelerator, lambda: config.template_date or time.strftime("%Y-%m-%d"))
+        config = dataclasses.replace(config, template_date=day)
         if accelerator.is_main_process:
             for line in (*_options(task), *_differences(config.model, task_name, accelerator.mixed_precision)):
                 print(terminal.wrapped(printable(line)), file=terminal.terminal())

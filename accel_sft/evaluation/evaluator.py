@@ -14,9 +14,10 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
+from accel_sft.data.answer_text import AnswerText
 from accel_sft.data.chat import Encoded, end_of_turn_ids
 from accel_sft.data.conversation import conversation
-from accel_sft.data.template import AnswerText
+from accel_sft.data.rendering import Rendering
 from accel_sft.evaluation.backend import AnswerBackend
 from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.scoring import aggregated, scored
@@ -89,7 +90,7 @@ class Evaluator:
     max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self.answer_text = AnswerText(self.tokenizer)
+        self.answer_text = AnswerText(Rendering(self.tokenizer, self.config.thinking, self.config.template_date))
         self.encoded = list(self.encoded[: self.config.eval_limit])
 
     def __call__(self, model: torch.nn.Module, batching: Batching) -> Evaluation:

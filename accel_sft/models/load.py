@@ -123,6 +123,8 @@ def load_tokenizer(source: Source, config: TrainConfig) -> Any:
     with _errors_explained(source.tokenizer):
         tokenizer = AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=config.trust_remote_code)
     if tokenizer.chat_template is None:
+        tokenizer.chat_template = _processor_template(source.tokenizer)
+    if tokenizer.chat_template is None:
         raise UserError(
             f"--model {source.tokenizer}: its tokenizer has no chat template; use an instruction-tuned model, "
             "or save the tokenizer with a chat_template of yours"
@@ -132,6 +134,16 @@ def load_tokenizer(source: Source, config: TrainConfig) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _processor_template(name: str) -> str | None:
+    """The template in chat_template.json, where processors used to keep theirs and tokenizers do not look."""
+    from transformers.utils import cached_file
+
+    with _errors_explained(name):
+        path = cached_file(name, "chat_template.json", _raise_exceptions_for_missing_entries=False)
+    found = read_json(Path(path)).get("chat_template") if path else None
+    return found if isinstance(found, str) else None
 
 
 def load_model(source: Source, config: TrainConfig, *, precision: str, deepspeed: bool, total_steps: int = 0) -> Any:
@@ -226,4 +238,5 @@ def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules
         generation = GenerationConfig.from_pretrained(source.weights, trust_remote_code=config.trust_remote_code)
     except OSError:  # a model need not have one; the tokenizer's eos then stands alone
         generation = None
-    return Rules(frozenset(end_of_turn_ids(tokenizer, generation)), config.max_length, config.truncation)
+    ends = frozenset(end_of_turn_ids(tokenizer, generation))
+    return Rules(ends, config.max_length, config.truncation, config.thinking, config.template_date)

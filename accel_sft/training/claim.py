@@ -71,14 +71,15 @@ def claim_run_dir(
     """Create or reuse the run's folder, the same on every rank.
 
     Returns:
-        the folder; `config`, with `--resume auto` if an earlier attempt of this launch claimed the folder; and whether
-        the folder's run is complete already. Other settings than that run's are refused later, by name.
+        the folder; `config`, with the day that templates are told, and with `--resume auto` if an earlier attempt of
+        this launch claimed the folder; and whether the folder's run is complete already. Other settings than that
+        run's are refused later, by name.
     Raises:
         UserError: the folder is not empty and `--resume` is off, belongs to something else, or cannot be written.
     """
     claimed: list[RunDir] = []
 
-    def claim() -> tuple[RunDir, str, bool]:
+    def claim() -> tuple[RunDir, str, str, bool]:
         # in torchrun's temporary folder a file tells later attempts of this launch the run's folder
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         shared = Path(file).parents[2] / "accel_sft-run-dir" if file else None
@@ -116,15 +117,20 @@ def claim_run_dir(
         except OSError as error:
             raise UserError(f"--output-dir {name}: cannot be used ({error.strerror})") from None
         complete = resume != "off" and status == "complete"
-        return run_dir, resume, complete and not _changes(run_dir.read_record(), config.as_dict(), _options(task))
+        resumed = resume != "off" and (status == "complete" or run_dir.record.exists())
+        before = run_dir.read_record() if resumed else {"config": {}}
+        # templates are told the day on which the run was started, whenever and on whichever rank they are rendered
+        day = config.template_date or before["config"].get("template_date") or time.strftime("%Y-%m-%d")
+        settled = {**config.as_dict(), "template_date": day}
+        return run_dir, resume, day, complete and not _changes(before, settled, _options(task))
 
     try:
-        run_dir, resume, finished = decided_by_main(accelerator, claim)
+        run_dir, resume, day, finished = decided_by_main(accelerator, claim)
     except Exception as error:  # another rank was lost before this one began
         for run_dir in claimed:
             run_dir.write_ended("failed", lost_peers() or str(error))
         raise
-    return run_dir, dataclasses.replace(config, resume=resume), finished
+    return run_dir, dataclasses.replace(config, resume=resume, template_date=day), finished
 
 
 def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, resumed: bool = False) -> None:

@@ -18,12 +18,16 @@ from accel_sft.training.state import TrainState
 
 def card(task_name: str, prepared: Prepared, state: TrainState) -> str:
     """The README.md beside the weights of this state, whose newest evaluation stands beside the untrained ones'."""
-    config, task = prepared.assembly.config, prepared.assembly.task
+    config, task, rendering = prepared.assembly.config, prepared.assembly.task, prepared.assembly.encode.rendering
+    turns = task.messages(prepared.validation_examples[prepared.validation.kept[0].index])
+    form = rendering.form(turns, "validation")
     return model_card(
         base_model=config.init_from or config.model,
         task=task_name,
         adapter=config.adapter,
-        messages=task.messages(prepared.validation_examples[prepared.validation.kept[0].index]),
+        messages=form.given(turns),
+        template_arguments=rendering.arguments,
+        prompt_end=rendering.closing(form),
         max_new_tokens=config.max_new_tokens or prepared.longest_answer,
         data=prepared.counts(),
         settings=describe.recordable({**config.as_dict(), **dataclasses.asdict(task)}),
