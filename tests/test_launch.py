@@ -478,8 +478,31 @@ def test_missing_tools_are_named(tmp_path, monkeypatch):
     (line,) = lines(deepspeed_ops.audit_compilation(launch, 0), "note")
     assert line.startswith("DeepSpeed compiles on first use, once per machine, deepspeed_shm_comm (")
     assert line.index("about a minute") < line.index("cpu_adam") < line.index("async_io")
+
+
+@pytest.mark.parametrize(
+    ("offloaded", "needs_nvcc"),
+    [("optimizer_device: cpu", False), ("optimizer_device: nvme", True), ("param_device: nvme", True)],
+)
+def test_of_the_operators_on_gpus_only_that_of_the_disk_needs_the_cuda_toolkit(
+    tmp_path, monkeypatch, offloaded, needs_nvcc
+):
+    place, device = offloaded.split(": ")
+    section = {"zero_stage": 3, "zero3_save_16bit_model": True, f"offload_{place}": device}
+    launch = seen_by_a_rank(written(tmp_path, Z2 | {"deepspeed_config": section}))
+    which = deepspeed_ops.shutil.which
+    monkeypatch.setattr(deepspeed_ops.shutil, "which", lambda name: None if name == "nvcc" else which(name))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert "nvcc is missing" in "\n".join(lines(audit(TrainConfig(), launch, devices=2), "error"))
+    assert ("nvcc is missing" in "\n".join(lines(audit(TrainConfig(), launch, devices=2), "error"))) is needs_nvcc
+
+
+def test_a_gpu_that_torch_does_not_see_is_an_error_unless_it_is_hidden_on_purpose(tmp_path, built, monkeypatch):
+    monkeypatch.setattr(auditing, "_NVIDIA", tmp_path)
+    launch = seen_by_a_rank(written(tmp_path, DDP))
+    assert "sees none of this machine's NVIDIA GPUs" in "\n".join(lines(audit(TrainConfig(), launch, 0), "error"))
+    assert not lines(audit(TrainConfig(), launch, 2), "error")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not lines(audit(TrainConfig(), seen_by_a_rank(written(tmp_path, DDP)), 0), "error")
 
 
 def test_old_gcc_is_refused(tmp_path, monkeypatch):

@@ -56,9 +56,12 @@ def audit_operators(launch: Launch, devices: int) -> Iterator[Finding]:
     if "async_io" in needed and not _has_libaio():
         mend = "apt-get install libaio-dev, or use accelerate_configs/z3_offload.yaml"
         yield error("NVMe offload needs libaio with its header, which is missing", mend)
-    if devices and "cpu_adam" in needed and not _has_nvcc():
-        mend = "install the CUDA toolkit of torch's version and set CUDA_HOME"
-        yield error("the offloaded optimizer is compiled against CUDA, and nvcc is missing", mend)
+    # on CUDA too, DeepSpeed compiles cpu_adam without CUDA
+    if devices and "async_io" in needed and not _has_nvcc():
+        mend = (
+            "install the CUDA toolkit of torch's version and set CUDA_HOME, or use accelerate_configs/z3_offload.yaml"
+        )
+        yield error("NVMe offload is compiled against CUDA, and nvcc is missing", mend)
 
 
 def audit_compilation(launch: Launch, devices: int) -> Iterator[Finding]:
