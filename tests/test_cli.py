@@ -210,7 +210,10 @@ FAULTY_FILES = {
     "a misspelt option": ("otput-dir: runs/a\nresume: auto\nsize: 4\n", "unknown option 'otput-dir'; did you mean"),
     "another option misspelt": ("output-dir: runs/a\nresume: auto\nsize: 4\nlog: 3\n", "unknown option 'log'"),
     "a misspelt option that is needed": ("sise: 4\n", "unknown option 'sise'; did you mean size?"),
-    "a wrong value that another needs": ("output-dir: [[a]]\nresume: auto\nsize: 4\n", "--output-dir (list): expected"),
+    "a wrong value that another needs": (
+        "output-dir: [[a]]\nresume: auto\nsize: 4\n",
+        "--output-dir: expected one value",
+    ),
     "a wrong value that is needed": ("size: x\n", "--size 'x': expected a whole number"),
     "no YAML": ("size: 4\noutput-dir: [runs/a\nresume: auto\n", "not YAML: "),
 }

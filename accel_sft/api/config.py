@@ -92,7 +92,7 @@ class TrainConfig:
 
     output_dir: str | None = _run(None, help="The run's own folder; default runs/<task>-<time>.")
     seed: int = _run(42, min=0, max=2**31, help="Of initial weights, data order and dropout.")
-    save_every: str = _run("auto", help="Steps between checkpoints, epoch, off, or auto (with evaluations).")
+    save_every: str = _run("auto", help="Steps between checkpoints, epoch, off, or auto (about 4 a run).")
     keep_checkpoints: int = _run(2, min=1, help="Newest checkpoints kept.")
     resume: str = _run("off", help="auto (newest complete checkpoint), a checkpoint's folder, or off.")
     hang_timeout: int = _run(

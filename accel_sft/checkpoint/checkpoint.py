@@ -167,7 +167,7 @@ def export(accelerator: Accelerator, model: Any, tokenizer: Any, target: Path, c
     first_names: dict[int, str] = {}
     for name, parameter in unwrapped.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(parameter), name)
-        if first != name and weights and name in weights:
+        if first != name and weights and {first, name} <= weights.keys():
             weights[name] = weights[first]  # FSDP gathers tied weights as often as they are named
     with replacing(accelerator, target) as partial:
         if accelerator.is_main_process:

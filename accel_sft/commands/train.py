@@ -28,7 +28,7 @@ from accel_sft.training.trainer import OnStep, Trainer
 
 
 def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | None = None) -> None:
-    """Train `task` as `config` says, in the processes that `accelerate launch` started.
+    """Train `task` as `config` says, in the processes that `accelerate launch` started; in their main threads.
 
     Args:
         on_step: called on every rank after each optimizer step, with the step's line of metrics.jsonl (`step`, `epoch`,

@@ -106,7 +106,8 @@ def publish(made: Path, kind: str, key: str, about: dict[str, Any]) -> Path:
         except OSError:
             if not target.exists():
                 raise
-        if find(kind, key):
+        with contextlib.suppress(manifest.Damaged):
+            manifest.verify(target)
             return target
         with contextlib.suppress(FileNotFoundError):  # another run was quicker
             _remove(target)

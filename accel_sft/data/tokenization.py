@@ -2,7 +2,7 @@
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +147,19 @@ class SplitEncoder:
         """Write this rank's contiguous share; what was left out of it, and cut."""
         ranks, place = len(self.team.here), self.team.rank - self.team.first
         indices = range(len(examples) * place // ranks, len(examples) * (place + 1) // ranks)
-        parts = encode_parts(self.rendering, self.task, examples, indices, split, self.rules)
-        return write_part(folder / f"part-{place}", parts, split)
+
+        def parts() -> Iterator[Encoding]:
+            for part in encode_parts(self.rendering, self.task, examples, indices, split, self.rules):
+                yield part
+                if any((folder / f"failed-{lower}").exists() for lower in range(place)):
+                    return  # the error of a lower example will be reported
+
+        try:
+            return write_part(folder / f"part-{place}", parts(), split)
+        except UserError:
+            with contextlib.suppress(OSError):
+                (folder / f"failed-{place}").touch()
+            raise
 
 
 def _kept(key: str) -> tuple[Path, dict[str, Any]] | None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from accel_sft.api.errors import UserError
 from accel_sft.io.terminal import waiting
 from accel_sft.launch.info import Finding, Launch, error, note, warning
 
@@ -92,10 +93,16 @@ def compiling(launch: Launch, devices: int) -> contextlib.AbstractContextManager
 
 
 def _library(name: str) -> Path:
-    """The compiled operator; torch keeps it beside the lock of its compilation."""
+    """The compiled operator; torch keeps it beside the lock of its compilation, in a folder that is made here."""
     from torch.utils.cpp_extension import _get_build_directory
 
-    return Path(_get_build_directory(name, verbose=False), f"{name}.so")
+    try:
+        return Path(_get_build_directory(name, verbose=False), f"{name}.so")
+    except OSError as problem:
+        raise UserError(
+            f"{problem.filename}: DeepSpeed's {name} is kept there, and it cannot be written ({problem.strerror}); "
+            "make it writable, or set TORCH_EXTENSIONS_DIR to a folder that is"
+        ) from None
 
 
 def _abandoned(lock: Path) -> bool:
