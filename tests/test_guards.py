@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import psutil
 import pytest
@@ -262,6 +265,28 @@ def test_a_folder_is_a_runs_by_its_record_and_not_by_a_file_that_others_write_to
         assert {
             str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()
         } == files
+
+
+def test_machines_without_a_folder_in_common_are_told_so_before_anything_is_computed(tmp_path, monkeypatch):
+    monkeypatch.setattr(claim, "read_launch", lambda: types.SimpleNamespace(machines=2))
+    monkeypatch.setattr(claim, "_SHARED_SECONDS", 0.3)
+    accelerator, config = Accelerator(cpu=True), TrainConfig(output_dir=str(tmp_path / "run")).resolved({})
+    with pytest.raises(UserError, match="--output-dir: name a folder that all machines share"):
+        claim.claim_run_dir(accelerator, "sums", Sums(), TrainConfig().resolved({}))
+    run_dir, *_ = claim.claim_run_dir(accelerator, "sums", Sums(), config)
+    claim.release()
+    assert sorted(path.name for path in run_dir.path.iterdir()) == ["logs", "result.json"]
+
+    def on_another_machine(accelerator, decide):
+        found = decide()
+        return tmp_path / "elsewhere" / found.name if isinstance(found, Path) else found
+
+    monkeypatch.setattr(claim, "decided_by_main", on_another_machine)
+    resumed = dataclasses.replace(config, resume="auto")
+    with pytest.raises(UserError, match="does not see what rank 0 wrote there; name a folder on a file system that"):
+        claim.claim_run_dir(accelerator, "sums", Sums(), resumed)
+    claim.release()
+    assert run_dir.read_status() == "failed"
 
 
 def test_another_runs_checkpoint_is_refused(copy, tmp_path):
