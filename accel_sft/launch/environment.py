@@ -7,6 +7,7 @@ import os
 import sysconfig
 from pathlib import Path
 
+from accel_sft.api.errors import UserError
 from accel_sft.launch.info import launcher_command
 from accel_sft.launch.rank_environment import launcher_flags
 
@@ -24,7 +25,11 @@ def prepare_environment(debug: bool = False) -> None:
     """Set what libraries read at import: threads, log levels, and a PATH on which pip's ninja is found.
 
     Call it before torch, transformers or deepspeed are imported. A variable the user has set is left alone.
+
+    Raises:
+        UserError: the variables of a rank have values that no launcher gives.
     """
+    _check_ranks()
     os.environ["OMP_NUM_THREADS"] = str(threads_per_process())  # DeepSpeed's CPU Adam has an OpenMP of its own
     if "OMP_WAIT_POLICY" not in os.environ:
         # OpenMP's threads wait for each other spinning, by default for so long that any other program on a core makes
@@ -37,6 +42,18 @@ def prepare_environment(debug: bool = False) -> None:
         os.environ["PATH"] = os.pathsep.join((scripts, os.environ.get("PATH", "")))
     for name, value in ({} if debug else _QUIET).items():
         os.environ.setdefault(name, value)
+
+
+def _check_ranks() -> None:
+    """Raises UserError if the variables that a launcher sets are left over or were set by hand, not by a launcher."""
+    least = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
+    given = {name: os.environ[name] for name in least if name in os.environ}
+    wrong = [name for name, value in given.items() if not value.isdecimal() or int(value) < least[name]]
+    if not wrong and int(given.get("WORLD_SIZE", "1")) > 1:
+        wrong = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if wrong:
+        found = ", ".join(f"{name} is {given[name]!r}" if name in given else f"{name} is not set" for name in wrong)
+        raise UserError(f"{found}: unset WORLD_SIZE and RANK for one process, or start ranks with accelerate launch")
 
 
 def _keep_freed_memory() -> None:

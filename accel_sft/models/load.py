@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -194,8 +195,10 @@ def _errors_explained(name: str) -> Iterator[None]:
     """Inside, what `name` is loaded from may fail as libraries fail: the error says what cannot be loaded, and why."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError, pickle.UnpicklingError) as error:
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):  # torch's own text suggests to run what is in the file
+            cause = "its weights hold more than numbers, which could run code; use safetensors, from someone you trust"
         if "trust_remote_code" in str(error):
             cause = "it needs its own code to run; read that code, then pass --trust-remote-code"
         if "attn_implementation" in str(error):

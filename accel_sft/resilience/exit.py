@@ -165,7 +165,7 @@ def _leave(status: int) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     distributed = sys.modules.get("torch.distributed")
     running = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if running or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if running or os.environ.get("WORLD_SIZE", "1") != "1":
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(BrokenPipeError):
                 stream.flush()
