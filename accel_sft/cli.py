@@ -3,7 +3,8 @@
 import functools
 import re
 import shlex
-from collections.abc import Container
+import sys
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import click
@@ -20,13 +21,13 @@ from accel_sft.api.task import Task
 from accel_sft.commands.launch_file import launch_file
 from accel_sft.commands.new_task import new_task
 from accel_sft.commands.tasks import tasks
+from accel_sft.launch.info import launcher_flags, under_launcher
 from accel_sft.models.tiny import TINY_DEFAULTS
 from accel_sft.resilience.exit import ExitHandler
 
 _USUAL = TrainConfig(model="").resolved({})
 _OF_ADAPTERS = TrainConfig(model="", adapter="lora").resolved({})
-_FILE = re.compile(r"(^|_)(file|path|dir|folder)s?$")
-"""Names of the options that name files."""
+_FILE = re.compile(r"(^|_)(file|path|dir|folder)s?$")  # options that name files
 _METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER"}
 
 
@@ -107,7 +108,7 @@ class TaskCommand(click.Command):
 
         run(self.name, task, config)
 
-    def usual(self, config: TrainConfig, given: Container[str]) -> dict[str, Any]:
+    def usual(self, config: TrainConfig, given: Iterable[str]) -> dict[str, Any]:
         """The task's settings besides those `given` by the command line or a file, if not the task's defaults."""
         return {}
 
@@ -173,21 +174,31 @@ class EvaluateCommand(TaskCommand):
 
         run(self.name, task, config)
 
-    def usual(self, config: TrainConfig, given: Container[str]) -> dict[str, Any]:
+    def usual(self, config: TrainConfig, given: Iterable[str]) -> dict[str, Any]:
         """Raises UserError if they name files: a run's folder may be another's, and name any file of this machine."""
         from accel_sft.io.run_dir import RunDir
 
         record = RunDir.record_around(config.model)
         before = record["task_options"] if record and record["task"] == self.name else {}
-        mine = [s for s in self.offers[self.task_class] if s.name in before and s.name not in given]
+        mine = [s for s in self.offers[self.task_class] if s.name in before.keys() - {*given}]
         mine = [s for s in mine if before[s.name] != HIDDEN and not s.problem(before[s.name])]
         if files := [s for s in mine if _FILE.search(s.name) and before[s.name] != s.default]:
             named = " ".join(f"{s.flag} {shlex.quote(str(before[s.name]))}" for s in files)
-            raise UserError(
-                f"--model {config.model}: its record names files, and those of a record are not read unasked; "
-                f"add {named}, or name others"
-            )
+            why = "its record names files, and those of a record are not read unasked"
+            raise UserError(f"--model {config.model}: {why}; add {named}, or name others")
         return {s.name: before[s.name] for s in mine}
+
+
+def _load(name: str) -> type[Task]:
+    """Import a task, which may hang, and whose launcher may be killed meanwhile."""
+    if not under_launcher():
+        return registry.load(name)
+    from accel_sft.resilience.signals import StopSignals
+    from accel_sft.resilience.watchdog import Watchdog
+
+    asked = launcher_flags(sys.argv).get("hang_timeout", "")  # no option is read before the task is there
+    with StopSignals(), Watchdog(int(asked) if asked.isdecimal() else _USUAL.hang_timeout, alone=True):
+        return registry.load(name)
 
 
 class TaskGroup(click.Group):
@@ -208,7 +219,7 @@ class TaskGroup(click.Group):
                 return None
             near = registry.suggestion(cmd_name, [*registry.names(), *self.commands])
             ctx.fail(f"no task or tool {cmd_name!r}{near}; `accel-sft tasks` lists the tasks that are installed here")
-        task_class = None if ctx.resilient_parsing else registry.load(cmd_name)
+        task_class = None if ctx.resilient_parsing else _load(cmd_name)
         summary = registry.summary_of(task_class, cmd_name) if task_class else summaries[cmd_name]
         return self.task_command(cmd_name, task_class, summary)
 

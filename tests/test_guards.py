@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -11,6 +12,8 @@ import shutil
 import statistics
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import psutil
 import pytest
@@ -308,6 +311,28 @@ def test_a_folder_is_a_runs_by_its_record_and_not_by_a_file_that_others_write_to
         } == files
 
 
+def test_machines_without_a_folder_in_common_are_told_so_before_anything_is_computed(tmp_path, monkeypatch):
+    monkeypatch.setattr(claim, "read_launch", lambda: types.SimpleNamespace(machines=2))
+    monkeypatch.setattr(claim, "_SHARED_SECONDS", 0.3)
+    accelerator, config = Accelerator(cpu=True), TrainConfig(output_dir=str(tmp_path / "run")).resolved({})
+    with pytest.raises(UserError, match="--output-dir: name a folder that all machines share"):
+        claim.claim_run_dir(accelerator, "sums", Sums(), TrainConfig().resolved({}))
+    run_dir, *_ = claim.claim_run_dir(accelerator, "sums", Sums(), config)
+    claim.release()
+    assert sorted(path.name for path in run_dir.path.iterdir()) == ["logs", "result.json"]
+
+    def on_another_machine(accelerator, decide):
+        found = decide()
+        return tmp_path / "elsewhere" / found.name if isinstance(found, Path) else found
+
+    monkeypatch.setattr(claim, "decided_by_main", on_another_machine)
+    resumed = dataclasses.replace(config, resume="auto")
+    with pytest.raises(UserError, match="does not see what rank 0 wrote there; name a folder on a file system that"):
+        claim.claim_run_dir(accelerator, "sums", Sums(), resumed)
+    claim.release()
+    assert run_dir.read_status() == "failed"
+
+
 def test_another_runs_checkpoint_is_refused(copy, tmp_path):
     whole, folder = copy
     theirs = whole.run_dir / "checkpoints" / "step-000003"
@@ -387,8 +412,8 @@ def test_a_write_that_the_disk_refuses_is_told_with_the_way_out(tmp_path, number
 @pytest.mark.parametrize(
     ("environment", "told"),
     [
-        ({"WORLD_SIZE": "abc"}, "environment variable WORLD_SIZE 'abc': not a number; unset it"),
-        ({"WORLD_SIZE": "2"}, "environment variable WORLD_SIZE 2: without"),
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc': unset WORLD_SIZE and RANK"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set, MASTER_ADDR is not set"),
         ({"ACCEL_SFT_CACHE": "~nobody.here"}, "ACCEL_SFT_CACHE ~nobody.here: nobody here has this home folder"),
     ],
 )

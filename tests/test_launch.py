@@ -839,3 +839,21 @@ def test_two_real_ranks_are_one_world(name, flags, precision, tmp_path):
     if name == "z2":
         assert record["deepspeed_config"]["gradient_clipping"] == 0.25
         assert record["zero_stage"] == 2
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is not set, MASTER_ADDR is not set, MASTER_PORT is not set: unset WORLD_SIZE"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is ''"),
+        ({"WORLD_SIZE": "abc", "RANK": "-1"}, "WORLD_SIZE is 'abc', RANK is '-1'"),
+    ],
+)
+def test_what_no_launcher_sets_is_refused_in_a_line(variables, told):
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | variables
+    command = [sys.executable, "-m", "accel_sft", "math", "--dry-run"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert told in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,3 +89,15 @@ def test_an_evaluation_says_in_what_it_differs_from_the_runs_own(tmp_path):
         assert "the run computed in bf16, this evaluation does in float32" in other_precision
         assert "--mixed_precision bf16" in other_precision
     assert _differences("Qwen/Qwen2.5-0.5B-Instruct", "ner", "no") == []
+
+
+def test_weights_that_hold_more_than_numbers_are_refused_without_advice_to_run_them(tmp_path):
+    folder, ran = make_tiny(tmp_path / "model"), tmp_path / "ran"
+    (folder / "model.safetensors").unlink()
+    evil = type("Evil", (), {"__reduce__": lambda self: (Path.touch, (ran,))})
+    torch.save({"weight": evil()}, folder / "pytorch_model.bin")
+    config = TrainConfig().resolved({})
+    with pytest.raises(UserError, match="hold more than numbers, which could run code; use safetensors") as caught:
+        load_model(find_source(config, str(folder)), config, precision="no", deepspeed=False)
+    assert "weights_only" not in str(caught.value)
+    assert not ran.exists()

@@ -19,7 +19,7 @@ from accel_sft.launch.start import start
 from accel_sft.models.load import is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS
 from accel_sft.resilience.exit import leave_together, lost_peers
-from accel_sft.resilience.signals import StopSignals
+from accel_sft.resilience.signals import Interruption, StopSignals
 from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training.claim import claim_run_dir, release, write_run_record
@@ -54,6 +54,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
             accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir.report}")
             return
         accelerator.print(terminal.wrapped(f"folder    {run_dir}", 10))
+        signals.run_dir = run_dir
         watch, log = Watchdog(config.hang_timeout, run_dir), run_dir.log(accelerator.process_index)
         with _ending(accelerator, run_dir, config, signals), terminal.quiet(log, config.debug), watch:
             prepared = prepare_data(accelerator, run_dir, task, config)
@@ -98,6 +99,9 @@ def _explained(run_dir: RunDir, error: BaseException) -> BaseException:
         return UserError(
             f"{frame.filename}:{frame.lineno}: sys.exit({error.code!r}) during the run; raise an error instead"
         )
+    interrupted = isinstance(error, KeyboardInterrupt) and not isinstance(error, Interruption)
+    if interrupted and (lost := lost_peers()):
+        return UserError(lost)  # a launcher that misses a rank sends the others SIGTERM
     if isinstance(error, UserError) or not isinstance(error, Exception):
         return error
     if isinstance(error, torch.OutOfMemoryError):

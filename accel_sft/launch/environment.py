@@ -21,18 +21,13 @@ _QUIET = {
 }
 
 
-_NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
-_NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Of the variables that a launcher sets: those of several ranks cannot do without."""
-
-
 def prepare_environment(debug: bool = False) -> None:
     """Set what libraries read at import: threads, log levels, and a PATH on which pip's ninja is found.
 
     Call it before torch, transformers or deepspeed are imported. A variable the user has set is left alone.
 
     Raises:
-        UserError: variables that a launcher sets are no numbers, or are there only in part.
+        UserError: the variables of a rank have values that no launcher gives.
     """
     _check_ranks()
     os.environ["OMP_NUM_THREADS"] = str(threads_per_process())  # DeepSpeed's CPU Adam has an OpenMP of its own
@@ -50,13 +45,15 @@ def prepare_environment(debug: bool = False) -> None:
 
 
 def _check_ranks() -> None:
-    given = os.environ
-    wrong = [f"{name} {given[name]!r}: not a number" for name in _NUMBERS if not given.get(name, "0").isdecimal()]
-    if not wrong and int(given.get("WORLD_SIZE", "1")) != 1:
-        lacking = ", ".join(name for name in _NEEDED if name not in given)
-        wrong = [f"WORLD_SIZE {given['WORLD_SIZE']}: without {lacking}"] if lacking else []
+    """Raises UserError if the variables that a launcher sets are left over or were set by hand, not by a launcher."""
+    least = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
+    given = {name: os.environ[name] for name in least if name in os.environ}
+    wrong = [name for name, value in given.items() if not value.isdecimal() or int(value) < least[name]]
+    if not wrong and int(given.get("WORLD_SIZE", "1")) > 1:
+        wrong = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if wrong:
-        raise UserError(*(f"environment variable {line}; unset it, or use accelerate launch" for line in wrong))
+        found = ", ".join(f"{name} is {given[name]!r}" if name in given else f"{name} is not set" for name in wrong)
+        raise UserError(f"{found}: unset WORLD_SIZE and RANK for one process, or start ranks with accelerate launch")
 
 
 def _keep_freed_memory() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -214,8 +215,10 @@ def _errors_explained(name: str) -> Iterator[None]:
     try:
         with contextlib.nullcontext() if Path(name).exists() else waiting(f"waiting for {name} from the hub"):
             yield
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError, pickle.UnpicklingError) as error:
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):  # torch's own text suggests to run what is in the file
+            cause = "its weights hold more than numbers, which could run code; use safetensors, from someone you trust"
         if "trust_remote_code" in str(error):
             cause = "it needs its own code to run; read that code, then pass --trust-remote-code"
         if "attn_implementation" in str(error):

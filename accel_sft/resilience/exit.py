@@ -7,6 +7,7 @@ import json
 import os
 import select
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -15,7 +16,11 @@ from typing import NoReturn, TextIO
 import click
 
 from accel_sft.api.errors import UserError
+from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import one_line, printable
+
+DISK_SECONDS = 3.0
+"""Time for a disk to take the last line of a run that is ended from a thread."""
 
 
 class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
@@ -40,7 +45,8 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
         if isinstance(error, BrokenPipeError) and _stdout_is_closed():
             _leave(141)  # as a shell reports SIGPIPE
         if isinstance(error, (KeyboardInterrupt, click.Abort)):
-            _print_once(str(error) or "interrupted")
+            message = str(error) or "interrupted"
+            report(message, message)  # recorded too: a rank without a record looks to the others as if it was killed
             _leave(getattr(error, "status", 130))  # as a shell reports SIGINT
         if isinstance(error, click.ClickException):
             shown = io.StringIO()
@@ -89,6 +95,13 @@ def lost_peers() -> str:
 
     own = _record_file()
     return lost_ranks(own.parent.parent) if own and not _earlier_failures() else ""
+
+
+def record_end(run_dir: RunDir, message: str) -> None:
+    """Write into the run's result why this rank is ended from a thread; the disk may hang too."""
+    recording = threading.Thread(target=run_dir.write_ended, args=("failed", message), daemon=True)
+    recording.start()
+    recording.join(DISK_SECONDS)
 
 
 def _earlier_failures() -> list[tuple[int, str]]:
@@ -152,7 +165,7 @@ def _leave(status: int) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     distributed = sys.modules.get("torch.distributed")
     running = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if running or os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
+    if running or os.environ.get("WORLD_SIZE", "1") != "1":
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(BrokenPipeError):
                 stream.flush()

@@ -15,8 +15,9 @@ import psutil
 
 from accel_sft.launch import host_memory
 
-_WAITING = ("/torch/distributed/", "/deepspeed/comm/", "/torch/autograd/graph.py")
-"""Files of functions in which a rank waits for others; gradients are reduced within a backward."""
+_WAITING = re.compile(r"/torch/(distributed|cuda)/|/torch/autograd/graph\.py|/deepspeed/(comm|runtime)/")
+"""Files of functions in which a rank waits for others: gradients are reduced within a backward, and a GPU is waited for
+that waits itself."""
 _REDUCING = ("reduce_step", "gather_numbers")
 """Functions that wait for the result of a collective where the device runs behind."""
 _LIBRARIES = re.compile(
@@ -28,7 +29,7 @@ _LIBRARIES = re.compile(
 def waits(frame: FrameType) -> bool:
     """Whether a thread waits for other ranks: in a collective, or for its result where the device runs behind."""
     for each, _ in itertools.islice(traceback.walk_stack(frame), 8):
-        if any(part in each.f_code.co_filename for part in _WAITING) or each.f_code.co_name in _REDUCING:
+        if _WAITING.search(each.f_code.co_filename) or each.f_code.co_name in _REDUCING:
             return True
     return False
 

@@ -10,8 +10,10 @@ import threading
 import time
 from types import FrameType
 
+from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import terminal
 from accel_sft.launch.info import PARENT, under_launcher
+from accel_sft.resilience.exit import lost_peers, record_end, report
 
 WATCH_SECONDS = 1.0
 """Between looks at whether the launcher is still there."""
@@ -33,13 +35,14 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
     """Inside, SIGTERM and SIGINT end the process, or are noted while `deferred`; a second signal ends it at once.
 
     A rank whose launcher has ended does so too within two seconds and writes no file: a later run may already write
-    there. One that got a signal before may still write its checkpoint. During start-up the main thread may wait for
-    other ranks in C, where it handles no signal; the watching thread ends the process then.
+    there. One that got a signal before may still write its checkpoint. A main thread that waits for other ranks in C
+    handles no signal: the watching thread ends the process then, during start-up or if a rank was lost.
     """
 
     def __init__(self) -> None:
         self.asked = 0  # number of the signal that came while `deferred`
         self.deferred = False  # whether signals are noted, for a loop that looks at `asked`
+        self.run_dir: RunDir | None = None  # whose result says why the watching thread ended this rank
         self._launcher = PARENT if under_launcher() else None
         self._before: dict[int, object] = {}
         self._ended = threading.Event()
@@ -89,9 +92,16 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
         while not self._ended.is_set():
             if select.select([arriving], [], [], WATCH_SECONDS)[0]:
                 came |= {number: time.monotonic() for number in os.read(arriving, 64) if number in self._before}
-            starting = not self.deferred  # later ranks are connected, and collectives fail when one has ended
             for number, then in came.items():
-                if starting and not self.asked and time.monotonic() - then > UNHANDLED_SECONDS:
+                if time.monotonic() - then < UNHANDLED_SECONDS:
+                    continue
+                # a collective of a GPU waits for a lost rank in C, where neither an error nor a signal reaches Python
+                if lost := lost_peers():
+                    report(f"Error: {lost}", lost, terminal())
+                    if self.run_dir:
+                        record_end(self.run_dir, lost)
+                    os._exit(1)
+                if not self.deferred and not self.asked:
                     _log(f"rank {os.environ.get('RANK', '0')}: {signal.Signals(number).name} during start-up: ended\n")
                     os._exit(128 + number)
             self.exit_if_orphaned()

@@ -56,15 +56,17 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     """Inside, the run ends if no rank makes progress for `seconds`, and the ranks that hang are named; 0: none.
 
     Stacks and end are written to `run_dir`; where there is none, the stack of a rank that hangs goes to the terminal.
+    `alone` it watches this rank only, and does without torch.
     """
 
-    def __init__(self, seconds: float, run_dir: RunDir | None = None) -> None:
+    def __init__(self, seconds: float, run_dir: RunDir | None = None, *, alone: bool = False) -> None:
         self.seconds, self.run_dir = seconds, run_dir
-        self.rank, self.ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank, self.ranks = int(os.environ.get("RANK", "0")), 1 if alone else int(os.environ.get("WORLD_SIZE", "1"))
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._heartbeats_only = False
         self._store: Any = None  # the launcher's; None for one rank, or where it cannot be reached
+        self._dumped = 0  # bytes of stacks that were written and shown, which are no progress
         self._worked: dict[int, tuple[float, int]] = {}  # of each rank, CPU seconds and bytes at the last look
         self._heard: dict[int, tuple[int, float]] = {}  # of each rank, its last tick and when that came
         self._silent: set[int] = set()
@@ -103,6 +105,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     def _watch_main_thread(self, stacks: IO[str]) -> None:
         pause, tick, seen, still, shown = min(1.0, self.seconds / 4), 0, -1, 0.0, False
         self._store, before = _store() if self.ranks > 1 else None, stacks.seek(0, os.SEEK_END)
+        size = before
         since = awake = time.monotonic()
         while not self._over.wait(pause if tick else 0):
             now, tick = time.monotonic(), tick + 1
@@ -110,11 +113,12 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
             if elapsed > SILENT_SECONDS:  # the whole process was stopped, and has continued
                 since += elapsed
             frame = sys._current_frames()[threading.main_thread().ident]
-            waiting = waits(frame)
+            waiting, there = waits(frame), os.fstat(stacks.fileno()).st_size
+            self._dumped, size = self._dumped + there - size, there
             activity_counts = not waiting and not self._heartbeats_only
             if heartbeat_count() != seen or (activity_counts and self._has_worked(self.rank, elapsed)):
                 seen, since = heartbeat_count(), now
-                stacks.truncate(before)  # of a rank that made progress after all
+                size = stacks.truncate(before)  # of a rank that made progress after all
                 # of its own accord and without the interpreter, which a main thread in C may be holding
                 faulthandler.dump_traceback_later(self.seconds, file=stacks)
             sign = Sign(tick, int(now - since), waiting, socket.gethostname(), place(frame))
@@ -125,7 +129,8 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
             still = still or now
             if not (self.run_dir or waiting or shown) and now - still >= GRACE_SECONDS / 3:
                 stacks.seek(before)
-                print(stacks.read(), file=terminal(), flush=True)
+                self._dumped += len(text := stacks.read()) + 1
+                print(text, file=terminal(), flush=True)
                 shown = True  # before any rank ends, whereupon the launcher ends the others
             if now - still >= GRACE_SECONDS:
                 self._end(signs)
@@ -147,6 +152,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         """Whether a rank of this machine has used the CPU or files in the seconds since the last look."""
         process = psutil.Process() if rank == self.rank else process_beside(rank)
         before, now = self._worked.get(rank, (0.0, 0)), work(process) if process else (0.0, 0)
+        now = (now[0], now[1] - self._dumped) if rank == self.rank else now
         self._worked[rank] = now
         cpu, count = abs(now[0] - before[0]), abs(now[1] - before[1])  # it shrinks when a child process ends
         return cpu >= LEAST_CPU * seconds or count >= LEAST_BYTES * seconds
@@ -176,9 +182,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
                     with contextlib.suppress(psutil.Error):  # a stopped process handles no other signal
                         process.kill()
             if self.run_dir:
-                recording = threading.Thread(target=self.run_dir.write_ended, args=("failed", message), daemon=True)
-                recording.start()
-                recording.join(GRACE_SECONDS)  # the disk itself may hang
+                exit.record_end(self.run_dir, message)
         else:
             time.sleep(GRACE_SECONDS)
         os._exit(1)

@@ -4,6 +4,8 @@ import dataclasses
 import fcntl
 import json
 import os
+import secrets
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -17,15 +19,17 @@ from accel_sft.api.task import Task
 from accel_sft.checkpoint.checkpoint import settle
 from accel_sft.io.files import abandoned, expanded, write_atomically
 from accel_sft.io.run_dir import RunDir
-from accel_sft.launch.collectives import decided_by_main
+from accel_sft.launch.collectives import Team, decided_by_main
 from accel_sft.launch.describe import launch_record, recordable
-from accel_sft.launch.info import restarts
+from accel_sft.launch.info import read_launch, restarts
 from accel_sft.models.load import weights_identity
 from accel_sft.resilience.exit import lost_peers
 from accel_sft.training.prepare import Prepared
 
 _LOCK_SECONDS = 8
 """To wait for a folder whose owner may be ending: a rank that lost its launcher takes some seconds."""
+_SHARED_SECONDS = 10
+"""For a network file system to show a new file to another machine."""
 _locked: list[int] = []
 """Descriptors of the folders that this process locked."""
 
@@ -78,6 +82,9 @@ def claim_run_dir(
         UserError: the folder is not empty and `--resume` is off, belongs to something else, or cannot be written.
     """
     claimed: list[RunDir] = []
+    machines = read_launch().machines
+    if machines > 1 and not config.output_dir:
+        raise UserError("--output-dir: name a folder that all machines share; this launch has several")
 
     def claim() -> tuple[RunDir, str, str, bool]:
         # in torchrun's temporary folder a file tells later attempts of this launch the run's folder
@@ -126,11 +133,37 @@ def claim_run_dir(
 
     try:
         run_dir, resume, day, finished = decided_by_main(accelerator, claim)
+        if machines > 1:
+            _check_shared(accelerator, run_dir)
     except Exception as error:  # another rank was lost before this one began
         for run_dir in claimed:
             run_dir.write_ended("failed", lost_peers() or str(error))
         raise
     return run_dir, dataclasses.replace(config, resume=resume, template_date=day), finished
+
+
+def _check_shared(accelerator: Accelerator, run_dir: RunDir) -> None:
+    """Raises UserError if a machine does not see what rank 0 writes into the run's folder: checkpoints need it."""
+
+    def written() -> Path:
+        token = run_dir.path / f".{secrets.token_hex(8)}.{os.getpid()}.tmp"  # which `settle` removes after a kill
+        token.touch()
+        return token
+
+    def seen() -> None:
+        until = time.monotonic() + _SHARED_SECONDS
+        while not token.exists():
+            if time.monotonic() > until:
+                host, mend = socket.gethostname(), "name a folder on a file system that all machines share"
+                raise UserError(f"--output-dir {run_dir}: {host} does not see what rank 0 wrote there; {mend}")
+            time.sleep(0.2)
+
+    token = decided_by_main(accelerator, written)
+    try:
+        Team(accelerator).firsts(seen)
+    finally:
+        if accelerator.is_main_process:
+            token.unlink(missing_ok=True)
 
 
 def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, resumed: bool = False) -> None:

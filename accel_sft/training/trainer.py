@@ -1,6 +1,7 @@
 """`Trainer`: the training loop, and when it evaluates, saves, resumes, and exports the best weights."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -196,6 +197,8 @@ class Trainer:
             state.before = state.latest
             return
         metric, loss = evaluation.metrics[self.task.main_metric], evaluation.metrics["eval_loss"]
+        if math.isnan(metric):
+            self.tracker.log(f"step {state.step}: {self.task.main_metric} is NaN, which is never the best")
         if state.update_best(metric, loss, self.task.higher_is_better):
             self.export(self.run_dir.best)
 

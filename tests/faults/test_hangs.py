@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -367,3 +368,35 @@ def test_files_that_are_written_read_and_hashed_send_heartbeats(tmp_path):
     (folder / "large").unlink()
     manifest.write(folder, {})
     assert beats_in(shards.read, accelerator, model, optimizer, folder) >= 6  # weight and bias, and their moments
+
+
+ASLEEP = """
+import time
+from accel_sft_math import Math as Stuck
+time.sleep(600)
+"""
+
+
+def importing(folder, *arguments):
+    install(folder, "accel-sft-stuck", "stuck = accel_sft_stuck:Stuck", ASLEEP)
+    paths = os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))
+    command = [sys.executable, "-m", "accel_sft", "stuck", *arguments]
+    return command, {**os.environ, "TORCHELASTIC_RUN_ID": "one", "RANK": "3", "WORLD_SIZE": "4", "PYTHONPATH": paths}
+
+
+def test_a_task_that_hangs_as_it_is_imported_is_named(tmp_path):
+    command, environment = importing(tmp_path, "--hang-timeout", "2")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "rank 3 is stuck in <module> (" in done.stdout
+    assert "accel_sft_stuck.py:4" in done.stdout
+
+
+def test_a_rank_whose_launcher_is_killed_amid_an_import_ends(tmp_path):
+    command, environment = importing(tmp_path)
+    script = f"{shlex.join(command)} >/dev/null 2>&1 & echo $!; sleep 3"
+    rank = int(subprocess.run(["sh", "-c", script], env=environment, stdout=subprocess.PIPE, text=True).stdout)
+    until = time.monotonic() + PAST
+    while psutil.pid_exists(rank) and psutil.Process(rank).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until
+        time.sleep(0.1)

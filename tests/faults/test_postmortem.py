@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
+
+from accel_sft.resilience import ranks
 
 LAUNCHER = """
 import os, subprocess, sys
@@ -29,6 +32,75 @@ while any(p.status() != psutil.STATUS_ZOMBIE for p in other):
 print(lost_ranks(Path("ATTEMPT")))
 """
 KILLED = "import os; os.kill(os.getpid(), {})"
+
+SIGNALLED = """
+import ctypes, os, signal, sys, time
+from pathlib import Path
+import psutil
+from accel_sft.io.run_dir import RunDir
+from accel_sft.resilience import exit, signals
+
+signals.UNHANDLED_SECONDS = 0.5
+run_dir = RunDir(Path("ATTEMPT"))
+run_dir.write_result({"status": "running"})
+with exit.ExitHandler(), signals.StopSignals() as stopping:
+    stopping.run_dir, stopping.deferred = run_dir, "STATE" == "deferred"
+    other = [p for p in psutil.Process().parent().children() if p.pid != psutil.Process().pid]
+    while any(p.status() != psutil.STATUS_ZOMBIE for p in other):
+        time.sleep(0.02)
+    mutex = ctypes.create_string_buffer(256)  # as a synchronisation with a device does, it lets no signal through
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    os.kill(os.getppid(), signal.SIGUSR1)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+SIGNALLING = """
+def tell(number, frame):
+    ranks[1].wait()  # a launcher that misses a rank sends the others SIGTERM
+    time.sleep(0.3)
+    ranks[0].send_signal(signal.SIGTERM)
+
+import signal, time
+signal.signal(signal.SIGUSR1, tell)
+"""
+
+
+@pytest.mark.parametrize("state", ["deferred", "as it starts"])
+def test_a_rank_in_c_that_lost_another_says_so_when_its_launcher_sends_sigterm(tmp_path, state):
+    (tmp_path / "0").mkdir()
+    survivor = SIGNALLED.replace("ATTEMPT", str(tmp_path)).replace("STATE", state)
+    environment = {**os.environ, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "one", "WORLD_SIZE": "2"}
+    environment["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / "0" / "error.json")
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLING + LAUNCHER, survivor, KILLED.format(9)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    told = "rank 5 was killed (signal 9, as the system does when memory runs out)"
+    assert done.stdout.startswith(f"Error: {told}"), done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["status"] == "failed"
+    assert result["error"].startswith(told)
+
+
+def test_a_rank_that_was_interrupted_does_not_look_killed_to_the_others(tmp_path):
+    (tmp_path / "0").mkdir()
+    code = (
+        "from accel_sft.resilience.exit import ExitHandler\nwith ExitHandler(): raise KeyboardInterrupt('by SIGTERM')"
+    )
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "0" / "error.json"), "WORLD_SIZE": "2"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "by SIGTERM\n")
+    assert json.loads((tmp_path / "0" / "error.json").read_text())["message"]["message"] == "by SIGTERM"
+
+
+def test_a_rank_that_synchronises_a_device_or_is_in_deepspeeds_engine_waits():
+    for file in ("torch/cuda/streams.py", "deepspeed/runtime/zero/stage3.py", "deepspeed/comm/comm.py"):
+        frames = {}
+        exec(compile("import sys\ndef wait(): return sys._getframe()", f"/x/site-packages/{file}", "exec"), frames)
+        assert ranks.waits(frames["wait"]())
+    assert not ranks.waits(sys._getframe())
 
 
 @pytest.mark.parametrize(
