@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.info import device_count
 from accel_sft.models.adapters import new_adapter, saved_adapter
+from accel_sft.models.pretrained import freeze_beyond_text, pretrained, read_settings
 
 _SAMPLES, _SAMPLE_BYTES = 1 << 14, 1 << 12
 
@@ -120,34 +122,57 @@ def load_tokenizer(source: Source, config: TrainConfig) -> Any:
     return tokenizer
 
 
-def load_model(source: Source, config: TrainConfig, *, precision: str, deepspeed: bool, total_steps: int = 0) -> Any:
+def check_vocabulary(name: str, config: TrainConfig, largest_id: int) -> None:
+    """See that the model has an embedding for every token id up to the largest.
+
+    Raises:
+        UserError: it has none, for this one or for the id that its own configuration pads with.
+    """
+    with _errors_explained(name):
+        text = read_settings(name, config).get_text_config(decoder=True)
+    largest = max(largest_id, text.pad_token_id or 0)
+    if largest >= getattr(text, "vocab_size", math.inf):
+        raise UserError(
+            f"--model {name}: its tokenizer has token {largest}, and the model's vocabulary ends at "
+            f"{text.vocab_size - 1}; use the tokenizer that came with the weights, or enlarge their embedding "
+            "(resize_token_embeddings)"
+        )
+
+
+def load_model(
+    source: Source,
+    config: TrainConfig,
+    *,
+    precision: str,
+    deepspeed: bool,
+    total_steps: int = 0,
+    log: Callable[[str], None] = lambda line: None,
+) -> Any:
     """The model, ready to be prepared: weights in the right type, adapter in place.
 
     Args:
         precision: the launch's mixed precision, "no", "bf16" or "fp16".
         deepspeed: whether DeepSpeed keeps the float32 copy (then weights are loaded in `precision`).
         total_steps: optimizer steps to come; 0 to evaluate only: an adapter stays frozen, and none is started.
+        log: takes lines on what is not loaded or not trained.
     Raises:
-        UserError: it cannot be loaded, or the adapter's settings do not fit it.
+        UserError: it cannot be loaded, its files lack weights, or the adapter's settings do not fit it.
     """
-    from transformers import AutoModelForCausalLM
-
-    if config.attn_implementation == "flex_attention" and total_steps and not device_count():
+    train = total_steps > 0
+    if config.attn_implementation == "flex_attention" and train and not device_count():
         raise UserError("--attn-implementation flex_attention: it has no backward on a CPU; leave it out, or use sdpa")
     with _errors_explained(source.weights):
-        model = AutoModelForCausalLM.from_pretrained(
-            source.weights,
-            dtype=_dtype(config, precision, deepspeed, total_steps > 0),
-            attn_implementation=config.attn_implementation,
-            trust_remote_code=config.trust_remote_code,
-        )
+        dtype = _dtype(config, precision, deepspeed, train)
+        model = pretrained(source.weights, config, dtype, train=train, log=log)
     if source.adapter:
         with _errors_explained(source.adapter):
-            model = saved_adapter(model, source.adapter, config, train=total_steps > 0)
-    elif config.adapter != "none" and total_steps:
+            model = saved_adapter(model, source.adapter, config, train=train)
+    elif config.adapter != "none" and train:
         torch.manual_seed(config.seed)  # the same new adapter on every rank and at every stage
-        model = new_adapter(model, config, total_steps)
-    if total_steps and config.gradient_checkpointing:
+        model = new_adapter(model, config, total_steps, log)
+    if train:
+        freeze_beyond_text(model, log)
+    if train and config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if config.adapter != "none":
             model.enable_input_require_grads()
@@ -187,7 +212,7 @@ def _errors_explained(name: str) -> Iterator[None]:
     """Inside, what `name` is loaded from may fail as libraries fail: the error says what cannot be loaded, and why."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError, UserWarning) as error:
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "trust_remote_code" in str(error):
             cause = "it needs its own code to run; read that code, then pass --trust-remote-code"

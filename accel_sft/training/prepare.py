@@ -18,7 +18,7 @@ from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.evaluator import Evaluator, answer_backend
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
-from accel_sft.models.load import Source, encoding_rules, find_source, load_model, load_tokenizer
+from accel_sft.models.load import Source, check_vocabulary, encoding_rules, find_source, load_model, load_tokenizer
 from accel_sft.models.tiny import build_tiny
 
 _TINY_EXAMPLES = 1 << 15
@@ -28,7 +28,7 @@ _TINY_EXAMPLES = 1 << 15
 class Assembly:
     """What is made from the settings alike for training and for `evaluate`; all ranks make it together.
 
-    It holds no model: whoever loads one decides when it is freed. `encode` makes tokens of a split's examples.
+    It holds no model: whoever loads one decides when it is freed.
 
     Raises:
         UserError: the tokenizer or its chat template cannot be used.
@@ -37,12 +37,22 @@ class Assembly:
     def __init__(self, accelerator: Accelerator, task: Task, config: TrainConfig, source: Source) -> None:
         self.accelerator, self.task, self.config, self.source = accelerator, task, config, source
         self.tokenizer = load_tokenizer(source, config)
-        self.encode = SplitEncoder(accelerator, self.tokenizer, task, encoding_rules(self.tokenizer, source, config))
+        self._encoder = SplitEncoder(accelerator, self.tokenizer, task, encoding_rules(self.tokenizer, source, config))
+        self._largest_id = self.tokenizer.pad_token_id
 
-    def load_model(self, total_steps: int = 0) -> Any:
-        """The model, not prepared yet; `total_steps` optimizer steps are to come, 0 to evaluate only."""
+    def encode(self, examples: Sequence[Any], split: str) -> Encoding:
+        """A split's tokens, as `SplitEncoder` makes them."""
+        encoding = self._encoder(examples, split)
+        self._largest_id = max(self._largest_id, encoding.kept.largest_id())
+        return encoding
+
+    def load_model(self, total_steps: int = 0, **more: Any) -> Any:
+        """The model, not prepared yet, which must know all tokens encoded so far; `total_steps` optimizer steps are to
+        come, 0 to evaluate only."""
         precision, deepspeed = self.accelerator.mixed_precision, self.accelerator.state.deepspeed_plugin is not None
-        return load_model(self.source, self.config, precision=precision, deepspeed=deepspeed, total_steps=total_steps)
+        launch = {"precision": precision, "deepspeed": deepspeed}
+        check_vocabulary(self.source.weights, self.config, self._largest_id)
+        return load_model(self.source, self.config, **launch, total_steps=total_steps, **more)
 
     def evaluator(
         self, model: Any, examples: Sequence[Any], encoding: Encoding, max_new_tokens: int | None = None, **more: Any

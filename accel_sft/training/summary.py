@@ -15,13 +15,14 @@ from accel_sft.training.prepare import Prepared
 from accel_sft.training.state import TrainState
 
 
-def card(task_name: str, prepared: Prepared, state: TrainState) -> str:
+def card(task_name: str, prepared: Prepared, state: TrainState, model_class: str) -> str:
     """The README.md beside the weights of this state, whose newest evaluation stands beside the untrained ones'."""
     config, task = prepared.assembly.config, prepared.assembly.task
     return model_card(
         base_model=config.init_from or config.model,
         task=task_name,
         adapter=config.adapter,
+        model_class=model_class,
         messages=task.messages(prepared.validation_examples[prepared.validation.kept[0].index]),
         max_new_tokens=config.max_new_tokens or prepared.longest_answer,
         data=prepared.counts(),
