@@ -2,6 +2,8 @@
 
 import functools
 import re
+import shlex
+from collections.abc import Container
 from typing import Any, ClassVar
 
 import click
@@ -22,6 +24,9 @@ from accel_sft.models.tiny import TINY_DEFAULTS
 from accel_sft.resilience.exit import ExitHandler
 
 _USUAL = TrainConfig(model="").resolved({})
+_OF_ADAPTERS = TrainConfig(model="", adapter="lora").resolved({})
+_FILE = re.compile(r"(^|_)(file|path|dir|folder)s?$")
+"""Names of the options that name files."""
 _METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER"}
 
 
@@ -40,7 +45,7 @@ def make_option(setting: Setting) -> click.Option:
 
 
 def _complete(setting: Setting, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    if setting.name in ("model", "output_dir", "init_from", "resume") or setting.name.endswith("_file"):
+    if setting.name in ("model", "init_from", "resume") or _FILE.search(setting.name):
         return [CompletionItem(incomplete, type="file")]
     return [CompletionItem(choice) for choice in setting.choices if choice.startswith(incomplete)]
 
@@ -49,6 +54,8 @@ def _brackets(setting: Setting) -> str:
     usual = getattr(_USUAL, setting.name, None) if setting.default is None else setting.default
     tiny = TINY_DEFAULTS.get(setting.name)
     defaults = [] if usual is None else [_shown(usual)]
+    if setting.default is None and (adapted := getattr(_OF_ADAPTERS, setting.name, None)) != usual:
+        defaults.append(f"{_shown(adapted)} for an adapter")
     if tiny not in (None, usual):
         defaults.append(f"{_shown(tiny)} for tiny")
     parts = [f"default: {', '.join(defaults)}"] if defaults else []
@@ -100,8 +107,8 @@ class TaskCommand(click.Command):
 
         run(self.name, task, config)
 
-    def usual(self, config: TrainConfig) -> dict[str, Any]:
-        """The task's settings where neither the command line nor a file gives one, if not the task's defaults."""
+    def usual(self, config: TrainConfig, given: Container[str]) -> dict[str, Any]:
+        """The task's settings besides those `given` by the command line or a file, if not the task's defaults."""
         return {}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -139,7 +146,8 @@ class TaskCommand(click.Command):
             problems = [*of_file, *problems]
         built: list[Any] = []
         for cls, offered in self.offers.items():
-            values = {**(self.usual(*built) if built else {}), **from_file, **given}
+            mine = {**from_file, **given}
+            values = {**(self.usual(*built, mine) if built else {}), **mine}
             wrong = {s.name: s.flag for s in offered if s.name in values and s.problem(values[s.name])}
             usable = {s.name: values[s.name] for s in offered if s.name in values and s.name not in wrong}
             missing = [s for s in offered if s.required and s.name not in usable]
@@ -165,13 +173,21 @@ class EvaluateCommand(TaskCommand):
 
         run(self.name, task, config)
 
-    def usual(self, config: TrainConfig) -> dict[str, Any]:
+    def usual(self, config: TrainConfig, given: Container[str]) -> dict[str, Any]:
+        """Raises UserError if they name files: a run's folder may be another's, and name any file of this machine."""
         from accel_sft.io.run_dir import RunDir
 
         record = RunDir.record_around(config.model)
         before = record["task_options"] if record and record["task"] == self.name else {}
-        mine = [s for s in self.offers[self.task_class] if s.name in before and not s.problem(before[s.name])]
-        return {s.name: before[s.name] for s in mine if before[s.name] != HIDDEN}
+        mine = [s for s in self.offers[self.task_class] if s.name in before and s.name not in given]
+        mine = [s for s in mine if before[s.name] != HIDDEN and not s.problem(before[s.name])]
+        if files := [s for s in mine if _FILE.search(s.name) and before[s.name] != s.default]:
+            named = " ".join(f"{s.flag} {shlex.quote(str(before[s.name]))}" for s in files)
+            raise UserError(
+                f"--model {config.model}: its record names files, and those of a record are not read unasked; "
+                f"add {named}, or name others"
+            )
+        return {s.name: before[s.name] for s in mine}
 
 
 class TaskGroup(click.Group):

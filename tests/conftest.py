@@ -32,7 +32,7 @@ def common(tmp_path_factory):
 def cache(common):
     """What the tests keep is not the user's, and is gone with them."""
     folder = common / "cache"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, mode=0o700)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCEL_SFT_CACHE", str(folder))
         yield folder

@@ -93,13 +93,19 @@ def test_defaults_come_with_the_model_and_what_is_set_stays():
 
 
 def test_a_run_that_starts_from_a_tiny_one_is_tiny_too(tmp_path):
-    for name, model, init_from in (("a", "tiny", None), ("b", "tiny", "a"), ("c", "org/model", None)):
+    for name, model, init_from in (
+        ("a", "tiny", None),
+        ("b", "tiny", "a"),
+        ("c", "org/model", None),
+        ("d", "tiny", "d"),
+    ):
         (tmp_path / name).mkdir()
-        earlier = {"config": {"model": model, "init_from": init_from and str(tmp_path / init_from)}}
+        config = {"model": model, "init_from": init_from and str(tmp_path / init_from)}
+        earlier = {"task": "math", "config": config, "task_options": {}}
         (tmp_path / name / "run.json").write_text(json.dumps(earlier))
     (tmp_path / "weights").mkdir()
-    found = {name: is_tiny(TrainConfig(init_from=str(tmp_path / name))) for name in ("a", "b", "c", "weights")}
-    assert found == {"a": True, "b": True, "c": False, "weights": False}
+    found = {name: is_tiny(TrainConfig(init_from=str(tmp_path / name))) for name in ("a", "b", "c", "d", "weights")}
+    assert found == {"a": True, "b": True, "c": False, "d": False, "weights": False}
     assert is_tiny(TrainConfig())
     assert not is_tiny(TrainConfig(model="org/model"))
 

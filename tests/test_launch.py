@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import termios
 import textwrap
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,8 +22,9 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
+from accel_sft.io import terminal
 from accel_sft.launch import audit as auditing
-from accel_sft.launch import deepspeed_ops
+from accel_sft.launch import deepspeed_ops, describe
 from accel_sft.launch.accelerator import verify_engine
 from accel_sft.launch.audit import audit, refuse
 from accel_sft.launch.environment import threads_per_process, usable_cores
@@ -105,6 +108,31 @@ def test_the_top_level_keys_we_know_are_those_of_the_launcher():
 
 def _parser_groups():
     return launcher.launch_command_parser()._action_groups
+
+
+SECRETS = """
+# my token is hunter2
+mixed_precision: bf16
+hub_token: 11111
+api_keys: [hunter2, hunter2]
+passwd: hunter2
+deepspeed_config: {zero_stage: 2, wandb: {api_key: hunter2, nested: {credentials: {a: hunter2}}}}
+tpu_env: [HF_TOKEN=hunter2, "--api-key hunter2", "first\\nPASSWORD: hunter2"]
+"""
+
+
+def test_no_secret_of_a_launch_file_or_of_settings_is_recorded():
+    for path in SHIPPED:
+        content = yaml.safe_load(path.read_text())
+        assert yaml.safe_load(describe._without_secrets(content)) == content
+    kept = describe._without_secrets(yaml.safe_load(SECRETS))
+    assert not re.search("hunter2|11111", kept)
+    assert yaml.safe_load(kept)["mixed_precision"] == "bf16"
+    assert yaml.safe_load(kept)["deepspeed_config"]["zero_stage"] == 2
+    settings = {"max_new_tokens": 5, "token": 5, "passwd": "a", "key_ids": [1], "secret": True, "number": 1.5}
+    assert describe.recordable(settings) == {
+        "max_new_tokens": 5, "token": "***", "passwd": "***", "key_ids": "***", "secret": "***", "number": 1.5
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -450,8 +478,31 @@ def test_missing_tools_are_named(tmp_path, monkeypatch):
     (line,) = lines(deepspeed_ops.audit_compilation(launch, 0), "note")
     assert line.startswith("DeepSpeed compiles on first use, once per machine, deepspeed_shm_comm (")
     assert line.index("about a minute") < line.index("cpu_adam") < line.index("async_io")
+
+
+@pytest.mark.parametrize(
+    ("offloaded", "needs_nvcc"),
+    [("optimizer_device: cpu", False), ("optimizer_device: nvme", True), ("param_device: nvme", True)],
+)
+def test_of_the_operators_on_gpus_only_that_of_the_disk_needs_the_cuda_toolkit(
+    tmp_path, monkeypatch, offloaded, needs_nvcc
+):
+    place, device = offloaded.split(": ")
+    section = {"zero_stage": 3, "zero3_save_16bit_model": True, f"offload_{place}": device}
+    launch = seen_by_a_rank(written(tmp_path, Z2 | {"deepspeed_config": section}))
+    which = deepspeed_ops.shutil.which
+    monkeypatch.setattr(deepspeed_ops.shutil, "which", lambda name: None if name == "nvcc" else which(name))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert "nvcc is missing" in "\n".join(lines(audit(TrainConfig(), launch, devices=2), "error"))
+    assert ("nvcc is missing" in "\n".join(lines(audit(TrainConfig(), launch, devices=2), "error"))) is needs_nvcc
+
+
+def test_a_gpu_that_torch_does_not_see_is_an_error_unless_it_is_hidden_on_purpose(tmp_path, built, monkeypatch):
+    monkeypatch.setattr(auditing, "_NVIDIA", tmp_path)
+    launch = seen_by_a_rank(written(tmp_path, DDP))
+    assert "sees none of this machine's NVIDIA GPUs" in "\n".join(lines(audit(TrainConfig(), launch, 0), "error"))
+    assert not lines(audit(TrainConfig(), launch, 2), "error")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not lines(audit(TrainConfig(), seen_by_a_rank(written(tmp_path, DDP)), 0), "error")
 
 
 def test_old_gcc_is_refused(tmp_path, monkeypatch):
@@ -655,6 +706,49 @@ def test_a_compilation_is_announced_by_rank_0_before_it_starts(rank, told, tmp_p
     assert "build_shm_op" in (tmp_path / "log").read_text() + stderr
     announced = "note: DeepSpeed compiles on first use, once per machine, deepspeed_shm_comm (" in stdout
     assert announced == told, stderr
+
+
+def test_a_wait_is_told_with_its_seconds_and_a_short_one_is_not(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "SECONDS_OF_SILENCE", 0.05)
+    with terminal.waiting("DeepSpeed compiles cpu_adam"):
+        time.sleep(0.25)
+    with terminal.waiting("nothing"):
+        pass
+    assert capsys.readouterr().out == "DeepSpeed compiles cpu_adam: 0 s so far\n" * 2
+
+
+def test_a_lines_width_is_the_terminals_although_standard_output_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (50, 121))
+    with open(theirs, "w") as stream, open(ours, "rb"):
+        monkeypatch.setattr(terminal, "_terminal", stream)
+        assert terminal.columns() == 121
+        assert {len(line) for line in terminal.wrapped("four " * 24).splitlines()} == {119}
+
+
+LAUNCHER = ["/x/python3", "/x/bin/accelerate", "launch", "--config_file", "z 2.yaml", "-m", "accel_sft", "math"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "typed", "settings", "expected"),
+    [
+        (
+            LAUNCHER,
+            [],
+            {},
+            "/x/bin/accelerate launch --config_file 'z 2.yaml' -m accel_sft math --output-dir a --resume auto",
+        ),
+        ([], ["python", "-m", "accel_sft", "math"], {}, "python -m accel_sft math --output-dir a --resume auto"),
+        ([], ["/x/python", "bin/accel-sft", "math"], {}, "bin/accel-sft math --output-dir a --resume auto"),
+        ([], ["x", "--output-dir", "r"], {"output_dir": "r"}, "x --output-dir r --resume auto"),
+        ([], ["x", "--resume=auto", "--output-dir", "r"], {"output_dir": "r"}, "x --resume=auto --output-dir r"),
+    ],
+)
+def test_the_command_that_continues_a_run_is_the_one_that_began_it(launcher, typed, settings, expected, monkeypatch):
+    monkeypatch.setattr(describe, "launcher_command", lambda: (launcher, Path()))
+    monkeypatch.setattr(sys, "orig_argv", typed)
+    assert describe.resume_command(Path.cwd() / "a", TrainConfig(**settings)) == expected
 
 
 def test_ranks_that_would_train_alone_are_refused():

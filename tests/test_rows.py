@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import subprocess
 import threading
 
 import pytest
@@ -140,6 +141,22 @@ def test_rows_may_come_through_a_pipe(tmp_path):
     writer.start()
     assert read_rows(pipe, answer) == [row["answer"] for row in ROWS]
     writer.join()
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/null"])
+def test_a_device_is_refused(path):
+    with pytest.raises(UserError, match=f"{path}: a device, not a file; give a JSON or JSONL file"):
+        read_rows(path, answer)
+
+
+def test_a_pipe_without_an_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "MAX_PIPED_BYTES", 2**20)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["sh", "-c", f"exec cat /dev/zero > {pipe}"]) as endless:
+        with pytest.raises(UserError, match="more than 1 MiB come through a pipe"):
+            read_rows(pipe, answer)
+        endless.kill()
 
 
 MALFORMED_LINES = {

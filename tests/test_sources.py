@@ -14,10 +14,12 @@ from accel_sft.commands.evaluate import _differences
 from accel_sft.models import load
 from accel_sft.models.load import compile_blocks, find_source, load_model
 
+RECORD = json.dumps({"task": "math", "config": {}, "task_options": {}, "launch": {"precision": "bf16"}})
+
 
 def adapter(run, base):
     (run / "final").mkdir(parents=True)
-    (run / "run.json").write_text("{}")
+    (run / "run.json").write_text(RECORD)
     (run / "final" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
     return run
 
@@ -34,6 +36,13 @@ def test_an_adapter_whose_base_is_gone_says_so(tmp_path):
     run = adapter(tmp_path / "run", tmp_path / "gone")
     with pytest.raises(UserError, match=r"its base .*gone is gone; put it back"):
         find_source(TrainConfig(), str(run))
+
+
+@pytest.mark.parametrize("content", [{}, [], {"base_model_name_or_path": None}])
+def test_an_adapter_that_names_no_base_says_so(tmp_path, content):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"adapter_config\.json: base_model_name_or_path is missing"):
+        find_source(TrainConfig(), str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["", "./nosuch", "~/no/such/folder"])
@@ -71,7 +80,7 @@ def test_flex_attention_may_evaluate_on_a_cpu(tmp_path):
 
 def test_an_evaluation_says_in_what_it_differs_from_the_runs_own(tmp_path):
     (tmp_path / "final").mkdir()
-    (tmp_path / "run.json").write_text(json.dumps({"task": "math", "launch": {"precision": "bf16"}}))
+    (tmp_path / "run.json").write_text(RECORD)
     for folder in (tmp_path, tmp_path / "final"):
         assert _differences(str(folder), "math", "bf16") == []
         other_task, other_precision = _differences(str(folder), "ner", "no")

@@ -293,6 +293,47 @@ def test_what_is_damaged_is_found_and_made_again(tokenizer, own_cache, capsys, n
     assert entries(own_cache) == [entry]
 
 
+OPENED = {
+    "others may write it": (lambda folder: folder.chmod(0o777), "others may write"),
+    "its group may": (lambda folder: folder.chmod(0o770), "others may write"),
+    "it is another's": (lambda folder: os.chown(folder, 12345, 12345), "belongs to another user"),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), OPENED.values(), ids=OPENED)
+@pytest.mark.parametrize("level", [".", KIND])
+def test_an_entry_that_others_may_have_written_is_not_read(tokenizer, own_cache, change, told, level):
+    if "another" in told and os.getuid():
+        pytest.skip("only root gives a folder away")
+    encoder(tokenizer)(EXAMPLES, "train")
+    assert "tokens from the cache" in encoder(tokenizer)(EXAMPLES, "train").lines()[0]
+    change(own_cache / level)
+    (line,) = encoder(tokenizer)(EXAMPLES, "train").lines()
+    assert line.startswith(f"train: tokens cannot be kept in {own_cache} (")
+    assert told in line
+    assert "they are made for this run only" in line
+
+
+def test_the_cache_is_made_for_its_user_alone_whatever_the_umask(own_cache):
+    before = os.umask(0)
+    try:
+        with cache.partial("things") as made:
+            folders = (own_cache, own_cache / "things", made)
+            assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700] * 3
+    finally:
+        os.umask(before)
+
+
+def test_the_data_of_a_run_is_known_by_its_tokens_and_not_by_what_an_entry_says(tokenizer, own_cache):
+    first = encoder(tokenizer)(EXAMPLES, "train")
+    (name,) = entries(own_cache)
+    entry = own_cache / KIND / name
+    manifest.write(entry, {**manifest.verify(entry), "fingerprint": "of other tokens"})
+    again = encoder(tokenizer)(EXAMPLES, "train")
+    assert "tokens from the cache" in again.lines()[0]
+    assert again.kept.fingerprint == first.kept.fingerprint
+
+
 def test_tokens_that_the_task_no_longer_makes_are_made_again(tokenizer, own_cache, capsys, monkeypatch):
     rows = type("Rows", (list,), {"fingerprint": "mine"})(EXAMPLES)
     encoder(tokenizer)(rows, "train")
@@ -436,7 +477,7 @@ def test_what_nobody_has_used_for_long_is_removed_when_something_is_made(tokeniz
 )
 def test_a_full_cache_is_done_without(model, tmp_path):
     (tmp_path / "small").mkdir()
-    script = 'mount -t tmpfs -o size=64k tmpfs "$0" && exec "$@"'
+    script = 'mount -t tmpfs -o size=64k,mode=700 tmpfs "$0" && exec "$@"'
     wrapper = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, str(tmp_path / "small"))
     process = encoding_process(model, tmp_path / "small", wrapper)
     answer = process.communicate("go\n")[0]

@@ -1,4 +1,4 @@
-"""Layouts of a forward (shared prefixes, packed, padded): token order, attention mask, what a forward costs.
+"""Layouts of a forward (prefixes that its rows share, packed, padded): token order, attention mask, what it costs.
 
 A layout is an object that orders rows, counts what they cost and makes their tensors. One is added by a class or an
 instance in `LAYOUTS`.

@@ -16,6 +16,7 @@ from accel_sft.io import manifest
 from accel_sft.io.files import abandoned, write_atomically
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir, step_of
+from accel_sft.io.text import printable
 from accel_sft.launch.describe import parallelism
 
 
@@ -88,7 +89,10 @@ def save(
         write_atomically(run_dir.latest, target.name + "\n")
         # Later ones are damaged, or the run was resumed from before them: they do not count.
         for old in [path for path in run_dir.all_checkpoints() if step_of(path) <= state["step"]][:-keep]:
-            shutil.rmtree(old)
+            if old.is_symlink() or not old.is_dir():  # of someone who put it on another disk
+                old.unlink()
+            else:
+                shutil.rmtree(old)
     return target
 
 
@@ -106,7 +110,7 @@ def newest(run_dir: RunDir, resume: str) -> tuple[Path | None, list[str]]:
             manifest.verify(path)
             return path, skipped
         except manifest.Damaged as damage:
-            defect = str(damage)
+            defect = printable(str(damage))
         except OSError as error:
             defect = f"{error.filename} cannot be read ({error.strerror})"
         if resume != "auto":
@@ -139,6 +143,8 @@ def load(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, path:
         UserError: it was written under another precision, or is of another model.
     """
     state = manifest.read(path)
+    if not isinstance(state.get("layout"), dict):
+        raise UserError(f"{path}: not a checkpoint of accel_sft; name another one, or start a new run with --init-from")
     before, here = state["layout"].get("precision"), parallelism(accelerator)["precision"]
     if before != here:
         raise UserError(

@@ -17,6 +17,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.checkpoint.partition import MOMENTS, Span, flat, partitions
 from accel_sft.io import manifest
 from accel_sft.io.heartbeat import heartbeat
+from accel_sft.io.text import LONGEST_ERROR, one_line
 
 BYTES = 4 * (1 + len(MOMENTS))
 """Of a trained parameter's element in a checkpoint."""
@@ -139,16 +140,22 @@ class _Stored:
     """The spans of all files of a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         self.folder = folder
         self.places: dict[tuple[str, str], dict[int, tuple[int, Any, str]]] = {}
         for path in manifest.files(folder):  # no others, whatever they are called
-            file = safe_open(path, framework="pt")
-            for key in file.keys():  # noqa: SIM118, not a mapping
-                kind, start, name = key.split(":", 2)
-                size = file.get_slice(key).get_shape()[0]
-                self.places.setdefault((kind, name), {})[int(start)] = (size, file, key)
+            try:
+                file = safe_open(path, framework="pt")
+                for key in file.keys():  # noqa: SIM118, not a mapping
+                    kind, start, name = key.split(":", 2)
+                    (size,) = file.get_slice(key).get_shape()
+                    self.places.setdefault((kind, name), {})[int(start)] = (size, file, key)
+            except (SafetensorError, ValueError) as error:
+                raise UserError(
+                    f"{path}: not a file that accel_sft wrote ({one_line(str(error), LONGEST_ERROR)}); resume another "
+                    "checkpoint, or start a new run"
+                ) from None
 
     def copy(self, kind: str, span: Span, into: torch.Tensor) -> None:
         """Into the span's place in a tensor."""

@@ -1,6 +1,7 @@
 """Trains a task's model: a run from its launch to its result, and the message with which each failure ends it."""
 
 import contextlib
+import errno
 import os
 import shutil
 import traceback
@@ -52,6 +53,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
         if finished:
             accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir.report}")
             return
+        accelerator.print(terminal.wrapped(f"folder    {run_dir}", 10))
         watch, log = Watchdog(config.hang_timeout, run_dir), run_dir.log(accelerator.process_index)
         with _ending(accelerator, run_dir, config, signals), terminal.quiet(log, config.debug), watch:
             prepared = prepare_data(accelerator, run_dir, task, config)
@@ -64,6 +66,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
                 trainer = Trainer(run_dir, task_name, prepared, tracker, signals, on_step)
                 with watch.heartbeats_only():
                     trainer.resume()
+                    write_run_record(run_dir, task_name, prepared, resumed=True)
                     trainer.train()
                     trainer.finalize()
             leave_together()
@@ -108,8 +111,12 @@ def _explained(run_dir: RunDir, error: BaseException) -> BaseException:
         trouble = "the folder is gone; put it back"
     elif not os.access(run_dir.path, os.W_OK):
         trouble = "the folder can no longer be written; make it writable"
-    elif "No space left on device" in str(error) or shutil.disk_usage(run_dir.path).free < 2**20:
+    elif os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(run_dir.path).free < 2**20:
         trouble = "the disk is full; free space"
+    elif os.strerror(errno.EDQUOT) in str(error):
+        trouble = "your quota of the disk is used up; free space"
+    elif os.strerror(errno.EFBIG) in str(error):
+        trouble = "a file may not be that large here (`ulimit -f`, or the file system); raise the limit"
     if trouble:
         return UserError(f"{run_dir}: {trouble}, then go on with --resume auto")
     if lost := lost_peers():  # a collective that broke cannot name them

@@ -1,13 +1,16 @@
 """The cache: folders found by a hash of their content, complete or absent, and verified when they are opened.
 
 An entry is made under another name, written through to the disk and renamed, so that runs at the same time, or one
-that is killed, leave no partial entry. Standard library only.
+that is killed, leave no partial entry. A folder in which others could put entries is not used: a manifest shows damage,
+not intent. Standard library only.
 """
 
 import contextlib
+import errno
 import os
 import shutil
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.io import manifest
+from accel_sft.io.files import expanded
 from accel_sft.io.terminal import terminal
 
 _ABANDONED_SECONDS = 3600
@@ -26,7 +30,7 @@ UNUSED_DAYS = 30
 def folder() -> Path:
     """`$ACCEL_SFT_CACHE`, else `$XDG_CACHE_HOME/accel_sft`, else `~/.cache/accel_sft`; with no home it is not used."""
     if named := os.environ.get("ACCEL_SFT_CACHE"):
-        return Path(named).expanduser().absolute()
+        return expanded(named, "ACCEL_SFT_CACHE").absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "accel_sft")
 
 
@@ -34,7 +38,7 @@ def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
     """The entry's folder and what was written about it; None if it is absent or damaged, which is logged."""
     path = folder() / kind / key
     try:
-        if not path.is_absolute() or not path.exists():
+        if not path.is_absolute() or not path.exists() or _foreign(path):
             return None
         about = manifest.verify(path)
         with contextlib.suppress(OSError):  # of a cache that may be read only
@@ -47,6 +51,17 @@ def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
+def _foreign(entry: Path) -> str:
+    """Why others may have written an entry; "" if only this user and root can write the folders that it is in."""
+    for place in (entry.parent, entry.parent.parent):
+        found = place.stat()
+        if found.st_uid not in (os.getuid(), 0):
+            return f"{place} belongs to another user; name a folder of your own in ACCEL_SFT_CACHE"
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return f"others may write {place}; remove it, or name a folder of your own in ACCEL_SFT_CACHE"
+    return ""
+
+
 @contextlib.contextmanager
 def partial(kind: str) -> Iterator[Path]:
     """A new folder to fill and to `publish`, removed at the end otherwise; so are abandoned and long unused ones.
@@ -57,7 +72,10 @@ def partial(kind: str) -> Iterator[Path]:
     base, prefix = folder() / kind, f".{socket.gethostname()}-"
     if not base.is_absolute():
         raise FileNotFoundError(2, "no home folder, and ACCEL_SFT_CACHE is not set", str(base))
-    base.mkdir(parents=True, exist_ok=True, mode=0o700)
+    base.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # `mode` is not that of the parents it makes
+    base.mkdir(exist_ok=True, mode=0o700)
+    if reason := _foreign(base / "any"):
+        raise PermissionError(errno.EPERM, reason, str(base))
     for left in base.glob(f"{prefix}*-*"):
         with contextlib.suppress(OSError, ValueError):  # another process may be removing it
             dead = not Path("/proc", str(int(left.name.removeprefix(prefix).split("-")[0]))).exists()

@@ -25,6 +25,8 @@ from accel_sft.data.fingerprint import code_fingerprint
 from accel_sft.data.json_stream import RowProblem, located
 
 MAX_PROBLEMS = 20
+MAX_PIPED_BYTES = 1 << 30
+"""What comes through a pipe is held in memory, and may have no end."""
 IN_MEMORY_BYTES = 1 << 20
 """Smaller files are held in memory and checked at every start: that takes no longer than a look into the cache."""
 _PLACE = struct.Struct("<qII")  # a row's first byte in the file, number of bytes, and their CRC-32
@@ -109,8 +111,14 @@ def read_rows(path: str | Path, parse: Callable[[dict[str, Any]], Row]) -> Rows[
     try:
         stream = path.open("rb")
         before = os.fstat(stream.fileno())
-        held = before.st_size < IN_MEMORY_BYTES or not stat.S_ISREG(before.st_mode)  # what is piped in is read once
-        file = stream.read() if held else _File(os.dup(stream.fileno()))
+        regular = stat.S_ISREG(before.st_mode)
+        if not regular and not stat.S_ISFIFO(before.st_mode):
+            raise UserError(f"{path}: a device, not a file; give a JSON or JSONL file")
+        held = before.st_size < IN_MEMORY_BYTES or not regular  # what is piped in is read once
+        most = -1 if regular else MAX_PIPED_BYTES + 1
+        file = stream.read(most) if held else _File(os.dup(stream.fileno()))
+        if not regular and len(file) > MAX_PIPED_BYTES:
+            raise UserError(f"{path}: more than {MAX_PIPED_BYTES >> 20} MiB come through a pipe; give a file instead")
         source = io.BytesIO(file) if held else stream
         key = hashlib.sha256(f"{hashlib.file_digest(source, 'sha256').hexdigest()} {known}".encode()).hexdigest()
     except OSError as error:

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from accel_sft.data.chat import Encoded, Encoding
+from accel_sft.io.heartbeat import heartbeat
 
 _BATCH_BYTES = 1 << 23
 _SCHEMA = pa.schema([("index", pa.int32()), ("prompt_length", pa.int32()), ("input_ids", pa.list_(pa.int32()))])
@@ -109,14 +110,22 @@ def write_part(path: Path, parts: Iterable[Encoding], split: str) -> Encoding:
 
 def merge(parts: Sequence[Path], path: Path) -> str:
     """Write one file of all parts, in their order; SHA-256 of its tokens, however they are divided into parts."""
-    digests = [hashlib.sha256() for _ in range(3)]
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
         for batches in _enough(parts):
             for batch in pa.Table.from_batches(batches).combine_chunks().to_batches():  # one, or none
-                prompts, _, offsets, ids = _columns(batch)
-                for digest, column in zip(digests, (prompts, np.diff(offsets), ids), strict=True):
-                    digest.update(np.ascontiguousarray(column, dtype="<i4"))
                 writer.write_batch(batch)
+    return fingerprint_of(path)
+
+
+def fingerprint_of(path: Path) -> str:
+    """SHA-256 of the tokens in a file that `merge` wrote."""
+    digests = [hashlib.sha256() for _ in range(3)]
+    with pa.OSFile(str(path), "rb") as file, pa.ipc.open_file(file) as reader:
+        for number in range(reader.num_record_batches):
+            heartbeat()
+            prompts, _, offsets, ids = _columns(reader.get_batch(number))
+            for digest, column in zip(digests, (prompts, np.diff(offsets), ids), strict=True):
+                digest.update(np.ascontiguousarray(column, dtype="<i4"))
     return hashlib.sha256(b"".join(digest.digest() for digest in digests)).hexdigest()
 
 

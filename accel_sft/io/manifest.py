@@ -6,6 +6,7 @@ Standard library only.
 import hashlib
 import json
 import os
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,15 +68,18 @@ def verify(folder: Path) -> dict[str, Any]:
         raise Damaged(f"{extra[0]} is not in {MANIFEST}: nothing wrote it here; take it away")
     for name, (size, _) in content["files"].items():
         try:
-            there = (folder / name).stat().st_size
+            there = (folder / name).lstat()
         except FileNotFoundError:
             raise Damaged(f"{name} is missing") from None
-        if there != size:
-            raise Damaged(f"{name} has {there} bytes, {size} were written")
+        if not stat.S_ISREG(there.st_mode):  # a device may have no end
+            raise Damaged(f"{name} is not a regular file")
+        if there.st_size != size:
+            raise Damaged(f"{name} has {there.st_size} bytes, {size} were written")
     with ThreadPoolExecutor(_THREADS) as threads:
-        names = list(content["files"])
-        for name, digest in zip(names, threads.map(lambda name: _digest(folder / name), names), strict=True):
-            if digest != content["files"][name][1]:
+        names, files = list(content["files"]), content["files"]
+        digests = threads.map(lambda name: _digest(folder / name, files[name][0]), names)
+        for name, digest in zip(names, digests, strict=True):
+            if digest != files[name][1]:
                 raise Damaged(f"{name} has other bytes than were written")
     return content["about"]
 
@@ -97,29 +101,37 @@ def _names(folder: Path) -> list[str]:
 
 def _content(folder: Path) -> dict[str, Any]:
     try:
+        if (folder / MANIFEST).exists() and not (folder / MANIFEST).is_file():
+            raise Damaged(f"{MANIFEST} is not a regular file")
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         content = json.loads(text)["content"]
         if text != _text(content):
             raise Damaged(f"{MANIFEST} is not what was written")
+        for name, (size, digest) in content["files"].items():
+            inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+            if not (inside and type(size) is int and isinstance(digest, str) and isinstance(content["about"], dict)):
+                raise Damaged(f"{MANIFEST} names what no run writes")
         return content
     except FileNotFoundError:
         raise Damaged(f"no {MANIFEST}") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Damaged(f"{MANIFEST} cannot be understood") from None
 
 
 def _written(path: Path) -> list[Any]:
     sync(path)
-    return [path.stat().st_size, _digest(path)]
+    size = path.stat().st_size
+    return [size, _digest(path, size)]
 
 
-def _digest(path: Path) -> str:
-    """SHA-256 of a file, without mapping it into memory."""
-    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+def _digest(path: Path, size: int) -> str:
+    """SHA-256 of a file of this size, without mapping it into memory; of one that grows, not much more is read."""
+    digest, block, left = hashlib.sha256(), memoryview(bytearray(_BLOCK)), size
     with path.open("rb", buffering=0) as file:
-        while size := file.readinto(block):
+        while left >= 0 and (count := file.readinto(block)):
             heartbeat()
-            digest.update(block[:size])
+            digest.update(block[:count])
+            left -= count
     return digest.hexdigest()
 
 

@@ -19,6 +19,11 @@ def one_line(text: str, length: int = LINE_CHARACTERS) -> str:
     return "".join(mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in shortened)
 
 
+def printable(text: str) -> str:
+    """`text` with control characters spelt out but for line breaks: a file's content must not steer a terminal."""
+    return "\n".join(one_line(line, len(line)) for line in text.split("\n"))
+
+
 def shown(value: Any) -> str:
     """A number with four digits, None as nothing, anything else as text."""
     if isinstance(value, float):

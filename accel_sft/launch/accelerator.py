@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, TCPStore, register_rendezvous_handler
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io.terminal import terminal
-from accel_sft.launch.deepspeed_ops import audit_compilation
+from accel_sft.launch.deepspeed_ops import audit_compilation, compiling
 from accel_sft.launch.environment import threads_per_process
 from accel_sft.launch.info import Launch, device_count, read_launch, restarts
 
@@ -55,7 +55,8 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
         plugin = DeepSpeedPlugin()
         _write_deepspeed_config(plugin.deepspeed_config, launch, config, devices)
     cpu, handlers = launch.backend == "ddp" and not devices, [InitProcessGroupKwargs(**group)]
-    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=cpu, kwargs_handlers=handlers)
+    with compiling(launch, devices):
+        accelerator = Accelerator(deepspeed_plugin=plugin, cpu=cpu, kwargs_handlers=handlers)
     if accelerator.is_fsdp2 and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy):
         # computing is reduced; what a model gives out, each token's loss, and gradients as they are averaged are not
         policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
@@ -127,7 +128,8 @@ def prepare_model(
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    model, optimizer = accelerator.prepare(model, optimizer)
+    with compiling(read_launch(), device_count()):
+        model, optimizer = accelerator.prepare(model, optimizer)
     if accelerator.distributed_type.value.startswith("MULTI_"):
         # buffers (angles of positions) are equal on all ranks; no rank then waits for another in a forward
         model.broadcast_buffers = False

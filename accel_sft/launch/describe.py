@@ -3,19 +3,29 @@
 import contextlib
 import importlib.metadata
 import math
+import os
 import platform
 import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.options import HIDDEN
 from accel_sft.launch.environment import usable_cores
-from accel_sft.launch.info import read_launch
+from accel_sft.launch.info import launcher_command, read_launch
 
-_SECRET = "key|token|secret|password"
+_SECRET = re.compile(r"key|token|secret|passw|passphrase|credential", re.IGNORECASE)
+_COUNT = re.compile(r"tokens", re.IGNORECASE)
+_ASSIGNED = re.compile(rf"(?i)([\w-]*(?:{_SECRET.pattern})[\w-]*\s*[=: ]\s*)\S.*")
+"""A secret within a text of a launch file: `export HF_TOKEN=...`, `--api-key ...`."""
 
 
 def describe(accelerator: Accelerator, config: TrainConfig) -> list[tuple[str, str]]:
@@ -45,7 +55,7 @@ def launch_record(accelerator: Accelerator) -> dict[str, Any]:
     plugin = accelerator.state.deepspeed_plugin
     return {
         "yaml_path": str(launch.config_file) if launch.config_file else None,
-        "yaml": re.sub(rf"(?im)^(\s*\S*({_SECRET})\S*\s*:).*$", r"\1 ***", launch.text) or None,
+        "yaml": _without_secrets(launch.yaml),
         "backend": launch.backend,
         "zero_stage": launch.stage if plugin else None,
         "offload": {what: launch.offload(what) for what in ("optimizer", "param")},
@@ -62,14 +72,29 @@ def launch_record(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def recordable(value: Any, name: str = "") -> Any:
-    """`value` as JSON can hold it, at any depth; text whose name says that it is a secret is left out."""
+    """`value` as JSON can hold it, at any depth. What has the name of a secret is left out, of whatever type; a number
+    of tokens is none."""
+    counts = isinstance(value, (int, float)) and _COUNT.search(name)
+    if value is not None and _SECRET.search(name) and not counts:
+        return HIDDEN
     if isinstance(value, dict):
         return {key: recordable(item, str(key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [recordable(item) for item in value]
-    if isinstance(value, str) and re.search(_SECRET, name, re.IGNORECASE):
-        return HIDDEN
-    return value if value is None or isinstance(value, (bool, int, str)) or math.isfinite(value) else str(value)
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def _without_secrets(content: Mapping[str, Any]) -> str | None:
+    """A launch file's content as YAML: comments are gone, and what has the name of a secret, within texts too."""
+
+    def masked(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: masked(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [masked(item) for item in value]
+        return _ASSIGNED.sub(rf"\1{HIDDEN}", value) if isinstance(value, str) else value
+
+    return yaml.safe_dump(masked(recordable(dict(content))), sort_keys=False, allow_unicode=True) if content else None
 
 
 def device_name(accelerator: Accelerator) -> str:
@@ -86,6 +111,21 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+def resume_command(run_dir: Path, config: TrainConfig) -> str:
+    """The command line that continues this run, for a shell in the folder where it was started."""
+    words, _ = launcher_command()
+    words = words or sys.orig_argv
+    if Path(words[0]).name.startswith("python") and not words[1].startswith("-"):  # of a script on PATH
+        words = words[1:]
+    more = []
+    if config.output_dir is None:
+        more += ["--output-dir", os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)]
+    if "--resume auto" not in " ".join(words).replace("=", " "):
+        more += ["--resume", "auto"]
+    short = Path(words[0]).name
+    return shlex.join([short if shutil.which(short) == words[0] else words[0], *words[1:], *more])
 
 
 def parallelism(accelerator: Accelerator) -> dict[str, Any]:

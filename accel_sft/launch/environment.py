@@ -7,6 +7,7 @@ import os
 import sysconfig
 from pathlib import Path
 
+from accel_sft.api.errors import UserError
 from accel_sft.launch.info import launcher_command
 from accel_sft.launch.rank_environment import launcher_flags
 
@@ -20,11 +21,20 @@ _QUIET = {
 }
 
 
+_NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
+_NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Of the variables that a launcher sets: those of several ranks cannot do without."""
+
+
 def prepare_environment(debug: bool = False) -> None:
     """Set what libraries read at import: threads, log levels, and a PATH on which pip's ninja is found.
 
     Call it before torch, transformers or deepspeed are imported. A variable the user has set is left alone.
+
+    Raises:
+        UserError: variables that a launcher sets are no numbers, or are there only in part.
     """
+    _check_ranks()
     os.environ["OMP_NUM_THREADS"] = str(threads_per_process())  # DeepSpeed's CPU Adam has an OpenMP of its own
     if "OMP_WAIT_POLICY" not in os.environ:
         # OpenMP's threads wait for each other spinning, by default for so long that any other program on a core makes
@@ -37,6 +47,16 @@ def prepare_environment(debug: bool = False) -> None:
         os.environ["PATH"] = os.pathsep.join((scripts, os.environ.get("PATH", "")))
     for name, value in ({} if debug else _QUIET).items():
         os.environ.setdefault(name, value)
+
+
+def _check_ranks() -> None:
+    given = os.environ
+    wrong = [f"{name} {given[name]!r}: not a number" for name in _NUMBERS if not given.get(name, "0").isdecimal()]
+    if not wrong and int(given.get("WORLD_SIZE", "1")) != 1:
+        lacking = ", ".join(name for name in _NEEDED if name not in given)
+        wrong = [f"WORLD_SIZE {given['WORLD_SIZE']}: without {lacking}"] if lacking else []
+    if wrong:
+        raise UserError(*(f"environment variable {line}; unset it, or use accelerate launch" for line in wrong))
 
 
 def _keep_freed_memory() -> None:

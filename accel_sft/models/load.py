@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import hashlib
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,12 @@ from safetensors import SafetensorError
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.data.chat import Rules, end_of_turn_ids
-from accel_sft.io.files import read_json
+from accel_sft.io.files import expanded, read_json
 from accel_sft.io.run_dir import RunDir
+from accel_sft.io.terminal import waiting
 from accel_sft.launch.info import device_count
 from accel_sft.models.adapters import new_adapter, saved_adapter
-from accel_sft.models.pretrained import freeze_beyond_text, pretrained, read_settings
+from accel_sft.models.pretrained import freeze_beyond_text, pretrained
 
 _SAMPLES, _SAMPLE_BYTES = 1 << 14, 1 << 12
 
@@ -41,13 +41,18 @@ def find_source(config: TrainConfig, model: str | None = None) -> Source:
         UserError: a folder that is not there or holds neither.
     """
     name = model or config.init_from or config.model
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if (run := RunDir(folder)).record.is_file():
         if not run.final.is_dir():
             raise UserError(f"{name}: this run has no final/ yet; resume it first, or name one of its folders")
         folder = run.final
     if (folder / "adapter_config.json").is_file():
-        base = read_json(folder / "adapter_config.json")["base_model_name_or_path"]
+        adapter = read_json(folder / "adapter_config.json")
+        base = adapter.get("base_model_name_or_path") if isinstance(adapter, dict) else None
+        if not isinstance(base, str) or not base:
+            raise UserError(
+                f"{folder}/adapter_config.json: base_model_name_or_path is missing; name the adapter's base"
+            )
         beside = RunDir(folder.parent.resolve()).base
         if not Path(base).exists() and (beside / "config.json").is_file():  # the run was moved
             base = str(beside)
@@ -60,8 +65,14 @@ def find_source(config: TrainConfig, model: str | None = None) -> Source:
         return Source(str(folder.resolve()), str(folder))
     if config.init_from and not model:
         raise UserError(f"--init-from {name}: no such run; give the folder of a finished run or of saved weights")
-    if not name or folder.is_file() or name.startswith((".", "/", "~")):
+    parts = folder.parts
+    if not name or folder.is_file() or name.startswith((".", "/", "~")) or name.endswith("/") or len(parts) > 2:
         raise UserError(f"--model {name!r}: no such folder; name a hub id, a folder of saved weights, or a run")
+    if len(parts) == 2 and folder.parent.is_dir():
+        raise UserError(
+            f"--model {name}: there is no {parts[1]} in the folder {parts[0]}; name one that is there, or, if it is a "
+            f"hub id, start where there is no {parts[0]}"
+        )
     return Source(name, name)
 
 
@@ -91,13 +102,15 @@ def weights_identity(source: Source) -> str | None:
 
 def is_tiny(config: TrainConfig) -> bool:
     """Whether what is trained is the built-in model, fresh or from an earlier run of it."""
-    if not config.init_from:
-        return config.model == "tiny"
-    run = RunDir(Path(config.init_from).expanduser())
-    if not run.record.is_file():
-        return False
-    earlier = run.read_record()["config"]
-    return is_tiny(dataclasses.replace(config, model=earlier["model"], init_from=earlier["init_from"]))
+    model, init_from, seen = config.model, config.init_from, set()
+    while isinstance(init_from, str) and init_from:
+        run = RunDir(expanded(init_from, "--init-from"))
+        if init_from in seen or not run.record.is_file():  # a record may name any run, itself too
+            return False
+        seen.add(init_from)
+        earlier = run.read_record()["config"]
+        model, init_from = earlier.get("model"), earlier.get("init_from")
+    return model == "tiny"
 
 
 def load_tokenizer(source: Source, config: TrainConfig) -> Any:
@@ -111,6 +124,8 @@ def load_tokenizer(source: Source, config: TrainConfig) -> Any:
     with _errors_explained(source.tokenizer):
         tokenizer = AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=config.trust_remote_code)
     if tokenizer.chat_template is None:
+        tokenizer.chat_template = _processor_template(source.tokenizer)
+    if tokenizer.chat_template is None:
         raise UserError(
             f"--model {source.tokenizer}: its tokenizer has no chat template; use an instruction-tuned model, "
             "or save the tokenizer with a chat_template of yours"
@@ -122,21 +137,14 @@ def load_tokenizer(source: Source, config: TrainConfig) -> Any:
     return tokenizer
 
 
-def check_vocabulary(name: str, config: TrainConfig, largest_id: int) -> None:
-    """See that the model has an embedding for every token id up to the largest.
+def _processor_template(name: str) -> str | None:
+    """The template in chat_template.json, where processors used to keep theirs and tokenizers do not look."""
+    from transformers.utils import cached_file
 
-    Raises:
-        UserError: it has none, for this one or for the id that its own configuration pads with.
-    """
     with _errors_explained(name):
-        text = read_settings(name, config).get_text_config(decoder=True)
-    largest = max(largest_id, text.pad_token_id or 0)
-    if largest >= getattr(text, "vocab_size", math.inf):
-        raise UserError(
-            f"--model {name}: its tokenizer has token {largest}, and the model's vocabulary ends at "
-            f"{text.vocab_size - 1}; use the tokenizer that came with the weights, or enlarge their embedding "
-            "(resize_token_embeddings)"
-        )
+        path = cached_file(name, "chat_template.json", _raise_exceptions_for_missing_entries=False)
+    found = read_json(Path(path)).get("chat_template") if path else None
+    return found if isinstance(found, str) else None
 
 
 def load_model(
@@ -146,6 +154,7 @@ def load_model(
     precision: str,
     deepspeed: bool,
     total_steps: int = 0,
+    largest_id: int = 0,
     log: Callable[[str], None] = lambda line: None,
 ) -> Any:
     """The model, ready to be prepared: weights in the right type, adapter in place.
@@ -154,6 +163,7 @@ def load_model(
         precision: the launch's mixed precision, "no", "bf16" or "fp16".
         deepspeed: whether DeepSpeed keeps the float32 copy (then weights are loaded in `precision`).
         total_steps: optimizer steps to come; 0 to evaluate only: an adapter stays frozen, and none is started.
+        largest_id: of all tokens that the model will read.
         log: takes lines on what is not loaded or not trained.
     Raises:
         UserError: it cannot be loaded, its files lack weights, or the adapter's settings do not fit it.
@@ -163,15 +173,14 @@ def load_model(
         raise UserError("--attn-implementation flex_attention: it has no backward on a CPU; leave it out, or use sdpa")
     with _errors_explained(source.weights):
         dtype = _dtype(config, precision, deepspeed, train)
-        model = pretrained(source.weights, config, dtype, train=train, log=log)
+        model = pretrained(source.weights, config, dtype, largest_id=largest_id, train=train, log=log)
     if source.adapter:
         with _errors_explained(source.adapter):
             model = saved_adapter(model, source.adapter, config, train=train)
     elif config.adapter != "none" and train:
         torch.manual_seed(config.seed)  # the same new adapter on every rank and at every stage
         model = new_adapter(model, config, total_steps, log)
-    if train:
-        freeze_beyond_text(model, log)
+    freeze_beyond_text(model, log)
     if train and config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if config.adapter != "none":
@@ -211,7 +220,8 @@ def _dtype(config: TrainConfig, precision: str, deepspeed: bool, train: bool) ->
 def _errors_explained(name: str) -> Iterator[None]:
     """Inside, what `name` is loaded from may fail as libraries fail: the error says what cannot be loaded, and why."""
     try:
-        yield
+        with contextlib.nullcontext() if Path(name).exists() else waiting(f"waiting for {name} from the hub"):
+            yield
     except (OSError, ValueError, KeyError, ImportError, SafetensorError, UserWarning) as error:
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "trust_remote_code" in str(error):
@@ -222,9 +232,10 @@ def _errors_explained(name: str) -> Iterator[None]:
         raise UserError(f"--model {name}: {where}cannot be loaded: {cause}") from error
 
 
-def trainable_parameters(model: torch.nn.Module) -> int:
-    """Number of weights that learn (whole tensors, also where ZeRO-3 holds only a shard)."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
+def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
+    """Number of weights that learn, and of all (whole tensors, also where ZeRO-3 holds only a shard)."""
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    return sum(size for size, learns in sizes if learns), sum(size for size, _ in sizes)
 
 
 def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules:
@@ -235,4 +246,5 @@ def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules
         generation = GenerationConfig.from_pretrained(source.weights, trust_remote_code=config.trust_remote_code)
     except OSError:  # a model need not have one; the tokenizer's eos then stands alone
         generation = None
-    return Rules(frozenset(end_of_turn_ids(tokenizer, generation)), config.max_length, config.truncation)
+    ends = frozenset(end_of_turn_ids(tokenizer, generation))
+    return Rules(ends, config.max_length, config.truncation, config.thinking, config.template_date)

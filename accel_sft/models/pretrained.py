@@ -1,5 +1,6 @@
 """Loads saved weights as a model that reads text: all of them, and those of a multimodal model too."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,32 @@ _DEQUANTIZED = ("mxfp4", "fp8", "compressed-tensors")
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
-def read_settings(name: str, config: TrainConfig) -> Any:
-    """The configuration of a model in a folder or of a hub id."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-
-
-def pretrained(name: str, config: TrainConfig, dtype: torch.dtype, *, train: bool, log: Callable[[str], None]) -> Any:
+def pretrained(
+    name: str,
+    config: TrainConfig,
+    dtype: torch.dtype,
+    *,
+    largest_id: int,
+    train: bool,
+    log: Callable[[str], None],
+) -> Any:
     """The model of a folder or a hub id, without an adapter.
 
     Raises:
-        UserError: its files lack weights of the model, or have them in another shape.
+        UserError: it has no embedding for the largest token id; its files lack weights, or have them in another shape.
     """
-    settings = read_settings(name, config)
+    from transformers import AutoConfig
+
+    settings = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+    text = settings.get_text_config(decoder=True)
+    if (largest_id := max(largest_id, getattr(text, "pad_token_id", None) or 0)) >= getattr(
+        text, "vocab_size", math.inf
+    ):
+        raise UserError(
+            f"--model {name}: its tokenizer has token {largest_id}, and the model's vocabulary ends at "
+            f"{text.vocab_size - 1}; use the tokenizer that came with the weights, or enlarge their embedding "
+            "(resize_token_embeddings)"
+        )
     quantized = getattr(settings, "quantization_config", None)
     if train and isinstance(quantized, dict) and quantized.get("quant_method") in _DEQUANTIZED:
         quantized["dequantize"] = True
@@ -46,7 +59,7 @@ def pretrained(name: str, config: TrainConfig, dtype: torch.dtype, *, train: boo
     if quantized and not hasattr(model.config, "quantization_config"):
         # what remains of the conversion would write whole weights under the names of quantized ones
         vars(model).pop("_weight_conversions", None)
-    if settings.get_text_config(decoder=True) is not settings and not isinstance(model.config, type(settings)):
+    if text is not settings and not isinstance(model.config, type(settings)):
         log("multimodal weights are loaded as their language model alone; what is exported is text-only as well")
     return model
 

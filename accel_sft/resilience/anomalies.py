@@ -36,8 +36,8 @@ class Anomalies:
     def rewind(self, step: int) -> None:
         """Drop the records of later steps, which are repeated."""
         if self.writes and self.file.exists():
-            lines = self.file.read_text(encoding="utf-8").splitlines(keepends=True)
-            write_atomically(self.file, "".join(line for line in lines if json.loads(line)["step"] <= step))
+            lines = self.file.read_text(encoding="utf-8", errors="replace").splitlines()
+            write_atomically(self.file, "".join(f"{line}\n" for line in lines if _step_in(line) <= step))
 
     def left_out(self) -> int:
         """How many steps of the run were skipped."""
@@ -78,6 +78,14 @@ class Anomalies:
             cause = "the weights may be at fault rather than an example"
             raise UserError(f"{message}; that was the {MOST_IN_A_ROW}th in a row (all in {self.file}): {cause}; {anew}")
         self.log(f"{message} (all in {self.file}); skipped")
+
+
+def _step_in(line: str) -> float:
+    """The step of a record; of one that was cut off, none that is kept."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
 
 
 def _listed(examples: Sequence[Any]) -> str:

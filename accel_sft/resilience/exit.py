@@ -15,7 +15,7 @@ from typing import NoReturn, TextIO
 import click
 
 from accel_sft.api.errors import UserError
-from accel_sft.io.text import one_line
+from accel_sft.io.text import one_line, printable
 
 
 class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
@@ -49,8 +49,8 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
             _leave(error.exit_code)
         trace = "".join(traceback.format_exception(error))
         if isinstance(error, UserError):
-            lines = "\n".join(f"Error: {line}" for line in error.problems)
-            report(trace + lines if self.debug else lines, str(error))
+            lines = printable("\n".join(f"Error: {line}" for line in error.problems))
+            report(trace + lines if self.debug else lines, printable(str(error)))
         else:
             report(*self._unexpected(error, trace))
         _leave(1)
@@ -152,7 +152,7 @@ def _leave(status: int) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     distributed = sys.modules.get("torch.distributed")
     running = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if running or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if running or os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(BrokenPipeError):
                 stream.flush()

@@ -1,4 +1,4 @@
-"""Sends curves and texts to TensorBoard and to Accelerate's trackers by name; a new tracker is added here."""
+"""Sends curves and texts to TensorBoard and to Accelerate's trackers by name; one that Accelerate lacks goes here."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -15,7 +15,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.checkpoint.checkpoint import settle
-from accel_sft.io.files import abandoned, write_atomically
+from accel_sft.io.files import abandoned, expanded, write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import decided_by_main
 from accel_sft.launch.describe import launch_record, recordable
@@ -71,20 +71,21 @@ def claim_run_dir(
     """Create or reuse the run's folder, the same on every rank.
 
     Returns:
-        the folder; `config`, with `--resume auto` if an earlier attempt of this launch claimed the folder; and whether
-        the folder's run is complete already. Other settings than that run's are refused later, by name.
+        the folder; `config`, with the day that templates are told, and with `--resume auto` if an earlier attempt of
+        this launch claimed the folder; and whether the folder's run is complete already. Other settings than that
+        run's are refused later, by name.
     Raises:
         UserError: the folder is not empty and `--resume` is off, belongs to something else, or cannot be written.
     """
     claimed: list[RunDir] = []
 
-    def claim() -> tuple[RunDir, str, bool]:
+    def claim() -> tuple[RunDir, str, str, bool]:
         # in torchrun's temporary folder a file tells later attempts of this launch the run's folder
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         shared = Path(file).parents[2] / "accel_sft-run-dir" if file else None
         earlier = shared.read_text(encoding="utf-8") if restarts() and shared and shared.is_file() else None
         name = config.output_dir or earlier or f"runs/{task_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        path = Path(name).expanduser().absolute()
+        path = expanded(name, "--output-dir").absolute()
         run_dir, resume = RunDir(path), config.resume
         if resume == "off" and str(path) == earlier:
             resume = "auto"
@@ -104,7 +105,7 @@ def claim_run_dir(
                 raise UserError(
                     f"--output-dir {name}: not empty; name another folder, or continue the run in it with --resume auto"
                 )
-            if occupied and not run_dir.record.exists() and not run_dir.result.exists():
+            if occupied and not run_dir.is_run():
                 raise UserError(f"--output-dir {name}: not empty, and not a run of accel_sft; name another folder")
             if shared:
                 shared.write_text(str(path), encoding="utf-8")
@@ -116,19 +117,25 @@ def claim_run_dir(
         except OSError as error:
             raise UserError(f"--output-dir {name}: cannot be used ({error.strerror})") from None
         complete = resume != "off" and status == "complete"
-        return run_dir, resume, complete and not _changes(run_dir.read_record(), config.as_dict(), _options(task))
+        resumed = resume != "off" and (status == "complete" or run_dir.record.exists())
+        before = run_dir.read_record() if resumed else {"config": {}}
+        # templates are told the day on which the run was started, whenever and on whichever rank they are rendered
+        day = config.template_date or before["config"].get("template_date") or time.strftime("%Y-%m-%d")
+        settled = {**config.as_dict(), "template_date": day}
+        return run_dir, resume, day, complete and not _changes(before, settled, _options(task))
 
     try:
-        run_dir, resume, finished = decided_by_main(accelerator, claim)
+        run_dir, resume, day, finished = decided_by_main(accelerator, claim)
     except Exception as error:  # another rank was lost before this one began
         for run_dir in claimed:
             run_dir.write_ended("failed", lost_peers() or str(error))
         raise
-    return run_dir, dataclasses.replace(config, resume=resume), finished
+    return run_dir, dataclasses.replace(config, resume=resume, template_date=day), finished
 
 
-def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared) -> None:
-    """Write `run.json`: settings, data and launch of the run; a resumed run must match the one that is there.
+def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, resumed: bool = False) -> None:
+    """Write `run.json`: settings, data and launch of the run. One that has trained must match the record that is there,
+    which is replaced once it is `resumed`: a resume may yet be refused.
 
     Raises:
         UserError: a resumed run's settings or data differ from what the folder records, one line each.
@@ -148,8 +155,8 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared) -> Non
     def write() -> None:
         if assembly.config.adapter != "none" or assembly.source.adapter:
             record["base_weights"] = weights_identity(assembly.source)
-        if run_dir.record.exists() and run_dir.has_trained():
-            _check_unchanged(run_dir.read_record(), record, run_dir)
+        if not resumed and run_dir.record.exists() and run_dir.has_trained():
+            return _check_unchanged(run_dir.read_record(), record, run_dir)
         write_atomically(run_dir.record, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
 
     decided_by_main(assembly.accelerator, write)
@@ -159,7 +166,7 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
     different = _changes(before, now["config"], now["task_options"])
     if before["task"] != now["task"]:
         different.append(f"task: the run was started with {before['task']}, not {now['task']}")
-    if not different and before["data_sha256"] != now["data_sha256"]:
+    if not different and before.get("data_sha256") != now["data_sha256"]:
         different.append("the data is not what the run was started with")
     base, base_now = before.get("base_weights"), now.get("base_weights")
     if not different and base and base_now and base != base_now:  # checkpoints hold the adapter alone
@@ -168,7 +175,11 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
             "start a new run in another folder"
         )
     if different:
-        start = f", or start a new run from its weights: --init-from {run_dir}" if run_dir.final.is_dir() else ""
+        if run_dir.final.is_dir():
+            start = f", or start a new run from its weights: --init-from {run_dir}"
+        else:
+            start = f"; to go on longer, let it end, and start a new run from its weights with --init-from {run_dir}"
+            start += f" (from the best so far: --init-from {run_dir.best})" if run_dir.best.is_dir() else ""
         raise UserError(
             *different,
             f"{run_dir}: a resumed run computes what it would have without the stop, schedule included; "

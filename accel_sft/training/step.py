@@ -1,4 +1,4 @@
-"""Forward and backward of one optimizer step; the loss is normalised over all micro-batches and ranks."""
+"""Forward and backward of one optimizer step, its loss over all ranks; in smaller forwards after an out-of-memory."""
 
 import dataclasses
 import json

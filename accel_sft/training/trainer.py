@@ -16,9 +16,9 @@ from accel_sft.checkpoint.capacity import check_disk, check_host_memory
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.accelerator import prepare_model
 from accel_sft.launch.collectives import decided_by_main, largest, largest_of_ranks
-from accel_sft.launch.describe import differences, parallelism
+from accel_sft.launch.describe import differences, parallelism, resume_command
 from accel_sft.launch.info import read_launch
-from accel_sft.models.load import compile_blocks, trainable_parameters
+from accel_sft.models.load import compile_blocks, parameter_counts
 from accel_sft.models.pretrained import auto_class, processor_files
 from accel_sft.resilience.anomalies import Anomalies
 from accel_sft.resilience.signals import Interruption, StopSignals
@@ -57,13 +57,16 @@ class Trainer:
         )
         self.batching_asked = [config.batching, config.micro_batch_size]
 
-        model = assembly.load_model(self.plan.total_steps, log=tracker.log)
+        model = assembly.load_model(
+            prepared.train, prepared.validation, total_steps=self.plan.total_steps, log=tracker.log
+        )
         self.model_class, self.beside = auto_class(model).__name__, processor_files(assembly.source.weights, model)
         if config.compile:
             compile_blocks(model)
         tracker.phase("model")
         self.load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
-        self.trained_parameters = trainable_parameters(model)
+        self.trained_parameters, parameters = parameter_counts(model)
+        tracker.log(f"{self.trained_parameters:,} of {parameters:,} parameters are trained")
         optimizer = adamw(model, config)
         check_host_memory(accelerator, model, read_launch())
         self.model, self.optimizer = prepare_model(accelerator, model, optimizer, config)
@@ -179,7 +182,7 @@ class Trainer:
     def stop_if(self, signal: int) -> None:
         """Raise Interruption if there was a signal; it is the same on all ranks."""
         if signal:
-            raise Interruption(signal, self.state.step)
+            raise Interruption(signal, self.state.step, resume_command(self.run_dir.path, self.config))
 
     def between_answers(self) -> None:
         """Let a signal end an evaluation, on all ranks, before its next batch of answers."""

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from test_laws import layout
 
+from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
-from accel_sft.checkpoint.checkpoint import newest, settle
+from accel_sft.checkpoint.checkpoint import load, newest, save, settle
 from accel_sft.io import manifest
 from accel_sft.io.run_dir import RunDir
 
@@ -138,3 +140,77 @@ def test_a_manifest_that_is_no_manifest_is_damage(tmp_path):
         (tmp_path / manifest.MANIFEST).write_bytes(content)
         with pytest.raises(manifest.Damaged):
             manifest.verify(tmp_path)
+
+
+def sealed(folder, files):
+    """A manifest that fits itself, whatever it names."""
+    (folder / manifest.MANIFEST).write_text(manifest._text({"files": files, "about": {}}))
+
+
+@pytest.mark.parametrize("name", ["/etc/hostname", "../outside", "a/../../outside", "zero", "link", "pipe"])
+def test_a_manifest_leads_to_no_file_but_those_of_its_folder(tmp_path, name):
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    folder.mkdir()
+    (folder / "a").mkdir()
+    outside.write_bytes(b"mine")
+    (folder / "zero").symlink_to("/dev/zero") if name == "zero" else None
+    (folder / "link").symlink_to(outside) if name == "link" else None
+    os.mkfifo(folder / "pipe") if name == "pipe" else None
+    sealed(folder, {name: [0 if name in ("zero", "pipe") else 4, manifest._digest(outside, 4)]})
+    with pytest.raises(manifest.Damaged, match=r"not a regular file|names what no run writes"):
+        manifest.verify(folder)
+    sealed(folder, {"a.txt": [4, manifest._digest(outside, 4)]})
+    (folder / "a.txt").write_bytes(b"mine")
+    if name not in ("zero", "link", "pipe"):
+        assert manifest.verify(folder) == {}
+
+
+def test_of_a_file_that_grows_no_more_is_read_than_was_written():
+    assert len(manifest._digest(Path("/dev/zero"), 2**20)) == 64
+
+
+@pytest.mark.parametrize("files", [[], {"a": 1}, {"a": ["4", "x"]}, {"a": [4, None]}, {"a": [4]}])
+def test_a_sealed_manifest_of_odd_fields_is_damage(tmp_path, files):
+    sealed(tmp_path, files)
+    with pytest.raises(manifest.Damaged):
+        manifest.verify(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x00" * 8,
+        b"\xff" * 64,
+        (2**62).to_bytes(8, "little"),
+        b"\x02" + b"\x00" * 7 + b"[]",
+        "no colons",
+        "scalar",
+    ],
+)
+def test_a_resealed_checkpoint_of_other_content_is_told_in_a_line(tmp_path, content):
+    odd = {"no colons": {"weights": torch.ones(2)}, "scalar": {"weights:0:weight": torch.tensor(1.0)}}
+    file = tmp_path / "rank-0000-000.safetensors"
+    save_file(odd[content], file) if isinstance(content, str) else file.write_bytes(content)
+    manifest.write(tmp_path, {})
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(UserError, match="not a file that accel_sft wrote"):
+        shards.read(Accelerator(cpu=True), model, torch.optim.AdamW(model.parameters()), tmp_path)
+    with pytest.raises(UserError, match="not a checkpoint of accel_sft"):
+        load(Accelerator(cpu=True), model, torch.optim.AdamW(model.parameters()), tmp_path)
+
+
+def test_what_others_put_beside_a_runs_files_harms_no_resume(checkpoints, tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    shutil.copytree(checkpoints, run_dir.path)
+    run_dir.samples.mkdir()
+    for name in ("step-000004.jsonl", "step-000004 copy.jsonl", "step-.jsonl", "step-000012.jsonl"):
+        (run_dir.samples / name).touch()
+    assert [path.name for path in run_dir.all_answers()] == ["step-000004.jsonl", "step-000012.jsonl"]
+    (tmp_path / "elsewhere").mkdir()
+    run_dir.checkpoint(1).symlink_to(tmp_path / "elsewhere")
+    run_dir.checkpoint(2).touch()
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(3, 2)
+    save(accelerator, model, torch.optim.AdamW(model.parameters()), run_dir, {"step": 9}, keep=2)
+    assert [path.name for path in run_dir.all_checkpoints()] == ["step-000006", "step-000009"]
+    assert (tmp_path / "elsewhere").is_dir()
