@@ -15,7 +15,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import available_heads, nll
 from accel_sft.data.chat import Encoded
 from accel_sft.launch.collectives import any_rank, first_reason
-from accel_sft.models.architecture import arguments, limited_layers
+from accel_sft.models.architecture import arguments, attentions, limited_layers
 from accel_sft.models.prefix_attention import install
 
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
@@ -120,7 +120,9 @@ def _layouts_for(
     layouts = [layout for layout in named if fnmatch.fnmatchcase(implementation, layout.implementation)]
     reason = None
     if not layouts:
-        reason = f"attention {implementation} cannot be told who sees whom; sdpa and flex_attention can"
+        others = " and ".join(attentions(model, "sdpa", "flex_attention"))
+        other = f"{others} can" if others else "the model has no other"
+        reason = f"attention {implementation} cannot be told who sees whom; {other}"
     elif layouts[0].one_sequence and "position_ids" not in arguments(model):
         reason = "the model takes no positions"
     elif layouts[0].one_sequence and (limited := limited_layers(model, longest)):

@@ -166,7 +166,7 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, source: 
     if accelerator.is_main_process:
         for line in encoding.lines():
             print(line, file=terminal.terminal())
-    loaded, plugin = assembly.load_model(), accelerator.state.deepspeed_plugin
+    loaded, plugin = assembly.load_model(encoding), accelerator.state.deepspeed_plugin
     sharded = accelerator.distributed_type == DistributedType.FSDP or (plugin is not None and plugin.zero_stage == 3)
     prepared = shard_for_evaluation(accelerator, loaded) if sharded else loaded.to(accelerator.device)
     load_peaks = largest(peak_memory_gib(accelerator.device), "load_")

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import waiting
 from accel_sft.launch.info import device_count
 from accel_sft.models.adapters import new_adapter, saved_adapter
+from accel_sft.models.pretrained import freeze_beyond_text, pretrained
 
 _SAMPLES, _SAMPLE_BYTES = 1 << 14, 1 << 12
 
@@ -147,34 +148,41 @@ def _processor_template(name: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def load_model(source: Source, config: TrainConfig, *, precision: str, deepspeed: bool, total_steps: int = 0) -> Any:
+def load_model(
+    source: Source,
+    config: TrainConfig,
+    *,
+    precision: str,
+    deepspeed: bool,
+    total_steps: int = 0,
+    largest_id: int = 0,
+    log: Callable[[str], None] = lambda line: None,
+) -> Any:
     """The model, ready to be prepared: weights in the right type, adapter in place.
 
     Args:
         precision: the launch's mixed precision, "no", "bf16" or "fp16".
         deepspeed: whether DeepSpeed keeps the float32 copy (then weights are loaded in `precision`).
         total_steps: optimizer steps to come; 0 to evaluate only: an adapter stays frozen, and none is started.
+        largest_id: of all tokens that the model will read.
+        log: takes lines on what is not loaded or not trained.
     Raises:
-        UserError: it cannot be loaded, or the adapter's settings do not fit it.
+        UserError: it cannot be loaded, its files lack weights, or the adapter's settings do not fit it.
     """
-    from transformers import AutoModelForCausalLM
-
-    if config.attn_implementation == "flex_attention" and total_steps and not device_count():
+    train = total_steps > 0
+    if config.attn_implementation == "flex_attention" and train and not device_count():
         raise UserError("--attn-implementation flex_attention: it has no backward on a CPU; leave it out, or use sdpa")
     with _errors_explained(source.weights):
-        model = AutoModelForCausalLM.from_pretrained(
-            source.weights,
-            dtype=_dtype(config, precision, deepspeed, total_steps > 0),
-            attn_implementation=config.attn_implementation,
-            trust_remote_code=config.trust_remote_code,
-        )
+        dtype = _dtype(config, precision, deepspeed, train)
+        model = pretrained(source.weights, config, dtype, largest_id=largest_id, train=train, log=log)
     if source.adapter:
         with _errors_explained(source.adapter):
-            model = saved_adapter(model, source.adapter, config, train=total_steps > 0)
-    elif config.adapter != "none" and total_steps:
+            model = saved_adapter(model, source.adapter, config, train=train)
+    elif config.adapter != "none" and train:
         torch.manual_seed(config.seed)  # the same new adapter on every rank and at every stage
-        model = new_adapter(model, config, total_steps)
-    if total_steps and config.gradient_checkpointing:
+        model = new_adapter(model, config, total_steps, log)
+    freeze_beyond_text(model, log)
+    if train and config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if config.adapter != "none":
             model.enable_input_require_grads()
@@ -215,7 +223,7 @@ def _errors_explained(name: str) -> Iterator[None]:
     try:
         with contextlib.nullcontext() if Path(name).exists() else waiting(f"waiting for {name} from the hub"):
             yield
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError, pickle.UnpicklingError) as error:
+    except (OSError, ValueError, KeyError, ImportError, UserWarning, SafetensorError, pickle.UnpicklingError) as error:
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if isinstance(error, pickle.UnpicklingError):  # torch's own text suggests to run what is in the file
             cause = "its weights hold more than numbers, which could run code; use safetensors, from someone you trust"

@@ -16,6 +16,7 @@ def model_card(
     base_model: str,
     task: str,
     adapter: str = "none",
+    model_class: str = "AutoModelForCausalLM",
     messages: Sequence[Mapping[str, Any]],
     template_arguments: Mapping[str, Any],
     prompt_end: str,
@@ -29,6 +30,7 @@ def model_card(
 
     Args:
         base_model: hub id, folder or `tiny`; only a hub id is named in the metadata, which takes nothing else.
+        model_class: of transformers, which loads the whole model.
         messages: one prompt as the chat template is asked, system message included.
         template_arguments: the template's own variables.
         prompt_end: what follows the template's text in prompts.
@@ -52,7 +54,7 @@ def model_card(
         f"---\n{metadata.to_yaml()}\n---",
         f"# {markdown_cell(task)}\n\n{what} for the task `{task}` with accel_sft.",
         "## Usage\n\nWith the messages it was trained on, system message included if there is one:\n\n"
-        + _usage(messages, template_arguments, prompt_end, adapter, max_new_tokens),
+        + _usage(messages, template_arguments, prompt_end, adapter, model_class, max_new_tokens),
         "## Before and after\n\n" + comparison_table(result),
         "## Data\n\n" + markdown_table(["", "count"], list(data.items())),
         "## Settings\n\n" + markdown_table(["setting", "value"], trained_with),
@@ -66,12 +68,18 @@ def _usage(
     template_arguments: Mapping[str, Any],
     prompt_end: str,
     adapter: str,
+    model_class: str,
     max_new_tokens: int,
 ) -> str:
     """A Python block that asks one question in plain transformers, or peft."""
-    library, model = (
-        ("transformers", "AutoModelForCausalLM") if adapter == "none" else ("peft", "AutoPeftModelForCausalLM")
-    )
+    library, model, imports, base = "transformers", model_class, [], []
+    if adapter != "none" and model_class == "AutoModelForCausalLM":
+        library, model = "peft", "AutoPeftModelForCausalLM"
+    load = f"{model}.from_pretrained(folder)"
+    if adapter != "none" and library != "peft":  # which has no such class for other models
+        imports = ["from peft import PeftConfig, PeftModel"]
+        base = ["base = PeftConfig.from_pretrained(folder).base_model_name_or_path"]
+        load = f"PeftModel.from_pretrained({model}.from_pretrained(base), folder)"
     given = "".join(f", {name}={value!r}" for name, value in template_arguments.items())
     asked = [
         "inputs = tokenizer.apply_chat_template(",
@@ -84,11 +92,13 @@ def _usage(
             f'inputs = tokenizer(prompt + {prompt_end!r}, add_special_tokens=False, return_tensors="pt")',
         ]
     lines = [
+        *imports,
         "from transformers import AutoTokenizer",
         f"from {library} import {model}",
         "",
         'folder = "."  # this one',
-        f"model, tokenizer = {model}.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)",
+        *base,
+        f"model, tokenizer = {load}, AutoTokenizer.from_pretrained(folder)",
         f"messages = {json.dumps(list(messages), ensure_ascii=False, indent=4)}",
         *asked,
         'inputs.pop("token_type_ids", None)',

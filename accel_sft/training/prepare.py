@@ -40,10 +40,13 @@ class Assembly:
         self.tokenizer = load_tokenizer(source, config)
         self.encode = SplitEncoder(accelerator, self.tokenizer, task, encoding_rules(self.tokenizer, source, config))
 
-    def load_model(self, total_steps: int = 0) -> Any:
-        """The model, not prepared yet; `total_steps` optimizer steps are to come, 0 to evaluate only."""
+    def load_model(self, *encodings: Encoding, total_steps: int = 0, **more: Any) -> Any:
+        """The model, not prepared yet, for these tokens; `total_steps` optimizer steps are to come, 0 to evaluate
+        only."""
         precision, deepspeed = self.accelerator.mixed_precision, self.accelerator.state.deepspeed_plugin is not None
-        return load_model(self.source, self.config, precision=precision, deepspeed=deepspeed, total_steps=total_steps)
+        launch = {"precision": precision, "deepspeed": deepspeed}
+        largest_id = max(self.tokenizer.pad_token_id, *(encoding.kept.largest_id() for encoding in encodings))
+        return load_model(self.source, self.config, **launch, total_steps=total_steps, largest_id=largest_id, **more)
 
     def evaluator(
         self, model: Any, examples: Sequence[Any], encoding: Encoding, max_new_tokens: int | None = None, **more: Any

@@ -16,7 +16,7 @@ from accel_sft.training.prepare import Prepared
 from accel_sft.training.state import TrainState
 
 
-def card(task_name: str, prepared: Prepared, state: TrainState) -> str:
+def card(task_name: str, prepared: Prepared, state: TrainState, model_class: str) -> str:
     """The README.md beside the weights of this state, whose newest evaluation stands beside the untrained ones'."""
     config, task, rendering = prepared.assembly.config, prepared.assembly.task, prepared.assembly.encode.rendering
     turns = task.messages(prepared.validation_examples[prepared.validation.kept[0].index])
@@ -25,6 +25,7 @@ def card(task_name: str, prepared: Prepared, state: TrainState) -> str:
         base_model=config.init_from or config.model,
         task=task_name,
         adapter=config.adapter,
+        model_class=model_class,
         messages=form.given(turns),
         template_arguments=rendering.arguments,
         prompt_end=rendering.closing(form),

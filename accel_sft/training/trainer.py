@@ -20,6 +20,7 @@ from accel_sft.launch.collectives import decided_by_main, largest, largest_of_ra
 from accel_sft.launch.describe import differences, parallelism, resume_command
 from accel_sft.launch.info import read_launch
 from accel_sft.models.load import compile_blocks, parameter_counts
+from accel_sft.models.pretrained import auto_class, processor_files
 from accel_sft.resilience.anomalies import Anomalies
 from accel_sft.resilience.signals import Interruption, StopSignals
 from accel_sft.tracking.system import peak_memory_gib
@@ -57,7 +58,10 @@ class Trainer:
         )
         self.batching_asked = [config.batching, config.micro_batch_size]
 
-        model = assembly.load_model(self.plan.total_steps)
+        model = assembly.load_model(
+            prepared.train, prepared.validation, total_steps=self.plan.total_steps, log=tracker.log
+        )
+        self.model_class, self.beside = auto_class(model).__name__, processor_files(assembly.source.weights, model)
         if config.compile:
             compile_blocks(model)
         tracker.phase("model")
@@ -204,8 +208,9 @@ class Trainer:
 
     def export(self, target: Path) -> None:
         """Write the current weights, with a model card, for plain transformers or peft."""
-        card = summary.card(self.task_name, self.prepared, self.state)
-        checkpoint.export(self.accelerator, self.model, self.prepared.assembly.tokenizer, target, card)
+        card = summary.card(self.task_name, self.prepared, self.state, self.model_class)
+        tokenizer = self.prepared.assembly.tokenizer
+        checkpoint.export(self.accelerator, self.model, tokenizer, target, card, self.beside)
 
     def save(self) -> None:
         """A checkpoint of this step, with the counters, metrics and batching so far."""
