@@ -1,7 +1,5 @@
 """The command line: options made from settings, a command for each task, the tools. Only running one imports torch."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any, ClassVar

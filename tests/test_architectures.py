@@ -8,9 +8,9 @@ import architectures
 import pytest
 import torch
 from conftest import accel_sft
+from models import encode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from accel_sft.data.chat import encode
 from accel_sft_math import Math
 
 DATA = {"train_examples": 24, "validation_examples": 5}

@@ -35,11 +35,10 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.batching import choice, loss
-from accel_sft.batching.autotune import Trial, choose_batching
+from accel_sft.batching.autotune import Trial
 from accel_sft.batching.forward_layouts import LAYOUTS
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll, nll_sum
-from accel_sft.batching.prefixes import common_prefixes
 from accel_sft.batching.verify import UNLIMITED
 from accel_sft.data.chat import Encoded
 from accel_sft.io.run_dir import RunDir
@@ -135,8 +134,9 @@ def test_a_small_step_is_one_forward_on_each_rank():
 
 def test_what_neighbours_have_in_common():
     ids = [[1, 2, 3], [1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 5, 6], [2], [2, 7]]
-    assert common_prefixes([Encoded(0, row, 1) for row in ids]) == [0, 3, 2, 4, 0, 1]
-    assert common_prefixes([]) == []
+    tree = Batching("shared", 64).way
+    assert tree.common([Encoded(0, row, 1) for row in ids]) == [0, 3, 2, 4, 0, 1]
+    assert tree.common([]) == []
 
 
 # --- that it is the same mathematics ---
@@ -223,7 +223,7 @@ def test_what_is_shared_is_computed_once():
 
 def chosen(model, examples=None, train=True, **settings):
     config = TrainConfig(**settings).resolved({})
-    return choose_batching(Accelerator(cpu=True), model, config, examples or rows(), 0, train=train)
+    return Trial(Accelerator(cpu=True), model, config, examples or rows(), 0, train=train).choose()
 
 
 def test_a_plain_model_shares_prefixes(model):
@@ -267,9 +267,7 @@ def test_what_a_run_had_chosen_is_kept_while_it_is_exact(model):
     for attention in ("sdpa", "eager"):
         changed = copy.deepcopy(model)
         changed.set_attn_implementation(attention)
-        batching, _ = choose_batching(
-            Accelerator(cpu=True), changed, TrainConfig().resolved({}), rows(), 0, before=kept
-        )
+        batching, _ = trial(changed, rows()).choose(before=kept)
         assert (batching == kept) is (attention == "sdpa")
 
 
@@ -313,7 +311,7 @@ def test_the_least_work_wins_over_fewer_forwards_and_over_fewer_tokens(model):
 def timing(monkeypatch, tmp_path):
     """This CPU is treated as a device whose candidates are timed; (the cache's folder, who is the fastest)."""
     monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("accel_sft.batching.autotune.FORWARDS", {})
+    monkeypatch.setattr("accel_sft.batching.autotune.UNTIMED", set())
     monkeypatch.setattr("accel_sft.batching.autotune.TRIED_ON_DEVICE", (64, 128, 256))
     quickest = ["padded"]
     monkeypatch.setattr(Trial, "_seconds", lambda _, batching, __: 0.1 if batching.layout == quickest[0] else 0.5)
@@ -437,15 +435,14 @@ def test_a_window_that_all_layers_have_is_seen_and_so_is_a_longer_row_that_is_on
     short = [row for row in rows(64, instruction=4, longest=8) if len(row.input_ids) <= 16]
     (longer,) = rows(1, instruction=40, longest=8)
     assert chosen(model, short, batching="shared")[0].layout == "shared"
-    config = TrainConfig(batching="shared").resolved({})
-    batching, told = choose_batching(Accelerator(cpu=True), model, config, short, 0, also=[longer])
+    batching, told = trial(model, short, batching="shared").choose(also=[longer])
     assert batching.layout == ("padded" if window == 16 else "shared"), told
 
 
 def test_a_window_that_the_configuration_does_not_tell_of_is_found_by_the_longest_row(monkeypatch):
     torch.manual_seed(0)
     model = MistralForCausalLM(small(MistralConfig, sliding_window=16, initializer_range=0.5))
-    monkeypatch.setattr("accel_sft.batching.forward_layouts.limited_layers", lambda model, longest: None)
+    monkeypatch.setattr("accel_sft.batching.verify.limited_layers", lambda model, longest: None)
     batching, told = chosen(model, rows(64, instruction=4, longest=40), batching="shared")
     assert batching.layout == "padded"
     assert "its loss is not that of single rows" in told

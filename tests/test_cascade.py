@@ -15,7 +15,6 @@ from accel_sft.models import cascade as module
 from accel_sft.models.cascade import cascade, usable
 from accel_sft.models.prefix_attention import install, rows_attention
 
-CPU = torch.device("cpu")
 install()
 
 
@@ -28,7 +27,7 @@ def sequence(prefix, sizes, heads, key_heads, size, dtype=torch.float32):
         for count in (heads, key_heads, key_heads)
     ]
     starts = prefix + np.cumsum(sizes) - sizes
-    return tensors, _rows(np.array(sizes), starts, prefix, CPU)
+    return tensors, _rows(np.array(sizes), starts, prefix)
 
 
 def by_mask(query, key, value, prefix, sizes, scale=None):

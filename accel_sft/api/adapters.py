@@ -1,7 +1,5 @@
 """The adapter types that `--adapter` offers; one is added by an entry here and its peft part in models/adapters.py."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

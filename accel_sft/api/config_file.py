@@ -1,7 +1,5 @@
 """Reads a `--config` file: options by name in YAML, with every problem of the file reported at once. No torch."""
 
-from __future__ import annotations
-
 import difflib
 from pathlib import Path
 from typing import Any

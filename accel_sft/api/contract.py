@@ -1,7 +1,5 @@
 """Checks whether a class can be used as a task: its methods, their signatures, its options. Standard library only."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

@@ -1,7 +1,5 @@
 """The error that is shown to users without a traceback, and the source line at which a plugin failed."""
 
-from __future__ import annotations
-
 import traceback
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Settings as dataclass fields: type, default, help and limits, stated once for command line, YAML and tests alike."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

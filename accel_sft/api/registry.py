@@ -1,7 +1,5 @@
 """Finds tasks by the entry point group `accel_sft.tasks`, and loads one by name; a broken one breaks only itself."""
 
-from __future__ import annotations
-
 import configparser
 import dataclasses
 import difflib

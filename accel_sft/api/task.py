@@ -1,7 +1,5 @@
 """The base class of tasks: examples, prompts, answers and scores. Standard library only."""
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 from collections.abc import Sequence

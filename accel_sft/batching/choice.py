@@ -1,26 +1,21 @@
 """Keeps the batching that autotune.py chose, so that every start and every resume uses the same one."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 
-from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.batching.layouts import Batching
 from accel_sft.data import cache
-from accel_sft.data.chat import Encoded
 from accel_sft.io import manifest
 from accel_sft.io.files import write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import decided_by_main
-from accel_sft.launch.describe import device_name, parallelism, versions
+from accel_sft.launch.describe import parallelism
 
 KIND = "batching"
 """Of the cache's entries."""
@@ -102,38 +97,10 @@ def measured_once(
             return None, f"not kept: {cache.folder()} cannot be written ({error.strerror})"
 
     about, where = decided_by_main(accelerator, look)
-    if about is None and not where:
+    if not where:
         batching = measure()
         about, where = decided_by_main(accelerator, lambda: keep(batching))
     return _batching((about or {}).get("chosen")), where
-
-
-def what_decides(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    config: TrainConfig,
-    examples: Sequence[Encoded],
-    exact: Sequence[Batching],
-    train: bool,
-) -> list[Any]:
-    """All that what is measured depends on: the model's shape, the data, the launch, the machine, the software.
-
-    Not the memory that happens to be free, which decides the sizes that are tried.
-    """
-    unwrapped, tokens = accelerator.unwrap_model(model), hashlib.sha256()
-    for example in examples:
-        tokens.update(json.dumps([example.prompt_length, example.input_ids]).encode())
-    parameters = [
-        [name, list(getattr(each, "ds_shape", each.shape)), str(each.dtype), each.requires_grad]
-        for name, each in unwrapped.named_parameters()
-    ]
-    shape = {key: value for key, value in unwrapped.config.to_dict().items() if key != "_name_or_path"}
-    settings = [config.global_batch_size, config.gradient_checkpointing, config.compile]
-    return [
-        [shape, parameters, settings, train],
-        [tokens.hexdigest(), [dataclasses.asdict(batching) for batching in exact]],
-        [parallelism(accelerator), device_name(accelerator), torch.get_num_threads(), versions()],
-    ]
 
 
 def _batching(chosen: Any) -> Batching | None:

@@ -1,8 +1,8 @@
-"""Makes the tensors of one forward: rows in one sequence behind shared prefixes, or padded in a batch."""
+"""Makes the tensors of one forward: rows in one sequence behind shared prefixes, or padded in a batch.
 
-from __future__ import annotations
+They are made on the current device: `with device:` around a call says which.
+"""
 
-import abc
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,26 +15,6 @@ from accel_sft.data.chat import Encoded
 from accel_sft.models.prefix_attention import Rows
 
 
-class Head(abc.ABC):
-    """Where a forward computes logits, and the loss from them; the heads are in `loss`.
-
-    Attributes:
-        name: as a batching's record has it.
-        everywhere: whether the model computes logits at every token; else only where a label is predicted from.
-    """
-
-    name: str
-    everywhere = False
-
-    @abc.abstractmethod
-    def nll(self, model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
-        """Each target's negative log-likelihood, float32, (E,); of a batch without targets, a connected zero, (1,).
-
-        Args:
-            most_logits: how many logits may be held at once by a head that computes them in pieces.
-        """
-
-
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """One forward: the model's arguments, and what its kept logits are to predict.
@@ -45,7 +25,7 @@ class Batch:
         sources: index into the P kept positions of each target, (E,); None: one target each, in order.
         targets: token ids to predict, (E,).
         weights: rows that predict this token from this position, (E,) float32.
-        head: what computes the loss; None until `with_head`.
+        head: what computes logits and loss, of `loss.HEADS`.
     """
 
     inputs: dict[str, Any]
@@ -53,25 +33,17 @@ class Batch:
     sources: torch.Tensor | None
     targets: torch.Tensor
     weights: torch.Tensor
-    head: Head | None = None
-
-    def with_head(self, head: Head) -> Batch:
-        """The same forward with logits computed by this head."""
-        inputs = self.inputs if head.everywhere else {**self.inputs, "logits_to_keep": self.keep}
-        return dataclasses.replace(self, inputs=inputs, head=head)
+    head: str = "labelled"
 
 
-def empty(pad_token_id: int, device: torch.device) -> Batch:
+def empty(pad_token_id: int) -> Batch:
     """A forward without a target, connected to the weights: what a rank runs when it has nothing left."""
-    return _tensors({"input_ids": np.full((1, 2), pad_token_id)}, np.zeros(1, dtype=np.int64), device)
+    nothing = np.zeros(0, dtype=np.int64)
+    ids, keep = np.full((1, 2), pad_token_id), np.zeros(1, dtype=np.int64)
+    return _tensors({"input_ids": ids}, keep, None, nothing, nothing)
 
 
-def tree(
-    rows: Sequence[Encoded],
-    common: Sequence[int],
-    device: torch.device,
-    mask: Callable[[torch.Tensor], Any] | None = None,
-) -> Batch:
+def tree(rows: Sequence[Encoded], common: Sequence[int], mask: Callable[[torch.Tensor], Any] | None = None) -> Batch:
     """Rows behind the prefixes they share, depth first, each token once.
 
     A token is seen by those after it, up to the end of its subtree: by its own path's, and by no other row's.
@@ -95,17 +67,17 @@ def tree(
         source[new] = path[np.arange(shared, length) - 1]
         weight[path[max(row.prompt_length, 1) : length]] += 1
         at = new.stop
-    batch = _in_one_sequence(ids, position, source, weight, device)
+    batch = _in_one_sequence(ids, position, source, weight)
     if mask and (end < total).any():  # else a single row, which plain causal attention serves, without a mask
-        batch.inputs["attention_mask"] = mask(torch.from_numpy(end).to(device))
+        batch.inputs["attention_mask"] = mask(torch.as_tensor(end))
     return batch
 
 
-def behind_prefix(rows: Sequence[Encoded], prefix: int, device: torch.device) -> Batch:
+def behind_prefix(rows: Sequence[Encoded], prefix: int) -> Batch:
     """The same tree where it has one branching only: `prefix` tokens that all have in common, then each row's own.
 
-    Attention runs row by row (`attention.Rows`), and no more than a few array operations make it: on a small model
-    the time of a loop over rows is seen.
+    Attention runs row by row (`prefix_attention.Rows`). A few array operations make it: on a small model the time of a
+    loop over rows is seen.
     """
     lengths = np.array([len(row.input_ids) for row in rows])
     prompts = np.array([max(row.prompt_length, 1) for row in rows])
@@ -120,23 +92,21 @@ def behind_prefix(rows: Sequence[Encoded], prefix: int, device: torch.device) ->
     weight = np.empty(total, dtype=np.float32)
     weight[:prefix] = (prompts[:, None] <= np.arange(prefix)).sum(0)
     weight[prefix:] = position[prefix:] >= np.repeat(prompts, own)
-    batch = _in_one_sequence(ids, position, source, weight, device)
-    batch.inputs["rows"] = _rows(own, starts, prefix, device)
+    batch = _in_one_sequence(ids, position, source, weight)
+    batch.inputs["rows"] = _rows(own, starts, prefix)
     # stands for a mask that is ready, so that the model makes none; a model that knows no `rows` is found out
-    batch.inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    batch.inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     return batch
 
 
-def _in_one_sequence(
-    ids: np.ndarray, position: np.ndarray, source: np.ndarray, weight: np.ndarray, device: torch.device
-) -> Batch:
+def _in_one_sequence(ids: np.ndarray, position: np.ndarray, source: np.ndarray, weight: np.ndarray) -> Batch:
     """Tokens (T,) with their positions; `weight` rows learn each of them, from the token at `source`."""
     (labelled,) = weight.nonzero()
     keep, sources = source[labelled], None
     if not (np.diff(keep) > 0).all():  # else no position predicts two tokens, and they stand in order
         keep, sources = np.unique(keep, return_inverse=True)
     inputs = {"input_ids": ids[None], "position_ids": position[None]}
-    return _tensors(inputs, keep, device, sources=sources, targets=ids[labelled], weights=weight[labelled])
+    return _tensors(inputs, keep, sources, ids[labelled], weight[labelled])
 
 
 def dense_mask(end: torch.Tensor) -> torch.Tensor:
@@ -155,27 +125,27 @@ def block_mask(end: torch.Tensor) -> Any:
     return create_block_mask(within, None, None, len(end), len(end), device=end.device)
 
 
-def varlen(rows: Sequence[Encoded], device: torch.device) -> Batch:
+def varlen(rows: Sequence[Encoded]) -> Batch:
     """Rows one after another, with their bounds for FlashAttention."""
-    batch, lengths = tree(rows, [0] * len(rows), device), [len(row.input_ids) for row in rows]
-    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+    batch, lengths = tree(rows, [0] * len(rows)), [len(row.input_ids) for row in rows]
+    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     longest = max(lengths)
     batch.inputs.update(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest, max_length_k=longest)
     return batch
 
 
-def _rows(sizes: np.ndarray, starts: np.ndarray, prefix: int, device: torch.device) -> Rows:
+def _rows(sizes: np.ndarray, starts: np.ndarray, prefix: int) -> Rows:
     """Rows of these sizes that start there, behind `prefix` tokens."""
     longest = int(sizes.max())
     step = np.arange(longest)
     own = (starts - prefix)[:, None] + np.minimum(step, sizes[:, None] - 1)
     (back,) = (step < sizes[:, None]).ravel().nonzero()
     seen = np.tri(longest, prefix + longest, prefix, dtype=bool)
-    own, back, seen = (torch.from_numpy(array).to(device) for array in (own.ravel(), back, seen))
+    own, back, seen = map(torch.as_tensor, (own.ravel(), back, seen))
     return Rows(prefix, longest, own, back, seen if prefix else None)
 
 
-def padded(rows: Sequence[Encoded], pad_token_id: int, device: torch.device) -> Batch:
+def padded(rows: Sequence[Encoded], pad_token_id: int) -> Batch:
     """Rows one below the other, padded at the right.
 
     What is predicted is found by position, so a pad token that equals the end-of-turn token is never supervised.
@@ -190,25 +160,10 @@ def padded(rows: Sequence[Encoded], pad_token_id: int, device: torch.device) -> 
         keep[number, begin - 1 : length - 1] = True
         targets += row.input_ids[begin:]
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-    return _tensors(inputs, keep, device, targets=np.asarray(targets), weights=np.ones(len(targets), np.float32))
+    return _tensors(inputs, keep, None, np.asarray(targets, np.int64), np.ones(len(targets), np.float32))
 
 
-def _tensors(
-    inputs: dict[str, np.ndarray],
-    keep: np.ndarray,
-    device: torch.device,
-    *,
-    sources: np.ndarray | None = None,
-    targets: np.ndarray | None = None,
-    weights: np.ndarray | None = None,
-) -> Batch:
-    def tensor(array: np.ndarray | None) -> torch.Tensor:
-        return torch.from_numpy(np.zeros(0, np.int64) if array is None else array).to(device, non_blocking=True)
-
-    return Batch(
-        {"attention_mask": None, **{name: tensor(array) for name, array in inputs.items()}},
-        tensor(keep),
-        None if sources is None else tensor(sources),
-        tensor(targets),
-        tensor(weights),
-    )
+def _tensors(inputs: dict[str, np.ndarray], *fields: np.ndarray | None) -> Batch:
+    """A batch of these inputs, and of `keep`, `sources`, `targets` and `weights`."""
+    tensors = {"attention_mask": None, **{name: torch.as_tensor(array) for name, array in inputs.items()}}
+    return Batch(tensors, *(None if array is None else torch.as_tensor(array) for array in fields))

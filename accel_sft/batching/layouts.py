@@ -12,8 +12,7 @@ it is alone:
 `packed` is the same without anything in common; `padded` is for models whose attention takes no such mask.
 """
 
-from __future__ import annotations
-
+import bisect
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -71,10 +70,10 @@ class Batching:
         The same on every rank; in the order of their size, so that ranks that wait for each other in every forward
         (ZeRO-3) wait for little.
         """
-        forwards = self._group(list(examples), world_size)
+        forwards = self._group(sorted(examples, key=self.way.order), world_size)
         if len(forwards) == world_size == 1:
             return [forwards]
-        sized = sorted(((self.tokens_in(rows), rows) for rows in forwards), key=lambda pair: -pair[0])
+        sized = sorted(((self.way.tokens_in(rows), rows) for rows in forwards), key=lambda pair: -pair[0])
         sized += [(0, [])] * (-len(sized) % world_size)
         ranks: list[list[list[Encoded]]] = [[] for _ in range(world_size)]
         loads = [0] * world_size
@@ -88,7 +87,6 @@ class Batching:
     def _group(self, examples: list[Encoded], world_size: int) -> list[list[Encoded]]:
         """The rows of each forward, over all ranks; a multiple of the ranks where there are rows enough."""
         way = self.way
-        examples.sort(key=way.order)
         if self.rows:
             count = world_size * math.ceil(math.ceil(len(examples) / world_size) / self.rows)
             return [[examples[row] for row in rows] for rows in np.array_split(np.arange(len(examples)), count)]
@@ -110,13 +108,9 @@ class Batching:
                     return alone + groups
             count += world_size
 
-    def tokens_in(self, examples: Sequence[Encoded]) -> int:
-        """Tokens that a forward of these examples, in this order, computes."""
-        return self.way.tokens_in(examples)
-
     def computed_tokens(self, examples: Sequence[Encoded], world_size: int) -> int:
         """Tokens, padding included, that all ranks together compute for a step of these examples."""
-        return sum(self.tokens_in(rows) for rank in self.divide(examples, world_size) for rows in rank)
+        return sum(self.way.tokens_in(rows) for forwards in self.divide(examples, world_size) for rows in forwards)
 
     def work(self, examples: Sequence[Encoded], world_size: int, width: int, each_forward: float) -> float:
         """What a step of these examples costs the rank that has most, in tokens.
@@ -133,9 +127,9 @@ class Batching:
 
     def batch(self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device) -> Batch:
         """The tensors of one forward; no example: a connected forward without a target."""
-        where = pad_token_id, device
-        batch = self.way.collate(examples, *where) if examples else collate.empty(*where)
-        return batch.with_head(HEADS[self.head])
+        with device:
+            batch = self.way.collate(examples, pad_token_id) if examples else collate.empty(pad_token_id)
+        return dataclasses.replace(batch, head=self.head)
 
 
 def _least_largest(lengths: list[int], own: list[int], count: int, limit: int, way: Layout) -> list[int] | None:
@@ -151,7 +145,8 @@ def _least_largest(lengths: list[int], own: list[int], count: int, limit: int, w
         ends: list[int] = []
         load = rows = longest = 0
         for at, (length, new) in enumerate(zip(lengths, own, strict=True)):
-            more = way.grown(load, rows, longest, new)
+            # rows that are padded come with the longest first
+            more = load + new if way.one_sequence else longest * (rows + 1)
             if rows and more <= allowed:
                 load, rows = more, rows + 1
                 continue
@@ -162,13 +157,7 @@ def _least_largest(lengths: list[int], own: list[int], count: int, limit: int, w
             load, rows, longest = length, 1, length
         return [*ends, len(lengths)]
 
-    low, high = max(lengths), limit
-    best = ends_within(high)
-    while best is not None and low < high:
-        middle = (low + high) // 2
-        ends = ends_within(middle)
-        if ends is None:
-            low = middle + 1
-        else:
-            high, best = middle, ends
-    return best
+    if ends_within(limit) is None:
+        return None
+    sizes = range(max(lengths), limit + 1)
+    return ends_within(sizes[bisect.bisect_left(sizes[:-1], True, key=lambda size: ends_within(size) is not None)])

@@ -1,7 +1,5 @@
 """The causal-LM loss as a sum over tokens, and the LM heads; training/step.py divides by the step's tokens."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -10,25 +8,25 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from accel_sft.batching.collate import Batch, Head
+from accel_sft.batching.collate import Batch
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.models.architecture import arguments
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
-"""The head's own forward."""
+"""The output embeddings' own forward."""
 
 MOST_LOGITS = 2**25
 """Logits (tokens times vocabulary) held at once: 128 MiB in float32, and about three times that in a backward."""
 
 
 def nll(model: torch.nn.Module, batch: Batch, most_logits: int | None = None) -> torch.Tensor:
-    """Negative log-likelihood of each of the batch's targets, in nats, float32, shape (E,).
+    """Each target's negative log-likelihood, in nats, float32, (E,); of a batch without any, a connected zero, (1,).
 
     Args:
         most_logits: held at once by a head in pieces; MOST_LOGITS by default.
     """
     heartbeat()
-    return batch.head.nll(model, batch, most_logits or MOST_LOGITS)
+    return HEADS[batch.head](model, batch, most_logits or MOST_LOGITS)
 
 
 def nll_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -49,83 +47,69 @@ def fused_kernel(device: torch.device) -> Any:
     return linear_cross_entropy
 
 
-class Labelled(Head):
+def labelled(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
     """Logits where something is predicted and nowhere else."""
-
-    name = "labelled"
-
-    def nll(self, model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
-        logits = self.kept(model(**batch.inputs, use_cache=False).logits, batch).flatten(0, -2)  # (P, V)
-        if not len(batch.targets):
-            return logits.float().sum()[None] * 0.0
-        return _nll(logits if batch.sources is None else logits[batch.sources], batch.targets)
-
-    def kept(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Logits of the positions that predict something, of those that the model gave."""
-        return logits
+    return _nll_of_kept(model(**batch.inputs, logits_to_keep=batch.keep, use_cache=False).logits, batch)
 
 
-class Everywhere(Labelled):
+def everywhere(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
     """Logits at every token: for a model whose forward knows no `logits_to_keep`."""
-
-    name, everywhere = "everywhere", True
-
-    def kept(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return logits[batch.keep] if batch.keep.ndim == 2 else logits[:, batch.keep]
+    logits = model(**batch.inputs, use_cache=False).logits
+    return _nll_of_kept(logits[batch.keep] if batch.keep.ndim == 2 else logits[:, batch.keep], batch)
 
 
-class Pieces(Labelled):
+def pieces(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
     """In pieces of `most_logits`, computed again in the backward: a large vocabulary costs time, not memory."""
+    tokens = max(most_logits // _unwrapped(model).config.get_text_config().vocab_size, 1)
+    if len(batch.targets) <= tokens:
+        return labelled(model, batch, most_logits)
 
-    name = "pieces"
+    def in_pieces(head: torch.nn.Module, logits_of: Logits, hidden: torch.Tensor) -> torch.Tensor:
+        parts = zip(hidden.split(tokens), batch.targets.split(tokens), strict=True)
+        return torch.cat([checkpoint(piece, logits_of, *part, use_reentrant=False) for part in parts])
 
-    def nll(self, model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
-        tokens = max(most_logits // _unwrapped(model).config.get_text_config().vocab_size, 1)
-        if len(batch.targets) <= tokens:
-            return super().nll(model, batch, most_logits)
+    def piece(logits_of: Logits, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return _nll(logits_of(hidden), targets)
 
-        def in_pieces(head: torch.nn.Module, logits_of: Logits, hidden: torch.Tensor) -> torch.Tensor:
-            parts = zip(hidden.split(tokens), batch.targets.split(tokens), strict=True)
-            return torch.cat([checkpoint(piece, logits_of, *part, use_reentrant=False) for part in parts])
-
-        def piece(logits_of: Logits, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            return _nll(logits_of(hidden), targets)
-
-        return _in_the_head(model, batch, in_pieces)
+    return _in_the_head(model, batch, in_pieces)
 
 
-class Fused(Labelled):
+def fused(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
     """Head and loss in one kernel, which holds no logits."""
+    if not len(batch.targets):
+        return labelled(model, batch, most_logits)
 
-    name = "fused"
+    def in_kernel(head: torch.nn.Module, logits_of: Logits, hidden: torch.Tensor) -> torch.Tensor:
+        if type(head) is not torch.nn.Linear or head.bias is not None:
+            raise TypeError("the fused head is for a plain matrix")
+        weight = head.weight.to(hidden.dtype)  # as autocast does
+        return fused_kernel(hidden.device)(hidden, weight, batch.targets, reduction="none")
 
-    def nll(self, model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
-        if not len(batch.targets):
-            return super().nll(model, batch, most_logits)
-
-        def fused(head: torch.nn.Module, logits_of: Logits, hidden: torch.Tensor) -> torch.Tensor:
-            if type(head) is not torch.nn.Linear or head.bias is not None:
-                raise TypeError("the fused head is for a plain matrix")
-            weight = head.weight.to(hidden.dtype)  # as autocast does
-            return fused_kernel(hidden.device)(hidden, weight, batch.targets, reduction="none")
-
-        return _in_the_head(model, batch, fused)
+    return _in_the_head(model, batch, in_kernel)
 
 
-HEADS: dict[str, Head] = {head.name: head for head in (Fused(), Pieces(), Labelled(), Everywhere())}
-"""By name, in the order in which they are tried on a model."""
+HEADS = {head.__name__: head for head in (fused, pieces, labelled, everywhere)}
+"""Where a forward computes logits, and the loss from them: by the name that a batching's record has, in the order in
+which they are tried on a model. Each takes what `nll` takes, with `most_logits`."""
 
 
-def available_heads(model: torch.nn.Module, device: torch.device) -> list[Head]:
+def available_heads(model: torch.nn.Module, device: torch.device) -> list[str]:
     """The heads that the model's forward and this device can take, best first."""
     if "logits_to_keep" not in arguments(model):
-        return [head for head in HEADS.values() if head.everywhere]
-    kernel = fused_kernel(device)
-    return [head for head in HEADS.values() if kernel or not isinstance(head, Fused)]
+        return ["everywhere"]
+    return [name for name in HEADS if name != "fused" or fused_kernel(device)]
 
 
 def _nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.float(), targets, reduction="none")
+
+
+def _nll_of_kept(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Each target's loss from the logits of the P positions that predict something, (..., P, V)."""
+    logits = logits.flatten(0, -2)
+    if not len(batch.targets):
+        return logits.float().sum()[None] * 0.0
+    return _nll(logits if batch.sources is None else logits[batch.sources], batch.targets)
 
 
 def _in_the_head(
@@ -144,7 +128,7 @@ def _in_the_head(
 
     head.forward = forward
     try:
-        return model(**batch.inputs, use_cache=False).logits.flatten().float()
+        return model(**batch.inputs, logits_to_keep=batch.keep, use_cache=False).logits.flatten().float()
     finally:
         if own is None:
             del head.forward

@@ -1,9 +1,7 @@
 """Verifies, before step 1, which batchings a model computes exactly: shared prefixes, packed, or only padded."""
 
-from __future__ import annotations
-
 import dataclasses
-import functools
+import fnmatch
 import itertools
 from collections.abc import Sequence
 
@@ -17,6 +15,8 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import available_heads, nll
 from accel_sft.data.chat import Encoded
 from accel_sft.launch.collectives import any_rank, first_reason
+from accel_sft.models.architecture import arguments, limited_layers
+from accel_sft.models.prefix_attention import install
 
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
 TOLERANCE, REDUCED_TOLERANCE = 1e-3, 0.25
@@ -33,65 +33,79 @@ UNLIMITED = 2**31
 """Tokens in one forward while no limit is chosen."""
 
 
-def exact_batchings(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    config: TrainConfig,
-    examples: Sequence[Encoded],
-    pad_token_id: int,
-    train: bool,
-) -> tuple[list[Batching], list[str], str | None]:
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A prepared model and examples on which batchings are tried, the same on every rank.
+
+    Attributes:
+        train: whether a backward follows each forward, and dropout will be on.
+    """
+
+    accelerator: Accelerator
+    model: torch.nn.Module
+    config: TrainConfig
+    examples: Sequence[Encoded]
+    pad_token_id: int
+    train: bool = True
+
+    def batch(self, batching: Batching, rows: Sequence[Encoded]) -> Batch:
+        """One forward on this rank's device."""
+        return batching.batch(rows, self.pad_token_id, self.accelerator.device)
+
+
+def exact_batchings(subject: Subject, also: Sequence[Encoded]) -> tuple[list[Batching], list[str], str | None]:
     """The batchings that the model computes exactly, of the layouts asked for; and why not the others.
 
     Args:
-        examples: the longest row that is to be laid out among them.
+        also: rows that will be laid out besides the subject's examples: the longest of all is tried.
     Returns:
         batchings without a limit of tokens, at least one; `layout: reason` of each layout that is not exact; and where
         the model has dropout in training, None without any.
     """
+    config, model, accelerator = subject.config, subject.model, subject.accelerator
     unwrapped = accelerator.unwrap_model(model)
     names = list(dict.fromkeys(layout.name for layout in LAYOUTS))
     asked = names if config.batching == "auto" else names[names.index(config.batching) :]
     heads = available_heads(unwrapped, accelerator.device)
-    longest = max(len(example.input_ids) for example in examples)
     full = accelerator.mixed_precision == "no" and config.dtype in ("auto", "float32")
-    rounding = ROUNDING if full else REDUCED_ROUNDING
-    trials = _trials(examples)
-    where = pad_token_id, accelerator.device
-    differs = functools.partial(_differs, model, where=where, tolerance=TOLERANCE if full else REDUCED_TOLERANCE)
+    tolerance, rounding = (TOLERANCE, ROUNDING) if full else (REDUCED_TOLERANCE, REDUCED_ROUNDING)
+    trials = _trials([*subject.examples, *also])
+    longest = max(len(row.input_ids) for row in trials[-1])
     # padded rows are what every model is trained with; numbers that differ are its own (a router's capacity, noise)
     whole = Batching("padded", UNLIMITED, head="everywhere")
-    found, reasons = [], []
+    # the longest row's logits everywhere might not fit; what it is there for does not depend on the head
+    lean = whole if heads == ["everywhere"] else dataclasses.replace(whole, head="labelled")
+    found, reasons, dropout = [], [], None
     was_training = model.training
     with torch.no_grad(), torch.random.fork_rng():
         model.train()
-        one = whole.batch(trials[0][:1], *where)
-        dropout = _dropout(unwrapped, _is_random(model, one, rounding)) if train else None
+        if subject.train:
+            dropout = _dropout(unwrapped, _is_random(model, subject.batch(whole, trials[0][:1]), rounding))
         model.eval()
-        # the longest row's logits everywhere might not fit; what it is there for does not depend on the head
-        lean = dataclasses.replace(whole, head="everywhere" if heads[0].everywhere else "labelled")
         alone = [
-            sum(nll(model, way.batch([row], *where)).sum().item() for row in rows)
+            sum(nll(model, subject.batch(way, [row])).sum().item() for row in rows)
             for way, rows in zip((whole, lean), trials, strict=True)
         ]
         for name in asked:
             if found and (name == "packed" or config.batching != "auto"):  # sharing includes packing
                 continue
-            (layouts, reason), before = _layouts_for(unwrapped, name, longest, dropout), len(found)
+            (layouts, reason), exact = _layouts_for(unwrapped, name, longest, dropout), []
             for layout in layouts:
-                layout.prepare()
+                if layout.attention == "rows":
+                    install()
                 for head in heads:
-                    batching = Batching(name, UNLIMITED, attention=layout.attention, head=head.name)
+                    batching = Batching(name, UNLIMITED, attention=layout.attention, head=head)
                     # ranks that came to different answers would run different forwards
-                    mine = [differs(batching, *trial) for trial in zip(alone, trials, strict=True)]
+                    mine = [_differs(subject, batching, *trial, tolerance) for trial in zip(alone, trials, strict=True)]
                     reason = first_reason(next(filter(None, mine), None))
                     if not reason and layout.one_sequence:
-                        leaks = [_see_each_other(model, batching, rows, where, rounding) for rows in trials]
+                        leaks = [_see_each_other(subject, batching, rows, rounding) for rows in trials]
                         reason = "a change in one row changes another" if any(leaks) else None
                     if not reason:
-                        found.append(batching)
+                        exact.append(batching)
                         break
-            if len(found) == before:
+            found += exact
+            if not exact:
                 reasons.append(f"{name}: {reason}")
     model.train(was_training)
     return found or [whole], reasons, dropout
@@ -100,13 +114,18 @@ def exact_batchings(
 def _layouts_for(
     model: torch.nn.Module, name: str, longest: int, dropout: str | None
 ) -> tuple[list[Layout], str | None]:
-    """The layouts of this name to try on the model; or none, and why."""
+    """The layouts of this name to try on the model; or none, and why, as far as its configuration tells."""
     implementation = str(getattr(model.config, "_attn_implementation", None))
-    layouts = [layout for layout in LAYOUTS if layout.name == name and layout.takes(implementation)]
+    named = [layout for layout in LAYOUTS if layout.name == name]
+    layouts = [layout for layout in named if fnmatch.fnmatchcase(implementation, layout.implementation)]
+    reason = None
     if not layouts:
-        return [], f"attention {implementation} cannot be told who sees whom; sdpa and flex_attention can"
-    reason = layouts[0].reason_unsupported(model, longest)
-    if not reason and dropout and layouts[0].shares:
+        reason = f"attention {implementation} cannot be told who sees whom; sdpa and flex_attention can"
+    elif layouts[0].one_sequence and "position_ids" not in arguments(model):
+        reason = "the model takes no positions"
+    elif layouts[0].one_sequence and (limited := limited_layers(model, longest)):
+        reason = f"the model has layers of another kind ({limited})"
+    elif layouts[0].shares and dropout:
         reason = f"rows of a step would share their dropout ({dropout})"
     return [] if reason else layouts, reason
 
@@ -149,54 +168,39 @@ def _dropout(model: torch.nn.Module, is_random: bool) -> str | None:
 
 
 def _differs(
-    model: torch.nn.Module,
-    batching: Batching,
-    alone: float,
-    rows: Sequence[Encoded],
-    *,
-    where: tuple[int, torch.device],
-    tolerance: float,
+    subject: Subject, batching: Batching, alone: float, rows: Sequence[Encoded], tolerance: float
 ) -> str | None:
     """What is wrong with a few rows laid out so, compared with the sum of their losses alone; None if nothing is."""
-    batch = batching.batch(rows, *where)
+    batch = subject.batch(batching, rows)
     try:
-        together = nll(model, batch, FEWEST_LOGITS)
+        together = nll(subject.model, batch, FEWEST_LOGITS)
     except torch.OutOfMemoryError:  # a RuntimeError, and no matter of what the model can take
         raise
     except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
         return f"the model does not take it ({str(error).splitlines()[0][:100]})"
     difference = abs(alone - (together * batch.weights).sum().item()) / batch.weights.sum().item()
-    return (
-        None
-        if difference <= tolerance
-        else f"its loss is not that of single rows (off by {difference:.2g} nats a token)"
-    )
+    wrong = f"its loss is not that of single rows (off by {difference:.2g} nats a token)"
+    return None if difference <= tolerance else wrong
 
 
-def _see_each_other(
-    model: torch.nn.Module,
-    batching: Batching,
-    rows: Sequence[Encoded],
-    where: tuple[int, torch.device],
-    rounding: float,
-) -> bool:
+def _see_each_other(subject: Subject, batching: Batching, rows: Sequence[Encoded], rounding: float) -> bool:
     """Whether another last token of the first row changes, by so much as a bit, what is said of later rows, on a rank.
 
     Where it does so each time, and the unchanged rows themselves differ from one forward to the next, as on a busy
     machine, what is below rounding and no more than a few times as large as these differences is none of the change.
     """
-    batch, first = batching.batch(rows, *where), rows[0]
+    batch, first = subject.batch(batching, rows), rows[0]
     last = len(first.input_ids) - 1
     ids = batch.inputs["input_ids"].clone()
     ids[0, last] = next((token for token in first.input_ids if token != first.input_ids[-1]), 0)
     changed = dataclasses.replace(batch, inputs={**batch.inputs, "input_ids": ids})
+    sources = slice(None) if batch.sources is None else batch.sources
+    later = batch.keep[sources] > last
     unchanged: list[torch.Tensor] = []
     for _ in range(LOOKS):
-        before, after = (nll(model, each, FEWEST_LOGITS) for each in (batch, changed))
-        sources = torch.arange(len(after), device=after.device) if batch.sources is None else batch.sources
-        later = batch.keep[sources] > last
-        unchanged.append(before[later])
-        if not any_rank(not torch.equal(before[later], after[later])):
+        before, after = (nll(subject.model, each, FEWEST_LOGITS)[later] for each in (batch, changed))
+        unchanged.append(before)
+        if not any_rank(not torch.equal(before, after)):
             return False
     noise = max(_farthest(one, other) for one, other in itertools.pairwise(unchanged))
-    return any_rank(not _farthest(before[later], after[later]) <= min(rounding, NOISE * noise))
+    return any_rank(not _farthest(before, after) <= min(rounding, NOISE * noise))

@@ -1,7 +1,5 @@
 """Refuses a run that will not fit: free disk for its checkpoints, free host memory for its optimizer states."""
 
-from __future__ import annotations
-
 import shutil
 
 import torch

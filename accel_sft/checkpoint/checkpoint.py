@@ -1,7 +1,5 @@
 """Checkpoints, complete or not there: saved, found whole after a kill, loaded; and the export of weights."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator

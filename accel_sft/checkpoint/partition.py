@@ -1,7 +1,5 @@
 """Which slice of each parameter and of its Adam state this rank owns, under ZeRO 0-3, DDP and FSDP."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ elements. It writes them under the parameters' names, each with its place: nothi
 parallelism reads the elements that it owns there. Files are safetensors; numbers come back to the bit (law 3).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The command `evaluate`: scores a model on a task's validation examples, and its base beside it if named."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from pathlib import Path
@@ -10,12 +8,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
+from rich.console import Console
 
 from accel_sft.api.config import EvaluateConfig, TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
-from accel_sft.batching.autotune import choose_batching
+from accel_sft.batching.autotune import Trial
 from accel_sft.data.conversation import read_split
 from accel_sft.evaluation import vllm
 from accel_sft.evaluation.evaluator import Evaluation
@@ -82,7 +81,7 @@ def _publish(task_name: str, config: EvaluateConfig, evaluations: list[Evaluatio
         "before": before.metrics,
         "after": after.metrics,
     }
-    report.print_report(result, before.samples, after.samples)
+    report.print_report(result, before.samples, after.samples, console=Console(highlight=False))
     if config.output_dir:
         run_dir = RunDir(Path(config.output_dir))
         run_dir.write_result(result)
@@ -138,7 +137,7 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, source: 
     prepared = shard_for_evaluation(accelerator, loaded) if sharded else loaded.to(accelerator.device)
     load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
     some = encoding.kept.some()
-    batching, _ = choose_batching(accelerator, prepared, config, some, assembly.tokenizer.pad_token_id, train=False)
+    batching, _ = Trial(accelerator, prepared, config, some, assembly.tokenizer.pad_token_id, train=False).choose()
     prepared.eval()
     evaluator = assembly.evaluator(prepared, examples, encoding)
     with watch.heartbeats_only():

@@ -1,7 +1,5 @@
 """`accel-sft launch-file`: prints a shipped launch file for `accelerate launch`, for whoever has no checkout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """`accel-sft new-task`: writes a plugin, which is a small task that learns and its test, to change into one's own."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

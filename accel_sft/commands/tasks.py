@@ -1,7 +1,5 @@
 """`accel-sft tasks`: lists the installed tasks, their versions, and the broken ones and why."""
 
-from __future__ import annotations
-
 import click
 
 from accel_sft.api import registry

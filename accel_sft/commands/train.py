@@ -1,7 +1,5 @@
 """Trains a task's model: a run from its launch to its result, and the message with which each failure ends it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -4,8 +4,6 @@ An entry is made under another name, written through to the disk and renamed, so
 that is killed, leave no partial entry. Standard library only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What a task gives, checked: the examples of a split, and the messages and target of an example."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar

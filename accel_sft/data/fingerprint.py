@@ -4,8 +4,6 @@ It hashes all files of the packages that the code stands in and, if these import
 installed. Where something else may decide, there is no fingerprint, and every message is read. Standard library only.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

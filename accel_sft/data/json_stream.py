@@ -3,8 +3,6 @@
 Lines are read one at a time; of an array the text is held in memory, the values are not. Standard library only.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import re

@@ -1,7 +1,5 @@
 """How a chat template is asked for prompts and answers: decided by probes, once for each order of roles."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Decides which examples each optimizer step learns from, by data, seed and global batch size alone."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

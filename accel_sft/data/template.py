@@ -1,8 +1,6 @@
 """Asks a chat template for text: on one day, within a time limit, its failures told in one line; and refuses answers
 that it drops."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import re
@@ -10,6 +8,8 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import jinja2
 
 from accel_sft.api.errors import UserError
 from accel_sft.data.conversation import Turns
@@ -93,8 +93,6 @@ def rendered(
             f"(roles {roles}) and came to no end; {mend}"
         ) from None
     except Exception as error:  # a template is a program of the model's: it may raise anything
-        import jinja2
-
         told, cause = "rejects", str(error)
         if not isinstance(error, jinja2.exceptions.TemplateError):
             told, cause = "fails on", f"{type(error).__name__}: {error}"

@@ -1,7 +1,5 @@
 """The key of a split's tokens in the cache: a hash of everything that decides them."""
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import importlib.metadata

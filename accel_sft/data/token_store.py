@@ -1,7 +1,5 @@
 """A split's tokens in a memory-mapped Arrow file, as a sequence of examples that needs no memory of its own."""
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 from bisect import bisect_left, bisect_right

@@ -1,7 +1,5 @@
 """Tokenizes a split once for all runs, on all ranks of a machine together; every rank gets the same tokens."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What the evaluator asks of whatever generates answers: the decoder, transformers' `generate` or vLLM."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Decodes a batch greedily behind one copy of the rows' common prefix; rows that have ended leave the batch."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Evaluates a model: validation loss, generated answers and the task's metrics, each example counted once."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Generates with the model in memory: by the decoder where that is exact, else by `generate`; equal work per rank."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

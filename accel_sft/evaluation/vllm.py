@@ -1,7 +1,5 @@
 """Answers by vLLM, which pins its own torch and transformers: `vllm_script` is run by the Python of its environment."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

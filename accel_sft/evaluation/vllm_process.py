@@ -1,7 +1,5 @@
 """Runs `vllm_script` in another Python: started, watched by the heartbeat, its log read on failure, always ended."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -9,8 +9,6 @@ The request holds `prompts` (lists of token ids), `llm` (arguments of vllm.LLM),
 prompts) and `seconds` (that generating took, without loading).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Small files that are replaced as a whole or not at all, and JSON written and read. Standard library only."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

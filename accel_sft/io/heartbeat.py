@@ -1,7 +1,5 @@
 """Heartbeats: the program calls one wherever it makes progress, and the watchdog counts them. Standard library only."""
 
-from __future__ import annotations
-
 _beats = 0
 
 

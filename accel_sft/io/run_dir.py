@@ -1,7 +1,5 @@
 """The files of a run's folder: every name, and how the small ones are read and written. Standard library only."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

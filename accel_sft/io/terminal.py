@@ -1,7 +1,5 @@
 """The terminal: inside `quiet` the libraries' output goes to a file, and only our own lines reach the terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Formats text and numbers that come from elsewhere: one safe line, four digits, a markdown table without markup."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

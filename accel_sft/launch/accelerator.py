@@ -1,7 +1,5 @@
 """Builds and prepares the Accelerator; writes and verifies DeepSpeed's gradient clipping, stage and precision."""
 
-from __future__ import annotations
-
 import atexit
 import dataclasses
 import datetime

@@ -1,7 +1,5 @@
 """CPU seconds and bytes of files that a process and its children have used: what counts as being at work."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

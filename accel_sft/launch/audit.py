@@ -1,7 +1,5 @@
 """Audits a launch file before anything is loaded: unknown yaml keys, ignored settings, conflicts."""
 
-from __future__ import annotations
-
 import difflib
 import importlib.metadata
 import re

@@ -3,8 +3,6 @@
 All of these are collectives: every rank calls them, in the same order, and gets the same answer.
 """
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Callable
 from typing import Any, TypeVar

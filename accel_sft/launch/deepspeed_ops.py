@@ -1,7 +1,5 @@
 """DeepSpeed's compiled operators: which ones a launch needs, and whether this machine can compile them."""
 
-from __future__ import annotations
-
 import ctypes.util
 import math
 import os

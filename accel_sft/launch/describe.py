@@ -1,7 +1,5 @@
 """The resolved launch as rows for the terminal, and as the record in run.json; versions of the libraries."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import math

@@ -1,7 +1,5 @@
 """Sets the environment variables that libraries read at import: threads, log levels, a PATH with ninja. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import math

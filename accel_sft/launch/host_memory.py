@@ -1,7 +1,5 @@
 """Free host memory, of the machine and of every container around this process. No torch."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ accelerate's own parser imports torch, which takes seconds. The rules here are t
 oddity that a section's key applies whatever the backend; a test compares the two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What peft does for each adapter type; a type is added by an entry here and one in api/adapters.py."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
@@ -25,15 +23,14 @@ ExtraState = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class Adapter:
-    """The peft part of an adapter type. As it stands: a model without an adapter, or with one of an unknown type."""
+    """The peft part of an adapter type. As it stands: a model without an adapter, or with one of an unknown type.
+
+    A type whose layers can be added up also has them in `_layers`.
+    """
 
     def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
         """The PeftConfig of a new adapter; `common` are arguments that those of all types take."""
         raise NotImplementedError
-
-    def merged_layer(self) -> tuple[type, ...]:
-        """peft's classes of a linear layer with this adapter, whose `get_delta_weight` can be added to its weight."""
-        return ()
 
     def after_step(self, model: Any, step: int) -> None:
         """Called after optimizer step `step` (from 0), before its gradients are cleared."""
@@ -54,11 +51,6 @@ class Lora(Adapter):
 
         return LoraConfig(r=settings.lora_r, **common)
 
-    def merged_layer(self) -> tuple[type, ...]:
-        from peft.tuners.lora import Linear
-
-        return (Linear,)
-
 
 class AdaLora(Adapter):
     """AdaLoRA (Zhang et al., 2023): ranks shrink from 1.5 r to r between a tenth and two thirds of the run."""
@@ -71,11 +63,6 @@ class AdaLora(Adapter):
 
         shrink = {"tinit": total_steps // 10, "tfinal": total_steps // 3, "deltaT": 10, "total_step": total_steps}
         return AdaLoraConfig(init_r=settings.lora_r * 3 // 2 + 1, target_r=settings.lora_r, **shrink, **common)
-
-    def merged_layer(self) -> tuple[type, ...]:
-        from peft.tuners.adalora import SVDLinear
-
-        return (SVDLinear,)
 
     def after_step(self, model: Any, step: int) -> None:
         model.base_model.update_and_allocate(step)
@@ -199,17 +186,11 @@ def merged(model: torch.nn.Module) -> Iterator[None]:
         for layer in layers:
             base = layer.get_base_layer()
             delta = functools.reduce(torch.add, map(layer.get_delta_weight, _active(layer)))
-            layer.forward = functools.partial(_linear, (base.weight + delta).detach(), base.bias)
+            layer.forward = functools.partial(functional.linear, weight=(base.weight + delta).detach(), bias=base.bias)
         yield
     finally:
         for layer in layers:
             layer.__dict__.pop("forward", None)
-
-
-def _linear(
-    weight: torch.Tensor, bias: torch.Tensor | None, hidden: torch.Tensor, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    return functional.linear(hidden, weight, bias)
 
 
 def _active(layer: Any) -> list[str]:
@@ -218,11 +199,13 @@ def _active(layer: Any) -> list[str]:
 
 def _layers(model: torch.nn.Module) -> list[Any]:
     """Layers whose sum is a plain linear layer; others stay as they are, which is exact as well."""
-    classes = adapter_of(model).merged_layer()
+    from peft.tuners.adalora import SVDLinear
+    from peft.tuners.lora import Linear
+
     return [
         layer
         for layer in model.modules()
-        if isinstance(layer, classes)
+        if isinstance(layer, (Linear, SVDLinear))
         and type(layer.get_base_layer()) is torch.nn.Linear
         and _active(layer)
         and not (layer.merged or layer.disable_adapters or layer.fan_in_fan_out or "forward" in layer.__dict__)
@@ -243,7 +226,6 @@ def reason_unmergeable(model: torch.nn.Module) -> str | None:
     if any(weight.dtype != torch.float32 for weight in weights):
         return "its sum with the weights would be rounded"
     needed = sum(weight.numel() * weight.element_size() for weight in weights)
-    devices = {weight.device for weight in weights}
-    cuda, free_bytes = torch.cuda.mem_get_info, host_memory.free_bytes
-    free = min((cuda(device)[0] if device.type == "cuda" else free_bytes() for device in devices), default=0)
+    cuda, devices = torch.cuda.mem_get_info, {weight.device for weight in weights}
+    free = min((cuda(at)[0] if at.type == "cuda" else host_memory.free_bytes() for at in devices), default=0)
     return f"its sum with the weights takes {needed / 2**30:.1f} GiB more memory" if SPARE * needed > free else None

@@ -1,7 +1,5 @@
 """Which arguments a model's forward takes, and which of its layers have no full causal attention."""
 
-from __future__ import annotations
-
 import inspect
 
 import torch

@@ -5,8 +5,6 @@ Both parts are computed by themselves, each with the logarithm of its weights' s
 the whole's ("ring", as in Liu et al., 2023, arXiv 2310.01889), so nothing but the whole's output is kept.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -16,30 +14,6 @@ from torch.nn import functional
 _TOLERANCE = 1e-4
 """Relative difference to plain attention above which torch's kernels are not those that this module builds on."""
 _known: bool | None = None
-
-
-def cascade(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    prefix: int,
-    own: torch.Tensor,
-    back: torch.Tensor,
-    longest: int,
-    scale: float | None = None,
-) -> torch.Tensor:
-    """Causal attention in a sequence of a prefix, which all that follows sees, and rows, which do not see each other.
-
-    Args:
-        query: (1, heads, P + N, D), as are key and value: the prefix, then the N tokens of all rows.
-        prefix: its tokens, P, at least one.
-        own: which of the N tokens stand in each of the R * L places of rows filled up to the longest, L.
-        back: in which of these places each of the N tokens stands.
-        scale: of the products; None: 1 / sqrt(D).
-    Returns:
-        (1, P + N, heads, D).
-    """
-    return _Cascade.apply(query, key, value, prefix, own, back, longest, scale)
 
 
 def usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -54,6 +28,18 @@ def usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 class _Cascade(torch.autograd.Function):
+    """Causal attention in a sequence of a prefix, which all that follows sees, and rows, which do not see each other.
+
+    Args:
+        query: (1, heads, P + N, D), as are key and value: the prefix, then the N tokens of all rows.
+        prefix: its tokens, P, at least one.
+        own: which of the N tokens stand in each of the R * L places of rows filled up to the longest, L.
+        back: in which of these places each of the N tokens stands.
+        scale: of the products; None: 1 / sqrt(D).
+    Returns:
+        (1, P + N, heads, D).
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -106,6 +92,9 @@ class _Cascade(torch.autograd.Function):
         )
 
 
+cascade = _Cascade.apply
+
+
 def _parts(prefix: int, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Tensors of shape (1, heads, T, ...) split into the prefix's tokens and the rows'."""
     return [tensor[:, :, :prefix] for tensor in tensors], [tensor[:, :, prefix:] for tensor in tensors]
@@ -141,7 +130,7 @@ def _kernels_are_known() -> bool:
     try:
         plain = functional.scaled_dot_product_attention(*tensors, attn_mask=seen).transpose(1, 2)
         expected = [plain, *torch.autograd.grad(plain.square().sum(), tensors)]
-        ours = cascade(*tensors, 3, own, back, 3)
+        ours = cascade(*tensors, 3, own, back, 3, None)
         found = [ours, *torch.autograd.grad(ours.square().sum(), tensors)]
     # another torch may lack them or call them otherwise: rows are copied then, which is as exact
     except (AttributeError, RuntimeError, TypeError, ValueError, IndexError, AssertionError):

@@ -1,9 +1,9 @@
 """Finds and loads weights and tokenizer: of a folder, a hub, an earlier run, or the built-in tiny model."""
 
-from __future__ import annotations
-
+import contextlib
 import dataclasses
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +73,17 @@ def weights_identity(source: Source) -> str | None:
         UserError: they cannot be read.
     """
     folder = Path(source.weights)
-    return _loading(source.weights, lambda: _digest(folder)) if folder.is_dir() else None
-
-
-def _digest(folder: Path) -> str:
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb", buffering=0) as file:
-            for start in range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES)):
-                file.seek(start)
-                digest.update(file.read(_SAMPLE_BYTES))
+    if not folder.is_dir():
+        return None
+    with _errors_explained(source.weights):
+        digest = hashlib.sha256((folder / "config.json").read_bytes())
+        for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}".encode())
+            with path.open("rb", buffering=0) as file:
+                for start in range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES)):
+                    file.seek(start)
+                    digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 
@@ -107,10 +106,8 @@ def load_tokenizer(source: Source, config: TrainConfig) -> Any:
     """
     from transformers import AutoTokenizer
 
-    tokenizer = _loading(
-        source.tokenizer,
-        lambda: AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=config.trust_remote_code),
-    )
+    with _errors_explained(source.tokenizer):
+        tokenizer = AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=config.trust_remote_code)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _processor_template(source.tokenizer)
     if tokenizer.chat_template is None:
@@ -129,8 +126,10 @@ def _processor_template(name: str) -> str | None:
     """The template in chat_template.json, where processors used to keep theirs and tokenizers do not look."""
     from transformers.utils import cached_file
 
-    path = _loading(name, lambda: cached_file(name, "chat_template.json", _raise_exceptions_for_missing_entries=False))
-    found = read_json(Path(path)).get("chat_template") if path else None
+    with _errors_explained(name):
+        path = cached_file(name, "chat_template.json", _raise_exceptions_for_missing_entries=False)
+    content = read_json(Path(path)) if path else None
+    found = content.get("chat_template") if isinstance(content, dict) else None
     return found if isinstance(found, str) else None
 
 
@@ -148,17 +147,16 @@ def load_model(source: Source, config: TrainConfig, *, precision: str, deepspeed
 
     if config.attn_implementation == "flex_attention" and total_steps and not device_count():
         raise UserError("--attn-implementation flex_attention: it has no backward on a CPU; leave it out, or use sdpa")
-    model = _loading(
-        source.weights,
-        lambda: AutoModelForCausalLM.from_pretrained(
+    with _errors_explained(source.weights):
+        model = AutoModelForCausalLM.from_pretrained(
             source.weights,
             dtype=_dtype(config, precision, deepspeed, total_steps > 0),
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
-        ),
-    )
+        )
     if source.adapter:
-        model = _loading(source.adapter, lambda: saved_adapter(model, source.adapter, config, train=total_steps > 0))
+        with _errors_explained(source.adapter):
+            model = saved_adapter(model, source.adapter, config, train=total_steps > 0)
     elif config.adapter != "none" and total_steps:
         torch.manual_seed(config.seed)  # the same new adapter on every rank and at every stage
         model = new_adapter(model, config, total_steps)
@@ -197,9 +195,11 @@ def _dtype(config: TrainConfig, precision: str, deepspeed: bool, train: bool) ->
     return reduced if deepspeed or config.adapter != "none" or not train else torch.float32
 
 
-def _loading(name: str, load: Any) -> Any:
+@contextlib.contextmanager
+def _errors_explained(name: str) -> Iterator[None]:
+    """Inside, what `name` is loaded from may fail as libraries fail: the error says what cannot be loaded, and why."""
     try:
-        return load()
+        yield
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "trust_remote_code" in str(error):
@@ -217,14 +217,11 @@ def trainable_parameters(model: torch.nn.Module) -> int:
 
 def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules:
     """The rules of tokenization besides the tokenizer: ids that end a turn, and what happens to long examples."""
-    ends = end_of_turn_ids(tokenizer, _generation_config(source, config))
-    return Rules(frozenset(ends), config.max_length, config.truncation, config.thinking, config.template_date)
-
-
-def _generation_config(source: Source, config: TrainConfig) -> Any:
     from transformers import GenerationConfig
 
     try:
-        return GenerationConfig.from_pretrained(source.weights, trust_remote_code=config.trust_remote_code)
+        generation = GenerationConfig.from_pretrained(source.weights, trust_remote_code=config.trust_remote_code)
     except OSError:  # a model need not have one; the tokenizer's eos then stands alone
-        return None
+        generation = None
+    ends = frozenset(end_of_turn_ids(tokenizer, generation))
+    return Rules(ends, config.max_length, config.truncation, config.thinking, config.template_date)

@@ -1,7 +1,5 @@
 """Attention of rows behind one copy of their common prefix, for training and for generation."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -78,7 +76,11 @@ def rows_attention(
         (1, T, heads, D), and None for the weights, as all attention functions of transformers do.
     """
     if prefix is not None:
-        return _behind(prefix, module, query, key, value, attention_mask, *args, **kwargs)
+        before = prefix.keys[module.layer_idx], prefix.values[module.layer_idx]
+        if query.shape[2] == 1:
+            return _one_query(query, key, value, *before, attention_mask, kwargs.get("scaling")), None
+        copies = (shared.expand(len(query), -1, -1, -1) for shared in before)
+        key, value = (torch.cat(parts, dim=2) for parts in zip(copies, (key, value), strict=True))
     if rows is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
     kwargs.pop("is_causal", None)
@@ -100,37 +102,25 @@ def rows_attention(
     return torch.cat([first, output.flatten(0, 1)[rows.back][None]], dim=1), None
 
 
-def _behind(
-    prefix: Prefix,
-    module: torch.nn.Module,
+def _one_query(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    *args: Any,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Each row sees the prefix and its own keys, as far as the mask lets it.
-
-    A single query of each row meets the prefix's one copy in one matrix product over all rows; copies of it for every
-    row would have to be read from memory for every token.
-    """
-    before_keys, before_values = prefix.keys[module.layer_idx], prefix.values[module.layer_idx]
-    count, heads, length, size = query.shape
-    if length > 1:
-        key, value = (
-            torch.cat([before.expand(count, -1, -1, -1), own], dim=2)
-            for before, own in ((before_keys, key), (before_values, value))
-        )
-        return sdpa_attention_forward(module, query, key, value, attention_mask, *args, scaling=scaling, **kwargs)
+    before_keys: torch.Tensor,
+    before_values: torch.Tensor,
+    seen: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """A single query of each row meets the prefix's one copy in one matrix product over all rows; copies of it for
+    every row would have to be read from memory for every token."""
+    count, heads, _, size = query.shape
     key_heads, before = before_keys.shape[1:3]
     query = (query * (size**-0.5 if scaling is None else scaling)).reshape(count, key_heads, -1, size)
     scores = [_by_head(query, before_keys[0].mT), query @ key.mT]  # (B, key heads, heads / key heads, P and own)
-    seen = torch.cat(scores, dim=-1).masked_fill(~attention_mask, -torch.inf)
-    weights = seen.softmax(-1, dtype=torch.float32).to(query.dtype)
+    scores = torch.cat(scores, dim=-1).masked_fill(~seen, -torch.inf)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
     output = _by_head(weights[..., :before], before_values[0]) + weights[..., before:] @ value
-    return output.reshape(count, 1, heads, -1), None
+    return output.reshape(count, 1, heads, -1)
 
 
 def _by_head(rows: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:

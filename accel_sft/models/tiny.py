@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +25,6 @@ TINY_DEFAULTS: dict[str, Any] = {
 """Training settings that suit tiny's random start, used where the user sets none: a pretrained model's learning rate
 is a hundred times too small for it."""
 
-SHAPE: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.06,  # near 1 / sqrt(hidden_size); the usual 0.02 is for wide models and learns later here
-}
-
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -43,6 +33,7 @@ CHAT_TEMPLATE = (
 
 _CHARACTER_SCRIPTS = r"\p{Han}\p{Hiragana}\p{Katakana}"
 _PIECES = rf"\p{{N}}|[{_CHARACTER_SCRIPTS}]|[\p{{L}}&&[^{_CHARACTER_SCRIPTS}]]+| ?[^\s\p{{L}}\p{{N}}]+|\s"
+_MAX_LENGTH = 4096
 _MAX_CHARACTERS = 4096
 _MAX_MERGES = 768
 _MERGE_SHARE = 0.01
@@ -70,7 +61,13 @@ def build_tiny(directory: Path, texts: Sequence[str], seed: int) -> None:
         raise UserError("--model tiny makes its tokenizer from the training text, and there is none: check the task")
     tokenizer = train_tokenizer(texts)
     config = Qwen2Config(
-        **SHAPE,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=_MAX_LENGTH,
+        initializer_range=0.06,  # near 1 / sqrt(hidden_size); the usual 0.02 is for wide models and learns later here
         vocab_size=-len(tokenizer) // 64 * -64,
         tie_word_embeddings=True,
         use_sliding_window=False,
@@ -101,7 +98,8 @@ def train_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
     from transformers import Qwen2Tokenizer
 
     openings = common_openings(texts)
-    corpus = list(_without(sorted(set(texts)), openings))
+    opening = re.compile("|".join([*map(re.escape, openings), ""]))  # the longest that a text has
+    corpus = [text[opening.match(text).end() :] for text in sorted(set(texts))]
     characters, merges = _characters_and_merges(corpus)
     pairs: dict[tuple[str, str], None] = {}  # ordered, each once
     for char in characters:
@@ -119,7 +117,7 @@ def train_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
         eos_token=END,
         extra_special_tokens=[START],
         clean_up_tokenization_spaces=False,
-        model_max_length=SHAPE["max_position_embeddings"],
+        model_max_length=_MAX_LENGTH,
     )
     tokenizer.add_tokens([AddedToken(opening, normalized=False) for opening in openings])
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -158,6 +156,8 @@ def _bytes_as_text(text: str) -> str:
 
 def common_openings(texts: Sequence[str]) -> list[str]:
     """The openings that at least a tenth of `texts` (and 4) share, longest first, without digits at their end."""
+    from tokenizers import decoders
+
     groups: dict[str, list[str]] = {}
     for text in texts:
         groups.setdefault(text[:_OPENING_CHARACTERS], []).append(text)
@@ -165,22 +165,11 @@ def common_openings(texts: Sequence[str]) -> list[str]:
     shared = (_common_prefix(group) for group in groups.values() if len(group) >= enough)
     found = {re.sub(r"\d+$", "", opening) for opening in shared}
     # An added token is decoded as if byte-level: Latin-1 letters alone would be taken for bytes.
-    usable = {opening for opening in found if len(opening) >= _OPENING_CHARACTERS and _decodes(opening)}
+    decode = decoders.ByteLevel().decode
+    usable = [each for each in found if len(each) >= _OPENING_CHARACTERS and decode([each]) == each]
     return sorted(usable, key=lambda opening: (-len(opening), opening))
 
 
 def _common_prefix(texts: Sequence[str]) -> str:
     first, last = min(texts), max(texts)
     return first[: next((at for at, char in enumerate(first) if char != last[at]), len(first))]
-
-
-def _decodes(opening: str) -> bool:
-    from tokenizers import decoders
-
-    return decoders.ByteLevel().decode([opening]) == opening
-
-
-def _without(texts: Iterable[str], openings: Sequence[str]) -> Iterable[str]:
-    for text in texts:
-        opening = next((opening for opening in openings if text.startswith(opening)), "")
-        yield text[len(opening) :]

@@ -1,7 +1,5 @@
 """NaN or infinite losses and gradients, which are never applied, and loss spikes: reported with their examples."""
 
-from __future__ import annotations
-
 import collections
 import json
 import math

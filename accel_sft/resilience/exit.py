@@ -1,7 +1,5 @@
 """How a command that failed ends: its message, the rank that prints it, its exit status, torchrun's record of it."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

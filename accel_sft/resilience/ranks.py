@@ -1,7 +1,5 @@
 """The ranks of this machine: what a main thread is doing, whether it waits for others there, how a lost rank ended."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

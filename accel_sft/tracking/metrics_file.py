@@ -1,7 +1,5 @@
 """metrics.jsonl: a line per optimizer step and per evaluation, whole lines only, cut back when a run resumes."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

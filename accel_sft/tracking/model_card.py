@@ -1,7 +1,5 @@
 """Writes the model card, README.md, that is exported beside weights. No torch."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

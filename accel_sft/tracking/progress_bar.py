@@ -1,7 +1,5 @@
 """Shows progress at the terminal: one bar that fits the line, or plain lines where there is no terminal."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping

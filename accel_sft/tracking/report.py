@@ -1,7 +1,5 @@
 """Renders a run's report: base beside tuned, memory at start-up, and answers side by side. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

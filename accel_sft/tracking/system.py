@@ -1,7 +1,5 @@
 """Measures this process's CPU, host memory and GPU. A reading that is unavailable is NaN or None."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Records a run: metrics.jsonl, sample answers, TensorBoard and other trackers, progress bar, memory at start-up."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import types

@@ -1,6 +1,4 @@
-"""Sends curves and texts to TensorBoard and to Accelerate's trackers by name; a new tracker is added here."""
-
-from __future__ import annotations
+"""Sends curves and texts to TensorBoard and to Accelerate's trackers by name; one that Accelerate lacks goes here."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Who may use a run's folder (its lock), and the record of settings and data that a resumed run must match."""
 
-from __future__ import annotations
-
 import dataclasses
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """AdamW, the learning-rate schedule, and clipping and stepping on every backend."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from typing import Any

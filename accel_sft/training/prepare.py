@@ -1,7 +1,5 @@
 """From settings to what a run computes with: source, tokenizer, examples as tokens, plan of steps, model, evaluator."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections.abc import Sequence

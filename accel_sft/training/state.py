@@ -1,7 +1,5 @@
 """TrainState, which a checkpoint holds too: counters, metrics, and which step is the best. Standard library only."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,6 +1,4 @@
-"""Forward and backward of one optimizer step; the loss is normalised over all micro-batches and ranks."""
-
-from __future__ import annotations
+"""Forward and backward of one optimizer step, its loss over all ranks; in smaller forwards after an out-of-memory."""
 
 import dataclasses
 import json
@@ -112,7 +110,7 @@ class TrainStep:
 
     def _about(self, rows: list[Encoded]) -> OutOfMemory:
         longest = max(rows, key=_length)
-        return OutOfMemory(self.batching.tokens_in(rows), longest.index, _length(longest))
+        return OutOfMemory(self.batching.way.tokens_in(rows), longest.index, _length(longest))
 
     def _unrepeatable(self, rows: list[Encoded], step: int) -> UserError:
         if not rows:

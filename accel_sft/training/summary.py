@@ -1,7 +1,5 @@
 """The model card of exported weights, and a finished run's summary: result.json, report.md and the console."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

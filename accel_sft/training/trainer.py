@@ -1,7 +1,5 @@
 """`Trainer`: the training loop, and when it evaluates, saves, resumes, and exports the best weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable
@@ -11,7 +9,7 @@ from typing import Any
 import torch
 
 from accel_sft.batching import choice
-from accel_sft.batching.autotune import choose_batching
+from accel_sft.batching.autotune import Trial
 from accel_sft.batching.layouts import Batching
 from accel_sft.checkpoint import checkpoint, shards
 from accel_sft.checkpoint.capacity import check_disk, check_host_memory
@@ -109,9 +107,8 @@ class Trainer:
         some, evaluated = self.train_examples.some(), self.prepared.validation.kept
         # the validation loss is computed in the same layout
         longest = [evaluated[int(evaluated.lengths.argmax())]] if len(evaluated) else []
-        batching, message = choose_batching(
-            self.accelerator, self.model, self.config, some, pad_token_id, before=kept, also=longest
-        )
+        trial = Trial(self.accelerator, self.model, self.config, some, pad_token_id)
+        batching, message = trial.choose(before=kept, also=longest)
         self.tracker.log(message)
         choice.write(self.accelerator, self.run_dir, self.batching_asked, batching, job)
         return TrainStep(self.stepper, batching, pad_token_id, self.run_dir, self.tracker.log)

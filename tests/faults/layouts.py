@@ -158,7 +158,7 @@ def under_fsdp2(folder: Path) -> dict[str, bool]:
     state, and losses and averaged gradients are float32 where computing is bf16."""
     reduced = Job("fsdp2", "bf16", 0.0, folder)
     batch = Batching("padded", 0, rows=2).batch(ROWS[:2], 0, torch.device("cpu"))
-    losses = HEADS["pieces"].nll(reduced.model, batch, most_logits=64)  # two tokens at a time, within the model
+    losses = HEADS["pieces"](reduced.model, batch, most_logits=64)  # two tokens at a time, within the model
     reduced.stepper.backward(losses.sum())
     averages = reduced.accelerator.state.fsdp_plugin.mixed_precision_policy.reduce_dtype
     job = Job("fsdp2", "no", 0.0, folder)
