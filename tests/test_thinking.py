@@ -365,8 +365,9 @@ UNSOUND = {
 def test_a_prompt_that_no_sound_way_makes_a_prefix_is_refused(tokenizer, unsound):
     own, ends = of_family(tokenizer, "Qwen2.5")
     own.chat_template = unsound
-    with pytest.raises(UserError, match="the prompt is not a prefix of prompt"):
-        encoded(own, ends, ["odd"], "template")
+    for thinking, target in (("template", "odd"), ("off", "odd"), ("keep", "odd"), ("keep", THOUGHTS[0])):
+        with pytest.raises(UserError, match="the prompt is not a prefix of prompt"):
+            encoded(own, ends, [target], thinking)
 
 
 FAILING = {
