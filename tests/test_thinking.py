@@ -8,10 +8,13 @@ import json
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from accelerate import Accelerator
+from conftest import accel_sft, stopped
 from families import FAMILIES
 from models import Sums, encode, make_tiny
 from test_templates import Answered, by_characters
@@ -137,6 +140,74 @@ def test_thinking_without_an_end_scores_as_nothing(tokenizer, name):
     cut = own(text[: text.index("two") + 2], add_special_tokens=False)["input_ids"]
     (sample,) = scored(own, encoding, THOUGHTS[:1], [cut], "keep").samples
     assert sample["generated"] == ""
+
+
+JOB = ("--max-steps", "6", "--global-batch-size", "8", "--train-examples", "24", "--validation-examples", "5")
+JOB += ("--learning-rate", "1e-3", "--save-every", "3", "--keep-checkpoints", "5", "--eval-every", "3", "--seed", "5")
+JOB += ("--max-length", "256", "--micro-batch-size", "4", "--batching", "padded")
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny, tmp_path_factory):
+    """A run of a model whose template writes the date and thinks, started on a day that is long past."""
+    folder = tmp_path_factory.mktemp("thinking")
+    shutil.copytree(tiny, folder / "model")
+    own, _ = of_family(AutoTokenizer.from_pretrained(tiny), "Qwen3.5")
+    own.chat_template = (
+        "{{ '<|im_start|>' }}system\nToday: {{ strftime_now('%d %b %Y') }}<|im_end|>\n" + own.chat_template
+    )
+    own.save_pretrained(folder / "model")
+    arguments = ("math", "--model", str(folder / "model"), *JOB)
+    run = accel_sft(*arguments, "--template-date", DAY, "--thinking", "off", run_dir=folder / "run")
+    assert run.status == 0, run.output
+    return run, arguments
+
+
+def test_a_run_with_a_date_in_its_template_goes_on_on_another_day(whole_run, tmp_path):
+    run, arguments = whole_run
+    record = json.loads((run.run_dir / "run.json").read_text())
+    assert (record["config"]["thinking"], record["config"]["template_date"]) == ("off", DAY)
+    begun = stopped(run, tmp_path / "run", 3)
+    same = ("--thinking", "off", "--resume", "auto")
+    resumed = accel_sft(*arguments, *same, run_dir=begun)  # today is another day
+    assert resumed.status == 0, resumed.output
+    assert "step-000003 at step 3 of 6" in resumed.output
+    assert json.loads((begun / "run.json").read_text())["config"]["template_date"] == DAY
+    assert resumed.lines() != []
+    name = "final/model.safetensors"
+    assert (begun / name).read_bytes() == (run.run_dir / name).read_bytes()
+    finished = accel_sft(*arguments, *same, run_dir=begun)
+    assert "this run is finished" in finished.output
+
+
+def test_another_day_or_another_thinking_is_refused_by_name(whole_run, tmp_path):
+    run, arguments = whole_run
+    begun = stopped(run, tmp_path / "run", 3)
+    refused = accel_sft(*arguments, "--template-date", "2024-03-01", "--resume", "auto", run_dir=begun)
+    assert refused.status == 1
+    assert f"--template-date: the run was started with {DAY}, not 2024-03-01" in refused.output
+    assert "--thinking: the run was started with off, not template" in refused.output
+
+
+def test_evaluating_a_run_asks_as_the_run_did(whole_run, tmp_path):
+    run, _ = whole_run
+    command = ("evaluate", "math", "--model", str(run.run_dir), "--validation-examples", "5")
+    evaluated = accel_sft(*command, run_dir=tmp_path / "own")
+    assert evaluated.status == 0, evaluated.output
+    after = json.loads((tmp_path / "own" / "result.json").read_text())["after"]
+    assert after["eval_loss"] == pytest.approx(run.result()["after"]["eval_loss"], rel=1e-4)
+    other = accel_sft(*command, "--thinking", "template", run_dir=tmp_path / "other")
+    assert other.status == 0, other.output
+    loss = json.loads((tmp_path / "other" / "result.json").read_text())["after"]["eval_loss"]
+    assert loss != pytest.approx(after["eval_loss"], rel=1e-4)
+
+
+def test_the_cards_lines_ask_as_training_did(whole_run):
+    run, _ = whole_run
+    (block,) = re.findall(r"^```python\n(.*?)^```", (run.run_dir / "final" / "README.md").read_text(), re.S | re.M)
+    assert "enable_thinking=False" in block
+    told = subprocess.run([sys.executable, "-c", block], cwd=run.run_dir / "final", capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
 
 
 SPELT = [
@@ -294,8 +365,9 @@ UNSOUND = {
 def test_a_prompt_that_no_sound_way_makes_a_prefix_is_refused(tokenizer, unsound):
     own, ends = of_family(tokenizer, "Qwen2.5")
     own.chat_template = unsound
-    with pytest.raises(UserError, match="the prompt is not a prefix of prompt"):
-        encoded(own, ends, ["odd"], "template")
+    for thinking, target in (("template", "odd"), ("off", "odd"), ("keep", "odd"), ("keep", THOUGHTS[0])):
+        with pytest.raises(UserError, match="the prompt is not a prefix of prompt"):
+            encoded(own, ends, [target], thinking)
 
 
 FAILING = {

@@ -48,8 +48,8 @@ class TrainConfig:
     thinking: str | None = _data(
         None,
         choices=("off", "template", "keep"),
-        help="off: prompts ask for none; template: as the chat template does by itself (default); keep: "
-        "<think>...</think> in targets is learnt and not scored.",
+        help="off: prompts ask for none; template: as the chat template has it; keep: <think>...</think> in targets "
+        "is learnt and generated, but not scored. `evaluate` of a run: the run's own.",
     )
     template_date: str | None = _data(
         None, help="YYYY-MM-DD that chat templates with a date are told; default: the day the run was started."

@@ -1,7 +1,5 @@
 """The text of generated answers that is scored: without thinking, and without what the template writes around it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

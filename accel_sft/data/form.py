@@ -1,7 +1,5 @@
 """What a chat template makes of conversations of one shape: how they are given, and what surrounds their answers."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

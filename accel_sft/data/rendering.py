@@ -1,12 +1,11 @@
 """How a chat template is asked for prompts and answers: decided by probes, once for each order of roles."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from accel_sft.api.errors import UserError
 from accel_sft.data.conversation import Turns
 from accel_sft.data.form import Form, closing_mark, parting, split_thinking
 from accel_sft.data.template import MARK, Rejected, dated, rendered
@@ -40,7 +39,10 @@ class Rendering:
 
     def __init__(self, tokenizer: Any, thinking: str | None = "template", day: str | None = None) -> None:
         self.tokenizer, self.thinking = tokenizer, thinking or "template"
-        self.template = dated(tokenizer.get_chat_template(), day)
+        try:
+            self.template = dated(tokenizer.get_chat_template(), day)
+        except ValueError as error:  # several by name, and none is the default
+            raise UserError(f"the model's chat template cannot be chosen: {one_line(str(error))}") from error
         on = {"off": False, "keep": True}.get(self.thinking)
         names = () if on is None else ("enable_thinking", "thinking")
         self.arguments = {name: on for name in names if re.search(rf"\b{name}\b", self.template)}
@@ -90,7 +92,7 @@ class Rendering:
         self, form: Form, asked: str, whole: str, head: str | None, thinking: str | None, answer: str
     ) -> Rendered:
         """`head`: the rendering up to the answer, where the system text moves."""
-        if form.thinking_as == "written" and thinking is not None:
+        if form.thinking_as == "written" and thinking is not None and (form.sound or form.system_moves):
             opening, mark = ("", form.closing_mark) if form.closing_mark else ("<think>", "</think>")
             return Rendered(asked, f"{opening}{thinking}{mark}{answer}{form.tail}", whole)
         begins = form.before_lead(asked)

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jinja2
+
 from accel_sft.api.errors import UserError
 from accel_sft.data.conversation import Turns
 from accel_sft.io.text import LONGEST_ERROR, one_line
@@ -91,8 +93,6 @@ def rendered(
             f"(roles {roles}) and came to no end; {mend}"
         ) from None
     except Exception as error:  # a template is a program of the model's: it may raise anything
-        import jinja2
-
         told, cause = "rejects", str(error)
         if not isinstance(error, jinja2.exceptions.TemplateError):
             told, cause = "fails on", f"{type(error).__name__}: {error}"

@@ -144,7 +144,8 @@ def _processor_template(name: str) -> str | None:
 
     with _errors_explained(name):
         path = cached_file(name, "chat_template.json", _raise_exceptions_for_missing_entries=False)
-    found = read_json(Path(path)).get("chat_template") if path else None
+    content = read_json(Path(path)) if path else None
+    found = content.get("chat_template") if isinstance(content, dict) else None
     return found if isinstance(found, str) else None
 
 
