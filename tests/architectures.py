@@ -41,7 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("mistral", "gemma2", "gemma3_text", "cohere2", "olmo3", "exaone4")},
     # experts
     **{name: {} for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss")},
-    **{name: {} for name in ("glm4_moe", "dots1")},
+    **{name: {} for name in ("glm4_moe", "dots1", "phimoe")},
     # latent attention
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
@@ -55,6 +55,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "use_mamba_kernels": False},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
 }
+
+RANDOM = {"phimoe"}
+"""Families whose forward is random in training, without a dropout: experts are drawn."""
 
 
 def make(folder: Path, family: str) -> Path:

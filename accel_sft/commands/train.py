@@ -8,12 +8,12 @@ import shutil
 import traceback
 from collections.abc import Iterator
 
-import torch
 from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
+from accel_sft.batching.memory import out_of_memory
 from accel_sft.io import terminal
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.start import start
@@ -99,7 +99,7 @@ def _explained(run_dir: RunDir, error: BaseException) -> BaseException:
         )
     if isinstance(error, UserError) or not isinstance(error, Exception):
         return error
-    if isinstance(error, torch.OutOfMemoryError):
+    if out_of_memory(error):
         return UserError(
             f"out of device memory ({str(error).splitlines()[0]}); the loss does not depend on it: lower "
             "--micro-batch-size or --eval-batch-size, add --gradient-checkpointing, or choose a higher ZeRO stage"
