@@ -49,7 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("mistral", "gemma2", "gemma3_text", "cohere2", "olmo3", "exaone4")},
     # experts
     **{name: {} for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")},
-    **{name: {} for name in ("glm4_moe", "dots1")},
+    **{name: {} for name in ("glm4_moe", "dots1", "phimoe")},
     "gpt_oss": {"intermediate_size": 64},  # in its published weights 32 numbers have a scale in common
     # latent attention
     "deepseek_v2": LATENT,
@@ -81,6 +81,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": {"layer_types": HYBRID},
     "llama4": {"intermediate_size_mlp": 48},
 }
+
+RANDOM = {"phimoe"}
+"""Families whose forward is random in training, without a dropout: experts are drawn."""
 
 
 def make(folder: Path, family: str) -> Path:

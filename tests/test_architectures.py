@@ -77,7 +77,9 @@ def test_the_first_step_has_the_loss_of_single_rows(run):
         total, supervised = total + sum(nll), supervised + len(nll)
     first = launched.lines()[0]
     assert first["supervised_tokens"] == supervised
-    assert first["loss"] == pytest.approx(total / supervised, rel=1e-4)
+    random = model.parent.name.startswith(tuple(architectures.RANDOM))
+    assert first["loss"] == pytest.approx(total / supervised, rel=2e-2 if random else 1e-4)
+    assert not (random and launched.result()["batching"]["layout"] == "shared"), "rows would share what is drawn"
 
 
 KINDS = ("qwen2", "qwen3_moe", "deepseek_v3", "falcon_h1", "mamba2", "qwen2_5_vl")

@@ -598,6 +598,28 @@ def test_the_ninja_beside_this_python_comes_before_the_systems(tmp_path):
     assert (before, after) == (str(systems), str(Path(sysconfig.get_path("scripts"), "ninja")))
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "expandable_segments:True None"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native backend:native"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "None None"),
+    ],
+)
+def test_the_gpus_allocator_fills_gaps_unless_the_user_has_set_it_and_vllm_is_not_told(given, expected):
+    process = python(
+        """
+        import os
+        from accel_sft.launch.environment import prepare_environment
+        prepare_environment()
+        from accel_sft.evaluation.vllm import environment
+        print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), environment().get("PYTORCH_CUDA_ALLOC_CONF"))
+        """,
+        **given,
+    )
+    assert process.communicate(timeout=60)[0].strip() == expected
+
+
 def test_one_thread_is_kept_where_no_launcher_asked_for_it(monkeypatch):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

@@ -92,6 +92,7 @@ class TrainConfig:
 
     output_dir: str | None = _run(None, help="The run's own folder; default runs/<task>-<time>.")
     seed: int = _run(42, min=0, max=2**31, help="Of initial weights, data order and dropout.")
+    deterministic: bool = _run(False, help="Repeat every bit on GPUs too, by slower kernels; a CPU does so anyway.")
     save_every: str = _run("auto", help="Steps between checkpoints, epoch, off, or auto (about 4 a run).")
     keep_checkpoints: int = _run(2, min=1, help="Newest checkpoints kept.")
     resume: str = _run("off", help="auto (newest complete checkpoint), a checkpoint's folder, or off.")
@@ -179,7 +180,7 @@ _USUAL: dict[str, Any] = {
 LAYOUT = frozenset(
     {"micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every"}
     | {"tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every"}
-    | {"patience", "batching", "compile", "generate_with", "on_nonfinite", "hang_timeout"}
+    | {"patience", "batching", "compile", "deterministic", "generate_with", "on_nonfinite", "hang_timeout"}
 )
 """Settings that decide how a run is executed or observed, not what a step computes: a resume may change them."""
 

@@ -7,12 +7,12 @@ import shutil
 import traceback
 from collections.abc import Iterator
 
-import torch
 from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
+from accel_sft.batching.memory import out_of_memory
 from accel_sft.io import terminal
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.start import start
@@ -104,7 +104,7 @@ def _explained(run_dir: RunDir, error: BaseException) -> BaseException:
         return UserError(lost)  # a launcher that misses a rank sends the others SIGTERM
     if isinstance(error, UserError) or not isinstance(error, Exception):
         return error
-    if isinstance(error, torch.OutOfMemoryError):
+    if out_of_memory(error):
         return UserError(
             f"out of device memory ({str(error).splitlines()[0]}); the loss does not depend on it: lower "
             "--micro-batch-size or --eval-batch-size, add --gradient-checkpointing, or choose a higher ZeRO stage"

@@ -14,6 +14,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
+from accel_sft.batching.memory import out_of_memory
 from accel_sft.data.answer_text import AnswerText
 from accel_sft.data.chat import Encoded, end_of_turn_ids
 from accel_sft.data.conversation import conversation
@@ -165,7 +166,9 @@ class Evaluator:
 def _out_of_memory_explained() -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
         raise UserError(
             f"evaluation: out of device memory ({str(error).splitlines()[0][:100]}); lower --eval-batch-size or "
             "--max-new-tokens, or choose a higher ZeRO stage"

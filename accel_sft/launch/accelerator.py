@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch.distributed import PrefixStore, TCPStore, register_rendezvous_handler
 
 from accel_sft.api.config import TrainConfig
@@ -33,6 +33,8 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
     Raises:
         UserError: the ranks do not form one group.
     """
+    if config.deterministic:
+        _repeat_every_bit()
     launch = read_launch()
     devices = device_count()
     torch.set_num_threads(threads_per_process())
@@ -54,7 +56,9 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
             group["backend"] = "gloo"
         plugin = DeepSpeedPlugin()
         _write_deepspeed_config(plugin.deepspeed_config, launch, config, devices)
-    cpu, handlers = launch.backend == "ddp" and not devices, [InitProcessGroupKwargs(**group)]
+    # DDP's buckets, in which ranks exchange gradients, are the gradients: a second copy would take 4 bytes a parameter
+    handlers = [InitProcessGroupKwargs(**group), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    cpu = launch.backend == "ddp" and not devices
     with compiling(launch, devices):
         accelerator = Accelerator(deepspeed_plugin=plugin, cpu=cpu, kwargs_handlers=handlers)
     if accelerator.is_fsdp2 and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy):
@@ -67,6 +71,14 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
             "alone: use accelerate_configs/ddp.yaml or one of z0.yaml to z3.yaml as a model"
         )
     return accelerator
+
+
+def _repeat_every_bit() -> None:
+    """Before CUDA starts: choose kernels that add in one order, attention's backwards included, or raise an error."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # one workspace for each stream, which cuBLAS then keeps to
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # transformers hands it to the flash-attn package
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads it
 
 
 def _rendezvous_of_this_attempt(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:

@@ -113,7 +113,8 @@ class Trainer:
         some, evaluated = self.train_examples.some(), self.prepared.validation.kept
         # the validation loss is computed in the same layout
         longest = [evaluated[int(evaluated.lengths.argmax())]] if len(evaluated) else []
-        trial = Trial(self.accelerator, self.model, self.config, some, pad_token_id)
+        moments = self.state.step > 0
+        trial = Trial(self.accelerator, self.model, self.config, some, pad_token_id, moments=moments)
         batching, message = trial.choose(before=kept, also=longest)
         self.tracker.log(message)
         choice.write(self.accelerator, self.run_dir, self.batching_asked, batching, job)
