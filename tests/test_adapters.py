@@ -21,7 +21,8 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
 from accel_sft.models import adapters
 from accel_sft.models.adapters import TYPES, Adapter, adapter_of, merged, reason_unmergeable, type_of
-from accel_sft.models.load import find_source, load_model, parameter_counts
+from accel_sft.models.load import load_model, parameter_counts
+from accel_sft.models.source import find_source
 from accel_sft.training.optimizer import Stepper
 
 LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}

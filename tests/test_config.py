@@ -9,7 +9,7 @@ from accel_sft.api.config import LAYOUT, TrainConfig, changed
 from accel_sft.api.config_file import load_yaml
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import option, settings
-from accel_sft.models.load import is_tiny
+from accel_sft.models.source import is_tiny
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -34,7 +34,7 @@ from accel_sft.evaluation.generate import Generator, common_prefix, divide
 from accel_sft.io.heartbeat import heartbeat_count
 from accel_sft.launch import collectives
 from accel_sft.models.adapters import merged, reason_unmergeable
-from accel_sft.models.load import Source
+from accel_sft.models.source import Source
 
 NEW_TOKENS = 12
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}

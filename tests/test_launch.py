@@ -728,6 +728,8 @@ def test_a_compilation_is_announced_by_rank_0_before_it_starts(rank, told, tmp_p
     assert "build_shm_op" in (tmp_path / "log").read_text() + stderr
     announced = "note: DeepSpeed compiles on first use, once per machine, deepspeed_shm_comm (" in stdout
     assert announced == told, stderr
+    assert ("1-4 minutes" in stdout or "about a minute" in stdout) == told
+    assert "nothing to do but wait" not in stdout  # there is nothing to wait for in a dry run
 
 
 def test_a_wait_is_told_with_its_seconds_and_a_short_one_is_not(monkeypatch, capsys):

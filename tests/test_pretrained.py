@@ -19,8 +19,9 @@ from accel_sft.batching.forward_layouts import LAYOUTS
 from accel_sft.batching.verify import _layouts_for
 from accel_sft.checkpoint import checkpoint
 from accel_sft.models.architecture import limited_layers
-from accel_sft.models.load import find_source, load_model
+from accel_sft.models.load import load_model
 from accel_sft.models.pretrained import processor_files
+from accel_sft.models.source import find_source
 
 IDS = torch.arange(3, 15)[None]
 

@@ -129,7 +129,9 @@ def test_final_and_best_load_in_plain_transformers(launched, name):
             [{"role": "user", "content": "5="}], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] > ids["input_ids"].shape[1]
-        assert (run.run_dir / folder / "README.md").exists()
+        card = (run.run_dir / folder / "README.md").read_text()
+        assert re.search(r"base: tiny before the first step; tuned: these weights, of step [36]\n", card)
+        assert "GiB" not in card
 
 
 def test_the_cards_own_lines_give_the_answer_the_run_gave(launched):

@@ -29,7 +29,8 @@ from accel_sft.data.rendering import Rendering
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.evaluator import Evaluator
-from accel_sft.models.load import Source, load_tokenizer
+from accel_sft.models.load import load_tokenizer
+from accel_sft.models.source import Source
 
 DAY = "2024-02-29"
 MODES = ("off", "template", "keep")

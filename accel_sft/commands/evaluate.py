@@ -31,7 +31,7 @@ from accel_sft.launch.collectives import by_each_rank, decided_by_main, largest
 from accel_sft.launch.describe import recordable
 from accel_sft.launch.info import device_count
 from accel_sft.launch.start import start
-from accel_sft.models.load import Source, find_source
+from accel_sft.models.source import Source, find_source
 from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tracking import report

@@ -16,7 +16,7 @@ from accel_sft.batching.memory import out_of_memory
 from accel_sft.io import terminal
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.start import start
-from accel_sft.models.load import is_tiny
+from accel_sft.models.source import is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS
 from accel_sft.resilience.exit import leave_together, lost_peers
 from accel_sft.resilience.signals import Interruption, StopSignals

@@ -26,7 +26,7 @@ from accel_sft.evaluation.vllm import VllmBackend
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, gather_numbers, largest
-from accel_sft.models.load import Source
+from accel_sft.models.source import Source
 from accel_sft.tracking.system import reset_peak_memory
 
 

@@ -20,7 +20,7 @@ from accel_sft.evaluation.vllm_process import run_script
 from accel_sft.io.files import read_json
 from accel_sft.launch.collectives import long_work_by_main
 from accel_sft.launch.environment import GAPS
-from accel_sft.models.load import Source
+from accel_sft.models.source import Source
 
 PROGRAM, OPTIONS = "ACCEL_SFT_VLLM", "ACCEL_SFT_VLLM_OPTIONS"
 """Environment variables: the `vllm` or `python` of vLLM's environment; arguments of vllm.LLM as a JSON object."""

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, TCPStore, register_rendezvous_handler
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.io.terminal import terminal
+from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch.deepspeed_ops import audit_compilation, compiling
 from accel_sft.launch.environment import threads_per_process
 from accel_sft.launch.info import Launch, device_count, read_launch, restarts
@@ -40,7 +40,7 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
     torch.set_num_threads(threads_per_process())
     if launch.environment.get("LOCAL_RANK", "0") == "0":  # each machine compiles for itself
         for finding in audit_compilation(launch, devices):
-            print(f"{finding.level}: {finding}", file=terminal(), flush=True)
+            print(wrapped(f"{finding.level}: {finding}"), file=terminal(), flush=True)
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # the yaml's value beats any argument
     group: dict[str, Any] = {}
     if restarts():

@@ -22,7 +22,7 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import Team, decided_by_main
 from accel_sft.launch.describe import launch_record, recordable
 from accel_sft.launch.info import read_launch, restarts
-from accel_sft.models.load import weights_identity
+from accel_sft.models.source import weights_identity
 from accel_sft.resilience.exit import lost_peers
 from accel_sft.training.prepare import Prepared
 

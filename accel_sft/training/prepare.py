@@ -19,7 +19,8 @@ from accel_sft.evaluation.evaluator import Evaluator, answer_backend
 from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
-from accel_sft.models.load import Source, encoding_rules, find_source, load_model, load_tokenizer
+from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
+from accel_sft.models.source import Source, find_source
 from accel_sft.models.tiny import build_tiny
 
 _TINY_EXAMPLES = 1 << 15

@@ -32,9 +32,9 @@ def card(task_name: str, prepared: Prepared, state: TrainState, model_class: str
         max_new_tokens=config.max_new_tokens or prepared.longest_answer,
         data=prepared.counts(),
         settings=describe.recordable({**config.as_dict(), **dataclasses.asdict(task)}),
-        result={
-            "before": state.before or {},
-            "after": state.latest or {},
+        result={  # time and memory are of moments of this process, and of no interest elsewhere
+            "before": {key: number for key, number in (state.before or {}).items() if key not in report.COSTS},
+            "after": {key: number for key, number in (state.latest or {}).items() if key not in report.COSTS},
             "weights": _compared(
                 f"{Path(config.init_from or config.model).name}", f"these weights, of step {state.step}"
             ),
