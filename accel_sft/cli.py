@@ -1,6 +1,5 @@
 """The command line: options made from settings, a command for each task, the tools. Only running one imports torch."""
 
-import functools
 import re
 import shlex
 import sys
@@ -9,71 +8,20 @@ from typing import Any, ClassVar
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import CompletionItem
 
 import accel_sft
 from accel_sft.api import registry
 from accel_sft.api.config import RUN, EvaluateConfig, TrainConfig
 from accel_sft.api.config_file import load_yaml
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import HIDDEN, Setting, settings
+from accel_sft.api.options import HIDDEN, settings
 from accel_sft.api.task import Task
+from accel_sft.cli_options import NAMES_A_FILE, USUAL, make_option
 from accel_sft.commands.launch_file import launch_file
 from accel_sft.commands.new_task import new_task
 from accel_sft.commands.tasks import tasks
 from accel_sft.launch.info import launcher_flags, under_launcher
-from accel_sft.models.tiny import TINY_DEFAULTS
 from accel_sft.resilience.exit import ExitHandler
-
-_USUAL = TrainConfig(model="").resolved({})
-_OF_ADAPTERS = TrainConfig(model="", adapter="lora").resolved({})
-_FILE = re.compile(r"(^|_)(file|path|dir|folder)s?$")  # options that name files
-_METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER"}
-
-
-def make_option(setting: Setting) -> click.Option:
-    """The click option of a setting. It has no default, so that all values are read and checked in one place."""
-    help = f"{setting.help} {_brackets(setting)}".strip()
-    if setting.type is bool:
-        return click.Option([f"{setting.flag}/--no-{setting.flag[2:]}", setting.name], default=None, help=help)
-    return click.Option(
-        [setting.flag, setting.name],
-        type=setting.read,
-        metavar="|".join(setting.choices) or _METAVARS[setting.type],
-        shell_complete=functools.partial(_complete, setting),
-        help=help,
-    )
-
-
-def _complete(setting: Setting, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    if setting.name in ("model", "init_from", "resume") or _FILE.search(setting.name):
-        return [CompletionItem(incomplete, type="file")]
-    return [CompletionItem(choice) for choice in setting.choices if choice.startswith(incomplete)]
-
-
-def _brackets(setting: Setting) -> str:
-    usual = getattr(_USUAL, setting.name, None) if setting.default is None else setting.default
-    tiny = TINY_DEFAULTS.get(setting.name)
-    defaults = [] if usual is None else [_shown(usual)]
-    if setting.default is None and (adapted := getattr(_OF_ADAPTERS, setting.name, None)) != usual:
-        defaults.append(f"{_shown(adapted)} for an adapter")
-    if tiny not in (None, usual):
-        defaults.append(f"{_shown(tiny)} for tiny")
-    parts = [f"default: {', '.join(defaults)}"] if defaults else []
-    if setting.required:
-        parts = ["required"]
-    if setting.min is not None and setting.max is not None:
-        parts.append(f"{setting.min:g} to {setting.max:g}")
-    else:
-        limits = {"at least": setting.min, "at most": setting.max}
-        parts += [f"{word} {limit:g}" for word, limit in limits.items() if limit is not None]
-    return f"[{'; '.join(parts)}]" if parts else ""
-
-
-def _shown(default: Any) -> str:
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return f"{default:g}" if isinstance(default, float) else str(default) if default != "" else "empty"
 
 
 class TaskCommand(click.Command):
@@ -182,7 +130,7 @@ class EvaluateCommand(TaskCommand):
         before = record["task_options"] if record and record["task"] == self.name else {}
         mine = [s for s in self.offers[self.task_class] if s.name in before.keys() - {*given}]
         mine = [s for s in mine if before[s.name] != HIDDEN and not s.problem(before[s.name])]
-        if files := [s for s in mine if _FILE.search(s.name) and before[s.name] != s.default]:
+        if files := [s for s in mine if NAMES_A_FILE.search(s.name) and before[s.name] != s.default]:
             named = " ".join(f"{s.flag} {shlex.quote(str(before[s.name]))}" for s in files)
             why = "its record names files, and those of a record are not read unasked"
             raise UserError(f"--model {config.model}: {why}; add {named}, or name others")
@@ -197,7 +145,7 @@ def _load(name: str) -> type[Task]:
     from accel_sft.resilience.watchdog import Watchdog
 
     asked = launcher_flags(sys.argv).get("hang_timeout", "")  # no option is read before the task is there
-    with StopSignals(), Watchdog(int(asked) if asked.isdecimal() else _USUAL.hang_timeout, alone=True):
+    with StopSignals(), Watchdog(int(asked) if asked.isdecimal() else USUAL.hang_timeout, alone=True):
         return registry.load(name)
 
 

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "training": "api io launch data models batching tracking evaluation resilience checkpoint",
     "commands": "api io launch data models batching tracking evaluation resilience checkpoint training",
 }
-ROOT = {"__init__", "__main__", "cli"}
+ROOT = {"__init__", "__main__", "cli", "cli_options"}
 """Modules outside the packages. They import from all of these, those with torch inside functions only."""
 STANDARD_LIBRARY_ONLY = (
     "accel_sft.io.heartbeat",

@@ -14,7 +14,7 @@ from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.commands.evaluate import _differences
 from accel_sft.io import terminal
-from accel_sft.models import load
+from accel_sft.models import load, source
 from accel_sft.models.load import compile_blocks, load_model
 from accel_sft.models.source import find_source
 
@@ -32,8 +32,8 @@ def test_an_adapter_of_a_run_that_was_moved_finds_the_runs_own_base(tmp_path):
     run = adapter(tmp_path / "moved", tmp_path / "gone" / "base")
     (run / "base").mkdir()
     (run / "base" / "config.json").write_text("{}")
-    source = find_source(TrainConfig(), str(run))
-    assert (source.weights, source.adapter) == (str(run / "base"), str(run / "final"))
+    found = find_source(TrainConfig(), str(run))
+    assert (found.weights, found.adapter) == (str(run / "base"), str(run / "final"))
 
 
 def test_an_adapter_whose_base_is_gone_says_so(tmp_path):
@@ -65,7 +65,7 @@ def test_what_looks_like_a_folder_is_not_looked_for_on_the_hub(tmp_path, monkeyp
 
 def test_the_hub_is_waited_for_aloud(monkeypatch, capsys):
     monkeypatch.setattr(terminal, "SECONDS_OF_SILENCE", 0.05)
-    with load._errors_explained("org/model"):
+    with source.errors_explained("org/model"):
         time.sleep(0.12)
     assert capsys.readouterr().out == "waiting for org/model from the hub: 0 s so far\n"
 
@@ -83,9 +83,9 @@ def test_an_attention_that_cannot_be_used_is_named(tmp_path, monkeypatch, implem
     monkeypatch.setattr(load, "device_count", lambda: 0)
     folder = make_tiny(tmp_path / "model")
     config = TrainConfig(attn_implementation=implementation).resolved({})
-    source = find_source(config, str(folder))
+    found = find_source(config, str(folder))
     with pytest.raises(UserError, match=told) as caught:
-        load_model(source, config, precision="no", deepspeed=False, total_steps=1)
+        load_model(found, config, precision="no", deepspeed=False, total_steps=1)
     assert "--model" not in str(caught.value)
 
 

@@ -1,0 +1,62 @@
+"""A setting as an option of the command line: its type, its completion, and its help with default and limits."""
+
+import functools
+import re
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.options import Setting
+from accel_sft.models.tiny import TINY_DEFAULTS
+
+USUAL = TrainConfig(model="").resolved({})
+_OF_ADAPTERS = TrainConfig(model="", adapter="lora").resolved({})
+NAMES_A_FILE = re.compile(r"(^|_)(file|path|dir|folder)s?$")  # options that name files
+_METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER"}
+
+
+def make_option(setting: Setting) -> click.Option:
+    """The click option of a setting. It has no default, so that all values are read and checked in one place."""
+    help = f"{setting.help} {_brackets(setting)}".strip()
+    if setting.type is bool:
+        return click.Option([f"{setting.flag}/--no-{setting.flag[2:]}", setting.name], default=None, help=help)
+    return click.Option(
+        [setting.flag, setting.name],
+        type=setting.read,
+        metavar="|".join(setting.choices) or _METAVARS[setting.type],
+        shell_complete=functools.partial(_complete, setting),
+        help=help,
+    )
+
+
+def _complete(setting: Setting, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    if setting.name in ("model", "init_from", "resume") or NAMES_A_FILE.search(setting.name):
+        return [CompletionItem(incomplete, type="file")]
+    return [CompletionItem(choice) for choice in setting.choices if choice.startswith(incomplete)]
+
+
+def _brackets(setting: Setting) -> str:
+    usual = getattr(USUAL, setting.name, None) if setting.default is None else setting.default
+    tiny = TINY_DEFAULTS.get(setting.name)
+    defaults = [] if usual is None else [_shown(usual)]
+    if setting.default is None and (adapted := getattr(_OF_ADAPTERS, setting.name, None)) != usual:
+        defaults.append(f"{_shown(adapted)} for an adapter")
+    if tiny not in (None, usual):
+        defaults.append(f"{_shown(tiny)} for tiny")
+    parts = [f"default: {', '.join(defaults)}"] if defaults else []
+    if setting.required:
+        parts = ["required"]
+    if setting.min is not None and setting.max is not None:
+        parts.append(f"{setting.min:g} to {setting.max:g}")
+    else:
+        limits = {"at least": setting.min, "at most": setting.max}
+        parts += [f"{word} {limit:g}" for word, limit in limits.items() if limit is not None]
+    return f"[{'; '.join(parts)}]" if parts else ""
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"{default:g}" if isinstance(default, float) else str(default) if default != "" else "empty"
