@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import accel_sft, stopped
+import yaml
+from conftest import CONFIGS, accel_sft, stopped
 from safetensors.torch import load_file
 
 FP32 = {"launcher": ("--mixed_precision", "no")}
@@ -55,3 +56,27 @@ def test_a_stopped_run_of_a_tied_model_goes_on_to_the_same_bits_and_writes_its_h
     ours, theirs = weights(folder / "final"), weights(whole.run_dir / "final")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert "lm_head.weight" not in ours
+
+
+@pytest.mark.long
+def test_shards_that_are_replicated_draw_the_curve_of_data_parallelism(launched, tmp_path):
+    """HSDP: two copies of a model that two ranks each share."""
+    mesh = {f"parallelism_config_{name}_size": 2 for name in ("dp_replicate", "dp_shard")}
+    content = yaml.safe_load((CONFIGS / "fsdp2.yaml").read_text()) | {"parallelism_config": mesh}
+    (tmp_path / "hsdp.yaml").write_text(yaml.safe_dump(content))
+    four = ("--num_processes", "4", *FP32["launcher"])
+    arguments = (*JOB, "--eval-every", "off")
+    sharing = SHARDED | {"yaml": str(tmp_path / "hsdp"), "launcher": four}
+    replicated = launched("fsdp2 replicated", *arguments, **sharing)
+    plain = launched("fsdp2's ddp of four", *arguments, yaml="ddp", launcher=four)
+    for ours, theirs in zip(replicated.lines(), plain.lines(), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-4)
+    ours, theirs = weights(replicated.run_dir / "final"), weights(plain.run_dir / "final")
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-5)
+    folder = stopped(replicated, tmp_path / "run", 2)
+    went_on = accel_sft(*arguments, "--resume", "auto", run_dir=folder, **sharing)
+    assert went_on.status == 0, went_on.output
+    resumed = weights(folder / "final")
+    assert all(torch.equal(resumed[name], ours[name]) for name in ours)
