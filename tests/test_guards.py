@@ -333,6 +333,15 @@ def test_machines_without_a_folder_in_common_are_told_so_before_anything_is_comp
     assert run_dir.read_status() == "failed"
 
 
+def test_a_resume_with_another_score_says_so(tmp_path, capsys):
+    before = {"task": "math", "config": {}, "task_options": {}, "data_sha256": "a", "task_code": "a"}
+    claim._check_unchanged(before, {**before, "task_code": None}, RunDir(tmp_path))
+    claim._check_unchanged({**before, "task_code": None}, before, RunDir(tmp_path))
+    assert capsys.readouterr().out == ""
+    claim._check_unchanged(before, {**before, "task_code": "b"}, RunDir(tmp_path))
+    assert "the task's code or what it imports has changed since" in capsys.readouterr().out
+
+
 def test_another_runs_checkpoint_is_refused(copy, tmp_path):
     whole, folder = copy
     theirs = whole.run_dir / "checkpoints" / "step-000003"

@@ -881,3 +881,9 @@ def test_what_no_launcher_sets_is_refused_in_a_line(variables, told):
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert told in done.stderr
+
+
+def test_a_precision_that_is_none_is_refused():
+    launch = read_launch({"ACCELERATE_MIXED_PRECISION": "evil"}, [])
+    (finding,) = [finding for finding in audit(TrainConfig(), launch, 0) if finding.level == "error"]
+    assert str(finding) == "mixed_precision evil (the default) is unknown: --mixed_precision bf16, fp16 or no"

@@ -120,3 +120,16 @@ def test_weights_that_hold_more_than_numbers_are_refused_without_advice_to_run_t
         load_model(find_source(config, str(folder)), config, precision="no", deepspeed=False)
     assert "weights_only" not in str(caught.value)
     assert not ran.exists()
+
+
+@pytest.mark.parametrize("content", [{"attn_implementation": "o/r"}, {"text": {"_attn_implementation": "o/r@v:f"}}])
+def test_attention_by_a_hubs_code_is_refused_unless_it_is_trusted(tmp_path, content):
+    folder = make_tiny(tmp_path / "model")
+    known = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**known, **content}))
+    config = TrainConfig().resolved({})
+    with pytest.raises(UserError, match=r"attention computed by code of a hub, o.*; choose --attn-implementation sdpa"):
+        load_model(find_source(config, str(folder)), config, precision="no", deepspeed=False)
+    config = TrainConfig(attn_implementation="sdpa").resolved({})
+    loaded = load_model(find_source(config, str(folder)), config, precision="no", deepspeed=False)
+    assert loaded.config._attn_implementation == "sdpa"

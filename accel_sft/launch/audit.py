@@ -8,6 +8,7 @@ from pathlib import Path
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
+from accel_sft.api.options import shown
 from accel_sft.launch.deepspeed_ops import audit_operators
 from accel_sft.launch.info import LEVELS, Finding, Launch, device_count, error, note, read_launch, warning
 
@@ -141,6 +142,8 @@ def _precision(launch: Launch, devices: int) -> Iterator[Finding]:
         level = error if "mixed_precision" in launch.arguments else warning
         what = f"{source} fixes the precision to {value}, the launch says {asked}"
         yield level(what, 'write "enabled": "auto" there, then --mixed_precision decides')
+    if value not in ("no", "fp16", "bf16", "fp8"):
+        yield error(f"mixed_precision {shown(value)} ({source}) is unknown", "--mixed_precision bf16, fp16 or no")
     if value == "fp8":
         yield error(f"mixed_precision fp8 ({source}) is not supported", "--mixed_precision bf16")
     if value == "fp16" and not devices:

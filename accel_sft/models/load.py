@@ -75,6 +75,8 @@ def load_model(
     train = total_steps > 0
     if config.attn_implementation == "flex_attention" and train and not device_count():
         raise UserError("--attn-implementation flex_attention: it has no backward on a CPU; leave it out, or use sdpa")
+    if not (config.attn_implementation or config.trust_remote_code):
+        _refuse_kernels(source.weights)
     with errors_explained(source.weights):
         dtype = _dtype(config, precision, deepspeed, train)
         model = pretrained(source.weights, config, dtype, largest_id=largest_id, train=train, log=log)
@@ -90,6 +92,25 @@ def load_model(
         if config.adapter != "none":
             model.enable_input_require_grads()
     return model
+
+
+def _refuse_kernels(name: str) -> None:
+    """Raises UserError if the model's configuration names code of a hub, as ORG/REPO, to compute attention with."""
+    from transformers import PreTrainedConfig
+
+    def named(value: Any, key: str = "") -> Iterator[str]:
+        for inner, part in value.items() if isinstance(value, dict) else ():
+            yield from named(part, key if key.endswith("_implementation") else inner)
+        if isinstance(value, str) and key.endswith("_implementation") and "/" in value:
+            yield value
+
+    with _errors_explained(name):
+        content, _ = PreTrainedConfig.get_config_dict(name)
+    for kernel in named(content):
+        raise UserError(
+            f"--model {name}: its config.json has attention computed by code of a hub, {kernel}; choose "
+            "--attn-implementation sdpa, or read that code, then pass --trust-remote-code"
+        )
 
 
 def compile_blocks(model: Any) -> None:

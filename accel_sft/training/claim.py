@@ -17,6 +17,8 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.checkpoint.checkpoint import settle
+from accel_sft.data import cache
+from accel_sft.data.fingerprint import code_fingerprint
 from accel_sft.io.files import abandoned, expanded, write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import Team, decided_by_main
@@ -182,6 +184,7 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
         "max_new_tokens": prepared.longest_answer,
         "data": prepared.counts(),
         "data_sha256": prepared.fingerprint(),
+        "task_code": code_fingerprint(type(assembly.task)),
         "launch": launch_record(assembly.accelerator),
     }
 
@@ -201,6 +204,12 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
         different.append(f"task: the run was started with {before['task']}, not {now['task']}")
     if not different and before.get("data_sha256") != now["data_sha256"]:
         different.append("the data is not what the run was started with")
+    code, code_now = before.get("task_code"), now["task_code"]
+    if not different and code and code_now and code != code_now:
+        cache.log(
+            f"{run_dir}: the task's code or what it imports has changed since the last start: earlier metrics, the "
+            "best one too, may be another score's"
+        )
     base, base_now = before.get("base_weights"), now.get("base_weights")
     if not different and base and base_now and base != base_now:  # checkpoints hold the adapter alone
         raise UserError(
