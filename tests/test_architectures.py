@@ -29,7 +29,7 @@ JOB += tuple(word for name, value in DATA.items() for word in (f"--{name.replace
 
 
 LONG = {
-    *("olmo2", "granite", "smollm3", "seed_oss", "falcon", "nemotron", "ernie4_5", "hunyuan_v1_dense", "helium"),
+    *("olmo2", "qwen3_vl", "smollm3", "seed_oss", "falcon", "nemotron", "ernie4_5", "hunyuan_v1_dense", "helium"),
     *("apertus", "olmo3", "cohere2", "gemma3_text", "qwen2_moe", "olmoe", "dots1", "deepseek_v2", "deepseek_v4"),
     *("qwen3_next", "qwen3_5_text", "minimax", "lfm2", "mamba", "falcon_mamba", "bamba", "jamba", "granitemoehybrid"),
     *("nemotron_h", "zamba2", "mistral3"),
