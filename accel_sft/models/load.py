@@ -1,6 +1,6 @@
 """Loads weights and tokenizer of a `Source`: in the right type, with the adapter in place, ready to be prepared."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def _refuse_kernels(name: str) -> None:
         if isinstance(value, str) and key.endswith("_implementation") and "/" in value:
             yield value
 
-    with _errors_explained(name):
+    with errors_explained(name):
         content, _ = PreTrainedConfig.get_config_dict(name)
     for kernel in named(content):
         raise UserError(
