@@ -3,7 +3,6 @@
 import functools
 import re
 import shlex
-import sys
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -21,11 +20,12 @@ from accel_sft.api.task import Task
 from accel_sft.commands.launch_file import launch_file
 from accel_sft.commands.new_task import new_task
 from accel_sft.commands.tasks import tasks
-from accel_sft.launch.info import launcher_flags, under_launcher
 from accel_sft.models.tiny import TINY_DEFAULTS
 from accel_sft.resilience.exit import ExitHandler
+from accel_sft.resilience.task_import import load_task
 
 _USUAL = TrainConfig(model="").resolved({})
+_OF_ADAPTERS = TrainConfig(model="", adapter="lora").resolved({})
 _FILE = re.compile(r"(^|_)(file|path|dir|folder)s?$")  # options that name files
 _METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER"}
 
@@ -54,6 +54,8 @@ def _brackets(setting: Setting) -> str:
     usual = getattr(_USUAL, setting.name, None) if setting.default is None else setting.default
     tiny = TINY_DEFAULTS.get(setting.name)
     defaults = [] if usual is None else [_shown(usual)]
+    if setting.default is None and (adapted := getattr(_OF_ADAPTERS, setting.name, None)) != usual:
+        defaults.append(f"{_shown(adapted)} for an adapter")
     if tiny not in (None, usual):
         defaults.append(f"{_shown(tiny)} for tiny")
     parts = [f"default: {', '.join(defaults)}"] if defaults else []
@@ -186,18 +188,6 @@ class EvaluateCommand(TaskCommand):
         return {s.name: before[s.name] for s in mine}
 
 
-def _load(name: str) -> type[Task]:
-    """Import a task, which may hang, and whose launcher may be killed meanwhile."""
-    if not under_launcher():
-        return registry.load(name)
-    from accel_sft.resilience.signals import StopSignals
-    from accel_sft.resilience.watchdog import Watchdog
-
-    asked = launcher_flags(sys.argv).get("hang_timeout", "")  # no option is read before the task is there
-    with StopSignals(), Watchdog(int(asked) if asked.isdecimal() else _USUAL.hang_timeout, alone=True):
-        return registry.load(name)
-
-
 class TaskGroup(click.Group):
     """A group whose task commands are known by metadata, and imported one at a time when one is called."""
 
@@ -216,7 +206,7 @@ class TaskGroup(click.Group):
                 return None
             near = registry.suggestion(cmd_name, [*registry.names(), *self.commands])
             ctx.fail(f"no task or tool {cmd_name!r}{near}; `accel-sft tasks` lists the tasks that are installed here")
-        task_class = None if ctx.resilient_parsing else _load(cmd_name)
+        task_class = None if ctx.resilient_parsing else load_task(cmd_name, _USUAL.hang_timeout)
         summary = registry.summary_of(task_class, cmd_name) if task_class else summaries[cmd_name]
         return self.task_command(cmd_name, task_class, summary)
 

@@ -7,12 +7,13 @@ own. What makes an architecture itself (experts, latent attention, windows, recu
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from models import TEXTS
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from accel_sft.models.tiny import train_tokenizer
 
@@ -31,6 +32,13 @@ SMALL: dict[str, Any] = {
 }
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 LATENT |= {"num_key_value_heads": 4, "head_dim": None}
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+EYES: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8},
+    **{"depth": 1, "num_heads": 4, "out_hidden_size": 32, "patch_size": 4, "image_size": 16},
+    **{"num_position_embeddings": 16, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]},
+    **{"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+}
 HYBRID = ["linear_attention", "full_attention"] * 2
 FAMILIES: dict[str, dict[str, Any]] = {
     # dense
@@ -40,11 +48,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # windows
     **{name: {} for name in ("mistral", "gemma2", "gemma3_text", "cohere2", "olmo3", "exaone4")},
     # experts
-    **{name: {} for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss")},
-    **{name: {} for name in ("glm4_moe", "dots1")},
+    **{name: {} for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")},
+    **{name: {} for name in ("glm4_moe", "dots1", "phimoe")},
+    "gpt_oss": {"intermediate_size": 64},  # in its published weights 32 numbers have a scale in common
     # latent attention
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
+    "deepseek_v4": {"q_lora_rank": 16, "o_lora_rank": 8, "o_groups": 2, "num_key_value_heads": 1, "head_dim": 16}
+    | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 8},
     # recurrent layers, alone and beside attention
     "qwen3_next": {"layer_types": HYBRID},
     "qwen3_5_text": {"layer_types": HYBRID},
@@ -54,23 +65,63 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "use_mamba_kernels": False},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "moe_shared_expert_intermediate_size": 16}
+    | {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 8},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "n_mamba_heads": 4,
+        "mamba_ngroups": 1,
+        "num_mem_blocks": 1,
+    }
+    | {"use_mem_rope": True, "adapter_rank": 4},
+    # eyes; the fields are those of the language model
+    **{name: {} for name in ("gemma3", "mistral3")},
+    "qwen2_5_vl": {"rope_parameters": SECTIONS},
+    "qwen3_vl": {"rope_parameters": SECTIONS},
+    "qwen3_5": {"layer_types": HYBRID},
+    "llama4": {"intermediate_size_mlp": 48},
 }
+
+RANDOM = {"phimoe"}
+"""Families whose forward is random in training, without a dropout: experts are drawn."""
 
 
 def make(folder: Path, family: str) -> Path:
     """Write a model of this family, with random weights that are the same each time, and a tokenizer."""
     tokenizer = train_tokenizer(TEXTS)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(configuration(family, tokenizer))
+    config = configuration(family, tokenizer)
+    model = auto_class(config).from_config(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
+def load(folder: Path) -> torch.nn.Module:
+    """The model as a user of transformers has it, in float32; multimodal if it was saved so."""
+    return auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
 def configuration(family: str, tokenizer: Any) -> PretrainedConfig:
     """The small configuration of a family, with this tokenizer's vocabulary and special tokens."""
-    made = CONFIG_MAPPING[family]
-    known = set(inspect.signature(made.__init__).parameters) | set(vars(made()))
-    values = {name: value for name, value in SMALL.items() if name in known} | FAMILIES[family]
+    made, vocabulary = CONFIG_MAPPING[family], -len(tokenizer) // 64 * -64
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    return made(vocab_size=-len(tokenizer) // 64 * -64, **special, **values)
+    text = {"vocab_size": vocabulary, **special}
+    if not hasattr(whole := made(), "vision_config"):
+        return made(**text, **_known(made, SMALL) | FAMILIES[family])
+    language, eyes = type(whole.text_config), type(whole.vision_config)
+    images = [name for name in _known(made, whole.to_dict()) if re.search("token_(id|index)$", name)]
+    return made(
+        text_config=language(**text, **_known(language, SMALL) | FAMILIES[family]),
+        vision_config=eyes(**_known(eyes, EYES)),
+        **{name: vocabulary - 1 - number for number, name in enumerate(images)},
+    )
+
+
+def _known(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+    known = set(inspect.signature(kind.__init__).parameters) | set(vars(kind()))
+    return {name: value for name, value in values.items() if name in known}

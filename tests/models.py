@@ -7,6 +7,7 @@ from pathlib import Path
 
 from accel_sft import Task
 from accel_sft.data.chat import Encoding, Rules, encode_parts
+from accel_sft.data.rendering import Rendering
 from accel_sft.models.tiny import build_tiny
 
 TEXTS = ["You answer sums.", *(f"{n}=" for n in range(60)), *(f"the answer is {n} + {n}" for n in range(60))]
@@ -36,11 +37,13 @@ def make_tiny(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def encode(tokenizer, task, examples, split, *, eos_ids, max_length, truncation):
+def encode(tokenizer, task, examples, split, *, eos_ids, max_length, truncation, thinking="template", day=None):
     """A split encoded on the spot and held in memory: what the store must give again."""
-    rules, whole = Rules(frozenset(eos_ids), max_length, truncation), Encoding(split)
-    for part in encode_parts(tokenizer, task, examples, range(len(examples)), split, rules):
+    rules, whole = Rules(frozenset(eos_ids), max_length, truncation, thinking, day), Encoding(split)
+    rendering = Rendering(tokenizer, thinking, day)
+    for part in encode_parts(rendering, task, examples, range(len(examples)), split, rules):
         whole.kept.extend(part.kept)
         whole.note(part)
+    whole.notes += rendering.notes
     whole.check(len(examples), rules)
     return whole

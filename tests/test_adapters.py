@@ -21,7 +21,8 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
 from accel_sft.models import adapters
 from accel_sft.models.adapters import TYPES, Adapter, adapter_of, merged, reason_unmergeable, type_of
-from accel_sft.models.load import find_source, load_model, trainable_parameters
+from accel_sft.models.load import load_model, parameter_counts
+from accel_sft.models.source import find_source
 from accel_sft.training.optimizer import Stepper
 
 LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
@@ -73,7 +74,7 @@ def test_an_entry_in_each_registry_is_all_that_a_new_type_needs(base, monkeypatc
     monkeypatch.setitem(ADAPTERS, "ia3", AdapterType(saved_settings={}, mergeable=False, launch_problems={"NO": "x"}))
     monkeypatch.setitem(TYPES, "ia3", ours)
     model = loaded(base, adapter="ia3")
-    assert (type_of(model), 0 < trainable_parameters(model) < 10_000) == ("ia3", True)
+    assert (type_of(model), 0 < parameter_counts(model)[0] < 10_000) == ("ia3", True)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     stepper = Stepper(Accelerator(cpu=True), model, optimizer, 1.0)
     for step in range(2):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from conftest import accel_sft
 from models import encode
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from peft import PeftModel
+from transformers import AutoTokenizer
 
 from accel_sft_math import Math
 
@@ -27,7 +28,20 @@ JOB = (
 JOB += tuple(word for name, value in DATA.items() for word in (f"--{name.replace('_', '-')}", str(value)))
 
 
-@pytest.fixture(scope="module", params=architectures.FAMILIES)
+LONG = {
+    *("olmo2", "granite", "smollm3", "seed_oss", "falcon", "nemotron", "ernie4_5", "hunyuan_v1_dense", "helium"),
+    *("apertus", "olmo3", "cohere2", "gemma3_text", "qwen2_moe", "olmoe", "dots1", "deepseek_v2", "deepseek_v4"),
+    *("qwen3_next", "qwen3_5_text", "minimax", "lfm2", "mamba", "falcon_mamba", "bamba", "jamba", "granitemoehybrid"),
+    *("nemotron_h", "zamba2", "mistral3"),
+}
+"""Those of which another of their kind always runs."""
+
+
+def families(names):
+    return [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in names]
+
+
+@pytest.fixture(scope="module", params=families(architectures.FAMILIES))
 def run(request, tmp_path_factory):
     """The folder of a family's model, and a short run of it."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -41,10 +55,17 @@ def rows(model, split):
     rules = {"eos_ids": {tokenizer.eos_token_id}, "max_length": 512, "truncation": "error"}
     task = Math(**DATA)
     kept = encode(tokenizer, task, task.dataset(split), split, **rules).kept
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), tokenizer, kept
+    return architectures.load(model), tokenizer, kept
 
 
 @torch.no_grad()
+def losses(network, example):
+    """The loss of each token of an example's answer, the example alone."""
+    ids = torch.tensor([example.input_ids])
+    logits = network(input_ids=ids, use_cache=False).logits[0, :-1]
+    return torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")[example.prompt_length - 1 :].tolist()
+
+
 def test_the_first_step_has_the_loss_of_single_rows(run):
     model, launched = run
     assert launched.status == 0, launched.output[-3000:]
@@ -52,13 +73,32 @@ def test_the_first_step_has_the_loss_of_single_rows(run):
     total = supervised = 0.0
     for example in examples:
         assert example.input_ids[-1] == tokenizer.eos_token_id
-        ids = torch.tensor([example.input_ids])
-        logits = network(input_ids=ids, use_cache=False).logits[0, :-1]
-        nll = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")[example.prompt_length - 1 :]
-        total, supervised = total + nll.sum().item(), supervised + len(nll)
+        nll = losses(network, example)
+        total, supervised = total + sum(nll), supervised + len(nll)
     first = launched.lines()[0]
     assert first["supervised_tokens"] == supervised
-    assert first["loss"] == pytest.approx(total / supervised, rel=1e-4)
+    random = model.parent.name.startswith(tuple(architectures.RANDOM))
+    assert first["loss"] == pytest.approx(total / supervised, rel=2e-2 if random else 1e-4)
+    assert not (random and launched.result()["batching"]["layout"] == "shared"), "rows would share what is drawn"
+
+
+KINDS = ("qwen2", "qwen3_moe", "deepseek_v3", "falcon_h1", "mamba2", "qwen2_5_vl")
+MORE = ("gpt_oss", "llama4", "deepseek_v4", "nemotron_h", "falcon_mamba", "zamba2", "gemma3", "qwen3_5", "gpt2")
+
+
+@pytest.mark.parametrize("family", [*KINDS, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
+def test_an_adapter_trains_and_plain_peft_loads_it_again(family, tmp_path):
+    model = architectures.make(tmp_path / "model", family)
+    quick = "--adapter", "lora", "--lora-r", "2", "--learning-rate", "0.01", "--eval-limit", "1"
+    launched = accel_sft("math", *JOB, *quick, "--model", str(model), run_dir=tmp_path / "run")
+    assert launched.status == 0, launched.output[-3000:]
+    first, second = (line["loss"] for line in launched.lines())
+    network, _, examples = rows(model, "validation")
+    untrained = sum(losses(network, examples[0]))
+    trained = losses(PeftModel.from_pretrained(network, launched.run_dir / "final").eval(), examples[0])
+    assert second < first
+    assert sum(trained) < untrained
+    assert launched.result()["after"]["eval_loss"] == pytest.approx(sum(trained) / len(trained), rel=1e-4)
 
 
 @torch.no_grad()

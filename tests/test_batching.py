@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from fake_memory import Device
 from models import make_tiny
 from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -23,6 +26,8 @@ from transformers import (
     MistralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3NextConfig,
@@ -34,7 +39,7 @@ from transformers.masking_utils import sdpa_mask
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
-from accel_sft.batching import choice, loss
+from accel_sft.batching import choice, collate, loss
 from accel_sft.batching.autotune import Trial
 from accel_sft.batching.forward_layouts import LAYOUTS
 from accel_sft.batching.layouts import Batching
@@ -194,6 +199,21 @@ def test_grouped_heads_and_reduced_precision_are_the_same_to_rounding(way, key_v
         assert got == pytest.approx(expected, rel=tolerance)
 
 
+def test_a_mask_is_kept_once_for_the_backward_and_not_in_each_layer():
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(small(Qwen2Config, num_hidden_layers=4)).train()
+    batch = batching_of(("packed", "mask"), 4096).batch(rows(24), 0, CPU)
+    mask = 4 * batch.inputs["attention_mask"].numel()
+    kept = []
+    for _ in range(2):
+        with Device() as device:
+            total = nll_sum(model, batch)
+            kept.append(device.live)
+        batch.inputs["attention_mask"] = batch.inputs["attention_mask"][:, :, :1, :1]  # plain causal attention
+    assert total.item() > 0
+    assert kept[0] - kept[1] < 2 * mask
+
+
 def test_a_forward_without_examples_gives_a_connected_zero(model):
     model = copy.deepcopy(model)
     nothing = nll_sum(model, Batching("shared", 64).batch([], 0, CPU))
@@ -324,14 +344,47 @@ def test_what_was_measured_is_kept_for_the_next_start_and_told(model, timing, mo
     assert first.layout == "padded"
     assert f"the best of 9 sizes (measured, kept in {cache}" in told
     quickest[0] = "shared"
-    monkeypatch.setattr("accel_sft.batching.autotune.TRIED_ON_DEVICE", (64, 128))  # another program has taken memory
+    monkeypatch.setattr("accel_sft.batching.autotune.TRIED_ON_DEVICE", (64, 128, 256, 512))  # memory is free again
     assert chosen(model)[0] == first
     again, told = chosen(model)
     assert again == first
-    assert f"the best of 6 sizes (measured before, kept in {cache}" in told
+    assert f"the best of 12 sizes (measured before, kept in {cache}" in told
     assert chosen(model, rows(20))[0].layout == "shared", "other data is measured anew"
     (cache / "batching" / told.split("/batching/")[1][:32] / "manifest.json").write_text("{}")
     assert chosen(model)[0].layout == "shared", "a damaged entry is made again"
+
+
+def test_the_least_work_stands_unless_a_clock_contradicts_it_beyond_its_spread(model, timing, monkeypatch):
+    sizes = [batching_of(way, tokens) for way in (("shared", "rows"), ("padded", "mask")) for tokens in (512, 1024)]
+    asked = []
+
+    def seconds(padded):
+        wavering = {"shared": itertools.cycle([1.0, 1.4, 1.2]), "padded": itertools.cycle(padded)}
+        monkeypatch.setattr(
+            Trial,
+            "_seconds",
+            lambda _, batching, rows: asked.append((batching, rows)) or next(wavering[batching.layout]),
+        )
+
+    job = trial(model, rows(64, instruction=300, longest=20))
+    seconds(padded=[0.2, 0.9, 0.3])  # of a largest forward; a step has many times as many of padded rows
+    assert job.fastest(sizes).layout == "shared"
+    assert {batching.layout for batching, _ in asked} == {"shared", "padded"}
+    assert len(asked) == 8, "one forward of each layout, once to warm up and three times"
+    assert all(batching.divide(rows, 1) == [[rows]] for batching, rows in asked)
+    seconds(padded=[0.0001, 0.0002])
+    assert job.fastest(sizes).layout == "padded"
+
+
+def test_of_sizes_with_nearly_the_same_work_the_smallest_is_taken_and_few_forwards_are_less_work(model, monkeypatch):
+    job, sizes = (
+        trial(model, rows(64, instruction=0)),
+        [batching_of(("packed", "rows"), n) for n in (64, 128, 256, 4096)],
+    )
+    assert job.least_work(sizes).tokens == 4096
+    work = {64: 104.0, 128: 102.9, 256: 101.0, 4096: 100.0}
+    monkeypatch.setattr(Trial, "_work", lambda _, batching: work[batching.tokens])
+    assert job.least_work(sizes).tokens == 128
 
 
 def test_where_nothing_can_be_kept_nothing_is_measured(model, timing):
@@ -456,6 +509,15 @@ def test_dropout_that_is_no_module_is_found_by_two_forwards():
     assert "would share their dropout (its forward is random in training)" in told
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_experts_that_are_drawn_in_training_are_found_though_few_rows_show_it(seed):
+    torch.manual_seed(seed)
+    model = PhimoeForCausalLM(small(PhimoeConfig, num_local_experts=4, num_experts_per_tok=2, intermediate_size=32))
+    batching, told = chosen(model, batching="shared")
+    assert batching.layout == "packed", told
+    assert "would share their dropout (its forward is random in training)" in told
+
+
 def test_a_model_that_carries_a_state_along_gets_padded_rows():
     torch.manual_seed(0)
     config = small(
@@ -491,21 +553,36 @@ def flash(module, query, key, value, attention_mask, **kwargs):
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-def test_flash_attention_is_told_where_packed_rows_end(model):
-    AttentionInterface.register("flash_stand_in", flash)
-    AttentionMaskInterface.register("flash_stand_in", sdpa_mask)
+@pytest.mark.parametrize("name", ["flash_stand_in", "kernels-community/flash-attn2"])  # as transformers renames it
+def test_flash_attention_is_told_where_packed_rows_end(model, name):
+    AttentionInterface.register(name, flash)
+    AttentionMaskInterface.register(name, sdpa_mask)
     flashing = copy.deepcopy(model)
-    flashing.config._attn_implementation = "flash_stand_in"
+    flashing.config._attn_implementation = name
     batching, told = chosen(flashing, batching="packed")
     assert (batching.layout, batching.attention) == ("packed", "varlen"), told
     batching, told = chosen(flashing, batching="shared")
     assert batching.layout == "packed"
-    assert "not shared: attention flash_stand_in cannot be told who sees whom" in told
+    assert f"not shared: attention {name} cannot be told who sees whom" in told
     expected, gradients = loss_and_gradients(model, batching_of(WAYS[-1], 4096), rows())
     got, ours = loss_and_gradients(flashing, batching_of(("packed", "varlen"), 300), rows())
     assert got == pytest.approx(expected, rel=1e-6)
     for name, gradient in gradients.items():
         assert (ours[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
+
+
+@pytest.mark.parametrize(("count", "instruction"), [(1, 5), (40, 12), (90, 300), (3, 200)])
+def test_the_blocks_are_those_of_the_mask(count, instruction):
+    examples = sorted(rows(count, instruction=instruction), key=lambda example: example.input_ids)
+    ends = []
+    collate.tree(examples, batching_of(("shared", "mask"), 64).way.common(examples), ends.append)
+    for end in ends:
+        made = collate.block_mask(end)
+        expected = create_block_mask(made.mask_mod, None, None, len(end), len(end), device="cpu")
+        assert made.shape == expected.shape
+        assert torch.equal(made.to_dense(), expected.to_dense())
+        for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+            assert torch.equal(getattr(made, name), getattr(expected, name))
 
 
 def test_flex_attention_is_given_blocks_of_the_tree(model):
@@ -536,6 +613,48 @@ def test_a_kernel_that_takes_the_head_and_the_loss_together_gets_each_target_onc
             assert (ours[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
     adapted = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["lm_head"]))
     assert chosen(adapted)[0].head == "pieces"
+
+
+def plain(hidden, weight, targets, reduction):
+    return torch.nn.functional.cross_entropy((hidden @ weight.T).float(), targets, reduction=reduction)
+
+
+def test_a_kernel_is_judged_by_its_gradients_too():
+    def dropping(hidden, weight, targets, reduction):
+        hidden = hidden.clone()
+        hidden.register_hook(lambda gradient: gradient * (gradient.abs() > gradient.abs().median()))
+        return plain(hidden, weight, targets, reduction)
+
+    assert loss.is_exact(plain, CPU)
+    assert not loss.is_exact(dropping, CPU)
+
+
+@pytest.mark.parametrize("name", ["Linear", "FSDPLinear"])
+def test_the_kernel_computes_in_the_type_of_autocast_and_takes_a_head_that_fsdp_has_renamed(model, monkeypatch, name):
+    computed = []
+
+    def kernel(hidden, weight, targets, reduction):
+        computed.append((hidden.dtype, weight.dtype))
+        return plain(hidden, weight, targets, reduction)
+
+    monkeypatch.setattr(loss, "fused_kernel", lambda device: kernel)
+    model = copy.deepcopy(model)
+    if name != "Linear":
+        model.lm_head.__class__ = type(name, (FSDPModule, torch.nn.Linear), {})
+    batch = batching_of(WAYS[-1], 4096, head="fused").batch(rows(4), 0, CPU)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        nll_sum(model, batch)
+    assert computed == [(torch.bfloat16, torch.bfloat16)]
+
+
+def test_a_kernel_that_adds_up_in_any_order_is_no_leak(model, monkeypatch):
+    def kernel(hidden, weight, targets, reduction):
+        losses = plain(hidden, weight, targets, reduction)
+        return losses * (1 + 1e-4 * torch.randn_like(losses))
+
+    monkeypatch.setattr(loss, "fused_kernel", lambda device: kernel)
+    batching, told = chosen(model, batching="shared")
+    assert (batching.layout, batching.head) == ("shared", "fused"), told
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -607,6 +726,13 @@ def test_the_largest_forward_that_goes_there_and_back_bounds_what_is_tried(model
 
 def test_sizes_above_a_whole_step_are_not_tried(model):
     sizes = trial(model, rows(200), global_batch_size=4).within_memory([Batching("packed", 0)], (64, 128, 256, 512))
+    assert [batching.tokens for batching in sizes] == [64, 128, 256]
+
+
+def test_a_rank_is_tried_with_its_own_part_of_a_step(model, monkeypatch):
+    job = trial(model, rows(200), global_batch_size=8)
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    sizes = job.within_memory([Batching("packed", 0)], (64, 128, 256, 512))
     assert [batching.tokens for batching in sizes] == [64, 128, 256]
 
 

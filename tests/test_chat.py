@@ -9,7 +9,8 @@ from transformers import AutoTokenizer
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.data.chat import end_of_turn_ids
-from accel_sft.models.load import Source, load_tokenizer
+from accel_sft.models.load import load_tokenizer
+from accel_sft.models.source import Source
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -151,6 +152,7 @@ def test_task_help_groups_the_options_by_section(run, monkeypatch):
         ("Run", "--config FILE"),
     ):
         assert flag in text.split(f"\n{heading}:\n")[1].split("\n\n")[0]
+    assert re.search(r"--learning-rate .*default: 2e-05, 0.0001 for an adapter, 0.002 for tiny", text)
     assert "--shout / --no-shout" in text
     assert "[default: 10; 2 to 100]" in text
     assert "None" not in text
@@ -208,7 +210,10 @@ FAULTY_FILES = {
     "a misspelt option": ("otput-dir: runs/a\nresume: auto\nsize: 4\n", "unknown option 'otput-dir'; did you mean"),
     "another option misspelt": ("output-dir: runs/a\nresume: auto\nsize: 4\nlog: 3\n", "unknown option 'log'"),
     "a misspelt option that is needed": ("sise: 4\n", "unknown option 'sise'; did you mean size?"),
-    "a wrong value that another needs": ("output-dir: [[a]]\nresume: auto\nsize: 4\n", "--output-dir (list): expected"),
+    "a wrong value that another needs": (
+        "output-dir: [[a]]\nresume: auto\nsize: 4\n",
+        "--output-dir: expected one value",
+    ),
     "a wrong value that is needed": ("size: x\n", "--size 'x': expected a whole number"),
     "no YAML": ("size: 4\noutput-dir: [runs/a\nresume: auto\n", "not YAML: "),
 }
@@ -452,10 +457,47 @@ def test_a_new_task_is_a_plugin_that_keeps_the_contract_and_passes_its_test(tmp_
     install(site, "accel-sft-even-odd", entry.replace('"', ""), source, module=module)
     assert "ok" in accel_sft("tasks", site=site).stdout.split("even-odd")[2]
     env = {**os.environ, "PYTHONPATH": str(site)}
-    subprocess.run([sys.executable, "-m", "pytest", "-q", str(project)], env=env, check=True, capture_output=True)
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(project)]
+    subprocess.run(tests, env=env, check=True, capture_output=True)
     subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "120", str(project)], check=True
     )
+    (site / f"{module}.py").write_text(EDITED)
+    edited = subprocess.run(tests, env=env, capture_output=True, text=True)
+    assert edited.returncode == 0, edited.stdout
+
+
+EDITED = '''
+from dataclasses import dataclass
+from accel_sft import Task
+
+@dataclass(kw_only=True)
+class EvenOddTask(Task):
+    """Shout, a task with other data, prompt, answer and scores than the one that is written."""
+    main_metric = "wrong_letters"
+    higher_is_better = False
+
+    def dataset(self, split):
+        return [{"said": [word]} for word in (("a", "b") if split == "train" else ("c", "d"))]
+
+    def messages(self, example):
+        return [{"role": "user", "content": example["said"][0]}]
+
+    def target(self, example):
+        return example["said"][0].upper()
+
+    def score(self, example, text):
+        return {"wrong_letters": float(text != self.target(example)), "length": len(text)}
+'''
+
+
+def test_a_new_task_reads_files(tmp_path):
+    assert accel_sft("new-task", "even-odd", str(tmp_path / "new")).returncode == 0
+    (tmp_path / "train.jsonl").write_text('{"question": "2?", "answer": "even"}\n{"question": "3?"}\n')
+    wanted = "import sys, accel_sft_even_odd as m; m.EvenOddTask(data_folder=sys.argv[1]).dataset('train')"
+    read = [sys.executable, "-c", wanted, str(tmp_path)]
+    told = subprocess.run(read, cwd=tmp_path / "new", capture_output=True, text=True).stderr
+    assert "train.jsonl:2: field 'answer': expected text" in told
 
 
 @pytest.mark.parametrize("name", ["math", "ner", "tasks", "Upper", "-x", "a-", "../up", ""])

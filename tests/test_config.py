@@ -9,7 +9,7 @@ from accel_sft.api.config import LAYOUT, TrainConfig, changed
 from accel_sft.api.config_file import load_yaml
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import option, settings
-from accel_sft.models.load import is_tiny
+from accel_sft.models.source import is_tiny
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -189,8 +189,8 @@ def test_yaml_refuses_a_name_given_twice_in_either_spelling(yaml):
         ("seed: " + "9" * 400, "--seed: a number of 1329 bits; 63 are the most"),
         ("seed: 0x" + "f" * 5000, f"--seed '0x{'f' * 78}'...: expected a whole number"),
         ("learning_rate: 1" + "0" * 400, "--learning-rate inf: not a finite number"),
-        ("seed: {a: b}", "--seed (dict): expected a whole number"),
-        ("seed: &a [*a]", "--seed (list): expected a whole number"),
+        ("seed: {a: b}", "--seed: expected one value or a list of values, got more (line 1)"),
+        ("seed: &a [*a]", "--seed: expected one value or a list of values, got more (line 1)"),
         ("seed: [1, 2]", "--seed '1,2': expected a whole number"),
         ('adapter: "a\\nb"', "--adapter 'a\\nb': not one of none, lora, adalora"),
         ('model: "a\\0"', "--model 'a\\x00': a NUL or bytes that are not UTF-8 are not text; remove them"),

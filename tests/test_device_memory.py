@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
+import architectures
 import pytest
 import torch
 from accelerate import Accelerator
 from conftest import accel_sft
+from fake_memory import WAYS, Device
 from fake_plugins import install
 from test_laws import FP32, JOB, ONCE, layout, same_curve
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
+from accel_sft.batching.autotune import Trial
 from accel_sft.batching.layouts import Batching
+from accel_sft.batching.memory import expected_bytes
 from accel_sft.data.chat import Encoded
 from accel_sft.io.run_dir import RunDir
 from accel_sft.training.optimizer import Stepper, adamw
@@ -50,26 +55,16 @@ class Cramped(Shipped):
 """
 TRIED = """
 from dataclasses import dataclass
-from pathlib import Path
 from accel_sft_math import Math as Shipped
 
 @dataclass(kw_only=True)
 class Tried(Shipped):
-    \"\"\"Math whose forwards are chosen as on a GPU: forward and backward before the first step.\"\"\"
+    \"\"\"Math whose forwards are chosen as on a GPU.\"\"\"
 
     def dataset(self, split):
         from accel_sft.batching import autotune
 
-        least_work = autotune.Trial.least_work
-
-        def after_memory(trial, candidates):
-            sizes = trial.within_memory(candidates[-1:], (64, 128))
-            assert [size.tokens for size in sizes] == [64, 128]
-            Path("PROOF").touch()
-            return trial.fastest(sizes) or least_work(trial, sizes)
-
-        if split == "train":
-            autotune.Trial.least_work = after_memory
+        autotune.UNTIMED, autotune.TRIED_ON_DEVICE = set(), (64, 128)
         return super().dataset(split)
 """
 
@@ -146,15 +141,115 @@ def test_the_least_of_what_several_ranks_found_no_room_for_is_kept(tmp_path, mon
     assert TrainStep(stepper, padded, 0, RunDir(tmp_path), print).batching.tokens == 6
 
 
-@pytest.mark.parametrize("yaml", [None, "z3"])
-def test_a_trial_there_and_back_leaves_no_trace(launched, tmp_path, yaml):
-    proof = tmp_path / "there and back"
-    options = plugin(tmp_path, "tried", TRIED.replace("PROOF", str(proof)))
+def test_a_trial_there_and_back_leaves_no_trace(launched, tmp_path):
     arguments = ("tried", *JOB[1:], *ONCE)
-    run = accel_sft(*arguments, yaml=yaml, **({"launcher": FP32} if yaml else {}), **options)
+    run = accel_sft(*arguments, **plugin(tmp_path, "tried", TRIED))
     assert run.status == 0, run.output
-    assert proof.exists()
+    assert "sizes (measured, kept in" in run.output
     same_curve(layout(launched, "plain").lines(), run.lines())
+
+
+def test_nothing_is_tried_under_zero_3_where_experts_are_gathered_whole(tmp_path):
+    """Ranks would wait for one that finds no room; and a backward without the weights would reduce their gradients."""
+    model = architectures.make(tmp_path / "model", "mixtral")
+    arguments = ("tried", *JOB[1:], *ONCE, "--max-steps", "2", "--model", str(model))
+    run = accel_sft(*arguments, yaml="z3", launcher=FP32, **plugin(tmp_path, "tried", TRIED))
+    assert run.status == 0, run.output
+    assert "sizes (not tried: ranks share the weights)" in " ".join(run.output.split())
+
+
+def tiny_llama():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape))
+
+
+def job(model, moments=False):
+    """A trial of it, its optimizer, and the examples of a step."""
+    config, accelerator = TrainConfig().resolved({}), Accelerator(cpu=True)
+    examples = [Encoded(index, [(7 * index + at) % 256 for at in range(20 + index)], 4) for index in range(16)]
+    stepper = Stepper(accelerator, model, adamw(model, config), 1.0)
+    return Trial(accelerator, model, config, examples, 0, moments=moments), stepper, examples
+
+
+def trained(stepper, batching, examples, folder):
+    """Two steps of these forwards: their losses, and the batching at the end."""
+    steps, losses = TrainStep(stepper, batching, 0, RunDir(folder), print), []
+    while len(losses) < 2:
+        share, oom = steps.forward_backward(examples, sum(row.supervised_tokens for row in examples), 1)
+        if oom.tokens:
+            steps.retry_smaller(oom, 1)
+            continue
+        losses.append(share.item())
+        stepper.update(1)
+    return losses, steps.batching
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_trial_finds_room_for_trains_and_what_it_does_not_is_found_however_it_is_said(tmp_path, way):
+    """Budgets from where nothing fits to where all does."""
+    sizes, counts = (32, 64, 128, 256, 512), []
+    for mebibytes in (1.2, 2.4, 3.0, 4.5, 12):
+        with Device(mebibytes * 2**20, way) as device:
+            trial, stepper, examples = job(tiny_llama())
+            fitting = []
+            with contextlib.suppress(UserError):  # not even the smallest
+                fitting = trial.within_memory([Batching("padded", 0)], sizes)
+            counts.append(len(fitting))
+            if fitting:
+                assert trained(stepper, fitting[-1], examples, tmp_path)[1] == fitting[-1], "a step found no room"
+                assert device.peak <= device.budget
+    assert counts[0] == 0
+    assert counts == sorted(counts)
+    assert counts[-1] == len(sizes)
+    assert len(set(counts)) > 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_that_finds_no_room_is_halved_however_it_is_said(tmp_path, way, capsys):
+    _, stepper, examples = job(tiny_llama())
+    expected, _ = trained(stepper, Batching("padded", 512), examples, tmp_path)
+    with Device(3 * 2**20, way):
+        _, stepper, examples = job(tiny_llama())
+        losses, batching = trained(stepper, Batching("padded", 512), examples, tmp_path)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert batching.tokens < 512
+    assert "step 1: out of device memory in a forward of" in capsys.readouterr().out
+
+
+def test_another_error_of_a_device_is_no_shortage(tmp_path):
+    model = tiny_llama()
+    trial, stepper, examples = job(model)
+
+    def broken(module, inputs):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    model.model.embed_tokens.register_forward_pre_hook(broken)
+    for work in (
+        lambda: trial.within_memory([Batching("padded", 0)], (64,)),
+        lambda: trained(stepper, Batching("padded", 64), examples, tmp_path),
+    ):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            work()
+
+
+def test_moments_that_a_resumed_run_has_are_not_reserved_again():
+    model = tiny_llama()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert job(model)[0].reserved() - job(model, moments=True)[0].reserved() == 8 * parameters
+
+
+def test_what_is_expected_of_a_forward_is_about_what_it_takes():
+    for recomputed in (False, True):
+        with Device() as device:
+            trial, _, examples = job(tiny_llama().train())
+            if recomputed:
+                trial.model.gradient_checkpointing_enable({"use_reentrant": False})
+            before, batching = device.live, Batching("padded", 16 * 35)
+            trial.run(batching, examples)
+            taken = device.peak - before
+        expected = expected_bytes(trial.model, batching, recomputed=recomputed, itemsize=4)
+        assert taken / 3 < expected < 3 * taken
 
 
 def test_compiled_blocks_draw_the_same_curve_and_say_what_compiling_took(launched, tmp_path):

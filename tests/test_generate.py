@@ -2,6 +2,7 @@
 
 import json
 
+import architectures
 import pytest
 import torch
 from accelerate import Accelerator
@@ -33,7 +34,7 @@ from accel_sft.evaluation.generate import Generator, common_prefix, divide
 from accel_sft.io.heartbeat import heartbeat_count
 from accel_sft.launch import collectives
 from accel_sft.models.adapters import merged, reason_unmergeable
-from accel_sft.models.load import Source
+from accel_sft.models.source import Source
 
 NEW_TOKENS = 12
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -200,6 +201,25 @@ def test_a_model_that_cannot_share_is_left_to_transformers_with_the_reason(kind,
     assert generator.message.startswith(f"answers by transformers' generate, as {REFUSED[kind]}")
     assert answers == expected
     assert heartbeat_count() - before >= max(map(len, answers.values()))  # one a token, for the watch over hangs
+
+
+def test_prompts_that_padding_would_change_are_answered_with_others_of_their_length(tmp_path):
+    folder = architectures.make(tmp_path / "model", "deepseek_v4")
+    model, tokenizer = architectures.load(folder), AutoTokenizer.from_pretrained(folder)
+    numbers = [7, 12, 123, 5, 48, 1234, 12, 10**6, 10**12, 10**20]
+    eos = {tokenizer.eos_token_id}
+    kept = encode(tokenizer, Sums(), numbers, "validation", eos_ids=eos, max_length=199, truncation="drop").kept
+    answers, generator = generated(model, tokenizer, kept)
+    assert "; prompts of equal length only are answered together, as padding changes its pred" in generator.message
+    assert answers == separately(model, tokenizer, kept)
+
+
+def test_batches_of_prompts_of_equal_length_hold_every_row_once(examples):
+    for ranks, size in ((1, 4), (2, 1), (3, 64)):
+        batches = divide(examples, ranks, size, equal_lengths=True)
+        assert all(len({row.prompt_length for rows in batch for row in rows}) == 1 for batch in batches)
+        found = [row.index for batch in batches for rows in batch for row in rows]
+        assert sorted(found) == [example.index for example in examples]
 
 
 @pytest.mark.parametrize(("ranks", "batch_size"), [(1, 4), (2, 3), (3, 64), (16, 2)])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
+import re
 import shutil
+import statistics
 import subprocess
 import sys
 import types
@@ -16,6 +19,7 @@ import psutil
 import pytest
 from accelerate import Accelerator
 from conftest import accel_sft, stopped
+from fake_plugins import GOOD, install
 from models import Sums, encode, make_tiny
 from test_laws import JOB, layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,9 +28,11 @@ from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.layouts import Batching
 from accel_sft.checkpoint import checkpoint
+from accel_sft.commands.train import _explained
 from accel_sft.data.conversation import read_split
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.evaluation.generate import Generator
+from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.training import claim
@@ -80,14 +86,52 @@ def fail(*_):
         ("score", lambda self, example, text: 1.0, r"validation example [01]: score\(\) gave 1\.0"),
         ("score", lambda self, example, text: {"right": {1}}, r"score\(\) gave .*, which JSON cannot hold \(Object of"),
         ("score", lambda self, example, text: {"right": "\ud800"}, r"score\(\) gave .*, which JSON cannot hold"),
-        ("score", lambda self, example, text: {"right": "yes"}, r"aggregate\(\) failed, .*TypeError"),
-        ("score", lambda self, example, text: {str(example): 1.0}, r"aggregate\(\) failed, .*KeyError"),
+        (
+            "score",
+            lambda self, example, text: {"right": "yes"},
+            r"score\(\) gave 'right' 'yes', of which",
+        ),
+        ("score", lambda self, example, text: {str(example): 1.0}, r"score\(\) gave '.*' None, of which"),
         ("score", fail, r"validation example [01]: the task's score\(\) failed on .*RuntimeError: ill"),
     ],
 )
 def test_a_judgement_that_is_none_is_refused_by_name(tiny, method, function, message):
     with pytest.raises(UserError, match=message):
         evaluate(tiny, **{method: function})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (
+            "float(text == str(example))",
+            "'yes'",
+            "score() gave 'accuracy' 'yes', of which there is no mean",
+        ),
+        ('"accuracy"\n', '"f1"\n', "the task's aggregate() gave ['accuracy'], without its main_metric 'f1'"),
+        (
+            '{"accuracy":',
+            '1 / 0 or {"accuracy":',
+            "validation example 0: the task's score() failed on '0': Zero",
+        ),
+    ],
+)
+def test_a_task_that_cannot_be_scored_is_refused_before_anything_is_made(tmp_path, old, new, told):
+    site = tmp_path / "site"
+    site.mkdir()
+    install(site, "accel-sft-good", "good = accel_sft_good:Good", GOOD.replace(old, new))
+    job = ("good", "--max-steps", "1", "--global-batch-size", "4")
+    run = accel_sft(*job, run_dir=tmp_path / "run", environment={"PYTHONPATH": str(site)})
+    assert run.status == 1
+    assert f"Error: {told}" in run.output
+    assert not (tmp_path / "run" / "base").exists()
+
+
+def test_metrics_that_need_many_scores_are_left_to_the_first_evaluation():
+    def of_many(self, scores):
+        return {"right": statistics.correlation(*zip(*((s["right"], s["right"]) for s in scores), strict=True))}
+
+    check_scoring(type("Correlated", (Sums,), {"aggregate": of_many})(), [40, 41])
 
 
 def test_a_failure_of_several_lines_is_told_on_one(tiny):
@@ -290,7 +334,8 @@ def test_machines_without_a_folder_in_common_are_told_so_before_anything_is_comp
 
 
 def test_a_resume_with_another_score_says_so(tmp_path, capsys):
-    before = {"task": "math", "config": {}, "task_options": {}, "data_sha256": "a", "task_code": "a"}
+    config = TrainConfig().resolved({}).as_dict()
+    before = {"task": "math", "config": config, "task_options": {}, "data_sha256": "a", "task_code": "a"}
     claim._check_unchanged(before, {**before, "task_code": None}, RunDir(tmp_path))
     claim._check_unchanged({**before, "task_code": None}, before, RunDir(tmp_path))
     assert capsys.readouterr().out == ""
@@ -367,6 +412,28 @@ def test_a_full_disk_is_named_with_the_way_out(tmp_path, size, told):
     assert json.loads(run.stdout[run.stdout.rindex("{\n") :])["status"] in ("failed", "running")
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_write_that_the_disk_refuses_is_told_with_the_way_out(tmp_path, number):
+    error = _explained(RunDir(tmp_path), OSError(number, os.strerror(number), "model.safetensors"))
+    assert isinstance(error, UserError)
+    assert "then go on with --resume auto" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc': unset WORLD_SIZE and RANK"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set, MASTER_ADDR is not set"),
+        ({"ACCEL_SFT_CACHE": "~nobody.here"}, "ACCEL_SFT_CACHE ~nobody.here: nobody here has this home folder"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused_in_a_line(tmp_path, environment, told):
+    run = accel_sft(*JOB, run_dir=tmp_path / "run", environment=environment)
+    assert run.status == 1
+    assert f"Error: {told}" in run.output
+    assert "Traceback" not in run.output
+
+
 # --- evaluate ---
 
 
@@ -390,6 +457,20 @@ def test_an_evaluation_takes_its_lengths_from_the_run_and_from_flags_first(copy)
     assert "max-new-tokens 4" in accel_sft(*evaluated, "--max-new-tokens", "4").output
 
 
+def test_an_evaluation_computes_in_the_runs_precision_unless_it_is_launched(copy):
+    _, folder = copy
+    evaluated = ("evaluate", "math", "--model", str(folder), "--dry-run")
+    assert re.search("precision +fp32", accel_sft(*evaluated).output)
+    record = json.loads((folder / "run.json").read_text())
+    record["launch"]["precision"] = "bf16"
+    (folder / "run.json").write_text(json.dumps(record))
+    told = accel_sft(*evaluated).output
+    assert re.search("precision +bf16", told)
+    assert "clipping" not in told  # nothing is trained
+    launched = {"ACCELERATE_MIXED_PRECISION": "no"}
+    assert re.search("precision +fp32", accel_sft(*evaluated, environment=launched).output)
+
+
 def test_a_run_without_a_readable_record_is_not_evaluated_by_guess(copy):
     _, folder = copy
     (folder / "run.json").write_text("{")
@@ -398,6 +479,10 @@ def test_a_run_without_a_readable_record_is_not_evaluated_by_guess(copy):
     assert "run.json: cannot be read" in refused.output
     with pytest.raises(UserError):
         read_json(folder / "run.json")
+    (folder / "run.json").write_text("{}")
+    refused = accel_sft("evaluate", "math", "--model", str(folder), "--dry-run")
+    assert "run.json: not the record of a run of accel_sft" in refused.output
+    assert "Traceback" not in refused.output
 
 
 HOSTILE = {

@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import termios
 import textwrap
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
+from accel_sft.io import terminal
 from accel_sft.launch import audit as auditing
 from accel_sft.launch import deepspeed_ops, describe
 from accel_sft.launch.accelerator import verify_engine
@@ -475,8 +478,31 @@ def test_missing_tools_are_named(tmp_path, monkeypatch):
     (line,) = lines(deepspeed_ops.audit_compilation(launch, 0), "note")
     assert line.startswith("DeepSpeed compiles on first use, once per machine, deepspeed_shm_comm (")
     assert line.index("about a minute") < line.index("cpu_adam") < line.index("async_io")
+
+
+@pytest.mark.parametrize(
+    ("offloaded", "needs_nvcc"),
+    [("optimizer_device: cpu", False), ("optimizer_device: nvme", True), ("param_device: nvme", True)],
+)
+def test_of_the_operators_on_gpus_only_that_of_the_disk_needs_the_cuda_toolkit(
+    tmp_path, monkeypatch, offloaded, needs_nvcc
+):
+    place, device = offloaded.split(": ")
+    section = {"zero_stage": 3, "zero3_save_16bit_model": True, f"offload_{place}": device}
+    launch = seen_by_a_rank(written(tmp_path, Z2 | {"deepspeed_config": section}))
+    which = deepspeed_ops.shutil.which
+    monkeypatch.setattr(deepspeed_ops.shutil, "which", lambda name: None if name == "nvcc" else which(name))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    assert "nvcc is missing" in "\n".join(lines(audit(TrainConfig(), launch, devices=2), "error"))
+    assert ("nvcc is missing" in "\n".join(lines(audit(TrainConfig(), launch, devices=2), "error"))) is needs_nvcc
+
+
+def test_a_gpu_that_torch_does_not_see_is_an_error_unless_it_is_hidden_on_purpose(tmp_path, built, monkeypatch):
+    monkeypatch.setattr(auditing, "_NVIDIA", tmp_path)
+    launch = seen_by_a_rank(written(tmp_path, DDP))
+    assert "sees none of this machine's NVIDIA GPUs" in "\n".join(lines(audit(TrainConfig(), launch, 0), "error"))
+    assert not lines(audit(TrainConfig(), launch, 2), "error")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not lines(audit(TrainConfig(), seen_by_a_rank(written(tmp_path, DDP)), 0), "error")
 
 
 def test_old_gcc_is_refused(tmp_path, monkeypatch):
@@ -570,6 +596,28 @@ def test_the_ninja_beside_this_python_comes_before_the_systems(tmp_path):
     )
     before, after = process.communicate(timeout=60)[0].split()
     assert (before, after) == (str(systems), str(Path(sysconfig.get_path("scripts"), "ninja")))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "expandable_segments:True None"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native backend:native"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "None None"),
+    ],
+)
+def test_the_gpus_allocator_fills_gaps_unless_the_user_has_set_it_and_vllm_is_not_told(given, expected):
+    process = python(
+        """
+        import os
+        from accel_sft.launch.environment import prepare_environment
+        prepare_environment()
+        from accel_sft.evaluation.vllm import environment
+        print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), environment().get("PYTORCH_CUDA_ALLOC_CONF"))
+        """,
+        **given,
+    )
+    assert process.communicate(timeout=60)[0].strip() == expected
 
 
 def test_one_thread_is_kept_where_no_launcher_asked_for_it(monkeypatch):
@@ -680,6 +728,51 @@ def test_a_compilation_is_announced_by_rank_0_before_it_starts(rank, told, tmp_p
     assert "build_shm_op" in (tmp_path / "log").read_text() + stderr
     announced = "note: DeepSpeed compiles on first use, once per machine, deepspeed_shm_comm (" in stdout
     assert announced == told, stderr
+    assert ("1-4 minutes" in stdout or "about a minute" in stdout) == told
+    assert "nothing to do but wait" not in stdout  # there is nothing to wait for in a dry run
+
+
+def test_a_wait_is_told_with_its_seconds_and_a_short_one_is_not(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "SECONDS_OF_SILENCE", 0.05)
+    with terminal.waiting("DeepSpeed compiles cpu_adam"):
+        time.sleep(0.25)
+    with terminal.waiting("nothing"):
+        pass
+    assert capsys.readouterr().out == "DeepSpeed compiles cpu_adam: 0 s so far\n" * 2
+
+
+def test_a_lines_width_is_the_terminals_although_standard_output_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (50, 121))
+    with open(theirs, "w") as stream, open(ours, "rb"):
+        monkeypatch.setattr(terminal, "_terminal", stream)
+        assert terminal.columns() == 121
+        assert {len(line) for line in terminal.wrapped("four " * 24).splitlines()} == {119}
+
+
+LAUNCHER = ["/x/python3", "/x/bin/accelerate", "launch", "--config_file", "z 2.yaml", "-m", "accel_sft", "math"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "typed", "settings", "expected"),
+    [
+        (
+            LAUNCHER,
+            [],
+            {},
+            "/x/bin/accelerate launch --config_file 'z 2.yaml' -m accel_sft math --output-dir a --resume auto",
+        ),
+        ([], ["python", "-m", "accel_sft", "math"], {}, "python -m accel_sft math --output-dir a --resume auto"),
+        ([], ["/x/python", "bin/accel-sft", "math"], {}, "bin/accel-sft math --output-dir a --resume auto"),
+        ([], ["x", "--output-dir", "r"], {"output_dir": "r"}, "x --output-dir r --resume auto"),
+        ([], ["x", "--resume=auto", "--output-dir", "r"], {"output_dir": "r"}, "x --resume=auto --output-dir r"),
+    ],
+)
+def test_the_command_that_continues_a_run_is_the_one_that_began_it(launcher, typed, settings, expected, monkeypatch):
+    monkeypatch.setattr(describe, "launcher_command", lambda: (launcher, Path()))
+    monkeypatch.setattr(sys, "orig_argv", typed)
+    assert describe.resume_command(Path.cwd() / "a", TrainConfig(**settings)) == expected
 
 
 def test_ranks_that_would_train_alone_are_refused():

@@ -137,6 +137,7 @@ def test_an_outdated_plugin_says_what_it_needs(site):
 
 def test_a_requirement_that_is_met_or_not_ours_or_does_not_apply_is_no_fault(site):
     requires = ("accel-sft>=0.1", "accel-sft-math>=99", "accel-sft>=99; extra == 'x'", "accel_sft_extra>=99")
+    requires += ("foo (>=1.*)", 'foo; bogus_marker == "x"')  # of others, as old as packages go
     install(site, "p-new", "new = p_new:Good", requires=requires)
     assert registry.load("new")
 
@@ -195,6 +196,18 @@ def test_a_damaged_entry_points_file_breaks_only_its_line(site):
     install(site, "p-damaged", "bad\ngood = p_damaged:Good")
     assert "entry_points.txt has 'bad'" in fault_of("bad")
     assert registry.load("good")
+
+
+@pytest.mark.parametrize(
+    "around",
+    ["stray\n[{0}]\n{1}", "[console_scripts]\na = b:c\na = b:d\n[ {0} ]\n{1}", "[x]\n[x]\n[{0}]\n{1}\n  {2}"],
+)
+def test_whatever_else_entry_points_txt_holds_its_tasks_are_found(site, around):
+    install(site, "p-around", "good = p_around:Good")
+    (file,) = site.glob("p_around*.dist-info/entry_points.txt")
+    file.write_text(around.format(registry.GROUP, "good = p_around:Good", "more = p_around:Good"))
+    assert registry.load("good")
+    assert ("more" in registry.names()) == ("{2}" in around)
 
 
 def test_an_unknown_name_suggests_the_near_one(site):

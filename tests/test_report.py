@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -109,7 +110,7 @@ def test_the_terminal_report_fits_eighty_columns():
     print_report(result, before, after, console=Console(file=shown, width=80, force_terminal=False))
     lines = shown.getvalue().splitlines()
     assert max(map(cell_len, lines)) <= 80
-    assert "\x1b" not in shown.getvalue()
+    assert not re.search(r"\x1b|x1b", shown.getvalue())  # a control character has one cell
     assert "answers (20 of 30)" in shown.getvalue()
     accuracy = next(line for line in lines if line.strip().startswith("accuracy"))
     assert accuracy.split() == ["accuracy", "0", "1", "+1"]
@@ -137,6 +138,31 @@ def test_equal_answers_are_broken_alike():
             assert parts == parts[: len(parts) // 3] * 3, line
 
 
+def test_each_answer_is_marked_by_its_own_main_metric():
+    def told(**scores):
+        shown, after = io.StringIO(), [sample(index, "1", **scores) for index in (0, 1)]
+        after[1]["scores"] = dict.fromkeys(scores, 0.0)
+        result = {"before": BEFORE, "after": AFTER, "main_metric": "accuracy"}
+        print_report(result, after, after, console=Console(file=shown, width=80))
+        table = shown.getvalue().split("answers (2 of 2)")[1]
+        assert max(map(cell_len, table.splitlines())) <= 80
+        return [line.split()[-1] for line in table.splitlines() if "=" in line]
+
+    assert told(accuracy=1.0) == ["yes", "no"]
+    assert told(accuracy=0.25) == ["0.25", "no"]
+    assert told(true_positives=3) == ["1", "1"]  # no example has the metric alone
+
+
+def test_base_and_tuned_say_which_weights_they_are():
+    named = {**RESULT, "weights": {"base": "tiny before the first step", "tuned": "final/, of step 100"}}
+    said = "base: tiny before the first step; tuned: final/, of step 100"
+    shown = io.StringIO()
+    print_report(named, [], [], console=Console(file=shown, width=80))
+    assert said in shown.getvalue()
+    assert said in render_report(named, [], [])
+    assert said in card(result=named)
+
+
 def test_markup_in_an_answer_is_shown_and_not_obeyed():
     shown = io.StringIO()
     print_report({}, [], [sample(0, "[/red] [bold]x[/bold]")], console=Console(file=shown, width=120))
@@ -149,6 +175,8 @@ def card(**changed):
         "task": "math",
         "max_new_tokens": 17,
         "messages": [{"role": "system", "content": "Sum."}, {"role": "user", "content": "```5=```"}],
+        "template_arguments": {},
+        "prompt_end": "",
         "data": {"training examples": 1798},
         "settings": {"learning_rate": 1e-4, "output_dir": "/somewhere/run", "max_steps": None},
         "result": RESULT,
@@ -170,6 +198,14 @@ def test_the_card_names_the_base_the_task_the_scores_and_the_data():
     assert '"role": "system"' in text
     assert "`model-0.5B`, fine-tuned for the task `math` with accel_sft." in text
     assert "max_new_tokens=17," in text
+
+
+def test_the_card_asks_with_the_templates_switches_and_ends_the_prompt_as_training_did():
+    assert 'return_tensors="pt"\n' in card()
+    assert 'return_tensors="pt", enable_thinking=False\n' in card(template_arguments={"enable_thinking": False})
+    closed = card(template_arguments={"thinking": False}, prompt_end="\n</think>\n\n")
+    assert "tokenize=False, thinking=False)" in closed
+    assert r"tokenizer(prompt + '\n</think>\n\n', add_special_tokens=False" in closed
 
 
 def test_an_adapters_card_names_peft_and_a_folder_is_no_hub_id(tmp_path):

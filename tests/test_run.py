@@ -74,6 +74,19 @@ def test_a_larger_max_steps_is_refused_with_the_way_out(launched, tmp_path):
     assert weights(copy / "final").keys() == weights(whole.run_dir / "final").keys()
 
 
+def test_how_to_go_on_longer_is_told_of_a_stopped_run_too(launched, tmp_path):
+    whole = layout(launched, "plain")
+    copy = stopped(whole, tmp_path / "run", 3)
+    longer = [*whole.arguments]
+    longer[longer.index("--max-steps") + 1] = "9"
+    refused = accel_sft(*longer, "--resume", "auto", run_dir=copy)
+    assert refused.status == 1
+    assert (
+        f"to go on longer, let it end, and start a new run from its weights with --init-from {copy}" in refused.output
+    )
+    assert f"from the best so far: --init-from {copy / 'best'}" in refused.output
+
+
 def test_a_folder_in_use_is_refused(launched):
     whole = layout(launched, "plain")
     refused = accel_sft(*whole.arguments, run_dir=whole.run_dir)
@@ -116,7 +129,9 @@ def test_final_and_best_load_in_plain_transformers(launched, name):
             [{"role": "user", "content": "5="}], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] > ids["input_ids"].shape[1]
-        assert (run.run_dir / folder / "README.md").exists()
+        card = (run.run_dir / folder / "README.md").read_text()
+        assert re.search(r"base: tiny before the first step; tuned: these weights, of step [36]\n", card)
+        assert "GiB" not in card
 
 
 def test_the_cards_own_lines_give_the_answer_the_run_gave(launched):
@@ -169,6 +184,9 @@ def test_the_terminal_is_quiet_and_in_order(launched):
         assert chatter not in output
     assert output.index("ZeRO-2") < output.index("training examples") < output.index("base and tuned")
     assert output.count("base and tuned") == 1
+    assert f"folder    {layout(launched, 'z2').run_dir}\n" in output
+    assert "base: tiny before the first step; tuned: final/, of step 6\n" in output
+    assert re.search(r"^([\d,]+) of \1 parameters are trained$", output, re.MULTILINE)
 
 
 def lora(launched, yaml):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from models import make_tiny
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.commands.evaluate import _differences
+from accel_sft.io import terminal
 from accel_sft.models import load
-from accel_sft.models.load import compile_blocks, find_source, load_model
+from accel_sft.models.load import compile_blocks, load_model
+from accel_sft.models.source import find_source
 
 RECORD = json.dumps({"task": "math", "config": {}, "task_options": {}, "launch": {"precision": "bf16"}})
 
@@ -52,6 +55,21 @@ def test_what_is_no_folder_is_named(name):
         find_source(TrainConfig(model=name))
 
 
+@pytest.mark.parametrize("name", ["runs/nosuch", "runs/a/best", "elsewhere/", "nosuch/run/final"])
+def test_what_looks_like_a_folder_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, name):
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"no such folder|there is no nosuch in the folder runs"):
+        find_source(TrainConfig(), name)
+
+
+def test_the_hub_is_waited_for_aloud(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "SECONDS_OF_SILENCE", 0.05)
+    with load._errors_explained("org/model"):
+        time.sleep(0.12)
+    assert capsys.readouterr().out == "waiting for org/model from the hub: 0 s so far\n"
+
+
 def test_a_model_that_names_no_repeated_blocks_is_not_compiled():
     with pytest.raises(UserError, match=r"--compile: the model does not name its repeated blocks"):
         compile_blocks(torch.nn.Linear(2, 2))
@@ -81,7 +99,8 @@ def test_flex_attention_may_evaluate_on_a_cpu(tmp_path):
 
 def test_an_evaluation_says_in_what_it_differs_from_the_runs_own(tmp_path):
     (tmp_path / "final").mkdir()
-    (tmp_path / "run.json").write_text(RECORD)
+    record = {"task": "math", "config": {}, "task_options": {}, "launch": {"precision": "bf16"}}
+    (tmp_path / "run.json").write_text(json.dumps(record))
     for folder in (tmp_path, tmp_path / "final"):
         assert _differences(str(folder), "math", "bf16") == []
         other_task, other_precision = _differences(str(folder), "ner", "no")

@@ -15,8 +15,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.data import tokenization
+from accel_sft.data.answer_text import AnswerText
 from accel_sft.data.chat import Rules
-from accel_sft.data.template import AnswerText
+from accel_sft.data.rendering import Rendering
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.evaluator import Evaluator
 
@@ -165,7 +166,7 @@ def test_a_tokenizer_that_decodes_blanks_behind_special_tokens_scores_no_answer_
     generated = {"assistant\nyes": "yes", "assistant\nno": "no", "rubbish": "", "": ""}
     for text, scored in generated.items():
         ids = tokenizer(f"<|im_start|>{text}<|im_end|>", add_special_tokens=False)["input_ids"]
-        assert AnswerText(tokenizer)([{"role": "user", "content": "hello"}], "yes", ids) == scored
+        assert AnswerText(Rendering(tokenizer))([{"role": "user", "content": "hello"}], "yes", ids) == scored
 
 
 @pytest.mark.parametrize("name", ["an empty thinking block", "a thinking block that is filled in", "an element"])

@@ -348,7 +348,7 @@ def test_start_up_phases_are_kept_in_order_and_shown(tracked):
         assert phases[0]["device_peak_gib"] is None
     json.dumps(phases, allow_nan=False)
     tracker.close()
-    assert points(tracker, "startup/model/seconds") == [(0, pytest.approx(phases[1]["seconds"], abs=1e-3))]
+    assert not events(tracker).Tags()["scalars"]  # cards of one point before all curves
     assert "| imports | 0 |" in text(tracker, "startup")
 
 
@@ -465,12 +465,12 @@ def test_the_bar_shows_loss_metric_and_time_to_go(terminal):
     line = ProgressBar(200, file=terminal)
     line.step(record(1, tokens_per_second=2000.0))
     line.evaluated({"accuracy": 0.95})
-    assert re.match(r"1/200 ━+ loss 1\.333  accuracy 0\.950  2,000 tok/s  ETA -:--:--", rows(terminal)[-1])
+    assert re.match(r"1/200 ━+ loss 1\.333  eval accuracy 0\.950  now 2,000 tok/s  ETA -:--:--", rows(terminal)[-1])
     line.log("a line above")
     line.step(record(200, tokens_per_second=2000.0))
     line.close()
     drawn = rows(terminal)
-    assert re.match(r"200/200 ━+ loss 200\.333  accuracy 0\.950  2,000 tok/s$", drawn[-1])
+    assert re.match(r"200/200 ━+ loss 200\.333  eval accuracy 0\.950  now 2,000 tok/s$", drawn[-1])
     assert "a line above" in drawn
 
 

@@ -31,7 +31,7 @@ from accel_sft.data.chat import Encoded
 from accel_sft.evaluation import vllm, vllm_process
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.io.run_dir import RunDir
-from accel_sft.models.load import Source, find_source
+from accel_sft.models.source import Source, find_source
 
 QUESTION = Encoded(5, [1, 2, 3, 4], 3)
 
@@ -287,7 +287,7 @@ def look():
     import os; os._exit(0)
 threading.Thread(target=look).start()
 import test_vllm
-from accel_sft.models.load import Source
+from accel_sft.models.source import Source
 test_vllm.backend(Source("m", "m"))([test_vllm.QUESTION], 4)
 """
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])

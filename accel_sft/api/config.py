@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import re
 from typing import Any, ClassVar
@@ -44,6 +45,15 @@ class TrainConfig:
         choices=("drop", "right", "error"),
         help="Examples above --max-length: left out, cut at the right end, or an error. Always counted and named.",
     )
+    thinking: str | None = _data(
+        None,
+        choices=("off", "template", "keep"),
+        help="off: prompts ask for none; template: as the chat template has it; keep: <think>...</think> in targets "
+        "is learnt and generated, but not scored. `evaluate` of a run: the run's own.",
+    )
+    template_date: str | None = _data(
+        None, help="YYYY-MM-DD that chat templates with a date are told; default: the day the run was started."
+    )
     global_batch_size: int | None = _data(None, min=1, help="Examples per optimizer step, over all ranks.")
     micro_batch_size: str = _data("auto", help="Examples per forward on one rank, or auto.")
     batching: str = _data(
@@ -82,7 +92,8 @@ class TrainConfig:
 
     output_dir: str | None = _run(None, help="The run's own folder; default runs/<task>-<time>.")
     seed: int = _run(42, min=0, max=2**31, help="Of initial weights, data order and dropout.")
-    save_every: str = _run("auto", help="Steps between checkpoints, epoch, off, or auto (with evaluations).")
+    deterministic: bool = _run(False, help="Repeat every bit on GPUs too, by slower kernels; a CPU does so anyway.")
+    save_every: str = _run("auto", help="Steps between checkpoints, epoch, off, or auto (about 4 a run).")
     keep_checkpoints: int = _run(2, min=1, help="Newest checkpoints kept.")
     resume: str = _run("off", help="auto (newest complete checkpoint), a checkpoint's folder, or off.")
     hang_timeout: int = _run(
@@ -103,6 +114,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value not in words and not re.fullmatch("[1-9][0-9]{,17}", str(value)):  # more digits may be too large
                 found.append(f"--{name.replace('_', '-')} {shown(str(value))}: expected {expected}")
+        if self.template_date is not None and not _is_day(self.template_date):
+            found.append(f"--template-date {shown(str(self.template_date))}: expected a day as YYYY-MM-DD")
         if self.patience and self.eval_every == "off":
             found.append("--patience needs evaluations: set --eval-every")
         if self.init_from and self.model != "tiny":
@@ -133,11 +146,19 @@ class EvaluateConfig(TrainConfig):
     OFFERED: ClassVar[frozenset[str]] = frozenset(
         ("model", "trust_remote_code", "dtype", "attn_implementation", "max_length", "eval_limit", "eval_batch_size")
     ) | {"max_new_tokens", "generate_with", "output_dir", "seed", "debug", "dry_run", "hang_timeout", "base"}
+    OFFERED |= {"thinking", "template_date"}
     model: str = _model(help="A run, saved weights or an adapter by folder, or a hub id.")
     base: str | None = _model(None, help="Evaluate this model too, side by side: hub id or local folder.")
     output_dir: str | None = _run(
         None, help="A new folder for result.json, report.md and the answers; default: none is written."
     )
+
+
+def _is_day(text: Any) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except (TypeError, ValueError):
+        return False
 
 
 _STEPS = "a number of steps, auto, epoch or off", ("auto", "epoch", "off")
@@ -147,6 +168,7 @@ _NUMBER_OR_WORD = {"eval_every": _STEPS, "save_every": _STEPS, "micro_batch_size
 _ADAPTER_LEARNING_RATE = 1e-4
 _USUAL: dict[str, Any] = {
     "max_length": 2048,
+    "thinking": "template",
     "global_batch_size": 32,
     "epochs": 1.0,
     "max_steps": None,
@@ -158,7 +180,7 @@ _USUAL: dict[str, Any] = {
 LAYOUT = frozenset(
     {"micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every"}
     | {"tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every"}
-    | {"patience", "batching", "compile", "generate_with", "on_nonfinite", "hang_timeout"}
+    | {"patience", "batching", "compile", "deterministic", "generate_with", "on_nonfinite", "hang_timeout"}
 )
 """Settings that decide how a run is executed or observed, not what a step computes: a resume may change them."""
 
@@ -166,6 +188,8 @@ LAYOUT = frozenset(
 def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """One line for each setting of the mathematics in which a resumed run differs from what its folder records."""
     lines = []
+    unrecorded = {"thinking": "template", "template_date": after.get("template_date")}  # by version 0.1
+    before = {**unrecorded, **before}
     for key in sorted(before.keys() | after.keys()):
         if key not in LAYOUT and before.get(key) != after.get(key):
             lines.append(f"--{key.replace('_', '-')}: the run was started with {before.get(key)}, not {after.get(key)}")

@@ -52,7 +52,8 @@ def load_yaml(path: str, *classes: type) -> tuple[dict[str, Any], list[str]]:
             problems.append(f"{shown(name)} is given twice, on lines {first_lines[name]} and {_line(key)}; keep one")
         elif name in known:
             values[name] = _value(known[name], node)
-            problems.append(known[name].problem(values[name]))
+            nested = f"{known[name].flag}: expected one value or a list of values, got more (line {_line(node)})"
+            problems.append(nested if values[name] in ([], {}) else known[name].problem(values[name]))
         else:
             near = difflib.get_close_matches(name, known, n=1)
             problems.append(f"unknown option {key.value[:80]!r}" + (f"; did you mean {near[0]}?" if near else ""))

@@ -19,7 +19,7 @@ def option(
     default: Any = dataclasses.MISSING,
     *,
     help: str,
-    choices: Sequence[str] = (),
+    choices: Sequence[str] | None = None,
     min: float | None = None,
     max: float | None = None,
     section: str = "",
@@ -35,7 +35,7 @@ def option(
     """
     if isinstance(default, (list, dict, set)):
         raise TypeError(f"option(default={default!r}): a default is shared between runs, use an immutable value")
-    limits = {"help": help, "choices": tuple(choices), "min": min, "max": max, "section": section}
+    limits = {"help": help, "choices": tuple(choices or ()), "min": min, "max": max, "section": section}
     return dataclasses.field(default=default, metadata={__name__: limits})
 
 

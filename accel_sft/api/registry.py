@@ -1,6 +1,5 @@
 """Finds tasks by the entry point group `accel_sft.tasks`, and loads one by name; a broken one breaks only itself."""
 
-import configparser
 import dataclasses
 import difflib
 import importlib.metadata
@@ -116,11 +115,8 @@ def _entry_points() -> list[Plugin]:
             text = distribution.read_text("entry_points.txt") or ""
             if GROUP not in text:  # parsing the metadata of every installed package would take too long
                 continue
-            sections = configparser.ConfigParser(delimiters="=", allow_no_value=True, interpolation=None)
-            sections.optionxform = str  # names keep their case
-            sections.read_string(text)
             metadata = distribution.metadata
-        except (OSError, ValueError, configparser.Error) as error:  # ValueError: bytes that are not UTF-8
+        except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8
             folder = getattr(getattr(distribution, "_path", None), "name", "?")
             found.append(Plugin("?", "?", folder, "?", "", (), f"its metadata cannot be read: {error}"))
             continue
@@ -131,10 +127,22 @@ def _entry_points() -> list[Plugin]:
         seen.add(normalized)
         about = (normalized, metadata["Version"] or "(no version)", metadata["Summary"] or "")
         requires = tuple(metadata.get_all("Requires-Dist") or ())
-        for task, target in sections.items(GROUP) if sections.has_section(GROUP) else ():
-            fault = f"entry_points.txt has {task!r}, expected `name = module:Class`" if target is None else ""
+        for line in _section(text):
+            task, equals, target = (part.strip() for part in line.partition("="))
+            fault = "" if equals else f"entry_points.txt has {line!r}, expected `name = module:Class`"
             found.append(Plugin(task, target or "?", *about, requires, fault))
     return found
+
+
+def _section(text: str) -> list[str]:
+    """Lines of the group's section, however the rest of the file is damaged: each task is told of by its own line."""
+    lines, inside = [], False
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("["):
+            inside = line.strip("[] \t") == GROUP
+        elif inside and line and not line.startswith(("#", ";")):
+            lines.append(line)
+    return lines
 
 
 def _fault(plugin: Plugin, found: list[Plugin]) -> str:
@@ -163,12 +171,13 @@ def _outdated(plugin: Plugin) -> str:
     from packaging.requirements import InvalidRequirement, Requirement
 
     for text in plugin.requires:
+        if not re.match(r"accel[-_.]+sft(?![-_.]*[a-z0-9])", text, re.IGNORECASE):
+            continue  # others' requirements are pip's affair
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
             return f"its requirement {text!r} cannot be understood"
-        own = re.sub(r"[-_.]+", "-", requirement.name).lower() == "accel-sft"
-        applies = own and (requirement.marker is None or requirement.marker.evaluate({"extra": ""}))
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if applies and not requirement.specifier.contains(accel_sft.__version__, prereleases=True):
             return (
                 f"outdated: it needs accel-sft{requirement.specifier}, installed is {accel_sft.__version__}; "

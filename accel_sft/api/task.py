@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from accel_sft.api.errors import UserError
 from accel_sft.api.options import problems
 
 
@@ -42,6 +43,13 @@ class Task(abc.ABC):
 
     def aggregate(self, scores: Sequence[dict[str, Any]]) -> dict[str, float]:
         """One number per metric from all examples' scores, each counted once; the mean of each key by default."""
+        for key in scores[0] if scores else ():
+            for score in scores:
+                if not isinstance(score.get(key), (int, float)):
+                    raise UserError(
+                        f"score() gave {key!r} {score.get(key)!r}, of which there is no mean; give a number in every "
+                        "score, or write aggregate()"
+                    )
         return {key: sum(score[key] for score in scores) / len(scores) for key in scores[0]} if scores else {}
 
     def problems(self) -> list[str]:

@@ -1,8 +1,8 @@
 """Chooses the batching: on a CPU the least work, on a GPU the fastest, of those that are exact and fit into memory."""
 
-import bisect
 import dataclasses
 import hashlib
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -10,31 +10,31 @@ from typing import Any
 
 import torch
 
-from accel_sft.api.errors import UserError
 from accel_sft.batching.choice import measured_once
 from accel_sft.batching.forward_layouts import WHAT
 from accel_sft.batching.layouts import Batching
-from accel_sft.batching.loss import nll_sum
-from accel_sft.batching.verify import Subject, exact_batchings
+from accel_sft.batching.memory import forwards_alone
+from accel_sft.batching.room import Room
+from accel_sft.batching.verify import exact_batchings
 from accel_sft.data.chat import Encoded
-from accel_sft.launch.collectives import all_ranks, largest_of_ranks
+from accel_sft.launch.collectives import largest_of_ranks
 from accel_sft.launch.describe import device_name, parallelism, versions
 
 UNTIMED = {"cpu"}
 """Devices where nothing is tried."""
 TRIED_ON_DEVICE = tuple(2**power for power in range(10, 18))
 """Tokens in one forward that are tried on any other device, up to its memory."""
-TRIED_SECONDS, TRIED_TIMES = 10.0, 2
-"""How long trying each once may take on such a device, and how often each is tried: the least time counts."""
+LOOKS, LONG_SECONDS = 3, 2.0
+"""How often a forward is timed on such a device; one that takes this long is timed once."""
+ALIKE = 0.03
+"""Times, or work, that differ by less than this share are the same."""
 CPU_FORWARD_TOKENS, FORWARD_TOKENS = 64, 1024
 """What a forward and its backward cost beside what they compute, in tokens, on a CPU and elsewhere."""
 USUAL_WIDTH = 1024
 """Hidden size assumed of a model whose configuration does not name it."""
-STATE_BYTES = 8
-"""Bytes of AdamW's state for each trained parameter; the first update allocates them, except under DeepSpeed."""
 
 
-class Trial(Subject):
+class Trial(Room):
     """Runs candidates on this model and these examples; all ranks together, and all come to the same answer."""
 
     def choose(self, before: Batching | None = None, also: Sequence[Encoded] = ()) -> tuple[Batching, str]:
@@ -68,6 +68,13 @@ class Trial(Subject):
         if self.accelerator.device.type in UNTIMED:
             sizes = [dataclasses.replace(b, tokens=tokens) for b in exact for tokens in b.way.cpu_tokens]
             return self.least_work(sizes), f", the least work of {len(sizes)} sizes"
+        if not forwards_alone(self.accelerator):
+            # a forward that fails on one rank leaves the others waiting; and what DeepSpeed hooks to blocks that it
+            # gathers whole (experts) would reduce gradients in a backward that has none
+            sizes = self.expected_to_fit(exact, TRIED_ON_DEVICE)
+            return self.least_work(
+                sizes
+            ), f", the least work of {len(sizes)} sizes (not tried: ranks share the weights)"
         sizes = self.within_memory(exact, TRIED_ON_DEVICE)
         where, batching = f"masks of {dropout} depend on it", None
         if not dropout:
@@ -76,111 +83,56 @@ class Trial(Subject):
             return batching, f", the best of {len(sizes)} sizes ({where})"
         return self.least_work(sizes), f", the least work of {len(sizes)} sizes ({where})"
 
-    def within_memory(self, exact: Sequence[Batching], sizes: Sequence[int]) -> list[Batching]:
-        """Batchings whose longest examples fit through forward and backward beside the optimizer's state, on all ranks.
-
-        Sizes are tried upwards, the longest examples together, until one does not fit, or takes in a whole step.
-        """
-        fitting = []
-        by_length = sorted(self.examples, key=lambda example: -len(example.input_ids))
-        longest_first = by_length[: self.config.global_batch_size]
-        for batching in exact:
-            for tokens in sizes:
-                sized = dataclasses.replace(batching, tokens=tokens)
-                rows = longest_first[: _most_rows(sized, longest_first)]
-                if not all_ranks(self._fits(sized, rows)):
-                    break
-                fitting.append(sized)
-                if len(rows) == len(longest_first):
-                    break
-        if not fitting:
-            longest = longest_first[0]
-            raise UserError(
-                f"out of device memory: not even {sizes[0]:,} tokens fit through forward and backward "
-                f"(the longest example, {longest.index}, has {len(longest.input_ids):,}); "
-                "add --gradient-checkpointing, lower --max-length, or choose a higher ZeRO stage or --adapter lora"
-            )
-        return fitting
-
     def fastest(self, candidates: Sequence[Batching]) -> Batching:
-        """The quickest to go through some of the examples; where trials would take too long, that of the least work."""
-        some, ranks = self._spread(), self.accelerator.num_processes
-        most = ranks * max(batching.tokens for batching in candidates)
-        while len(some) > 1 and candidates[0].computed_tokens(some, ranks) > most:  # one forward a rank tells enough
-            some = some[: len(some) // 2]
-        first = [self._seconds(candidates[0], some) for _ in range(2)][1]  # the first time warms up
-        if first * len(candidates) > TRIED_SECONDS:
-            return self.least_work(candidates)
-        took = {batching: min(self._seconds(batching, some) for _ in range(TRIED_TIMES)) for batching in candidates}
-        return min(candidates, key=took.__getitem__)
+        """Of each layout's best size the one with the least work, unless a clock contradicts that beyond its spread.
+
+        One forward of each is timed, and counts for all of a step by its work.
+        """
+        each_layout: dict[tuple[str, str], list[Batching]] = {}
+        for batching in candidates:
+            each_layout.setdefault((batching.layout, batching.attention), []).append(batching)
+        bests = sorted(map(self.least_work, each_layout.values()), key=self._work)
+        best, *others = bests
+        if not others:
+            return best
+        took = self._step_seconds(best)
+        for other in others:
+            seconds = self._step_seconds(other)
+            if seconds[1] < took[0] * (1 - ALIKE):
+                best, took = other, seconds
+        return best
 
     def least_work(self, candidates: Sequence[Batching]) -> Batching:
-        """The candidate with the least work for a step: the first of equals, and the same at every start."""
-        some, ranks = self._spread(), self.accelerator.num_processes
+        """The candidate with the least work for a step, of equals the first, and the same at every start; and of its
+        layout the smallest size with hardly more."""
+        works = {batching: self._work(batching) for batching in candidates}
+        least = min(candidates, key=works.__getitem__)
+        alike = [b for b in candidates if dataclasses.replace(b, tokens=least.tokens) == least]
+        return min((b for b in alike if works[b] <= (1 + ALIKE) * works[least]), key=lambda b: b.tokens)
+
+    def _work(self, batching: Batching) -> float:
+        some, ranks = self.spread(), self.accelerator.num_processes
         base = self.accelerator.unwrap_model(self.model).config.get_text_config(decoder=True)
         width = getattr(base, "hidden_size", None) or USUAL_WIDTH
         each = CPU_FORWARD_TOKENS if self.accelerator.device.type == "cpu" else FORWARD_TOKENS
-        return min(candidates, key=lambda batching: batching.work(some, ranks, width, each))
+        return batching.work(some, ranks, width, each)
 
-    def _seconds(self, batching: Batching, examples: Sequence[Encoded]) -> float:
+    def _step_seconds(self, batching: Batching) -> tuple[float, float]:
+        """The least and the most that a step of these forwards is expected to take, from the largest of them."""
+        ranks, tokens_in = batching.divide(self.spread(), self.accelerator.num_processes), batching.way.tokens_in
+        largest = max(itertools.chain(*ranks), key=tokens_in)
+        in_all = max(sum(map(tokens_in, forwards)) for forwards in ranks) / tokens_in(largest)
+        self._seconds(batching, largest)  # warms up
+        took = [self._seconds(batching, largest)]
+        while len(took) < LOOKS and took[0] < LONG_SECONDS:
+            took.append(self._seconds(batching, largest))
+        return in_all * min(took), in_all * max(took)
+
+    def _seconds(self, batching: Batching, rows: list[Encoded]) -> float:
         self.accelerator.wait_for_everyone()
         started = time.perf_counter()
-        for rows in batching.divide(examples, self.accelerator.num_processes)[self.accelerator.process_index]:
-            self._run(batching, rows)
+        self.run(batching, rows)
         return largest_of_ranks(time.perf_counter() - started)
-
-    def _spread(self) -> Sequence[Encoded]:
-        """Examples from all over the data, as many as a step has."""
-        count = self.config.global_batch_size or len(self.examples)
-        return self.examples[:: max(len(self.examples) // count, 1)][:count]
-
-    def _run(self, batching: Batching, rows: list[Encoded]) -> None:
-        """One forward and, in training, a backward through all but the weights, until the device is done.
-
-        The model runs outside what wraps it, and gradients of weights are not computed: what exchanges or divides them
-        between ranks must not see this backward. Random state and mode are put back.
-        """
-        model = self.accelerator.unwrap_model(self.model)
-        embedded: list[torch.Tensor] = []
-        handle = model.get_input_embeddings().register_forward_hook(
-            lambda _, __, out: embedded.append(out.detach().requires_grad_()) or embedded[-1]
-        )
-        was_training = model.training
-        model.train(self.train)  # activations are recomputed in training only
-        try:
-            with torch.random.fork_rng(), torch.set_grad_enabled(self.train):
-                loss = nll_sum(model, self.batch(batching, rows))
-                if self.train:
-                    torch.autograd.grad(loss, embedded)
-            loss.item()
-        finally:
-            handle.remove()
-            model.train(was_training)
-
-    def _fits(self, batching: Batching, rows: list[Encoded]) -> bool:
-        """Whether `_run` fits into this rank's memory beside what the first update will allocate."""
-        hold: list[torch.Tensor] = []
-        try:
-            if self.train:
-                self._reserve(hold)
-            self._run(batching, rows)
-        except torch.OutOfMemoryError:
-            return False
-        finally:
-            hold.clear()
-            if self.accelerator.device.type == "cuda":
-                torch.cuda.empty_cache()
-        return True
-
-    def _reserve(self, hold: list[torch.Tensor]) -> None:
-        """Allocate what the first update will: gradients, and AdamW's state unless DeepSpeed has it already."""
-        each = 0 if self.accelerator.state.deepspeed_plugin else STATE_BYTES
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                # of what this rank holds of it: FSDP's parameters know the whole shape
-                held = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                size = held.numel() * (parameter.element_size() + each)
-                hold.append(torch.empty(size, dtype=torch.uint8, device=self.accelerator.device))
 
     def _decides(self, exact: Sequence[Batching]) -> list[Any]:
         """All that what is measured depends on: the model's shape, the data, the launch, the machine, the software.
@@ -202,9 +154,3 @@ class Trial(Subject):
             [tokens.hexdigest(), [dataclasses.asdict(batching) for batching in exact]],
             [parallelism(self.accelerator), device_name(self.accelerator), torch.get_num_threads(), versions()],
         ]
-
-
-def _most_rows(batching: Batching, rows: list[Encoded]) -> int:
-    """How many of these rows, in this order, one forward takes; at least one."""
-    counts = range(2, len(rows) + 1)
-    return 1 + bisect.bisect_left(counts, True, key=lambda count: len(batching.divide(rows[:count], 1)[0]) > 1)

@@ -10,9 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from accel_sft.data.chat import Encoded
 from accel_sft.models.prefix_attention import Rows
+
+BLOCK = 128
+"""Tokens in a block of FlexAttention's mask."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,13 +120,27 @@ def dense_mask(end: torch.Tensor) -> torch.Tensor:
 
 
 def block_mask(end: torch.Tensor) -> Any:
-    """The same as blocks for FlexAttention."""
-    from torch.nn.attention.flex_attention import create_block_mask
+    """The same as blocks for FlexAttention: those that are seen in part, and those that are seen whole.
+
+    From where subtrees end in a block, at the latest and at the earliest; never from the mask itself, which would take
+    the square of a forward's tokens.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
 
     def within(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return (query >= key) & (query < end[key])
 
-    return create_block_mask(within, None, None, len(end), len(end), device=end.device)
+    count = -(-len(end) // BLOCK)
+    blocks = functional.pad(end, (0, count * BLOCK - len(end))).view(count, BLOCK)
+    number = torch.arange(count, device=end.device)
+    query, key = number[:, None], number[None]
+    whole = (query > key) & (blocks.amin(1)[None] >= (query + 1) * BLOCK)
+    part = (query >= key) & (blocks.amax(1)[None] > query * BLOCK) & ~whole
+    arguments = []
+    for seen in (part, whole):
+        order = seen.int().argsort(dim=1, descending=True, stable=True)
+        arguments += [seen.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]]
+    return BlockMask.from_kv_blocks(*arguments, BLOCK_SIZE=BLOCK, mask_mod=within, seq_lengths=(len(end), len(end)))
 
 
 def varlen(rows: Sequence[Encoded]) -> Batch:

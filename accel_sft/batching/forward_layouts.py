@@ -129,7 +129,8 @@ class RowByRow(Layout):
 class Varlen(Layout):
     """Rows one after another, with their bounds for FlashAttention."""
 
-    attention, implementation = "varlen", "flash*"
+    # transformers names kernels of the hub by their repository: kernels-community/flash-attn2
+    attention, implementation = "varlen", "*flash*"
 
     def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
         return collate.varlen(examples)

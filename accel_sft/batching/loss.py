@@ -1,10 +1,12 @@
 """The causal-LM loss as a sum over tokens, and the LM heads; training/step.py divides by the step's tokens."""
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +19,8 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 
 MOST_LOGITS = 2**25
 """Logits (tokens times vocabulary) held at once: 128 MiB in float32, and about three times that in a backward."""
+EXACT = 0.02
+"""Share by which losses and gradients of a kernel in bfloat16 may differ from the formula's."""
 
 
 def nll(model: torch.nn.Module, batch: Batch, most_logits: int | None = None) -> torch.Tensor:
@@ -39,12 +43,36 @@ def nll_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def fused_kernel(device: torch.device) -> Any:
-    """cut-cross-entropy (Wijmans et al., 2025, arXiv 2411.09009) where it is installed and the device is a GPU."""
-    if device.type != "cuda" or importlib.util.find_spec("cut_cross_entropy") is None:
-        return None
+    """cut-cross-entropy (Wijmans et al., 2025, arXiv 2411.09009) where it is installed and the device is a GPU; None
+    elsewhere, where bits must repeat (its sums are added up in any order), and where its gradients are others."""
+    installed = device.type == "cuda" and importlib.util.find_spec("cut_cross_entropy")
+    return _exact_kernel(device) if installed and not torch.are_deterministic_algorithms_enabled() else None
+
+
+@functools.cache
+def _exact_kernel(device: torch.device) -> Any:
     from cut_cross_entropy import linear_cross_entropy
 
-    return linear_cross_entropy
+    kernel = functools.partial(linear_cross_entropy, filter_eps=None)  # by default it leaves out small gradients
+    return kernel if is_exact(kernel, device) else None
+
+
+def is_exact(kernel: Any, device: torch.device) -> bool:
+    """Whether its losses and gradients in bfloat16 are those of the plain formula, on a few tokens."""
+    with torch.enable_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        hidden, weight = (torch.randn(rows, 64, device=device).bfloat16() for rows in (64, 256))
+        targets = torch.arange(64, device=device)
+        found: list[tuple[torch.Tensor, ...]] = []
+        for dtype, nll_of in ((torch.bfloat16, kernel), (torch.float64, _plain)):
+            ends = [part.to(dtype, copy=True).requires_grad_() for part in (hidden, weight / 8)]
+            losses = nll_of(*ends, targets, reduction="none")
+            found.append((losses.detach(), *torch.autograd.grad(losses.sum(), ends)))
+    return all((ours - theirs).norm() <= EXACT * theirs.norm() for ours, theirs in zip(*found, strict=True))
+
+
+def _plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch.Tensor:
+    return functional.cross_entropy(hidden @ weight.T, targets, reduction=reduction)
 
 
 def labelled(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
@@ -80,10 +108,15 @@ def fused(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tenso
         return labelled(model, batch, most_logits)
 
     def in_kernel(head: torch.nn.Module, logits_of: Logits, hidden: torch.Tensor) -> torch.Tensor:
-        if type(head) is not torch.nn.Linear or head.bias is not None:
+        kind = type(head)
+        if issubclass(kind, FSDPModule):  # which puts a class of its own above the head's
+            kind = kind.__bases__[-1]
+        if kind is not torch.nn.Linear or head.bias is not None:
             raise TypeError("the fused head is for a plain matrix")
-        weight = head.weight.to(hidden.dtype)  # as autocast does
-        return fused_kernel(hidden.device)(hidden, weight, batch.targets, reduction="none")
+        device, dtype = hidden.device, hidden.dtype
+        if torch.is_autocast_enabled(device.type):  # it knows a product by a matrix, not this kernel
+            dtype = torch.get_autocast_dtype(device.type)
+        return fused_kernel(device)(hidden.to(dtype), head.weight.to(dtype), batch.targets, reduction="none")
 
     return _in_the_head(model, batch, in_kernel)
 

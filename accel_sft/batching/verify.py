@@ -1,5 +1,6 @@
 """Verifies, before step 1, which batchings a model computes exactly: shared prefixes, packed, or only padded."""
 
+import bisect
 import dataclasses
 import fnmatch
 import itertools
@@ -13,12 +14,15 @@ from accel_sft.batching.collate import Batch
 from accel_sft.batching.forward_layouts import LAYOUTS, Layout
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import available_heads, nll
+from accel_sft.batching.memory import out_of_memory
 from accel_sft.data.chat import Encoded
 from accel_sft.launch.collectives import any_rank, first_reason
-from accel_sft.models.architecture import arguments, limited_layers
+from accel_sft.models.architecture import arguments, attentions, limited_layers
 from accel_sft.models.prefix_attention import install
 
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
+RANDOM_TOKENS = 512
+"""In which what is random must show: experts that are drawn are drawn otherwise for a few tokens only."""
 TOLERANCE, REDUCED_TOLERANCE = 1e-3, 0.25
 """Nats a token may differ by between layouts, in float32 and in reduced precision. Examples that see each other, or
 stand at wrong positions, differ by more even in a random model; that they do not see each other is held to the bit."""
@@ -39,6 +43,7 @@ class Subject:
 
     Attributes:
         train: whether a backward follows each forward, and dropout will be on.
+        moments: whether AdamW's are allocated already, as in a resumed run.
     """
 
     accelerator: Accelerator
@@ -47,6 +52,7 @@ class Subject:
     examples: Sequence[Encoded]
     pad_token_id: int
     train: bool = True
+    moments: bool = False
 
     def batch(self, batching: Batching, rows: Sequence[Encoded]) -> Batch:
         """One forward on this rank's device."""
@@ -80,7 +86,8 @@ def exact_batchings(subject: Subject, also: Sequence[Encoded]) -> tuple[list[Bat
     with torch.no_grad(), torch.random.fork_rng():
         model.train()
         if subject.train:
-            dropout = _dropout(unwrapped, _is_random(model, subject.batch(whole, trials[0][:1]), rounding))
+            some = subject.batch(lean, _enough(subject.examples))
+            dropout = _dropout(unwrapped, _is_random(model, some, rounding))
         model.eval()
         alone = [
             sum(nll(model, subject.batch(way, [row])).sum().item() for row in rows)
@@ -99,7 +106,9 @@ def exact_batchings(subject: Subject, also: Sequence[Encoded]) -> tuple[list[Bat
                     mine = [_differs(subject, batching, *trial, tolerance) for trial in zip(alone, trials, strict=True)]
                     reason = first_reason(next(filter(None, mine), None))
                     if not reason and layout.one_sequence:
-                        leaks = [_see_each_other(subject, batching, rows, rounding) for rows in trials]
+                        # the head sees one row at a time, and adds up as it likes: a plain one repeats its bits
+                        plain = dataclasses.replace(batching, head=lean.head)
+                        leaks = [_see_each_other(subject, plain, rows, rounding) for rows in trials]
                         reason = "a change in one row changes another" if any(leaks) else None
                     if not reason:
                         exact.append(batching)
@@ -120,7 +129,9 @@ def _layouts_for(
     layouts = [layout for layout in named if fnmatch.fnmatchcase(implementation, layout.implementation)]
     reason = None
     if not layouts:
-        reason = f"attention {implementation} cannot be told who sees whom; sdpa and flex_attention can"
+        others = " and ".join(attentions(model, "sdpa", "flex_attention"))
+        other = f"{others} can" if others else "the model has no other"
+        reason = f"attention {implementation} cannot be told who sees whom; {other}"
     elif layouts[0].one_sequence and "position_ids" not in arguments(model):
         reason = "the model takes no positions"
     elif layouts[0].one_sequence and (limited := limited_layers(model, longest)):
@@ -130,9 +141,20 @@ def _layouts_for(
     return [] if reason else layouts, reason
 
 
+def _shortest(examples: Sequence[Encoded]) -> list[Encoded]:
+    return sorted(examples[:CHECKED_AMONG], key=lambda example: (len(example.input_ids), example.index))
+
+
+def _enough(examples: Sequence[Encoded]) -> list[Encoded]:
+    """The shortest rows, as many as have RANDOM_TOKENS together."""
+    among = _shortest(examples)
+    totals = list(itertools.accumulate(len(row.input_ids) for row in among))
+    return among[: bisect.bisect_left(totals, RANDOM_TOKENS) + 1]
+
+
 def _trials(examples: Sequence[Encoded]) -> list[list[Encoded]]:
     """Some short rows; and the shortest with the longest, which reaches what short rows do not, a window's end."""
-    among = sorted(examples[:CHECKED_AMONG], key=lambda example: (len(example.input_ids), example.index))
+    among = _shortest(examples)
     longest = max(examples, key=lambda example: (len(example.input_ids), example.index))
     trials = [among[:CHECKED_ROWS], [among[0], longest]]
     return [sorted(rows, key=lambda example: (example.input_ids, example.index)) for rows in trials]
@@ -174,9 +196,9 @@ def _differs(
     batch = subject.batch(batching, rows)
     try:
         together = nll(subject.model, batch, FEWEST_LOGITS)
-    except torch.OutOfMemoryError:  # a RuntimeError, and no matter of what the model can take
-        raise
     except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        if out_of_memory(error):  # no matter of what the model can take
+            raise
         return f"the model does not take it ({str(error).splitlines()[0][:100]})"
     difference = abs(alone - (together * batch.weights).sum().item()) / batch.weights.sum().item()
     wrong = f"its loss is not that of single rows (off by {difference:.2g} nats a token)"

@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +156,11 @@ def load(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, path:
     return state
 
 
-def export(accelerator: Accelerator, model: Any, tokenizer: Any, target: Path, card: str) -> None:
-    """Write weights for plain transformers (all) or peft (the adapter alone), with tokenizer and model card.
+def export(
+    accelerator: Accelerator, model: Any, tokenizer: Any, target: Path, card: str, beside: Sequence[Path] = ()
+) -> None:
+    """Write weights for plain transformers (all) or peft (the adapter alone), with tokenizer and model card, and copies
+    of the files `beside` them.
 
     Gathers from all ranks under ZeRO-3 and FSDP; for an adapter only its own weights.
     """
@@ -167,13 +170,15 @@ def export(accelerator: Accelerator, model: Any, tokenizer: Any, target: Path, c
     first_names: dict[int, str] = {}
     for name, parameter in unwrapped.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(parameter), name)
-        if first != name and weights and name in weights:
+        if first != name and weights and {first, name} <= weights.keys():
             weights[name] = weights[first]  # FSDP gathers tied weights as often as they are named
     with replacing(accelerator, target) as partial:
         if accelerator.is_main_process:
             unwrapped.save_pretrained(str(partial), state_dict=weights)
             tokenizer.save_pretrained(str(partial))
             (partial / "README.md").write_text(card, encoding="utf-8")
+            for file in beside:
+                shutil.copyfile(file, partial / file.name)
 
 
 def _adapter_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,7 +1,11 @@
 """The command `evaluate`: scores a model on a task's validation examples, and its base beside it if named."""
 
 import dataclasses
+import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,15 +21,17 @@ from accel_sft.batching.autotune import Trial
 from accel_sft.data.conversation import read_split
 from accel_sft.evaluation import vllm
 from accel_sft.evaluation.evaluator import Evaluation
+from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.io import terminal
 from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import printable
 from accel_sft.launch.accelerator import shard_for_evaluation
-from accel_sft.launch.collectives import decided_by_main, largest
+from accel_sft.launch.collectives import by_each_rank, decided_by_main, largest
 from accel_sft.launch.describe import recordable
+from accel_sft.launch.info import device_count
 from accel_sft.launch.start import start
-from accel_sft.models.load import Source, find_source
+from accel_sft.models.source import Source, find_source
 from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tracking import report
@@ -41,15 +47,19 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     """
     if config.model == "tiny":
         raise UserError("--model: name what to evaluate: a run's folder, saved weights, an adapter or a hub id")
-    if trained := RunDir.record_around(config.model):  # its lengths hold, unless others are given
-        lengths = {"max_length": trained["config"].get("max_length")}
-        lengths["max_new_tokens"] = trained["config"].get("max_new_tokens") or trained.get("max_new_tokens")
-        config = dataclasses.replace(config, **{key: n for key, n in lengths.items() if getattr(config, key) is None})
+    if trained := RunDir.record_around(config.model):  # as it was trained and evaluated, unless asked otherwise
+        own = {"max_length": trained["config"].get("max_length")}
+        own["max_new_tokens"] = trained["config"].get("max_new_tokens") or trained.get("max_new_tokens")
+        own |= {key: trained["config"].get(key) for key in ("thinking", "template_date")}  # not in those of 0.1
+        config = dataclasses.replace(config, **{key: n for key, n in own.items() if getattr(config, key) is None})
         if found := config.problems():
             raise UserError(*(f"{line}; so says the run.json of --model {config.model}" for line in found))
+        _compute_like(trained)
     config = config.resolved({})
     models = [config.base, config.model] if config.base else [config.model]
     sources = [find_source(config, model) for model in models]
+    sides = ("base", "tuned") if config.base else ("model",)
+    named = {side: source.adapter or source.weights for side, source in zip(sides, sources, strict=True)}
     for source in sources if config.generate_with == "vllm" else ():
         vllm.check(source)
     with Watchdog(config.hang_timeout) as watch:
@@ -58,25 +68,35 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
             decided_by_main(accelerator, vllm.find_python)
         if config.dry_run:
             return
+        day = decided_by_main(accelerator, lambda: config.template_date or time.strftime("%Y-%m-%d"))
+        config = dataclasses.replace(config, template_date=day)
         if accelerator.is_main_process:
             for line in (*_options(task), *_differences(config.model, task_name, accelerator.mixed_precision)):
                 print(terminal.wrapped(printable(line)), file=terminal.terminal())
         if config.output_dir:
             decided_by_main(accelerator, lambda: _claim(Path(config.output_dir)))
         with terminal.quiet(None, config.debug):
-            evaluations = [evaluate(accelerator, task, config, source, watch) for source in sources]
+            evaluations = []
+            for (side, name), source in zip(named.items(), sources, strict=True):
+                if accelerator.is_main_process:
+                    print(terminal.wrapped(f"{side:<8}  {name}", 10), file=terminal.terminal())
+                evaluations.append(evaluate(accelerator, task, config, source, watch))
         if accelerator.is_main_process:
-            _publish(task_name, config, evaluations)
+            _publish(task_name, task, config, named, evaluations)
         leave_together()
 
 
-def _publish(task_name: str, config: EvaluateConfig, evaluations: list[Evaluation]) -> None:
+def _publish(
+    task_name: str, task: Task, config: EvaluateConfig, named: dict[str, str], evaluations: list[Evaluation]
+) -> None:
     before, after = evaluations if config.base else (Evaluation({}, []), *evaluations)
     result = {
         "status": "complete",
         "task": task_name,
         "model": config.model,
         "generate_with": config.generate_with,
+        "weights": named,
+        "main_metric": task.main_metric,
         "before": before.metrics,
         "after": after.metrics,
     }
@@ -87,6 +107,20 @@ def _publish(task_name: str, config: EvaluateConfig, evaluations: list[Evaluatio
         report.write_report(run_dir, result, before.samples, after.samples)
         write_json_lines(run_dir.answers_of("base"), before.samples)
         write_json_lines(run_dir.answers_of("tuned"), after.samples)
+
+
+def _compute_like(run: Mapping[str, Any]) -> None:
+    """Without a launcher, which sets the precision, the run's is the default: in another it may answer otherwise."""
+    precision = _precision_of(run)
+    if precision == "bf16" or (precision == "fp16" and device_count()):
+        os.environ.setdefault("ACCELERATE_MIXED_PRECISION", precision)
+
+
+def _precision_of(run: Mapping[str, Any]) -> str | None:
+    """The precision that a record names, which may be a stranger's."""
+    launch = run.get("launch")
+    found = launch.get("precision") if isinstance(launch, dict) else None
+    return found if found in ("no", "bf16", "fp16") else None
 
 
 def _options(task: Task) -> list[str]:
@@ -100,8 +134,7 @@ def _differences(model: str, task_name: str, precision: str) -> list[str]:
     """Notes on how this evaluation differs from the one that the run made of itself."""
     if (run := RunDir.record_around(model)) is None:
         return []
-    launch = run.get("launch")
-    found, trained = [], launch.get("precision", precision) if isinstance(launch, dict) else precision
+    found, trained = [], _precision_of(run) or precision
     if run["task"] != task_name:
         found.append(f"note: {model} was trained for {run['task']}, and is scored as {task_name}")
     if trained != precision:
@@ -126,13 +159,14 @@ def _claim(folder: Path) -> None:
 def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, source: Source, watch: Watchdog) -> Evaluation:
     """Load a model, evaluate it, and free it. ZeRO-3 and FSDP shard it; otherwise every rank has all of it."""
     reset_peak_memory(accelerator.device)
-    assembly = Assembly(accelerator, task, config, source)
     examples = read_split(task, "validation")
+    by_each_rank(lambda: check_scoring(task, examples))
+    assembly = Assembly(accelerator, task, config, source)
     encoding = assembly.encode(examples, "validation")
     if accelerator.is_main_process:
         for line in encoding.lines():
             print(line, file=terminal.terminal())
-    loaded, plugin = assembly.load_model(), accelerator.state.deepspeed_plugin
+    loaded, plugin = assembly.load_model(encoding), accelerator.state.deepspeed_plugin
     sharded = accelerator.distributed_type == DistributedType.FSDP or (plugin is not None and plugin.zero_stage == 3)
     prepared = shard_for_evaluation(accelerator, loaded) if sharded else loaded.to(accelerator.device)
     load_peaks = largest(peak_memory_gib(accelerator.device), "load_")

@@ -34,7 +34,7 @@ _MODULE = '''\
 import random
 from dataclasses import dataclass
 
-from accel_sft import Task, option
+from accel_sft import RowProblem, Task, option, read_rows
 
 
 @dataclass(kw_only=True)
@@ -43,24 +43,35 @@ class {cls}(Task):
 
     main_metric = "accuracy"
 
-    max_number: int = option(9999, min=99, help="Largest number asked about.")
+    data_folder: str | None = option(None, help="Where train.jsonl and validation.jsonl are; default: made-up rows.")
 
     def dataset(self, split):
-        """Numbers; every tenth of the shuffled ones is held out for validation."""
-        numbers = random.Random(0).sample(range(self.max_number + 1), min(2000, self.max_number + 1))
-        return numbers[::10] if split == "validation" else [n for i, n in enumerate(numbers) if i % 10]
+        """The examples of "train" or "validation"; none may be in both."""
+        if self.data_folder:
+            return read_rows(f"{{self.data_folder}}/{{split}}.jsonl", parse)
+        rows = [{{"question": f"Is {{n}} even or odd?", "answer": ("even", "odd")[n % 2]}} for n in range(2000)]
+        random.Random(0).shuffle(rows)
+        return rows[200:] if split == "train" else rows[:200]
 
     def messages(self, example):
         """The prompt, as chat messages."""
-        return [{{"role": "user", "content": f"Is {{example}} even or odd?"}}]
+        return [{{"role": "user", "content": example["question"]}}]
 
     def target(self, example):
         """The only text that carries loss."""
-        return "odd" if example % 2 else "even"
+        return example["answer"]
 
     def score(self, example, text):
         """The scores of one generated answer; the mean over all examples is reported."""
-        return {{"accuracy": float(text.strip() == self.target(example))}}
+        return {{"accuracy": float(text.strip() == example["answer"])}}
+
+
+def parse(row):
+    """A row of a file as an example; what is wrong with it is told by file and line."""
+    for field in ("question", "answer"):
+        if not isinstance(row.get(field), str):
+            raise RowProblem(field, "text")
+    return row
 '''
 
 _TEST = """\
@@ -68,21 +79,23 @@ from {module} import {cls}
 
 from accel_sft.api.registry import load
 
+TASK = {cls}()  # give options that have no default here
+
 
 def test_the_task_is_found_by_its_name_and_keeps_the_contract():
     assert load("{name}") is {cls}
 
 
 def test_nothing_of_validation_is_in_training():
-    task = {cls}(max_number=200)
-    assert not set(task.dataset("train")) & set(task.dataset("validation"))
+    trained, held_out = ([str(TASK.messages(x)) for x in TASK.dataset(split)] for split in ("train", "validation"))
+    assert not set(trained) & set(held_out)
 
 
-def test_the_right_answer_scores_and_a_wrong_one_does_not():
-    task = {cls}()
-    example = task.dataset("validation")[0]
-    assert task.score(example, task.target(example)) == {{"accuracy": 1.0}}
-    assert task.score(example, "neither") == {{"accuracy": 0.0}}
+def test_the_right_answer_scores_better_than_none():
+    example = TASK.dataset("validation")[0]
+    scores = [TASK.score(example, text) for text in (TASK.target(example), "")]
+    right, none = (TASK.aggregate([score])[TASK.main_metric] for score in scores)
+    assert right > none if TASK.higher_is_better else right < none
 """
 
 

@@ -1,21 +1,22 @@
 """Trains a task's model: a run from its launch to its result, and the message with which each failure ends it."""
 
 import contextlib
+import errno
 import os
 import shutil
 import traceback
 from collections.abc import Iterator
 
-import torch
 from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
+from accel_sft.batching.memory import out_of_memory
 from accel_sft.io import terminal
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.start import start
-from accel_sft.models.load import is_tiny
+from accel_sft.models.source import is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS
 from accel_sft.resilience.exit import leave_together, lost_peers
 from accel_sft.resilience.signals import Interruption, StopSignals
@@ -27,7 +28,7 @@ from accel_sft.training.trainer import OnStep, Trainer
 
 
 def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | None = None) -> None:
-    """Train `task` as `config` says, in the processes that `accelerate launch` started.
+    """Train `task` as `config` says, in the processes that `accelerate launch` started; in their main threads.
 
     Args:
         on_step: called on every rank after each optimizer step, with the step's line of metrics.jsonl (`step`, `epoch`,
@@ -52,6 +53,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
         if finished:
             accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir.report}")
             return
+        accelerator.print(terminal.wrapped(f"folder    {run_dir}", 10))
         signals.run_dir = run_dir
         watch, log = Watchdog(config.hang_timeout, run_dir), run_dir.log(accelerator.process_index)
         with _ending(accelerator, run_dir, config, signals), terminal.quiet(log, config.debug), watch:
@@ -102,7 +104,7 @@ def _explained(run_dir: RunDir, error: BaseException) -> BaseException:
         return UserError(lost)  # a launcher that misses a rank sends the others SIGTERM
     if isinstance(error, UserError) or not isinstance(error, Exception):
         return error
-    if isinstance(error, torch.OutOfMemoryError):
+    if out_of_memory(error):
         return UserError(
             f"out of device memory ({str(error).splitlines()[0]}); the loss does not depend on it: lower "
             "--micro-batch-size or --eval-batch-size, add --gradient-checkpointing, or choose a higher ZeRO stage"
@@ -113,8 +115,12 @@ def _explained(run_dir: RunDir, error: BaseException) -> BaseException:
         trouble = "the folder is gone; put it back"
     elif not os.access(run_dir.path, os.W_OK):
         trouble = "the folder can no longer be written; make it writable"
-    elif "No space left on device" in str(error) or shutil.disk_usage(run_dir.path).free < 2**20:
+    elif os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(run_dir.path).free < 2**20:
         trouble = "the disk is full; free space"
+    elif os.strerror(errno.EDQUOT) in str(error):
+        trouble = "your quota of the disk is used up; free space"
+    elif os.strerror(errno.EFBIG) in str(error):
+        trouble = "a file may not be that large here (`ulimit -f`, or the file system); raise the limit"
     if trouble:
         return UserError(f"{run_dir}: {trouble}, then go on with --resume auto")
     if lost := lost_peers():  # a collective that broke cannot name them

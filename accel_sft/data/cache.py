@@ -19,6 +19,7 @@ from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.io import manifest
+from accel_sft.io.files import expanded
 from accel_sft.io.terminal import terminal
 
 _ABANDONED_SECONDS = 3600
@@ -29,7 +30,7 @@ UNUSED_DAYS = 30
 def folder() -> Path:
     """`$ACCEL_SFT_CACHE`, else `$XDG_CACHE_HOME/accel_sft`, else `~/.cache/accel_sft`; with no home it is not used."""
     if named := os.environ.get("ACCEL_SFT_CACHE"):
-        return Path(named).expanduser().absolute()
+        return expanded(named, "ACCEL_SFT_CACHE").absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "accel_sft")
 
 
@@ -105,7 +106,8 @@ def publish(made: Path, kind: str, key: str, about: dict[str, Any]) -> Path:
         except OSError:
             if not target.exists():
                 raise
-        if find(kind, key):
+        with contextlib.suppress(manifest.Damaged):
+            manifest.verify(target)
             return target
         with contextlib.suppress(FileNotFoundError):  # another run was quicker
             _remove(target)

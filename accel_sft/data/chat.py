@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.data.conversation import Turns, conversation
-from accel_sft.data.template import holds, not_a_prefix, refusal, rendered, surroundings
+from accel_sft.data.form import split_thinking
+from accel_sft.data.rendering import Rendering
+from accel_sft.data.template import holds, not_a_prefix, refusal
 
 _SHOWN = 5
 _PART_EXAMPLES, _PART_CHARACTERS = 512, 1 << 18
@@ -41,11 +43,14 @@ class Rules:
         eos_ids: `end_of_turn_ids`; if the template closes the answer with none of them, the tokenizer's eos is added.
         max_length: tokens per example.
         truncation: "drop", "right" or "error": what happens to longer ones.
+        thinking, day: of the Rendering.
     """
 
     eos_ids: frozenset[int]
     max_length: int
     truncation: str
+    thinking: str = "template"
+    day: str | None = None
 
     @property
     def too_long(self) -> str:
@@ -103,16 +108,15 @@ def end_of_turn_ids(tokenizer: Any, generation_config: Any = None) -> set[int]:
 
 
 def encode_parts(
-    tokenizer: Any, task: Task, examples: Sequence[Any], indices: range, split: str, rules: Rules
+    rendering: Rendering, task: Task, examples: Sequence[Any], indices: range, split: str, rules: Rules
 ) -> Iterator[Encoding]:
     """Render and tokenize some of a split's examples, a few at a time, and find where each answer begins and ends.
 
-    The template is rendered once with and once without the answer; the first must be a prefix of the second, as
-    token ids. What a template writes behind the end-of-turn token (Qwen's newline) is cut: no answer contains it.
+    What a template writes behind the end-of-turn token (Qwen's newline) is cut: no answer contains it.
 
     Raises:
         UserError: a template that rejects the messages, that drops or cuts an answer, a task that returns nonsense, a
-            prompt that is not a prefix of prompt + answer.
+            prompt that does not begin the rendering with an answer, in a template for which no sound way is known.
     """
     waiting, characters = [], 0
     for index in indices:
@@ -120,36 +124,43 @@ def encode_parts(
         waiting.append((index, turns, target))
         characters += len(target) + sum(len(turn["content"]) for turn in turns)
         if len(waiting) == _PART_EXAMPLES or characters >= _PART_CHARACTERS or index == indices[-1]:
-            yield _encode_part(tokenizer, waiting, split, rules)
+            yield _encode_part(rendering, waiting, split, rules)
             waiting, characters = [], 0
 
 
-def _encode_part(tokenizer: Any, part: list[tuple[int, Turns, str]], split: str, rules: Rules) -> Encoding:
-    chats, targets = [turns for _, turns, _ in part], [target for _, _, target in part]
-    asked, answered = rendered(tokenizer, chats, split), rendered(tokenizer, chats, split, targets)
+def _encode_part(rendering: Rendering, part: list[tuple[int, Turns, str]], split: str, rules: Rules) -> Encoding:
+    tokenizer = rendering.tokenizer
+    every = rendering.examples([turns for _, turns, _ in part], [target for _, _, target in part], split)
     prompts, wholes = (
         tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-        for texts in (asked, answered)
+        for texts in ([each.prompt for each in every], [each.prompt + (each.rest or "") for each in every])
     )
-    dropped = surroundings(tokenizer, chats[0], asked[0], split) is None  # `holds` may not notice
-    ends = [end for end in tokenizer.convert_ids_to_tokens(sorted(rules.eos_ids)) if end]
-
     kept: list[Encoded] = []
-    result = Encoding(split, kept)
-    for at, ((index, turns, target), prompt, whole) in enumerate(zip(part, prompts, wholes, strict=True)):
-        if whole[: len(prompt)] != prompt:
-            raise not_a_prefix(tokenizer, split, index, prompt, whole)
-        if not target.strip():
+    result, closers = Encoding(split, kept), {}  # how many end tokens are in what follows an answer
+    for (index, turns, target), text, prompt, whole in zip(part, every, prompts, wholes, strict=True):
+        form = rendering.form(turns, split)
+        thinking, answer = split_thinking(target)
+        if not (answer if rendering.thinking == "keep" else target).strip():
             result.left_out["left out: the answer is empty"].append(index)
             continue
-        if dropped or not holds(asked[at], answered[at], target):
-            raise refusal(split, index, asked[at], answered[at], target)
-        end = next((end for end in range(len(whole), len(prompt), -1) if whole[end - 1] in rules.eos_ids), None)
-        if end is not None and end < len(whole) and any(name in target for name in ends):
-            _, tail = surroundings(tokenizer, turns, asked[at], split) or ("", "")
-            if not any(name in tail for name in ends):  # what was found is the answer's own: the template writes none
-                end = None
-        ids = [*whole, tokenizer.eos_token_id] if end is None else whole[:end]
+        mendable = rendering.thinking != "keep" and thinking is not None
+        if text.rest is None and not mendable:
+            raise not_a_prefix(tokenizer, split, index, text.prompt, text.whole)
+        wanted = [thinking or "", answer] if rendering.thinking == "keep" else [target]
+        if text.rest is None or form.lead is None or not all(holds(text.prompt, text.rest, each) for each in wanted):
+            raise refusal(split, index, text.prompt, text.whole, target, thinks=mendable)
+        if whole[: len(prompt)] != prompt:
+            rendering.note(
+                "chat template: an answer's first characters change the prompt's last token; answers are tokenized "
+                "apart from prompts, as they are generated"
+            )
+            whole = prompt + _apart(tokenizer, prompt, whole, text.rest)
+        # the template's own end tokens alone end an answer, which may name one too
+        tail = form.tail if text.rest.endswith(form.tail) else tokenizer.eos_token
+        if tail not in closers:
+            closers[tail] = sum(token in rules.eos_ids for token in _tokens(tokenizer, tail))
+        ends = [at + 1 for at in range(len(prompt), len(whole)) if whole[at] in rules.eos_ids][-closers[tail] :]
+        ids = whole[: ends[0]] if closers[tail] and ends else [*whole, tokenizer.eos_token_id]
         if len(ids) > rules.max_length:
             if rules.truncation == "right" and len(prompt) < rules.max_length:
                 result.cut.append(index)
@@ -157,8 +168,26 @@ def _encode_part(tokenizer: Any, part: list[tuple[int, Turns, str]], split: str,
                 result.left_out[rules.too_long].append(index)
                 continue
         example = Encoded(index, ids[: rules.max_length], len(prompt))
-        if example.supervised_tokens:
-            kept.append(example)
-        else:
+        if not example.supervised_tokens:
             result.left_out["left out: the tokenizer leaves nothing of the answer to learn"].append(index)
+        elif not prompt:
+            result.left_out["left out: the chat template writes no prompt"].append(index)
+        else:
+            kept.append(example)
     return result
+
+
+def _apart(tokenizer: Any, prompt: list[int], whole: list[int], rest: str) -> list[int]:
+    """The tokens of what follows a prompt, without it. Some tokenizers write a blank before any text: then behind a
+    line break or a special token, where they do not."""
+    read = tokenizer.decode(whole)
+    for anchor in ("", "\n", tokenizer.eos_token):
+        before, ids = _tokens(tokenizer, anchor), _tokens(tokenizer, anchor + rest)
+        found = ids[len(before) :]
+        if ids[: len(before)] == before and tokenizer.decode(prompt + found) == read:
+            return found
+    return _tokens(tokenizer, rest)
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"] if text else []

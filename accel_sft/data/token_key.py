@@ -57,8 +57,8 @@ def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
         [cls.__qualname__, model_code, _vocabulary(tokenizer), tokenizer.eos_token_id],
         [template, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}],
         getattr(tokenizer, "split_special_tokens", None),
-        datetime.date.today().isoformat() if "strftime_now" in template else None,  # Llama's writes the date
-        [sorted(rules.eos_ids), rules.max_length, rules.truncation],
+        (rules.day or datetime.date.today().isoformat()) if "strftime_now" in template else None,  # Llama's writes it
+        [sorted(rules.eos_ids), rules.max_length, rules.truncation, rules.thinking],
     ]
 
 

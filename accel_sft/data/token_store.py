@@ -72,6 +72,12 @@ class TokenStore(Sequence[Encoded]):
         found = self[row : row + 1]
         return found[0] if found and found[0].index == index else None
 
+    def largest_id(self) -> int:
+        """The largest token id of all examples."""
+        largest = max((int(np.max(ids, initial=0)) for *_, ids in self._batches), default=0)
+        self._release_pages()
+        return largest
+
     def some(self, count: int = 4096) -> list[Encoded]:
         """All examples, or about `count` of them: the first ones, others from all over the data, and the longest."""
         if len(self) <= count:

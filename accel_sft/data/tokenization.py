@@ -2,7 +2,7 @@
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.data import cache
 from accel_sft.data.chat import Encoding, Rules, encode_parts
+from accel_sft.data.rendering import Rendering
 from accel_sft.data.token_key import decided_without_examples, token_key
 from accel_sft.data.token_store import TokenStore, fingerprint_of, merge, write_part
 from accel_sft.io.terminal import terminal
@@ -33,7 +34,9 @@ class SplitEncoder:
 
     def __init__(self, accelerator: Accelerator, tokenizer: Any, task: Task, rules: Rules) -> None:
         self.team = Team(accelerator)
-        self.tokenizer, self.task, self.rules = tokenizer, task, rules
+        self.task, self.rules = task, rules
+        self.rendering = Rendering(tokenizer, rules.thinking, rules.day)
+        self._told = 0
         self._decided = decided_without_examples(tokenizer, rules)
 
     def __call__(self, examples: Sequence[Any], split: str) -> Encoding:
@@ -59,7 +62,7 @@ class SplitEncoder:
             encoding = self._opened(folder, about, split)
             if all(team.all(lambda: self._agrees(encoding, examples))):
                 encoding.notes.append(f"{split}: {len(encoding.kept):,} examples, tokens from the cache")
-                return encoding
+                return self._noted(encoding)
             cache.log(f"{folder}: not what the task makes of its rows now; it is made again")
             team.firsts(lambda: cache.discard(KIND, key))
         if len(examples) >= _ANNOUNCED and team.is_main:
@@ -70,6 +73,12 @@ class SplitEncoder:
                 f"{split}: the task's messages() and target() gave something else the second time; make them pure "
                 "functions of the example and the options"
             )
+        return self._noted(encoding)
+
+    def _noted(self, encoding: Encoding) -> Encoding:
+        """With what the rendering has to say that the split before it had not."""
+        encoding.notes += self.rendering.notes[self._told :]
+        self._told = len(self.rendering.notes)
         return encoding
 
     def key(self, examples: Sequence[Any], split: str, *, read: bool = False) -> str:
@@ -79,7 +88,7 @@ class SplitEncoder:
     def _agrees(self, encoding: Encoding, examples: Sequence[Any]) -> bool:
         """Whether this process makes the same tokens of some of the examples."""
         some = range(0, len(examples), -(-len(examples) // _COMPARED))
-        parts = encode_parts(self.tokenizer, self.task, examples, some, encoding.split, self.rules)
+        parts = encode_parts(self.rendering, self.task, examples, some, encoding.split, self.rules)
         stored = (encoding.kept.find(index) for index in some)
         return [example for part in parts for example in part.kept] == [example for example in stored if example]
 
@@ -138,8 +147,19 @@ class SplitEncoder:
         """Write this rank's contiguous share; what was left out of it, and cut."""
         ranks, place = len(self.team.here), self.team.rank - self.team.first
         indices = range(len(examples) * place // ranks, len(examples) * (place + 1) // ranks)
-        parts = encode_parts(self.tokenizer, self.task, examples, indices, split, self.rules)
-        return write_part(folder / f"part-{place}", parts, split)
+
+        def parts() -> Iterator[Encoding]:
+            for part in encode_parts(self.rendering, self.task, examples, indices, split, self.rules):
+                yield part
+                if any((folder / f"failed-{lower}").exists() for lower in range(place)):
+                    return  # the error of a lower example will be reported
+
+        try:
+            return write_part(folder / f"part-{place}", parts(), split)
+        except UserError:
+            with contextlib.suppress(OSError):
+                (folder / f"failed-{place}").touch()
+            raise
 
 
 def _kept(key: str) -> tuple[Path, dict[str, Any]] | None:

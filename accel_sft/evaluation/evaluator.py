@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,22 +10,23 @@ import torch
 from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.api.errors import UserError, what_and_where
+from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
+from accel_sft.batching.memory import out_of_memory
+from accel_sft.data.answer_text import AnswerText
 from accel_sft.data.chat import Encoded, end_of_turn_ids
 from accel_sft.data.conversation import conversation
-from accel_sft.data.template import AnswerText
+from accel_sft.data.rendering import Rendering
 from accel_sft.evaluation.backend import AnswerBackend
 from accel_sft.evaluation.generate import Generator
+from accel_sft.evaluation.scoring import aggregated, scored
 from accel_sft.evaluation.vllm import VllmBackend
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.terminal import terminal, wrapped
-from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, gather_numbers, largest
-from accel_sft.models.load import Source
-from accel_sft.tracking.report import COSTS
+from accel_sft.models.source import Source
 from accel_sft.tracking.system import reset_peak_memory
 
 
@@ -91,7 +91,7 @@ class Evaluator:
     max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self.answer_text = AnswerText(self.tokenizer)
+        self.answer_text = AnswerText(Rendering(self.tokenizer, self.config.thinking, self.config.template_date))
         self.encoded = list(self.encoded[: self.config.eval_limit])
 
     def __call__(self, model: torch.nn.Module, batching: Batching) -> Evaluation:
@@ -139,7 +139,9 @@ class Evaluator:
         assert [s["index"] for s in samples] == sorted(e.index for e in self.encoded), "an example was lost or doubled"
         tokens = sum(sample.pop("tokens") for sample in samples)
         scores = [sample["scores"] for sample in samples]
-        metrics = decided_by_main(self.accelerator, lambda: self._aggregate(scores))  # the same numbers on all ranks
+        metrics = decided_by_main(
+            self.accelerator, lambda: aggregated(self.task, scores)
+        )  # the same numbers on all ranks
         speed = {
             "generate_tokens_per_second": tokens / costs["generate_seconds"],
             "seconds_per_answer": costs["generate_seconds"] / len(samples),
@@ -148,58 +150,25 @@ class Evaluator:
 
     def _sample(self, encoded: Encoded, answer: list[int]) -> dict[str, Any]:
         heartbeat()
-        where = f"validation example {encoded.index}"
         turns, target = conversation(self.task, self.examples, "validation", encoded.index)
         text = self.answer_text(turns, target, answer)
-        try:
-            scores = self.task.score(self.examples[encoded.index], text)
-        except UserError:
-            raise
-        except Exception as error:
-            cause = one_line(what_and_where(error), LONGEST_ERROR)
-            raise UserError(f"{where}: the task's score() failed on {text[:80]!r}: {cause}") from error
-        if not isinstance(scores, dict):
-            raise UserError(f"{where}: score() gave {one_line(repr(scores))}, expected a dict of numbers")
-        try:
-            json.dumps(scores, ensure_ascii=False).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise UserError(
-                f"{where}: score() gave {one_line(repr(scores))}, which JSON cannot hold "
-                f"({one_line(str(error), LONGEST_ERROR)}); give plain numbers and text"
-            ) from error
         return {
             "index": encoded.index,
             "prompt": "\n".join(turn["content"] for turn in turns if turn["role"] == "user"),
             "expected": target,
             "generated": text,
-            "scores": scores,
+            "scores": scored(self.task, self.examples, encoded.index, text),
             "tokens": len(answer),
         }
-
-    def _aggregate(self, scores: list[dict[str, Any]]) -> dict[str, float]:
-        try:
-            metrics = {str(key): float(value) for key, value in self.task.aggregate(scores).items()}
-        except UserError:
-            raise
-        except Exception as error:
-            cause = one_line(what_and_where(error), LONGEST_ERROR)
-            raise UserError(
-                f"the task's aggregate() failed, or gave something other than a number by name: {cause}"
-            ) from error
-        main = self.task.main_metric
-        if main not in metrics:
-            raise UserError(f"the task's aggregate() gave {sorted(metrics)}, without its main_metric {main!r}")
-        if taken := metrics.keys() & {"step", "loss", "eval_loss", *COSTS}:
-            names = ", ".join(sorted(taken))
-            raise UserError(f"the task's aggregate() gave {names}: names of the trainer's own numbers")
-        return metrics
 
 
 @contextlib.contextmanager
 def _out_of_memory_explained() -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
         raise UserError(
             f"evaluation: out of device memory ({str(error).splitlines()[0][:100]}); lower --eval-batch-size or "
             "--max-new-tokens, or choose a higher ZeRO stage"

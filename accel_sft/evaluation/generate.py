@@ -3,23 +3,22 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from transformers import GenerationConfig, StoppingCriteriaList
 
 from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.data.chat import Encoded, end_of_turn_ids
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.decoder import Decoder
-from accel_sft.io.heartbeat import heartbeat
+from accel_sft.evaluation.left_padded import generate, nats_apart, padding_changes
 from accel_sft.launch.collectives import any_rank, first_reason
 from accel_sft.models.adapters import merged, reason_unmergeable
-from accel_sft.models.architecture import arguments, limited_layers
+from accel_sft.models.architecture import arguments, attentions, limited_layers
 from accel_sft.tracking.system import peak_memory_gib
 
 SHORTEST_PREFIX = 8
@@ -81,9 +80,12 @@ class Generator:
         with self._ready() as adapter:
             reason = _reason_unsupported(self.model, examples, longest) or self._reason_inexact(examples, prefix)
             self.plain = first_reason(reason)
+            self.unpadded = first_reason(self._reason_unpadded(examples)) if self.plain else None
         self.message = f"answers: the {prefix} tokens that all prompts begin with are computed once"
         if self.plain:
             self.message = f"answers by transformers' generate, as {self.plain}"
+            if self.unpadded:
+                self.message += f"; prompts of equal length only are answered together, as {self.unpadded}"
         elif not prefix:
             self.message = (
                 f"answers: prompts begin with fewer than {SHORTEST_PREFIX} common tokens; each is computed whole"
@@ -102,9 +104,11 @@ class Generator:
             longest = max(example.prompt_length for example in examples) - prefix + max_new_tokens
             most = self.batch_size or min(max(CACHED_TOKENS // longest, FEWEST_ROWS), MOST_ROWS)
         answered = []
-        for ranks in divide(examples, self.accelerator.num_processes, most):
+        for ranks in divide(examples, self.accelerator.num_processes, most, equal_lengths=bool(self.unpadded)):
             self.between()
             rows = ranks[self.accelerator.process_index]
+            if not (rows or self.sharded):
+                continue
             # a rank that has run out of rows answers any, for the ranks share their weights
             prompts = [row.input_ids[: row.prompt_length] for row in rows or next(filter(None, ranks))[:1]]
             if self.plain:
@@ -151,15 +155,28 @@ class Generator:
         largest = 0.0
         for number, (prompt, more) in enumerate(zip(prompts, fed, strict=True)):
             ids = torch.tensor([[*prompt, *more]], device=self.accelerator.device)
-            alone = self.model(input_ids=ids, use_cache=False).logits[0, -3:].double().log_softmax(dim=-1)
+            alone = self.model(input_ids=ids, use_cache=False).logits[0, -3:]
             together = [found[0][number], found[1][number], *([found[2][number // 2]] if number % 2 == 0 else [])]
-            for expected, logits in zip(alone, together, strict=False):
-                off = (logits.double().log_softmax(dim=-1) - expected).abs()
-                largest = max(largest, (expected.exp() * off).sum().nan_to_num(nan=math.inf).item())
-        exact = self.accelerator.mixed_precision == "no" and self.model.dtype == torch.float32
-        if largest > (TOLERANCE if exact else REDUCED_TOLERANCE):
+            largest = max(largest, *map(nats_apart, alone, together))
+        if largest > self._tolerance():
             return f"its predictions behind a shared prefix are not those of single rows (off by {largest:.2g} nats)"
         return None
+
+    def _reason_unpadded(self, examples: Sequence[Encoded]) -> str | None:
+        """How predictions for left-padded prompts differ from those of each alone; None if they do not."""
+        ordered = sorted(examples, key=lambda example: (-example.prompt_length, example.index))
+        rows = [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
+        if rows[0].prompt_length == rows[-1].prompt_length:
+            return None
+        prompts = [row.input_ids[: row.prompt_length] for row in rows]
+        ends = end_of_turn_ids(self.tokenizer, self.model.generation_config)
+        largest = padding_changes(self.model, prompts, ends, self.tokenizer.pad_token_id, self.accelerator.device)
+        wrong = f"padding changes its predictions (by {largest:.2g} nats)"
+        return wrong if largest > self._tolerance() else None
+
+    def _tolerance(self) -> float:
+        exact = self.accelerator.mixed_precision == "no" and self.model.dtype == torch.float32
+        return TOLERANCE if exact else REDUCED_TOLERANCE
 
 
 def common_prefix(examples: Sequence[Encoded]) -> int:
@@ -170,18 +187,27 @@ def common_prefix(examples: Sequence[Encoded]) -> int:
     return length if length >= SHORTEST_PREFIX else 0
 
 
-def divide(examples: Sequence[Encoded], ranks: int, batch_size: int) -> list[list[list[Encoded]]]:
+def divide(
+    examples: Sequence[Encoded], ranks: int, batch_size: int, *, equal_lengths: bool = False
+) -> list[list[list[Encoded]]]:
     """Batches of similar work, longest first, each as a list of rows per rank; the same on every rank.
 
     The work of a row is its number of tokens, with those of the expected answer. Within a batch the ranks' numbers of
     rows differ by one at most, and the longest row goes to another rank than in the batch before.
+
+    Args:
+        equal_lengths: whether all prompts of a batch have the same number of tokens.
     """
     ordered = sorted(examples, key=lambda example: (-len(example.input_ids), example.index))
-    count = math.ceil(len(ordered) / (ranks * batch_size))
-    batches = []
-    for number, places in enumerate(np.array_split(np.arange(len(ordered)), count)):
-        rows = sorted((ordered[at] for at in places), key=lambda example: (-example.prompt_length, example.index))
-        batches.append([rows[(rank + number) % ranks :: ranks] for rank in range(ranks)])
+    groups: dict[int, list[Encoded]] = {}
+    for example in ordered:
+        groups.setdefault(example.prompt_length if equal_lengths else 0, []).append(example)
+    batches: list[list[list[Encoded]]] = []
+    for group in groups.values():
+        count = math.ceil(len(group) / (ranks * batch_size))
+        for places in np.array_split(np.arange(len(group)), count):
+            rows = sorted((group[at] for at in places), key=lambda example: (-example.prompt_length, example.index))
+            batches.append([rows[(rank + len(batches)) % ranks :: ranks] for rank in range(ranks)])
     return batches
 
 
@@ -197,47 +223,9 @@ def _reason_unsupported(model: Any, examples: Sequence[Encoded], longest: int) -
         return "a prompt is empty"
     attention = getattr(model.config, "_attn_implementation", None)
     if attention != "sdpa":
-        return f"attention {attention} takes no shared prefix, sdpa does"
+        other = ", sdpa does" if attentions(model, "sdpa") else ""
+        return f"attention {attention} takes no shared prefix{other}"
     if "position_ids" not in arguments(model):
         return "the model takes no positions"
     limited = limited_layers(model, longest)
     return f"the model's cache has layers of another kind ({limited})" if limited else None
-
-
-def generate(
-    model: Any,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    ends: Collection[int],
-    pad_token_id: int,
-    device: torch.device,
-) -> list[list[int]]:
-    """Greedy answers by transformers, up to the first of `ends`, which is part of them, from left-padded prompts."""
-    longest = max(map(len, prompts))
-    rows = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    output = model.generate(
-        input_ids=torch.tensor(rows, device=device),
-        attention_mask=torch.tensor(mask, device=device),
-        generation_config=GenerationConfig(  # overrides sampling and penalties in the model's own
-            do_sample=False,
-            num_beams=1,
-            repetition_penalty=1.0,
-            max_new_tokens=max_new_tokens,
-            eos_token_id=sorted(ends),
-            pad_token_id=pad_token_id,
-            use_cache=True,
-        ),
-        stopping_criteria=StoppingCriteriaList([_heartbeat_criterion]),
-    )
-    answers = []
-    for ids in output[:, longest:].tolist():
-        stop = next((at for at, token in enumerate(ids) if token in ends), len(ids) - 1)
-        answers.append(ids[: stop + 1])
-    return answers
-
-
-def _heartbeat_criterion(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-    """A stopping criterion that never stops; it is called after every token."""
-    heartbeat()
-    return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

@@ -19,7 +19,8 @@ from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.vllm_process import run_script
 from accel_sft.io.files import read_json
 from accel_sft.launch.collectives import long_work_by_main
-from accel_sft.models.load import Source
+from accel_sft.launch.environment import GAPS
+from accel_sft.models.source import Source
 
 PROGRAM, OPTIONS = "ACCEL_SFT_VLLM", "ACCEL_SFT_VLLM_OPTIONS"
 """Environment variables: the `vllm` or `python` of vLLM's environment; arguments of vllm.LLM as a JSON object."""
@@ -171,6 +172,8 @@ def memory_share(free: int, total: int) -> float:
 
 
 def environment() -> dict[str, str]:
-    """This process's variables without the launcher's: vLLM would take itself for a rank and wait for others."""
+    """This process's variables without its launch's: vLLM would take itself for a rank and wait for others."""
     kept = {name: value for name, value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
+    if kept.get(GAPS[0]) == GAPS[1]:  # not for vLLM, whose own pools of memory may not take it
+        del kept[GAPS[0]]
     return {"VLLM_CPU_KVCACHE_SPACE": CPU_CACHE_GIB, **kept}

@@ -28,6 +28,14 @@ def write_json_lines(path: Path, rows: Iterable[Any]) -> None:
     write_atomically(path, "".join(json.dumps(json_safe(row), ensure_ascii=False) + "\n" for row in rows))
 
 
+def expanded(name: str, what: str = "--model") -> Path:
+    """The path `name`, in which ~ stands for a home folder; raises UserError, naming the setting, if there is none."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise UserError(f"{what} {name}: nobody here has this home folder; write the path in full") from None
+
+
 def abandoned(folder: Path) -> list[Path]:
     """The files that a killed `write_atomically` left in a folder; only meaningful where no other process writes."""
     return [path for path in folder.glob(".*.tmp") if path.name.split(".")[-2].isdecimal()]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.io.files import abandoned, json_safe, read_json, write_atomically
+from accel_sft.io.files import abandoned, expanded, json_safe, read_json, write_atomically
 
 _RECORD = {"task": str, "config": dict, "task_options": dict}
 """What every version's run.json has, and by which it is known."""
@@ -55,7 +55,7 @@ class RunDir:
     @classmethod
     def record_around(cls, model: str) -> dict[str, Any] | None:
         """The run.json of the run that the folder `model` is, or lies directly in; None if there is none."""
-        folder = Path(model).expanduser()
+        folder = expanded(model)
         run = next((run for run in map(cls, (folder, folder.parent)) if run.record.is_file()), None)
         return run.read_record() if run else None
 

@@ -2,16 +2,19 @@
 
 import contextlib
 import os
-import shutil
 import sys
 import tempfile
 import textwrap
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 from accel_sft.api.errors import UserError
 
+SECONDS_OF_SILENCE = 5.0
+"""Before `waiting` says what is waited for."""
 _terminal: TextIO | None = None
 
 
@@ -65,9 +68,42 @@ def terminal() -> TextIO:
     return _terminal or sys.stdout
 
 
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Inside, a line says what is waited for and for how long: after 5 seconds, then after twice as many each time.
+
+    Of several ranks rank 0 says it.
+    """
+    done, began, stream = threading.Event(), time.monotonic(), terminal()
+
+    def tell() -> None:
+        pause = SECONDS_OF_SILENCE
+        while not done.wait(pause):
+            print(f"{what}: {time.monotonic() - began:.0f} s so far", file=stream, flush=True)
+            pause *= 2
+
+    thread = threading.Thread(target=tell, name="waiting", daemon=True)
+    if os.environ.get("RANK", "0") == "0":
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if thread.is_alive():
+            thread.join()
+
+
+def columns() -> int:
+    """Cells of the terminal's line, inside `quiet` too, where standard output is a file; 80 where there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(os.environ.get("COLUMNS", "0")) or os.get_terminal_size(terminal().fileno()).columns or 80
+    return 80
+
+
 def wrapped(text: str, indent: int = 4) -> str:
     """`text` wrapped between words to the terminal's width; unchanged where there is no terminal."""
     if not terminal().isatty():
         return text
-    columns = shutil.get_terminal_size().columns
-    return textwrap.fill(text, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text, columns(), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )

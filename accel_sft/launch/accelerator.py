@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch.distributed import PrefixStore, TCPStore, register_rendezvous_handler
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.io.terminal import terminal
-from accel_sft.launch.deepspeed_ops import audit_compilation
+from accel_sft.io.terminal import terminal, wrapped
+from accel_sft.launch.deepspeed_ops import audit_compilation, compiling
 from accel_sft.launch.environment import threads_per_process
 from accel_sft.launch.info import Launch, device_count, read_launch, restarts
 
@@ -33,12 +33,14 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
     Raises:
         UserError: the ranks do not form one group.
     """
+    if config.deterministic:
+        _repeat_every_bit()
     launch = read_launch()
     devices = device_count()
     torch.set_num_threads(threads_per_process())
     if launch.environment.get("LOCAL_RANK", "0") == "0":  # each machine compiles for itself
         for finding in audit_compilation(launch, devices):
-            print(f"{finding.level}: {finding}", file=terminal(), flush=True)
+            print(wrapped(f"{finding.level}: {finding}"), file=terminal(), flush=True)
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # the yaml's value beats any argument
     group: dict[str, Any] = {}
     if restarts():
@@ -54,8 +56,11 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
             group["backend"] = "gloo"
         plugin = DeepSpeedPlugin()
         _write_deepspeed_config(plugin.deepspeed_config, launch, config, devices)
-    cpu, handlers = launch.backend == "ddp" and not devices, [InitProcessGroupKwargs(**group)]
-    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=cpu, kwargs_handlers=handlers)
+    # DDP's buckets, in which ranks exchange gradients, are the gradients: a second copy would take 4 bytes a parameter
+    handlers = [InitProcessGroupKwargs(**group), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+    cpu = launch.backend == "ddp" and not devices
+    with compiling(launch, devices):
+        accelerator = Accelerator(deepspeed_plugin=plugin, cpu=cpu, kwargs_handlers=handlers)
     if accelerator.is_fsdp2 and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy):
         # computing is reduced; what a model gives out, each token's loss, and gradients as they are averaged are not
         policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
@@ -66,6 +71,14 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
             "alone: use accelerate_configs/ddp.yaml or one of z0.yaml to z3.yaml as a model"
         )
     return accelerator
+
+
+def _repeat_every_bit() -> None:
+    """Before CUDA starts: choose kernels that add in one order, attention's backwards included, or raise an error."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # one workspace for each stream, which cuBLAS then keeps to
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # transformers hands it to the flash-attn package
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads it
 
 
 def _rendezvous_of_this_attempt(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
@@ -127,7 +140,8 @@ def prepare_model(
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    model, optimizer = accelerator.prepare(model, optimizer)
+    with compiling(read_launch(), device_count()):
+        model, optimizer = accelerator.prepare(model, optimizer)
     if accelerator.distributed_type.value.startswith("MULTI_"):
         # buffers (angles of positions) are equal on all ranks; no rank then waits for another in a forward
         model.broadcast_buffers = False

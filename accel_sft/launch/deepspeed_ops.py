@@ -1,5 +1,6 @@
 """DeepSpeed's compiled operators: which ones a launch needs, and whether this machine can compile them."""
 
+import contextlib
 import ctypes.util
 import math
 import os
@@ -11,6 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from accel_sft.api.errors import UserError
+from accel_sft.io.terminal import waiting
 from accel_sft.launch.info import Finding, Launch, error, note, warning
 
 OPERATORS = {
@@ -54,9 +57,12 @@ def audit_operators(launch: Launch, devices: int) -> Iterator[Finding]:
     if "async_io" in needed and not _has_libaio():
         mend = "apt-get install libaio-dev, or use accelerate_configs/z3_offload.yaml"
         yield error("NVMe offload needs libaio with its header, which is missing", mend)
-    if devices and "cpu_adam" in needed and not _has_nvcc():
-        mend = "install the CUDA toolkit of torch's version and set CUDA_HOME"
-        yield error("the offloaded optimizer is compiled against CUDA, and nvcc is missing", mend)
+    # on CUDA too, DeepSpeed compiles cpu_adam without CUDA
+    if devices and "async_io" in needed and not _has_nvcc():
+        mend = (
+            "install the CUDA toolkit of torch's version and set CUDA_HOME, or use accelerate_configs/z3_offload.yaml"
+        )
+        yield error("NVMe offload is compiled against CUDA, and nvcc is missing", mend)
 
 
 def audit_compilation(launch: Launch, devices: int) -> Iterator[Finding]:
@@ -64,25 +70,39 @@ def audit_compilation(launch: Launch, devices: int) -> Iterator[Finding]:
 
     The lock of a compilation that was killed is removed: torch would wait for it for ever.
     """
-    if not (needed := operators(launch, devices)):
-        return
-    from torch.utils.cpp_extension import _get_build_directory
-
     uncompiled = []
-    for name in needed:
-        folder = Path(_get_build_directory(name, verbose=False))
-        lock = folder / "lock"
+    for name in operators(launch, devices):
+        lock = _library(name).with_name("lock")
         if _abandoned(lock):
             lock.unlink(missing_ok=True)
             yield note(f"{lock}: a compilation of {name} was killed and left it behind", "it is removed")
         if lock.exists() and time.time() - lock.stat().st_mtime > 60:  # younger: another rank of this launch
             mend = "delete the file if no other launch is running"
             yield warning(f"{lock}: another process compiles {name}; this run will wait for it", mend)
-        elif not (folder / f"{name}.so").is_file():
+        elif not _library(name).is_file():
             uncompiled.append(f"{name} ({OPERATORS[name]})")
     if uncompiled:
         what = f"DeepSpeed compiles on first use, once per machine, {', '.join(uncompiled)}"
-        yield note(what, "nothing to do but wait")
+        yield note(what, "the first run waits for it, later ones do not")
+
+
+def compiling(launch: Launch, devices: int) -> contextlib.AbstractContextManager[None]:
+    """Inside, DeepSpeed may compile what this launch needs and is not there yet: how long it takes is told."""
+    names = [name for name in operators(launch, devices) if not _library(name).is_file()]
+    return waiting(f"DeepSpeed compiles {', '.join(names)}") if names else contextlib.nullcontext()
+
+
+def _library(name: str) -> Path:
+    """The compiled operator; torch keeps it beside the lock of its compilation, in a folder that is made here."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    try:
+        return Path(_get_build_directory(name, verbose=False), f"{name}.so")
+    except OSError as problem:
+        raise UserError(
+            f"{problem.filename}: DeepSpeed's {name} is kept there, and it cannot be written ({problem.strerror}); "
+            "make it writable, or set TORCH_EXTENSIONS_DIR to a folder that is"
+        ) from None
 
 
 def _abandoned(lock: Path) -> bool:

@@ -3,9 +3,14 @@
 import contextlib
 import importlib.metadata
 import math
+import os
 import platform
 import re
+import shlex
+import shutil
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +20,7 @@ from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.options import HIDDEN
 from accel_sft.launch.environment import usable_cores
-from accel_sft.launch.info import read_launch
+from accel_sft.launch.info import launcher_command, read_launch
 
 _SECRET = re.compile(r"key|token|secret|passw|passphrase|credential", re.IGNORECASE)
 _COUNT = re.compile(r"tokens", re.IGNORECASE)
@@ -106,6 +111,21 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+def resume_command(run_dir: Path, config: TrainConfig) -> str:
+    """The command line that continues this run, for a shell in the folder where it was started."""
+    words, _ = launcher_command()
+    words = words or sys.orig_argv
+    if Path(words[0]).name.startswith("python") and not words[1].startswith("-"):  # of a script on PATH
+        words = words[1:]
+    more = []
+    if config.output_dir is None:
+        more += ["--output-dir", os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)]
+    if "--resume auto" not in " ".join(words).replace("=", " "):
+        more += ["--resume", "auto"]
+    short = Path(words[0]).name
+    return shlex.join([short if shutil.which(short) == words[0] else words[0], *words[1:], *more])
 
 
 def parallelism(accelerator: Accelerator) -> dict[str, Any]:

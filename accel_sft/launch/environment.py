@@ -21,6 +21,10 @@ _QUIET = {
 }
 
 
+GAPS = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+"""Lets torch's allocator fill the gaps that forwards of different lengths leave in a GPU's memory."""
+
+
 def prepare_environment(debug: bool = False) -> None:
     """Set what libraries read at import: threads, log levels, and a PATH on which pip's ninja is found.
 
@@ -36,6 +40,8 @@ def prepare_environment(debug: bool = False) -> None:
         # small products a hundred times slower; this long costs a quiet machine nothing
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     _keep_freed_memory()
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # the variable's newer name
+        os.environ.setdefault(*GAPS)
     scripts = sysconfig.get_path("scripts")
     if Path(scripts, "ninja").is_file():
         # the one beside this Python before the system's: a ninja of another version compiles all operators anew

@@ -29,7 +29,7 @@ def start(config: TrainConfig, *, train: bool = True) -> Accelerator:
         if problem := launch_problem(config.adapter, accelerator.distributed_type.value):
             raise UserError(problem)
         if accelerator.is_main_process:
-            rows = describe(accelerator, config)
+            rows = [row for row in describe(accelerator, config) if train or row[0] != "clipping"]
             width = max(len(name) for name, _ in rows)
             for name, value in rows:
                 print(wrapped(f"{name:<{width}}  {value}", width + 2), file=terminal)

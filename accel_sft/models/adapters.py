@@ -2,7 +2,8 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io.files import read_json
 from accel_sft.launch import host_memory
+from accel_sft.models.targets import ALL_LINEAR, left_out, targets
 
 SPARE = 2
 """Merged weights are made only where so many times their memory is free."""
@@ -100,28 +102,30 @@ def adapter_of(model: Any) -> Adapter:
     return TYPES.get(type_of(model) or "", Adapter())
 
 
-def new_adapter(model: Any, settings: TrainConfig, total_steps: int) -> Any:
-    """The model with a new adapter of the type that `--adapter` names.
+def new_adapter(model: Any, settings: TrainConfig, total_steps: int, log: Callable[[str], None]) -> Any:
+    """The model with a new adapter of the type that `--adapter` names; what it leaves out is told to `log`.
 
     Raises:
-        UserError: `--lora-target-modules` names a module that the model does not have.
+        UserError: `--lora-target-modules` names a module that the model does not have, or that peft does not adapt.
     """
     from peft import TaskType, get_peft_model
 
-    names = [name.strip() for name in settings.lora_target_modules.split(",") if name.strip()]
-    modules = [name for name, _ in model.named_modules()]
-    missing = [name for name in names if not any(f".{module}".endswith(f".{name}") for module in modules)]
-    if missing and names != ["all-linear"]:
-        linear = {name.rsplit(".", 1)[-1] for name, part in model.named_modules() if hasattr(part, "in_features")}
-        here = ", ".join(sorted(linear))
-        raise UserError(f"--lora-target-modules {', '.join(missing)}: no such module; this model has {here}")
     common = {
         "task_type": TaskType.CAUSAL_LM,
         "lora_alpha": settings.lora_alpha,
         "lora_dropout": settings.lora_dropout,
-        "target_modules": "all-linear" if names == ["all-linear"] else names,
+        **targets(model, settings.lora_target_modules),
     }
-    return get_peft_model(model, TYPES[settings.adapter].config(settings, total_steps, common))
+    try:
+        adapted = get_peft_model(model, TYPES[settings.adapter].config(settings, total_steps, common))
+    except ValueError as error:
+        raise UserError(
+            f"--lora-target-modules {settings.lora_target_modules}: peft does not adapt all of these "
+            f"({str(error).splitlines()[0]}); name others"
+        ) from error
+    if common["target_modules"] == ALL_LINEAR and (without := left_out(adapted)):
+        log(f"the adapter leaves out {'; '.join(without)}")
+    return adapted
 
 
 def saved_adapter(model: Any, folder: str, settings: TrainConfig, *, train: bool) -> Any:
@@ -130,24 +134,30 @@ def saved_adapter(model: Any, folder: str, settings: TrainConfig, *, train: bool
     Raises:
         UserError: the adapter has another shape than the settings say, or cannot be added to the weights.
     """
-    from peft import PeftModel
-
     if not train or settings.adapter != "none":
         if train:
             _check_shape(folder, settings)
-        return PeftModel.from_pretrained(model, folder, is_trainable=train)
+        return _with_adapter(model, folder, train)
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise UserError(
             f"--init-from: the adapter {folder} cannot be merged into weights that ZeRO-3 has sharded; "
             "train it on with --adapter lora, or launch with stage 2 or less"
         )
-    adapted = PeftModel.from_pretrained(model, folder)
+    adapted = _with_adapter(model, folder, False)
     if not _mergeable(adapted):
         raise UserError(
             f"--init-from: the adapter {folder} is of type {type_of(adapted)}, which cannot be added to the weights; "
             f"start from one of {', '.join(name for name, kind in ADAPTERS.items() if kind.mergeable)}, or from --model"
         )
     return adapted.merge_and_unload().requires_grad_(True)
+
+
+def _with_adapter(model: Any, folder: str, train: bool) -> Any:
+    from peft import PeftModel
+
+    with warnings.catch_warnings():  # what is missing would be as a new adapter's
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        return PeftModel.from_pretrained(model, folder, is_trainable=train)
 
 
 def _mergeable(model: Any) -> bool:

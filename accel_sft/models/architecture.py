@@ -1,21 +1,28 @@
-"""Which arguments a model's forward takes, and which of its layers have no full causal attention."""
+"""What a model's classes and configuration tell: its forward's arguments, its attention, which weights text reaches."""
 
 import inspect
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 
+def without_adapter(model: Any) -> Any:
+    """The causal model below an adapter."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def arguments(model: torch.nn.Module) -> set[str]:
     """Names that the causal model's forward takes, below an adapter."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return set(inspect.signature(base.forward).parameters)
+    return set(inspect.signature(without_adapter(model).forward).parameters)
 
 
 def limited_layers(model: torch.nn.Module, longest: int) -> str | None:
     """Names the layers without full causal attention at this length (sliding window, recurrent); None without any.
 
-    The names are those of the caches that transformers makes for them.
+    The names are those of the caches that transformers makes for them. A layer that keeps nothing ("dummy"), as an MLP
+    alone, looks at no other token.
     """
     try:
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
@@ -25,6 +32,31 @@ def limited_layers(model: torch.nn.Module, longest: int) -> str | None:
         type(layer).__name__.removeprefix("Dynamic")
         for layer in layers
         if type(layer) is not DynamicLayer
+        and type(layer).__name__ != "DummyLayer"
         and not (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= longest)
     }
     return ", ".join(sorted(kinds)) or None
+
+
+def attentions(model: torch.nn.Module, *names: str) -> list[str]:
+    """Those of sdpa and flex_attention among `names` that the model can be loaded with."""
+    has = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}
+    return [name for name in names if getattr(without_adapter(model), has[name], False)]
+
+
+def beyond_text(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Parameters of a multimodal model outside its language model and head, which no text reaches, by name.
+
+    They get no gradient, for which data parallelism would wait.
+    """
+    base = without_adapter(model)
+    if base.config.get_text_config(decoder=True) is base.config:
+        return {}
+    parts = base.get_decoder(), base.get_input_embeddings(), base.get_output_embeddings()
+    inside = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    return {name: parameter for name, parameter in base.named_parameters() if id(parameter) not in inside}
+
+
+def parts_of(names: Iterable[str]) -> list[str]:
+    """The parts of a multimodal model that parameters are in, such as `vision_tower`."""
+    return list(dict.fromkeys(name.removeprefix("model.").split(".")[0] for name in names))

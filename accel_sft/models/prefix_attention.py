@@ -4,11 +4,15 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 from accel_sft.models import cascade as kernels
 from accel_sft.models.cascade import cascade, cut_rows, usable
+
+_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Masks as numbers, by the mask."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +86,9 @@ def rows_attention(
         copies = (shared.expand(len(query), -1, -1, -1) for shared in before)
         key, value = (torch.cat(parts, dim=2) for parts in zip(copies, (key, value), strict=True))
     if rows is None:
+        whole = query.shape[2] == key.shape[2] and not torch.compiler.is_compiling()
+        if whole and attention_mask is not None and attention_mask.dtype == torch.bool:
+            attention_mask = _additive(attention_mask, query.dtype)
         return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
     kwargs.pop("is_causal", None)
     others = (kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux"))
@@ -100,6 +107,19 @@ def rows_attention(
     output, _ = sdpa_attention_forward(module, *cut, rows.seen, *args, is_causal=False, **kwargs)
     first, _ = sdpa_attention_forward(module, *before, None, *args, is_causal=True, **kwargs)
     return torch.cat([first, output.flatten(0, 1)[rows.back][None]], dim=1), None
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The mask as numbers to add, made once a forward: sdpa would make one in each layer, for the backward to keep.
+
+    Its rows begin at multiples of 8, or GPUs would copy it in each layer to the same end.
+    """
+    made = _made.get(mask)
+    if made is None or made.dtype != dtype:
+        length = mask.shape[-1]
+        made = mask.new_zeros((*mask.shape[:-1], -length // 8 * -8), dtype=dtype)[..., :length]
+        _made[mask] = made.masked_fill_(~mask, -torch.inf)
+    return made
 
 
 def _one_query(

@@ -94,7 +94,7 @@ def lost_peers() -> str:
     from accel_sft.resilience.ranks import lost_ranks
 
     own = _record_file()
-    return lost_ranks(own.parents[1]) if own and not _earlier_failures() else ""
+    return lost_ranks(own.parent.parent) if own and not _earlier_failures() else ""
 
 
 def record_end(run_dir: RunDir, message: str) -> None:
@@ -107,7 +107,7 @@ def record_end(run_dir: RunDir, message: str) -> None:
 def _earlier_failures() -> list[tuple[int, str]]:
     """Time in seconds and message of each failure that other ranks of this machine have recorded."""
     own = _record_file()
-    files = [file for file in own.parents[1].glob("*/error.json") if file != own] if own else []
+    files = [file for file in own.parent.parent.glob("*/error.json") if file != own] if own else []
     records = [json.loads(file.read_text(encoding="utf-8"))["message"] for file in files]
     return [(int(record["extraInfo"]["timestamp"]), record["message"]) for record in records]
 
@@ -130,8 +130,8 @@ def report(text: str, message: str, file: TextIO | None = None) -> None:
 def _print_once(text: str, file: TextIO | None = None) -> None:
     """Print unless another rank of this machine has printed the same; the first rank to claim a message prints it."""
     own, rank = _record_file(), os.environ.get("RANK", "0")
-    if own and own.parents[1].is_dir():
-        claim = own.parents[1] / f"said-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:16]}"
+    if own and own.parent.parent.is_dir():
+        claim = own.parent.parent / f"said-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:16]}"
         try:
             claim.touch(exist_ok=False)
         except FileExistsError:

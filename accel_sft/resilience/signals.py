@@ -25,11 +25,9 @@ launcher kills after 30."""
 class Interruption(KeyboardInterrupt):
     """The run ends because of a signal, and has written a checkpoint."""
 
-    def __init__(self, number: int, step: int) -> None:
-        super().__init__(
-            f"stopped by {signal.Signals(number).name} after step {step}, with a checkpoint; to continue, run the "
-            "same command with --resume auto and with this run's folder as --output-dir"
-        )
+    def __init__(self, number: int, step: int, command: str) -> None:
+        name = signal.Signals(number).name
+        super().__init__(f"stopped by {name} after step {step}, with a checkpoint; to continue: {command}")
         self.status = 128 + number  # which a shell reports for the signal
 
 

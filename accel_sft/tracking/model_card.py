@@ -16,7 +16,10 @@ def model_card(
     base_model: str,
     task: str,
     adapter: str = "none",
-    messages: Sequence[Mapping[str, str]],
+    model_class: str = "AutoModelForCausalLM",
+    messages: Sequence[Mapping[str, Any]],
+    template_arguments: Mapping[str, Any],
+    prompt_end: str,
     max_new_tokens: int,
     data: Mapping[str, Any],
     settings: Mapping[str, Any],
@@ -27,7 +30,10 @@ def model_card(
 
     Args:
         base_model: hub id, folder or `tiny`; only a hub id is named in the metadata, which takes nothing else.
-        messages: one prompt as the task asks it, system message included.
+        model_class: of transformers, which loads the whole model.
+        messages: one prompt as the chat template is asked, system message included.
+        template_arguments: the template's own variables.
+        prompt_end: what follows the template's text in prompts.
         max_new_tokens: of an answer, as the run evaluated it.
         data: counts by name, such as {"training examples": 1798}.
         settings: the run's options; those that only say how the run was executed are left out.
@@ -48,7 +54,7 @@ def model_card(
         f"---\n{metadata.to_yaml()}\n---",
         f"# {markdown_cell(task)}\n\n{what} for the task `{task}` with accel_sft.",
         "## Usage\n\nWith the messages it was trained on, system message included if there is one:\n\n"
-        + _usage(messages, adapter, max_new_tokens),
+        + _usage(messages, template_arguments, prompt_end, adapter, model_class, max_new_tokens),
         "## Before and after\n\n" + comparison_table(result),
         "## Data\n\n" + markdown_table(["", "count"], list(data.items())),
         "## Settings\n\n" + markdown_table(["setting", "value"], trained_with),
@@ -57,21 +63,44 @@ def model_card(
     return str(ModelCard("\n\n".join(parts) + "\n"))
 
 
-def _usage(messages: Sequence[Mapping[str, str]], adapter: str, max_new_tokens: int) -> str:
+def _usage(
+    messages: Sequence[Mapping[str, Any]],
+    template_arguments: Mapping[str, Any],
+    prompt_end: str,
+    adapter: str,
+    model_class: str,
+    max_new_tokens: int,
+) -> str:
     """A Python block that asks one question in plain transformers, or peft."""
-    library, model = (
-        ("transformers", "AutoModelForCausalLM") if adapter == "none" else ("peft", "AutoPeftModelForCausalLM")
-    )
+    library, model, imports, base = "transformers", model_class, [], []
+    if adapter != "none" and model_class == "AutoModelForCausalLM":
+        library, model = "peft", "AutoPeftModelForCausalLM"
+    load = f"{model}.from_pretrained(folder)"
+    if adapter != "none" and library != "peft":  # which has no such class for other models
+        imports = ["from peft import PeftConfig, PeftModel"]
+        base = ["base = PeftConfig.from_pretrained(folder).base_model_name_or_path"]
+        load = f"PeftModel.from_pretrained({model}.from_pretrained(base), folder)"
+    given = "".join(f", {name}={value!r}" for name, value in template_arguments.items())
+    asked = [
+        "inputs = tokenizer.apply_chat_template(",
+        f'    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"{given}',
+        ")",
+    ]
+    if prompt_end:
+        asked = [
+            f"prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False{given})",
+            f'inputs = tokenizer(prompt + {prompt_end!r}, add_special_tokens=False, return_tensors="pt")',
+        ]
     lines = [
+        *imports,
         "from transformers import AutoTokenizer",
         f"from {library} import {model}",
         "",
         'folder = "."  # this one',
-        f"model, tokenizer = {model}.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)",
+        *base,
+        f"model, tokenizer = {load}, AutoTokenizer.from_pretrained(folder)",
         f"messages = {json.dumps(list(messages), ensure_ascii=False, indent=4)}",
-        "inputs = tokenizer.apply_chat_template(",
-        '    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"',
-        ")",
+        *asked,
         'inputs.pop("token_type_ids", None)',
         f"output = model.generate(**inputs, max_new_tokens={max_new_tokens}, do_sample=False)",
         'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',

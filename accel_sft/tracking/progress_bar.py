@@ -13,13 +13,13 @@ from rich.text import Text
 from accel_sft.io.terminal import wrapped
 from accel_sft.tracking.report import is_number
 
-SHORTEST_BAR = 10
+SHORTEST_BAR = 6
 """Cells; details are dropped from the line until the bar has as many."""
 SECONDS_BETWEEN_DRAWS = 0.5
 
 
 class ProgressBar:
-    """Steps done, loss, the task's metric and time to go.
+    """Steps done, the step's loss, the last evaluation's metric, the step's tokens per second and time to go.
 
     On a terminal it is one line at the bottom, redrawn at most twice a second; elsewhere (a file, a pipe, a
     cluster's log) a plain line every `log_every` steps, without control characters. `done` of a run's `total_steps` are
@@ -103,9 +103,9 @@ class ProgressBar:
         """The count, a bar and the details, of which the least important are left out until the line fits."""
         count, record = f"{self.done}/{self.total_steps}", self._record
         details = {"loss": f"loss {_short(record['loss'])}"} if "loss" in record else {}
-        details["metrics"] = "  ".join(f"{name} {_short(value)}" for name, value in self._metrics.items())
+        details["metrics"] = "  ".join(f"eval {name} {_short(value)}" for name, value in self._metrics.items())
         if "tokens_per_second" in record:
-            details["rate"] = f"{record['tokens_per_second']:,.0f} tok/s"
+            details["rate"] = f"now {record['tokens_per_second']:,.0f} tok/s"
         if self.done < self.total_steps:
             details["left"] = self._time_to_go(now)
         for least in (None, "rate", "metrics", "loss", "left"):

@@ -1,5 +1,6 @@
 """Renders a run's report: base beside tuned, memory at start-up, and answers side by side. No torch."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,16 @@ _TRAINING = {
     "status": "status",
     "steps": "steps",
     "train_seconds": "training time (s)",
-    "tokens_per_second": "training tokens/s",
+    "tokens_per_second": "training tokens/s (mean of all steps)",
     "peak_device_memory_gib": "peak device memory (GiB)",
     "peak_host_memory_gib": "peak host memory (GiB)",
 }
 
+
+_MARK = 5
+"""Cells of the mark behind an answer."""
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+"""Control characters, which an untrained model is full of: spelt out they would fill the table."""
 
 Samples = Sequence[Mapping[str, Any]]
 """{"index", "prompt", "expected", "generated", "scores"} of each answer of an evaluation."""
@@ -99,21 +105,26 @@ def print_report(result: Mapping[str, Any], before_samples: Samples, after_sampl
     for label, base, tuned, change in comparison_rows(before, result.get("after") or {}):
         table.add_row(*map(Text, (label, base, tuned, change) if before else (label, tuned)))
     if table.row_count:  # nothing was evaluated with --eval-every off
-        console.print(table)
+        console.print(table, Text(compared_weights(result)))
     rows = _side_by_side(before_samples, after_samples)
     if not rows:
         return
     count = max(len(before_samples), len(after_samples))
     answers = Table(box=box.SIMPLE_HEAD, title=f"answers ({len(rows)} of {count})", title_justify="left", expand=True)
     texts = ("expected", *sides)
+    marks = {sample["index"]: _mark(sample["scores"].get(result.get("main_metric"))) for sample in after_samples}
     columns = console.width - 3 * (len(texts) + 1) - 1  # less each column's padding and the lines between
+    columns -= 3 + _MARK if any(marks.values()) else 0
     wide = columns * 3 // (3 * len(texts) + 2)  # the same for each, so that equal answers break at the same place
     answers.add_column("prompt", width=columns - len(texts) * wide, overflow="fold")
     for name in texts:
         answers.add_column(name, width=wide, overflow="fold")
-    for _, prompt, expected, base, tuned, *_ in rows:
+    if any(marks.values()):
+        answers.add_column("right", width=_MARK)
+    for index, prompt, expected, base, tuned, *_ in rows:
         texts = (prompt, expected, base, tuned) if before else (prompt, expected, tuned)
-        answers.add_row(*(Text(one_line(text)) for text in texts))
+        cells = [Text(one_line(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))) for text in texts]
+        answers.add_row(*cells, *([marks.get(int(index), "")] if any(marks.values()) else []))
     console.print(answers)
 
 
@@ -136,9 +147,20 @@ def phases_table(phases: Sequence[Mapping[str, Any]]) -> str:
 
 
 def comparison_table(result: Mapping[str, Any]) -> str:
-    """A markdown table of `comparison_rows`."""
+    """A markdown table of `comparison_rows`, below it which weights they are of."""
     rows = comparison_rows(result.get("before") or {}, result.get("after") or {})
-    return markdown_table(["", "base", "tuned", "change"], rows)
+    table = markdown_table(["", "base", "tuned", "change"], rows)
+    return f"{table}\n\n{markdown_cell(compared_weights(result))}".rstrip()
+
+
+def compared_weights(result: Mapping[str, Any]) -> str:
+    """Which weights the columns `base` and `tuned` are of, if the result says so."""
+    return "; ".join(f"{side}: {weights}" for side, weights in (result.get("weights") or {}).items())
+
+
+def _mark(score: Any) -> str:
+    """An answer's own main metric: yes and no for 1 and 0; nothing where only all answers together have one."""
+    return {1: "yes", 0: "no"}.get(score, f"{score:.2f}"[:_MARK]) if is_number(score) else ""
 
 
 def _side_by_side(before: Samples, after: Samples) -> list[list[str]]:

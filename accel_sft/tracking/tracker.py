@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from accel_sft.api.config import TrainConfig
 from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir, step_of
+from accel_sft.io.terminal import columns
 from accel_sft.io.text import markdown_table, shown
 from accel_sft.tracking.metrics_file import MetricsFile
 from accel_sft.tracking.progress_bar import ProgressBar
@@ -33,9 +34,6 @@ _CURVES = {
     "tokens": "throughput/tokens",
     "supervised_tokens": "throughput/supervised_tokens",
 }
-
-_LINE = 79
-"""Cells of an evaluation's line on the console."""
 
 
 class Tracker(contextlib.AbstractContextManager):
@@ -100,18 +98,12 @@ class Tracker(contextlib.AbstractContextManager):
         """Every rank's phases in order: `phase`, `rank`, `seconds` since its process started, and GiB of process memory
         and of the device's (None without CUDA) `allocated`, `peak` and `reserved`.
 
-        A collective when a phase is new; the trackers show it then. Call it on every rank once start-up is over.
+        A collective when a phase is new; TensorBoard shows the table then, as curves of one point would bury the
+        others. Call it on every rank once start-up is over.
         """
         if len(self._phases) < len(self._recorded) * self.accelerator.num_processes:
             every = gather_object([self._recorded])
             self._phases = [row for of_ranks in zip(*every, strict=True) for row in of_ranks]
-            curves: dict[str, float] = {}  # the largest of the ranks: a card per rank would bury the other curves
-            for row in self._phases:
-                for field, value in _numbers(row):
-                    if field != "rank":
-                        tag = f"startup/{row['phase']}/{field}"
-                        curves[tag] = max(value, curves.get(tag, 0.0))
-            self._trackers.curves(curves, self._line.done)
             self._trackers.text("startup", phases_table(self._phases), self._line.done)
         return self._phases
 
@@ -160,7 +152,7 @@ class Tracker(contextlib.AbstractContextManager):
             self._line.evaluated({main: quality[main]})
         line = f"step {step}:"
         for key in sorted(quality, key=lambda key: (key != main, key != "eval_loss")):
-            if len(longer := f"{line}  {key} {shown(quality[key])}") > _LINE:
+            if len(longer := f"{line}  {key} {shown(quality[key])}") >= columns():
                 break  # the rest is in metrics.jsonl, the curves and the report
             line = longer
         self.log(line)

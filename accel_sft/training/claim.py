@@ -19,12 +19,12 @@ from accel_sft.api.task import Task
 from accel_sft.checkpoint.checkpoint import settle
 from accel_sft.data import cache
 from accel_sft.data.fingerprint import code_fingerprint
-from accel_sft.io.files import abandoned, write_atomically
+from accel_sft.io.files import abandoned, expanded, write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import Team, decided_by_main
 from accel_sft.launch.describe import launch_record, recordable
 from accel_sft.launch.info import read_launch, restarts
-from accel_sft.models.load import weights_identity
+from accel_sft.models.source import weights_identity
 from accel_sft.resilience.exit import lost_peers
 from accel_sft.training.prepare import Prepared
 
@@ -77,8 +77,9 @@ def claim_run_dir(
     """Create or reuse the run's folder, the same on every rank.
 
     Returns:
-        the folder; `config`, with `--resume auto` if an earlier attempt of this launch claimed the folder; and whether
-        the folder's run is complete already. Other settings than that run's are refused later, by name.
+        the folder; `config`, with the day that templates are told, and with `--resume auto` if an earlier attempt of
+        this launch claimed the folder; and whether the folder's run is complete already. Other settings than that
+        run's are refused later, by name.
     Raises:
         UserError: the folder is not empty and `--resume` is off, belongs to something else, or cannot be written.
     """
@@ -87,13 +88,13 @@ def claim_run_dir(
     if machines > 1 and not config.output_dir:
         raise UserError("--output-dir: name a folder that all machines share; this launch has several")
 
-    def claim() -> tuple[RunDir, str, bool]:
+    def claim() -> tuple[RunDir, str, str, bool]:
         # in torchrun's temporary folder a file tells later attempts of this launch the run's folder
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         shared = Path(file).parents[2] / "accel_sft-run-dir" if file else None
         earlier = shared.read_text(encoding="utf-8") if restarts() and shared and shared.is_file() else None
         name = config.output_dir or earlier or f"runs/{task_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        path = Path(name).expanduser().absolute()
+        path = expanded(name, "--output-dir").absolute()
         run_dir, resume = RunDir(path), config.resume
         if resume == "off" and str(path) == earlier:
             resume = "auto"
@@ -125,17 +126,22 @@ def claim_run_dir(
         except OSError as error:
             raise UserError(f"--output-dir {name}: cannot be used ({error.strerror})") from None
         complete = resume != "off" and status == "complete"
-        return run_dir, resume, complete and not _changes(run_dir.read_record(), config.as_dict(), _options(task))
+        resumed = resume != "off" and (status == "complete" or run_dir.record.exists())
+        before = run_dir.read_record() if resumed else {"config": {}}
+        # templates are told the day on which the run was started, whenever and on whichever rank they are rendered
+        day = config.template_date or before["config"].get("template_date") or time.strftime("%Y-%m-%d")
+        settled = {**config.as_dict(), "template_date": day}
+        return run_dir, resume, day, complete and not _changes(before, settled, _options(task))
 
     try:
-        run_dir, resume, finished = decided_by_main(accelerator, claim)
+        run_dir, resume, day, finished = decided_by_main(accelerator, claim)
         if machines > 1:
             _check_shared(accelerator, run_dir)
     except Exception as error:  # another rank was lost before this one began
         for run_dir in claimed:
             run_dir.write_ended("failed", lost_peers() or str(error))
         raise
-    return run_dir, dataclasses.replace(config, resume=resume), finished
+    return run_dir, dataclasses.replace(config, resume=resume, template_date=day), finished
 
 
 def _check_shared(accelerator: Accelerator, run_dir: RunDir) -> None:
@@ -211,7 +217,11 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
             "start a new run in another folder"
         )
     if different:
-        start = f", or start a new run from its weights: --init-from {run_dir}" if run_dir.final.is_dir() else ""
+        if run_dir.final.is_dir():
+            start = f", or start a new run from its weights: --init-from {run_dir}"
+        else:
+            start = f"; to go on longer, let it end, and start a new run from its weights with --init-from {run_dir}"
+            start += f" (from the best so far: --init-from {run_dir.best})" if run_dir.best.is_dir() else ""
         raise UserError(
             *different,
             f"{run_dir}: a resumed run computes what it would have without the stop, schedule included; "

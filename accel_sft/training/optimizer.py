@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from accel_sft.api.config import TrainConfig
+from accel_sft.batching.memory import forwards_alone
 from accel_sft.models.adapters import adapter_of
 
 
@@ -104,9 +105,7 @@ class Stepper:
     @property
     def forwards_alone(self) -> bool:
         """Whether a forward may fail on one rank: ranks wait for each other in backwards only."""
-        if self.engine is not None:
-            return self.engine.zero_optimization_stage() < 3
-        return self.accelerator.distributed_type != DistributedType.FSDP
+        return forwards_alone(self.accelerator)
 
     def discard_gradients(self) -> None:
         """Drop the gradients of a step that is to be repeated; under DeepSpeed they must be NaN on all ranks."""

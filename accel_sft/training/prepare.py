@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from accelerate import Accelerator
@@ -16,9 +16,11 @@ from accel_sft.data.conversation import conversation, read_split
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.evaluator import Evaluator, answer_backend
+from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
-from accel_sft.models.load import Source, encoding_rules, find_source, load_model, load_tokenizer
+from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
+from accel_sft.models.source import Source, find_source
 from accel_sft.models.tiny import build_tiny
 
 _TINY_EXAMPLES = 1 << 15
@@ -39,10 +41,13 @@ class Assembly:
         self.tokenizer = load_tokenizer(source, config)
         self.encode = SplitEncoder(accelerator, self.tokenizer, task, encoding_rules(self.tokenizer, source, config))
 
-    def load_model(self, total_steps: int = 0) -> Any:
-        """The model, not prepared yet; `total_steps` optimizer steps are to come, 0 to evaluate only."""
+    def load_model(self, *encodings: Encoding, total_steps: int = 0, **more: Any) -> Any:
+        """The model, not prepared yet, for these tokens; `total_steps` optimizer steps are to come, 0 to evaluate
+        only."""
         precision, deepspeed = self.accelerator.mixed_precision, self.accelerator.state.deepspeed_plugin is not None
-        return load_model(self.source, self.config, precision=precision, deepspeed=deepspeed, total_steps=total_steps)
+        launch = {"precision": precision, "deepspeed": deepspeed}
+        largest_id = max(self.tokenizer.pad_token_id, *(encoding.kept.largest_id() for encoding in encodings))
+        return load_model(self.source, self.config, **launch, total_steps=total_steps, largest_id=largest_id, **more)
 
     def evaluator(
         self, model: Any, examples: Sequence[Any], encoding: Encoding, max_new_tokens: int | None = None, **more: Any
@@ -113,7 +118,7 @@ def prepare_data(accelerator: Accelerator, run_dir: RunDir, task: Task, config: 
     """
     splits: list[Sequence[Any]] = []
     # an error of one rank is raised on all of them, before any of them writes a file
-    by_each_rank(lambda: splits.extend(read_split(task, split) for split in ("train", "validation")))
+    by_each_rank(lambda: splits.extend(_read(task, config)))
     train_examples, validation_examples = splits
     base = None
     if config.model == "tiny" and not config.init_from:
@@ -135,6 +140,15 @@ def prepare_data(accelerator: Accelerator, run_dir: RunDir, task: Task, config: 
         max_steps=config.max_steps,
     )
     return Prepared(assembly, validation_examples, train, validation, plan)
+
+
+def _read(task: Task, config: TrainConfig) -> Iterator[Sequence[Any]]:
+    """Both splits; that the answers to the validation examples can be scored is seen now, if they will be."""
+    yield read_split(task, "train")
+    validation = read_split(task, "validation")
+    if config.eval_every != "off":
+        check_scoring(task, validation)
+    yield validation
 
 
 def _texts(task: Task, examples: Sequence[Any]) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from accel_sft.api.errors import UserError
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
+from accel_sft.batching.memory import out_of_memory
 from accel_sft.data.chat import Encoded
 from accel_sft.io.files import read_json, write_atomically
 from accel_sft.io.run_dir import RunDir
@@ -77,7 +78,9 @@ class TrainStep:
                 loss = nll * (sound * ranks / supervised_tokens)  # gradients are averaged
                 try:
                     self.stepper.backward(loss)
-                except torch.OutOfMemoryError as error:
+                except RuntimeError as error:
+                    if not out_of_memory(error):
+                        raise
                     if not self.stepper.alone or len(rows) == 1:
                         raise self._unrepeatable(rows, step) from error
                     oom = self._about(rows)
@@ -103,7 +106,9 @@ class TrainStep:
         try:
             batch = self.batching.batch(rows, self.pad_token_id, self.stepper.accelerator.device)
             return nll_sum(self.stepper.model, batch)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
             if not (repeatable and self.stepper.forwards_alone and len(rows) > 1):
                 raise self._unrepeatable(rows, step) from error
         return None

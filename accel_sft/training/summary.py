@@ -1,12 +1,13 @@
 """The model card of exported weights, and a finished run's summary: result.json, report.md and the console."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from accel_sft.io.run_dir import RunDir
-from accel_sft.io.terminal import terminal
+from accel_sft.io.terminal import columns, terminal
 from accel_sft.launch import describe
 from accel_sft.models.load import compile_seconds
 from accel_sft.tracking import report
@@ -15,20 +16,36 @@ from accel_sft.training.prepare import Prepared
 from accel_sft.training.state import TrainState
 
 
-def card(task_name: str, prepared: Prepared, state: TrainState) -> str:
+def card(task_name: str, prepared: Prepared, state: TrainState, model_class: str) -> str:
     """The README.md beside the weights of this state, whose newest evaluation stands beside the untrained ones'."""
-    config, task = prepared.assembly.config, prepared.assembly.task
+    config, task, rendering = prepared.assembly.config, prepared.assembly.task, prepared.assembly.encode.rendering
+    turns = task.messages(prepared.validation_examples[prepared.validation.kept[0].index])
+    form = rendering.form(turns, "validation")
     return model_card(
         base_model=config.init_from or config.model,
         task=task_name,
         adapter=config.adapter,
-        messages=task.messages(prepared.validation_examples[prepared.validation.kept[0].index]),
+        model_class=model_class,
+        messages=form.given(turns),
+        template_arguments=rendering.arguments,
+        prompt_end=rendering.closing(form),
         max_new_tokens=config.max_new_tokens or prepared.longest_answer,
         data=prepared.counts(),
         settings=describe.recordable({**config.as_dict(), **dataclasses.asdict(task)}),
-        result={"before": state.before or {}, "after": state.latest or {}},
+        result={  # time and memory are of moments of this process, and of no interest elsewhere
+            "before": {key: number for key, number in (state.before or {}).items() if key not in report.COSTS},
+            "after": {key: number for key, number in (state.latest or {}).items() if key not in report.COSTS},
+            "weights": _compared(
+                f"{Path(config.init_from or config.model).name}", f"these weights, of step {state.step}"
+            ),
+        },
         versions=describe.versions(),
     )
+
+
+def _compared(base: str, tuned: str) -> dict[str, str]:
+    """The weights that a report shows side by side."""
+    return {"base": f"{base} before the first step", "tuned": tuned}
 
 
 def publish(
@@ -47,6 +64,8 @@ def publish(
         "tokens_per_second": state.tokens / state.seconds if state.seconds else None,
         **({"compile_seconds": compile_seconds()} if config.compile else {}),
         "best": {"step": state.best_step, task.main_metric: state.best},
+        "weights": _compared(config.init_from or config.model, f"final/, of step {state.step}"),
+        "main_metric": task.main_metric,
         "before": state.before,
         "after": state.latest,
         **measured,
@@ -54,7 +73,7 @@ def publish(
     before, after = (run_dir.read_samples(step) for step in (0, state.evaluated_step))
     report.write_report(run_dir, result, before, after)
     run_dir.write_result(result)
-    report.print_report(result, before, after, console=Console(file=terminal(), highlight=False))
+    report.print_report(result, before, after, console=Console(file=terminal(), highlight=False, width=columns()))
     best = f"best/ (step {state.best_step}) and " if state.best_step else ""
     lines = [f"{run_dir}: weights in {best}final/ (step {state.step}), numbers in report.md"]
     if left_out := result["steps_left_out"]:

@@ -17,9 +17,10 @@ from accel_sft.checkpoint.capacity import check_disk, check_host_memory
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.accelerator import prepare_model
 from accel_sft.launch.collectives import decided_by_main, largest, largest_of_ranks
-from accel_sft.launch.describe import differences, parallelism
+from accel_sft.launch.describe import differences, parallelism, resume_command
 from accel_sft.launch.info import read_launch
-from accel_sft.models.load import compile_blocks, trainable_parameters
+from accel_sft.models.load import compile_blocks, parameter_counts
+from accel_sft.models.pretrained import auto_class, processor_files
 from accel_sft.resilience.anomalies import Anomalies
 from accel_sft.resilience.signals import Interruption, StopSignals
 from accel_sft.tracking.system import peak_memory_gib
@@ -57,12 +58,16 @@ class Trainer:
         )
         self.batching_asked = [config.batching, config.micro_batch_size]
 
-        model = assembly.load_model(self.plan.total_steps)
+        model = assembly.load_model(
+            prepared.train, prepared.validation, total_steps=self.plan.total_steps, log=tracker.log
+        )
+        self.model_class, self.beside = auto_class(model).__name__, processor_files(assembly.source.weights, model)
         if config.compile:
             compile_blocks(model)
         tracker.phase("model")
         self.load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
-        self.trained_parameters = trainable_parameters(model)
+        self.trained_parameters, parameters = parameter_counts(model)
+        tracker.log(f"{self.trained_parameters:,} of {parameters:,} parameters are trained")
         optimizer = adamw(model, config)
         check_host_memory(accelerator, model, read_launch())
         self.model, self.optimizer = prepare_model(accelerator, model, optimizer, config)
@@ -108,7 +113,8 @@ class Trainer:
         some, evaluated = self.train_examples.some(), self.prepared.validation.kept
         # the validation loss is computed in the same layout
         longest = [evaluated[int(evaluated.lengths.argmax())]] if len(evaluated) else []
-        trial = Trial(self.accelerator, self.model, self.config, some, pad_token_id)
+        moments = self.state.step > 0
+        trial = Trial(self.accelerator, self.model, self.config, some, pad_token_id, moments=moments)
         batching, message = trial.choose(before=kept, also=longest)
         self.tracker.log(message)
         choice.write(self.accelerator, self.run_dir, self.batching_asked, batching, job)
@@ -178,7 +184,7 @@ class Trainer:
     def stop_if(self, signal: int) -> None:
         """Raise Interruption if there was a signal; it is the same on all ranks."""
         if signal:
-            raise Interruption(signal, self.state.step)
+            raise Interruption(signal, self.state.step, resume_command(self.run_dir.path, self.config))
 
     def between_answers(self) -> None:
         """Let a signal end an evaluation, on all ranks, before its next batch of answers."""
@@ -203,8 +209,9 @@ class Trainer:
 
     def export(self, target: Path) -> None:
         """Write the current weights, with a model card, for plain transformers or peft."""
-        card = summary.card(self.task_name, self.prepared, self.state)
-        checkpoint.export(self.accelerator, self.model, self.prepared.assembly.tokenizer, target, card)
+        card = summary.card(self.task_name, self.prepared, self.state, self.model_class)
+        tokenizer = self.prepared.assembly.tokenizer
+        checkpoint.export(self.accelerator, self.model, tokenizer, target, card, self.beside)
 
     def save(self) -> None:
         """A checkpoint of this step, with the counters, metrics and batching so far."""

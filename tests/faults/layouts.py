@@ -30,11 +30,12 @@ import fsdp2_on_cpu
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
+from fake_memory import Device
 from test_launch import environment_of_a_rank
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.batching.autotune import STATE_BYTES, Trial
+from accel_sft.batching.autotune import Trial
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import HEADS
 from accel_sft.checkpoint import checkpoint
@@ -153,9 +154,24 @@ class Job:
         return " ".join(gather_object([digest.hexdigest()]))
 
 
+def memory(yaml: str, precision: str, folder: Path) -> dict[str, int]:
+    """What is reserved for the first steps; what they left allocated, and what they took beside activations at most."""
+    with Device() as device:
+        job = Job(yaml, precision, 0.0, folder)
+        trial = Trial(job.accelerator, job.model, TrainConfig().resolved({}), ROWS, 0)
+        before, device.peak = device.live, device.live
+        if job.stepper.forwards_alone:  # else steps have gathered weights and activations besides
+            trial.run(job.train_step.batching, ROWS[:2])
+        activations = device.peak - before
+        reserved = trial.reserved()
+        job.steps(0, 2)
+        found = {"reserved": reserved, "left": device.live - before}
+        return found | ({"peak": device.peak - before - activations} if job.stepper.forwards_alone else {})
+
+
 def under_fsdp2(folder: Path) -> dict[str, bool]:
-    """Whether gradients between micro-batches are this rank's shards, no more is reserved for them and for AdamW's
-    state, and losses and averaged gradients are float32 where computing is bf16."""
+    """Whether gradients between micro-batches are this rank's shards, and losses and averaged gradients are float32
+    where computing is bf16."""
     reduced = Job("fsdp2", "bf16", 0.0, folder)
     batch = Batching("padded", 0, rows=2).batch(ROWS[:2], 0, torch.device("cpu"))
     losses = HEADS["pieces"](reduced.model, batch, most_logits=64)  # two tokens at a time, within the model
@@ -165,13 +181,9 @@ def under_fsdp2(folder: Path) -> dict[str, bool]:
     with job.stepper.boundary(last=False):
         job.stepper.backward(training_step.nll_sum(job.model, batch))
     trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
-    config = TrainConfig().resolved({})
-    hold: list[torch.Tensor] = []
-    Trial(job.accelerator, job.model, config, ROWS, 0, train=True)._reserve(hold)
     shards = sum(parameter.to_local().numel() for parameter in trained)
     return {
         "gradients": all(parameter.grad is not None for parameter in trained),
-        "reserved": sum(map(len, hold)) == shards * (4 + STATE_BYTES),
         "losses": not torch.equal(losses, losses.bfloat16().float()),
         "averages": averages == torch.float32,
         "sharded": shards < sum(parameter.numel() for parameter in trained),
@@ -185,6 +197,8 @@ def bits(tensor: torch.Tensor) -> bytes:
 def main(folder: Path, layouts: list[str]) -> None:
     fsdp2_on_cpu.allow()
     found = {}
+    for yaml in layouts:
+        found[f"{yaml} memory"] = memory(yaml, "bf16", folder)
     for precision in ("no", "bf16", "bfloat16"):
         for yaml in layouts if precision != "bfloat16" else ["ddp"]:
             run_dir = folder / f"{yaml}-{precision}"

@@ -49,7 +49,7 @@ def test_what_one_layout_wrote_another_goes_on_from(everywhere, at):
     assert run["got"] == pytest.approx(run["expected"], rel=1e-6)
 
 
-@pytest.mark.parametrize("what", ["gradients", "reserved", "sharded", "losses", "averages"])
+@pytest.mark.parametrize("what", ["gradients", "sharded", "losses", "averages"])
 def test_fsdp_holds_shards_of_gradients_only_and_rounds_neither_losses_nor_averages(everywhere, what):
     assert everywhere["only under fsdp2"][what]
 
@@ -80,3 +80,10 @@ def test_a_step_without_room_on_one_rank_is_repeated_by_all_with_the_same_losses
     run = everywhere[name]
     assert run["cramped"] == pytest.approx(run["losses"][-len(run["cramped"]) :], rel=1e-6)
     assert 0 < run["tokens"] <= 12  # half of three rows, or less
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "offload" not in name])  # which is in host memory
+def test_what_is_reserved_before_the_first_step_is_what_the_first_two_take(everywhere, name):
+    memory = everywhere[f"{name} memory"]
+    for what in memory.keys() - {"reserved"}:
+        assert memory[what] <= memory["reserved"] + 4096, what  # counters, and what rows differ by

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 from conftest import CONFIGS, accel_sft
 from safetensors.torch import load_file
-from test_laws import FP32, layout
+from test_laws import FP32, JOB, ONCE, layout, same_curve
 from test_stopping import steps_done, wait_for
 
 LYING = """
@@ -101,3 +102,17 @@ def test_two_ranks_with_dropout_that_are_killed_before_a_checkpoint_go_on_to_the
     assert "a forward, as before" in " ".join(resumed.output.split())
     same_weights(whole.run_dir, run_dir, "adapter_model")
     assert [line["loss"] for line in resumed.lines()] == [line["loss"] for line in whole.lines()]
+
+
+def test_deterministic_asks_libraries_for_kernels_that_repeat_every_bit(launched, tmp_path):
+    """In a process of its own, for it holds for all that follows."""
+    code = "from accel_sft.launch.accelerator import create_accelerator; from accel_sft.api.config import TrainConfig\n"
+    code += "import os, torch; create_accelerator(TrainConfig(deterministic=True))\n"
+    code += "print(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),"
+    code += " os.environ['CUBLAS_WORKSPACE_CONFIG'])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["True", "False", ":4096:8"]
+    run = accel_sft(*JOB, *ONCE, "--deterministic", run_dir=tmp_path / "run")
+    assert run.status == 0, run.output
+    same_curve(layout(launched, "plain").lines(), run.lines())
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["deterministic"] is True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,6 +99,8 @@ def test_a_signal_ends_the_step_with_a_checkpoint_and_the_run_goes_on_to_the_sam
     assert result["status"] == "interrupted"
     step = steps_done(run_dir)
     assert f"stopped by {number.name} after step {step}, with a checkpoint" in result["error"]
+    continued = rf"to continue: \S+ .*-m accel_sft math .*--output-dir {run_dir} --resume auto$"
+    assert re.search(continued, result["error"]), result["error"]
     assert result["error"] in said
     assert (run_dir / "checkpoints" / "latest").read_text() == f"step-{step:06d}\n"
     resumed = accel_sft(*run.arguments, "--resume", "auto", run_dir=run_dir, **run.options)

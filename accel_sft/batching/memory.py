@@ -1,0 +1,129 @@
+"""Device memory: what tells of its end, what the first update will take, and what a forward is expected to take."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_sft.batching.layouts import Batching
+from accel_sft.batching.loss import MOST_LOGITS
+
+_NO_MEMORY = (
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # when its handle, made in the first product, finds no room
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+)
+LIBRARIES_BYTES = {"cuda": 2**30}
+"""What CUDA and NCCL allocate outside of torch's allocator when training begins."""
+LEFT_FREE = 0.2
+"""Share of the device's free memory that an estimate leaves."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether it says that a device has no memory left; the libraries below torch say so in words of their own."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
+
+def forwards_alone(accelerator: Accelerator) -> bool:
+    """Whether a rank's forward depends on no other rank: under ZeRO-3 and FSDP they gather weights from each other."""
+    if plugin := accelerator.state.deepspeed_plugin:
+        return plugin.zero_stage < 3
+    return accelerator.distributed_type != DistributedType.FSDP
+
+
+def first_update_bytes(accelerator: Accelerator, model: torch.nn.Module, *, moments: bool) -> int:
+    """What training takes on this rank's device, besides activations, that a prepared model has not yet.
+
+    Gradients, AdamW's moments, what is exchanged at a time, and what libraries allocate when they are first called.
+    DeepSpeed 0.19 allocates moments and buckets in the first step, and has a float32 copy of the gradients in each.
+
+    Args:
+        moments: whether AdamW's are there already, as in a resumed run.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine: Any = model if accelerator.state.deepspeed_plugin else None
+    total = LIBRARIES_BYTES.get(accelerator.device.type, 0) + _largest_gradients(model)
+    if engine is None:
+        for parameter in trained:
+            # of what this rank holds of it: FSDP's parameters know the whole shape
+            held = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            # DDP's buckets, made with it, are the gradients
+            tensors = (not isinstance(model, DistributedDataParallel)) + (0 if moments else 2)
+            total += tensors * held.numel() * held.element_size()
+        return total
+    stage, ranks = engine.zero_optimization_stage(), accelerator.num_processes
+    computes, accumulates = (dtype.itemsize for dtype in engine.get_data_types())
+    elements = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
+    part = math.ceil(elements / ranks)
+    total += accumulates * (part if stage >= 2 else elements)
+    if not engine.zero_use_cpu_optimizer():
+        copied = 4 if stage or computes < 4 else 0
+        total += (copied + (0 if moments else 8)) * (part if stage else elements)
+    if stage in (1, 2):
+        total += (1 + bool(engine.zero_overlap_comm())) * engine.zero_reduce_bucket_size() * computes
+    return total
+
+
+def _largest_gradients(model: torch.nn.Module) -> int:
+    """Bytes of the most gradients that stand whole beside the others: of one parameter, or of one of FSDP's blocks in
+    the type that computes and in float32, in which they are exchanged."""
+    from torch.distributed.fsdp import FSDPModule
+
+    block_of: dict[torch.nn.Parameter, torch.nn.Module] = {}
+    for module in model.modules():  # from the outside in
+        if isinstance(module, FSDPModule):
+            block_of.update(dict.fromkeys(module.parameters(), module))
+    sizes: dict[Any, int] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            each = 2 * 4 if parameter in block_of else parameter.element_size()
+            key = block_of.get(parameter, parameter)
+            sizes[key] = sizes.get(key, 0) + each * getattr(parameter, "ds_numel", parameter.numel())
+    return max(sizes.values(), default=0)
+
+
+def free_bytes(device: torch.device) -> float:
+    """What torch may still allocate on a GPU; infinite on other devices."""
+    if device.type != "cuda":
+        return math.inf
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def expected_bytes(model: torch.nn.Module, batching: Batching, *, recomputed: bool, itemsize: int) -> float:
+    """About what a forward of `batching.tokens` keeps for its backward, from the shapes of the model's matrices.
+
+    A block keeps what goes into its matrices and what comes out, and a third of that besides (norms, rotations,
+    residuals): 12 h + 4 i + 3 kv numbers a token of a Llama, where 10 h + 4 i + 2 kv have been measured. Of weights
+    that are gathered, one block's are counted.
+
+    Args:
+        recomputed: whether only what goes into each block is kept, and one block at a time is whole.
+        itemsize: bytes of a number that computes.
+    """
+    config = model.config.get_text_config(decoder=True)
+    layers = max(getattr(config, "num_hidden_layers", 1), 1)
+    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    outside = {id(getattr(part, "weight", None)) for part in ends}
+    numbers = weights = 0.0
+    for parameter in model.parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        if len(shape) >= 2 and id(parameter) not in outside:
+            numbers += sum(shape[-2:]) * (chosen if len(shape) > 2 else 1) * 4 / 3
+            weights += math.prod(shape)
+    if recomputed:
+        width = getattr(config, "hidden_size", 0)
+        numbers = numbers / layers + layers * width
+    seen = batching.tokens**2 if batching.attention == "mask" and batching.layout != "padded" else 0
+    whole_head = batching.head in ("labelled", "everywhere")
+    logits = batching.tokens * config.vocab_size if whole_head else MOST_LOGITS
+    return itemsize * (batching.tokens * numbers + seen + weights / layers) + 12 * logits

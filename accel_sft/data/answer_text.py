@@ -1,0 +1,95 @@
+"""The text of generated answers that is scored: without thinking, and without what the template writes around it."""
+
+import re
+from collections.abc import Sequence
+
+from accel_sft.data.conversation import Turns
+from accel_sft.data.form import Form, split_thinking
+from accel_sft.data.rendering import Rendering
+from accel_sft.data.template import MARK
+
+
+class AnswerText:
+    """The text of a generated answer, without what the template writes around answers, thinking, and special tokens.
+
+    Qwen3's template writes an empty thinking block before every answer, gpt-oss's names a channel, others break the
+    line. Answers are learnt and generated with it, but tasks do not know of it. Under `--thinking keep` the target's
+    own thinking is taken off too.
+    """
+
+    def __init__(self, rendering: Rendering) -> None:
+        self.rendering, self.tokenizer = rendering, rendering.tokenizer
+        self._keeps = rendering.thinking == "keep"
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        special = {token.content for token in added if token.special} | set(self.tokenizer.all_special_tokens)
+        longest_first = sorted(special, key=lambda token: (-len(token), token))
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def __call__(self, turns: Turns, target: str, answer: Sequence[int]) -> str:
+        """The text to be scored.
+
+        What the template and the tokenizer make of the target is read as the target, so an answer that is reproduced
+        to the token is right where one of the two strips, moves or normalises a character.
+
+        Args:
+            turns: the example's messages.
+            target: its expected answer.
+            answer: the generated token ids, end-of-turn included.
+        """
+        form = self.rendering.form(turns, "validation")
+        lead, wanted = self.rendering.lead(form), split_thinking(target)[1] if self._keeps else target
+        text = self._said(form, answer, lead, wanted)
+        if text == wanted:
+            return text
+        (example,) = self.rendering.examples([turns], [target], "validation")
+        learnt = self.tokenizer(example.rest or "", add_special_tokens=False)["input_ids"]
+        expected = self._said(form, learnt, lead, wanted)
+        if not expected:  # this tokenizer decodes the lead otherwise than the template writes it: it stays in the text
+            return self._said(form, answer, "", wanted)
+        return wanted if text == expected else text
+
+    def _said(self, form: Form, answer: Sequence[int], lead: str, target: str) -> str:
+        ids, tail = list(answer), form.tail
+        while ids and self._special.fullmatch(self.tokenizer.decode(ids[-1:])):
+            ids.pop()
+        text = _without_lead(self.tokenizer.decode(ids, skip_special_tokens=False), lead, target)
+        if self._keeps:  # before special tokens go, which its marks may be
+            text = _without_thinking(text, *form.thinking_marks)
+        end = self._special.search(tail)
+        if end:
+            text, tail = text.partition(end[0])[0], tail[: end.start()]
+        return self._special.sub("", text.removesuffix(tail))
+
+
+def _without_thinking(text: str, before: str, behind: str) -> str:
+    """An answer behind its thinking, which stands between the two; nothing is left of thinking without an end."""
+    if behind and behind in text:
+        return _behind_mark(text, behind, "")
+    return "" if before and text.lstrip().startswith(before) else text
+
+
+def _without_lead(text: str, lead: str, target: str) -> str:
+    """A generated text from its answer on, whatever it has in the blocks that the template writes before an answer.
+
+    Nothing is left of a text that opened such a block and did not come to its end.
+    """
+    marks = MARK.findall(lead)
+    closing = next((mark for mark in reversed(marks) if mark[1] == "/"), None)
+    if not marks:
+        return text.removeprefix(lead)
+    if closing and closing in target:  # the thinking is the task's own, to be scored
+        return text.lstrip() if lead[0].isspace() else text
+    # some tokenizers decode a blank behind a special token, where the template wrote none
+    pieces = [piece for piece in re.split(rf"({MARK.pattern})|\s+", lead) if piece]
+    core = re.search(r"\s*".join(map(re.escape, pieces)), text)
+    if core:
+        return _behind_mark(text, core[0], lead[len(lead.rstrip()) :])
+    if closing and closing in text:
+        return _behind_mark(text, closing, lead.rpartition(closing)[2])
+    opened = marks[0] == closing or text.lstrip().startswith(marks[0])  # by the prompt, or by the text
+    return "" if opened else text
+
+
+def _behind_mark(text: str, mark: str, then: str) -> str:
+    rest = text.partition(mark)[2]
+    return rest[len(then) :] if rest.startswith(then) else rest.lstrip()

@@ -1,0 +1,214 @@
+"""How a chat template is asked for prompts and answers: decided by probes, once for each order of roles."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from accel_sft.api.errors import UserError
+from accel_sft.data.conversation import Turns
+from accel_sft.data.form import Form, closing_mark, parting, split_thinking
+from accel_sft.data.template import MARK, Rejected, dated, rendered
+from accel_sft.io.text import one_line
+
+_ANSWER, _THOUGHT, _TURN = "\ue000\ue001", "\ue002\ue003", "\ue004{}\ue005"
+"""Probes, which stand for an answer, its thinking and a turn: characters that no template strips or splits."""
+
+
+class Rendered(NamedTuple):
+    """A conversation as text: what generation begins with, and what is learnt behind it (None: see `whole`).
+
+    `whole` is the template's own rendering of prompt and answer, for messages.
+    """
+
+    prompt: str
+    rest: str | None
+    whole: str
+
+
+class Rendering:
+    """A tokenizer's chat template, asked alike in training and evaluation: `--thinking` and the day are settled.
+
+    What is decided follows from the tokenizer, the two settings and the order of roles in a conversation: it is the
+    same on every rank. `notes` says in one line each what was done beyond the template's own way.
+
+    Args:
+        thinking: "off", "template" or "keep".
+        day: YYYY-MM-DD that the template is told; None: the day on which it is rendered.
+    """
+
+    def __init__(self, tokenizer: Any, thinking: str | None = "template", day: str | None = None) -> None:
+        self.tokenizer, self.thinking = tokenizer, thinking or "template"
+        try:
+            self.template = dated(tokenizer.get_chat_template(), day)
+        except ValueError as error:  # several by name, and none is the default
+            raise UserError(f"the model's chat template cannot be chosen: {one_line(str(error))}") from error
+        on = {"off": False, "keep": True}.get(self.thinking)
+        names = () if on is None else ("enable_thinking", "thinking")
+        self.arguments = {name: on for name in names if re.search(rf"\b{name}\b", self.template)}
+        self.notes: list[str] = []
+        self._forms: dict[tuple[str, ...], Form] = {}
+
+    def note(self, line: str) -> None:
+        """Add a line to `notes`, once."""
+        if line not in self.notes:
+            self.notes.append(line)
+
+    def examples(self, chats: Sequence[Turns], targets: Sequence[str], split: str) -> list[Rendered]:
+        """Each conversation's prompt and what is learnt behind it.
+
+        Raises:
+            UserError: the template rejects the messages, or fails.
+        """
+        forms = [self.form(turns, split) for turns in chats]
+        thoughts = [split_thinking(target) if self.thinking == "keep" else (None, target) for target in targets]
+        full = []
+        for form, turns, target, (thinking, answer) in zip(forms, chats, targets, thoughts, strict=True):
+            as_field = form.thinking_as == "field" and thinking is not None
+            full.append(form.with_answer(turns, answer, thinking) if as_field else form.with_answer(turns, target))
+        asked = self._rendered([form.given(turns) for form, turns in zip(forms, chats, strict=True)], split, True)
+        whole = self._rendered(full, split, False)
+        moved = [at for at, form in enumerate(forms) if form.system_moves]
+        probed = self._rendered([forms[at].with_answer(chats[at], _ANSWER) for at in moved], split, False)
+        heads = {at: text.partition(_ANSWER)[0] for at, text in zip(moved, probed, strict=True)}
+        return [self._joined(forms[at], asked[at], whole[at], heads.get(at), *thoughts[at]) for at in range(len(forms))]
+
+    def form(self, turns: Turns, split: str) -> Form:
+        """How conversations with the roles of these turns are rendered.
+
+        Raises:
+            UserError: the template rejects the messages, or fails.
+        """
+        roles = tuple(turn["role"] for turn in turns)
+        if roles not in self._forms:
+            probes = [{"role": role, "content": _TURN.format(at)} for at, role in enumerate(roles)]
+            try:
+                self._forms[roles] = self._decided(probes, split)
+            except Rejected:  # some templates read contents, JSON of tools among them
+                self._forms[roles] = self._decided(turns, split)
+        return self._forms[roles]
+
+    def _joined(
+        self, form: Form, asked: str, whole: str, head: str | None, thinking: str | None, answer: str
+    ) -> Rendered:
+        """`head`: the rendering up to the answer, where the system text moves."""
+        if form.thinking_as == "written" and thinking is not None and (form.sound or form.system_moves):
+            opening, mark = ("", form.closing_mark) if form.closing_mark else ("<think>", "</think>")
+            return Rendered(asked, f"{opening}{thinking}{mark}{answer}{form.tail}", whole)
+        begins = form.before_lead(asked)
+        if head is not None:
+            begins = head[: len(head) - len(form.lead or "")]
+        elif not form.sound or not asked.endswith(form.unwritten):
+            return Rendered(asked, None, whole)
+        if not whole.startswith(begins):
+            return Rendered(asked, None, whole)
+        rest = whole[len(begins) :]
+        if closing := self.closing(form):
+            if not form.closing and not rest.startswith(closing):
+                return Rendered(asked, None, whole)
+            return Rendered(asked + closing, rest if form.closing else rest[len(closing) :], whole)
+        if form.closing and form.closing_mark not in rest:
+            rest = form.closing + rest
+        return Rendered(asked, rest, whole)
+
+    def closing(self, form: Form) -> str:
+        """What is put behind prompts: under `--thinking off` the end of a block that the template opens there."""
+        return form.closing or form.closed_by_template if self.thinking == "off" else ""
+
+    def lead(self, form: Form) -> str:
+        """What is learnt between a prompt and its answer."""
+        if self.closing(form):
+            return (form.lead or "").removeprefix(form.closed_by_template)
+        return form.closing + (form.lead or "")
+
+    def _decided(self, turns: Turns, split: str) -> Form:
+        form, asked, whole = self._accepted(turns, split)
+        head, written, tail = whole.partition(_ANSWER)
+        if not written:
+            return dataclasses.replace(form, lead=None)
+        at = parting(asked, head)
+        unwritten, lead, instead = asked[at:], head[at:], ""
+        # what differs must lie behind the last turn, and may be blocks, but no words such as another header
+        sound = not unwritten or (turns[-1]["content"] in asked[:at] and not MARK.sub("", lead).strip())
+        others, moves = [turn for turn in turns if turn["role"] != "system"], False
+        if not sound and not form.folds_system and 0 < len(others) < len(turns):
+            inner = self.form(others, split)
+            moves = inner.sound and inner.lead is not None
+            moves = moves and asked.endswith(inner.unwritten) and head.endswith(inner.lead)
+            if moves:
+                unwritten, lead, instead = inner.unwritten, inner.lead, inner.instead
+        if unwritten and unwritten.endswith(lead):  # Granite's switch stands before the last mark of the prompt
+            instead, lead = lead, ""
+        around = {"unwritten": unwritten, "instead": instead, "lead": lead, "tail": tail}
+        form = dataclasses.replace(form, sound=sound, system_moves=moves, **around)
+        if mark := closing_mark(asked):
+            closing = "" if mark in lead else f"\n{mark}\n\n" if asked.endswith("\n") else mark
+            form = dataclasses.replace(form, closing_mark=mark, closing=closing)
+        if self.thinking == "keep":
+            form = self._with_thinking(form, turns, asked, split)
+        self._tell(form, turns, asked)
+        return form
+
+    def _accepted(self, turns: Turns, split: str) -> tuple[Form, str, str]:
+        """The first way of giving turns in which the template keeps every text; the prompt, and that with an answer."""
+        folds = (False, True) if any(turn["role"] == "system" for turn in turns) else (False,)
+        refused, first = None, None
+        for form in (Form(folds_system=folds_system, parts=parts) for parts in (False, True) for folds_system in folds):
+            try:
+                (asked,) = self._rendered([form.given(turns)], split, True)
+                (whole,) = self._rendered([form.with_answer(turns, _ANSWER)], split, False)
+            except Rejected as error:
+                refused = refused or error
+                continue
+            first = first or (form, asked, whole)
+            kept = _ANSWER in whole and all(turn["content"].strip() in asked for turn in turns)
+            if kept and not (form.parts and re.search(r"'text'|\"text\"", whole)):  # the list itself, printed
+                return form, asked, whole
+        if first is None:
+            raise refused
+        return first
+
+    def _with_thinking(self, form: Form, turns: Turns, asked: str, split: str) -> Form:
+        """The first way of giving a target's thinking in which the template keeps it."""
+        begins = "" if form.system_moves else form.before_lead(asked)
+        try:
+            (field,) = self._rendered([form.with_answer(turns, _ANSWER, _THOUGHT)], split, False)
+        except Rejected:
+            field = ""
+        found = re.fullmatch(f"(.*?){_THOUGHT}(.*?){_ANSWER}.*", field[len(begins) :], re.S)
+        if found and field.startswith(begins):
+            before = "" if form.system_moves else found[1].strip()
+            return dataclasses.replace(form, thinking_as="field", thinking_marks=(before, found[2].strip()))
+        (whole,) = self._rendered([form.with_answer(turns, f"<think>{_THOUGHT}</think>{_ANSWER}")], split, False)
+        rest = whole[len(begins) :]
+        twice = form.closing_mark and MARK.match(rest.lstrip())  # the prompt opened the block already
+        kept = whole.startswith(begins) and _THOUGHT in rest and not twice
+        return form if kept else dataclasses.replace(form, thinking_as="written")
+
+    def _tell(self, form: Form, turns: Turns, asked: str) -> None:
+        if form.folds_system:
+            self.note("chat template: it takes no system message; its text is put before the first user turn's")
+        if form.parts:
+            self.note("chat template: it takes lists of parts; each content is given as one text part")
+        if form.system_moves:
+            self.note("chat template: it puts the system message elsewhere once an answer follows; it stays as asked")
+        if form.unwritten and form.lead is not None and (form.sound or form.system_moves):
+            self.note(
+                f'chat template: prompts end with "{one_line(form.unwritten)}", which it leaves out once an answer '
+                "follows; what is learnt follows the prompt as it is generated from"
+            )
+        if closing := self.closing(form):
+            self.note(f'--thinking off: prompts end with an opened block; the trainer adds "{one_line(closing)}"')
+        elif form.closing:
+            self.note(
+                f'chat template: prompts open a block that answers do not close; "{one_line(form.closing)}" is learnt '
+                "before an answer that has no thinking"
+            )
+        if form.thinking_as == "written":
+            self.note("--thinking keep: the chat template drops thinking; it is written behind the prompt as it is")
+        if all(turn["role"] != "user" for turn in turns):
+            roles = "/".join(turn["role"] for turn in turns)
+            self.note(f"warning: conversations without a user turn (roles {roles}): see that messages() means that")
+
+    def _rendered(self, conversations: Sequence[Any], split: str, prompt: bool) -> list[str]:
+        return rendered(self.tokenizer, self.template, conversations, split, prompt=prompt, given=self.arguments)

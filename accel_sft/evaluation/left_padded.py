@@ -1,0 +1,91 @@
+"""Greedy answers by transformers' `generate` from left-padded prompts, and how far padding changes what it predicts."""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, StoppingCriteriaList
+
+from accel_sft.io.heartbeat import heartbeat
+
+CHECKED_TOKENS = 3
+"""Of each answer, by which prompts in one batch are compared with each alone."""
+
+
+def generate(
+    model: Any,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    ends: Collection[int],
+    pad_token_id: int,
+    device: torch.device,
+) -> list[list[int]]:
+    """Greedy answers, up to the first of `ends`, which is part of them."""
+    longest = max(map(len, prompts))
+    output = _output(model, prompts, max_new_tokens, ends, pad_token_id, device)
+    answers = []
+    for ids in output.sequences[:, longest:].tolist():
+        stop = next((at for at, token in enumerate(ids) if token in ends), len(ids) - 1)
+        answers.append(ids[: stop + 1])
+    return answers
+
+
+def padding_changes(
+    model: Any, prompts: Sequence[list[int]], ends: Collection[int], pad_token_id: int, device: torch.device
+) -> float:
+    """By how many nats the predictions for prompts in one batch differ from those for each alone, at most.
+
+    Recurrent layers and compressed caches may take padding for text.
+    """
+    largest, rest = 0.0, (CHECKED_TOKENS, ends, pad_token_id, device)
+    together = _output(model, prompts, *rest)
+    for number, prompt in enumerate(prompts):
+        alone = _output(model, [prompt], *rest)
+        for mine, others in zip(alone.logits, together.logits, strict=False):
+            largest = max(largest, nats_apart(mine[0], others[number]))
+            if mine[0].argmax() != others[number].argmax():  # from here on they answer different texts
+                break
+    return largest
+
+
+def nats_apart(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """Mean difference of log-probabilities of the next token, each weighted with its probability; NaN counts most."""
+    alone = expected.double().log_softmax(dim=-1)
+    off = (found.double().log_softmax(dim=-1) - alone).abs()
+    return (alone.exp() * off).sum().nan_to_num(nan=math.inf).item()
+
+
+def _output(
+    model: Any,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    ends: Collection[int],
+    pad_token_id: int,
+    device: torch.device,
+) -> Any:
+    longest = max(map(len, prompts))
+    rows = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return model.generate(
+        input_ids=torch.tensor(rows, device=device),
+        attention_mask=torch.tensor(mask, device=device),
+        generation_config=GenerationConfig(  # overrides sampling and penalties in the model's own
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=sorted(ends),
+            pad_token_id=pad_token_id,
+            use_cache=True,
+            return_dict_in_generate=True,
+            output_logits=max_new_tokens <= CHECKED_TOKENS,  # of long answers they would fill the memory
+        ),
+        stopping_criteria=StoppingCriteriaList([_heartbeat_criterion]),
+    )
+
+
+def _heartbeat_criterion(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    """A stopping criterion that never stops; it is called after every token."""
+    heartbeat()
+    return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

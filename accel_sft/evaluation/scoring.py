@@ -1,0 +1,93 @@
+"""Scores of answers and the metrics made of them, checked as they come from the task."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accel_sft.api.errors import UserError, what_and_where
+from accel_sft.api.task import Task
+from accel_sft.data.conversation import conversation
+from accel_sft.io.text import LONGEST_ERROR, one_line
+from accel_sft.tracking.report import COSTS
+
+_TRIED = 8
+"""Validation examples whose own targets are scored before anything is loaded."""
+
+
+def check_scoring(task: Task, examples: Sequence[Any]) -> None:
+    """Score the targets of the first validation examples, or a mistake in the task would end the first evaluation.
+
+    Raises:
+        UserError: as `scored` and `aggregated`. An aggregate() that fails on so few scores is not refused: some
+            metrics need more.
+    """
+    indices = range(min(len(examples), _TRIED))
+    targets = [conversation(task, examples, "validation", index)[1] for index in indices]
+    scores = [scored(task, examples, *answer) for answer in zip(indices, targets, strict=True)]
+    try:
+        metrics = task.aggregate(scores)
+    except UserError:
+        raise
+    except Exception:  # noqa: BLE001 - the first evaluation says so if it is more than that
+        return
+    _checked(task, metrics)
+
+
+def scored(task: Task, examples: Sequence[Any], index: int, text: str) -> dict[str, Any]:
+    """The task's score of `text` as the answer to a validation example.
+
+    Raises:
+        UserError: score() failed, or gave something else than a dict that JSON can hold.
+    """
+    where = f"validation example {index}"
+    try:
+        scores = task.score(examples[index], text)
+    except UserError:
+        raise
+    except Exception as error:
+        cause = one_line(what_and_where(error), LONGEST_ERROR)
+        raise UserError(f"{where}: the task's score() failed on {text[:80]!r}: {cause}") from error
+    if not isinstance(scores, dict):
+        raise UserError(f"{where}: score() gave {one_line(repr(scores))}, expected a dict of numbers")
+    try:
+        json.dumps(scores, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{where}: score() gave {one_line(repr(scores))}, which JSON cannot hold "
+            f"({one_line(str(error), LONGEST_ERROR)}); give plain numbers and text"
+        ) from error
+    return scores
+
+
+def aggregated(task: Task, scores: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The task's metrics of all examples' scores.
+
+    Raises:
+        UserError: aggregate() failed, or gave something else than numbers by name, the main metric among them.
+    """
+    try:
+        metrics = task.aggregate(scores)
+    except UserError:
+        raise
+    except Exception as error:
+        raise _unusable(error) from error
+    return _checked(task, metrics)
+
+
+def _checked(task: Task, given: Mapping[str, Any]) -> dict[str, float]:
+    try:
+        metrics = {str(key): float(value) for key, value in given.items()}
+    except Exception as error:
+        raise _unusable(error) from error
+    main = task.main_metric
+    if main not in metrics:
+        raise UserError(f"the task's aggregate() gave {sorted(metrics)}, without its main_metric {main!r}")
+    if taken := metrics.keys() & {"step", "loss", "eval_loss", *COSTS}:
+        names = ", ".join(sorted(taken))
+        raise UserError(f"the task's aggregate() gave {names}: names of the trainer's own numbers")
+    return metrics
+
+
+def _unusable(error: Exception) -> UserError:
+    cause = one_line(what_and_where(error), LONGEST_ERROR)
+    return UserError(f"the task's aggregate() failed, or gave something other than a number by name: {cause}")

@@ -1,0 +1,116 @@
+"""Loads saved weights as a model that reads text: all of them, and those of a multimodal model too."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.models.architecture import beyond_text, parts_of
+
+_NAMED = 4
+_DEQUANTIZED = ("mxfp4", "fp8", "compressed-tensors")
+"""Kinds of quantized checkpoints that transformers can make whole as it loads them, so that they can be trained."""
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+
+def pretrained(
+    name: str,
+    config: TrainConfig,
+    dtype: torch.dtype,
+    *,
+    largest_id: int,
+    train: bool,
+    log: Callable[[str], None],
+) -> Any:
+    """The model of a folder or a hub id, without an adapter.
+
+    Raises:
+        UserError: it has no embedding for the largest token id; its files lack weights, or have them in another shape.
+    """
+    from transformers import AutoConfig
+
+    settings = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+    text = settings.get_text_config(decoder=True)
+    if (largest_id := max(largest_id, getattr(text, "pad_token_id", None) or 0)) >= getattr(
+        text, "vocab_size", math.inf
+    ):
+        raise UserError(
+            f"--model {name}: its tokenizer has token {largest_id}, and the model's vocabulary ends at "
+            f"{text.vocab_size - 1}; use the tokenizer that came with the weights, or enlarge their embedding "
+            "(resize_token_embeddings)"
+        )
+    quantized = getattr(settings, "quantization_config", None)
+    if train and isinstance(quantized, dict) and quantized.get("quant_method") in _DEQUANTIZED:
+        quantized["dequantize"] = True
+    model, found = _class_of(settings).from_pretrained(
+        name,
+        config=settings,
+        dtype=dtype,
+        attn_implementation=config.attn_implementation,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # to be named below, and not as a table
+        trust_remote_code=config.trust_remote_code,
+    )
+    _refuse_incomplete(name, found)
+    if quantized and not hasattr(model.config, "quantization_config"):
+        # what remains of the conversion would write whole weights under the names of quantized ones
+        vars(model).pop("_weight_conversions", None)
+    if text is not settings and not isinstance(model.config, type(settings)):
+        log("multimodal weights are loaded as their language model alone; what is exported is text-only as well")
+    return model
+
+
+def auto_class(model: torch.nn.Module) -> Any:
+    """The class of transformers that loads this model's saved weights."""
+    return _class_of(model.config)
+
+
+def _class_of(settings: Any) -> Any:
+    """Of a multimodal model without a causal class it is the one for images and text."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    classes = AutoModelForCausalLM, AutoModelForImageTextToText
+    known = [auto for auto in classes if type(settings) in auto._model_mapping]
+    return (*known, AutoModelForCausalLM)[0]
+
+
+def _refuse_incomplete(name: str, found: dict[str, Any]) -> None:
+    """Weights that are not in the files start random, of which transformers says no more than a warning.
+
+    Tied weights, and those that their model declares as not needed, are not among the missing.
+    """
+    shapes = [f"{key} {tuple(there)} for {tuple(here)}" for key, there, here in found["mismatched_keys"]]
+    defects = {"lack": sorted(found["missing_keys"]), "have in another shape than config.json says": sorted(shapes)}
+    wrong = [
+        f"--model {name}: its files {what} {len(keys)} of the model's weights, which would start random "
+        f"({', '.join(keys[:_NAMED])}{', ...' if len(keys) > _NAMED else ''}); name files that are whole, or mend its "
+        "config.json"
+        for what, keys in defects.items()
+        if keys
+    ]
+    if wrong:
+        raise UserError(*wrong)
+
+
+def freeze_beyond_text(model: torch.nn.Module, log: Callable[[str], None]) -> None:
+    """Let nothing be trained that no text reaches."""
+    beyond = {name: weights for name, weights in beyond_text(model).items() if weights.requires_grad}
+    for weights in beyond.values():
+        weights.requires_grad_(False)
+    if beyond:
+        log(f"not trained, for no text reaches it: {', '.join(parts_of(beyond))}")
+
+
+def processor_files(name: str, model: torch.nn.Module) -> list[Path]:
+    """The files beside a multimodal model that say how images and the like are made its input."""
+    from transformers.utils import cached_file
+
+    if not beyond_text(model):
+        return []
+    or_none = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = (cached_file(name, file, **or_none) for file in _PROCESSOR_FILES)
+    return [Path(file) for file in found if file]

@@ -1,0 +1,126 @@
+"""Finds what `--model` and `--init-from` name: a folder, a hub id, an earlier run, an adapter and its base."""
+
+import contextlib
+import dataclasses
+import hashlib
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.io.files import expanded, read_json
+from accel_sft.io.run_dir import RunDir
+from accel_sft.io.terminal import waiting
+
+_SAMPLES, _SAMPLE_BYTES = 1 << 14, 1 << 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What to load: full weights with their tokenizer, and the adapter that stands on them, if any."""
+
+    weights: str
+    tokenizer: str
+    adapter: str | None = None
+
+
+def find_source(config: TrainConfig, model: str | None = None) -> Source:
+    """The source that `--model` (or `model`) or `--init-from` names.
+
+    A folder may hold full weights, an adapter (its base is read from `adapter_config.json`), or a run.
+
+    Raises:
+        UserError: a folder that is not there or holds neither.
+    """
+    name = model or config.init_from or config.model
+    folder = expanded(name)
+    if (run := RunDir(folder)).record.is_file():
+        if not run.final.is_dir():
+            raise UserError(f"{name}: this run has no final/ yet; resume it first, or name one of its folders")
+        folder = run.final
+    if (folder / "adapter_config.json").is_file():
+        adapter = read_json(folder / "adapter_config.json")
+        base = adapter.get("base_model_name_or_path") if isinstance(adapter, dict) else None
+        if not isinstance(base, str) or not base:
+            raise UserError(
+                f"{folder}/adapter_config.json: base_model_name_or_path is missing; name the adapter's base"
+            )
+        beside = RunDir(folder.parent.resolve()).base
+        if not Path(base).exists() and (beside / "config.json").is_file():  # the run was moved
+            base = str(beside)
+        elif Path(base).is_absolute() and not Path(base).exists():
+            raise UserError(f"{folder}: its base {base} is gone; put it back, or name it in adapter_config.json")
+        return Source(base, str(folder), str(folder))
+    if name and folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{name}: no config.json or adapter_config.json in this folder; it is not a saved model")
+        return Source(str(folder.resolve()), str(folder))
+    if config.init_from and not model:
+        raise UserError(f"--init-from {name}: no such run; give the folder of a finished run or of saved weights")
+    parts = folder.parts
+    if not name or folder.is_file() or name.startswith((".", "/", "~")) or name.endswith("/") or len(parts) > 2:
+        raise UserError(f"--model {name!r}: no such folder; name a hub id, a folder of saved weights, or a run")
+    if len(parts) == 2 and folder.parent.is_dir():
+        raise UserError(
+            f"--model {name}: there is no {parts[1]} in the folder {parts[0]}; name one that is there, or, if it is a "
+            f"hub id, start where there is no {parts[0]}"
+        )
+    return Source(name, name)
+
+
+def weights_identity(source: Source) -> str | None:
+    """A hash that differs between full weights of the same name and shape in a folder; None for a hub id.
+
+    SHA-256 of the configuration and of the weight files' names, sizes and content. Of a large file 64 MiB
+    are read, evenly spread: training changes every matrix, and reading all takes as long as loading the model.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    folder = Path(source.weights)
+    if not folder.is_dir():
+        return None
+    with errors_explained(source.weights):
+        digest = hashlib.sha256((folder / "config.json").read_bytes())
+        for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}".encode())
+            with path.open("rb", buffering=0) as file:
+                for start in range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES)):
+                    file.seek(start)
+                    digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def is_tiny(config: TrainConfig) -> bool:
+    """Whether what is trained is the built-in model, fresh or from an earlier run of it."""
+    model, init_from, seen = config.model, config.init_from, set()
+    while isinstance(init_from, str) and init_from:
+        run = RunDir(expanded(init_from, "--init-from"))
+        if init_from in seen or not run.record.is_file():  # a record may name any run, itself too
+            return False
+        seen.add(init_from)
+        earlier = run.read_record()["config"]
+        model, init_from = earlier.get("model"), earlier.get("init_from")
+    return model == "tiny"
+
+
+@contextlib.contextmanager
+def errors_explained(name: str) -> Iterator[None]:
+    """Inside, what `name` is loaded from may fail as libraries fail: the error says what cannot be loaded, and why."""
+    try:
+        with contextlib.nullcontext() if Path(name).exists() else waiting(f"waiting for {name} from the hub"):
+            yield
+    except (OSError, ValueError, KeyError, ImportError, UserWarning, SafetensorError, pickle.UnpicklingError) as error:
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):  # torch's own text suggests to run what is in the file
+            cause = "its weights hold more than numbers, which could run code; use safetensors, from someone you trust"
+        if "trust_remote_code" in str(error):
+            cause = "it needs its own code to run; read that code, then pass --trust-remote-code"
+        if "attn_implementation" in str(error):
+            raise UserError(f"--attn-implementation: {cause}") from error
+        where = "" if Path(name).exists() else "no such folder here, and as a hub id "
+        raise UserError(f"--model {name}: {where}cannot be loaded: {cause}") from error

@@ -1,0 +1,91 @@
+"""Which layers an adapter stands on: those that text reaches, and that compute by being called."""
+
+import inspect
+import re
+from typing import Any
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from accel_sft.api.errors import UserError
+from accel_sft.models.architecture import beyond_text, parts_of
+
+ALL_LINEAR = "all-linear"
+
+
+def targets(model: torch.nn.Module, asked: str) -> dict[str, Any]:
+    """peft's arguments for `--lora-target-modules`.
+
+    peft takes for linear, in a multimodal model, layers that no text reaches, and layers that it then refuses or beside
+    which an adapter does nothing; they are excluded.
+
+    Raises:
+        UserError: a name that no module which text reaches has.
+    """
+    names = [name.strip() for name in asked.split(",") if name.strip()]
+    beyond = beyond_text(model)
+    modules = [name for name, module in model.named_modules() if not _has_any(name, module, beyond)]
+    if names != [ALL_LINEAR] and (missing := [n for n in names if not any(f".{m}".endswith(f".{n}") for m in modules)]):
+        linear = {name.rsplit(".", 1)[-1] for name in modules if hasattr(model.get_submodule(name), "in_features")}
+        here = ", ".join(sorted(linear))
+        raise UserError(f"--lora-target-modules {', '.join(missing)}: no such module; this model has {here}")
+    excluded = [rf"(model\.)?{re.escape(part)}\..*" for part in parts_of(beyond)]
+    if names == [ALL_LINEAR]:
+        unfit = {_in_block(name) for names in _unfit(model).values() for name in names}
+        excluded += [rf"(.*\.)?{re.escape(name)}" for name in sorted(unfit)]
+    return {
+        "target_modules": ALL_LINEAR if names == [ALL_LINEAR] else names,
+        "exclude_modules": "|".join(excluded) or None,
+    }
+
+
+def left_out(adapted: Any) -> list[str]:
+    """What an adapter on all linear layers does not stand on, each with the reason."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    model = adapted.get_base_model()
+    beyond = beyond_text(model)
+    found = {"no text reaches them": parts_of(beyond), **_unfit(model)}
+    wrapped = [module for module in model.modules() if isinstance(module, ParamWrapper)]
+    stood_on = {id(getattr(module.get_base_layer(), module.parameter_name)) for module in wrapped}
+    for name, parameter in model.named_parameters():
+        is_convolution = hasattr(model.get_submodule(name.rpartition(".")[0]), "kernel_size")
+        whole = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves one dimension
+        if len(whole) == 3 and not (is_convolution or name in beyond or id(parameter) in stood_on):
+            found.setdefault("experts in one tensor", []).append(name)
+    return [f"{', '.join(dict.fromkeys(map(_in_block, names)))} ({reason})" for reason, names in found.items() if names]
+
+
+def _unfit(model: Any) -> dict[str, list[str]]:
+    """Linear layers that have a forward of their own, or whose weights are used without it, by the reason.
+
+    Kernels of state-space layers are handed the weights of their projections, beside which an adapter does nothing.
+    """
+    found: dict[str, list[str]] = {}
+    beyond = beyond_text(model)
+    for name, module in model.named_modules():
+        if not isinstance(module, (torch.nn.Linear, Conv1D)) or _has_any(name, module, beyond):
+            continue
+        parent, _, own = name.rpartition(".")
+        user = type(model.get_submodule(parent))
+        if type(module).forward not in (torch.nn.Linear.forward, Conv1D.forward) and _of_model(type(module)):
+            found.setdefault("no plain linear layer", []).append(name)
+        elif _of_model(user) and re.search(
+            rf"\bself\.{own}\.weight\b(?!\.(dtype|device|shape))", inspect.getsource(user)
+        ):
+            found.setdefault("used without being called", []).append(name)
+    return found
+
+
+def _of_model(kind: type) -> bool:
+    """Whether a class comes with a model, and not with a library of layers that peft may know."""
+    return kind.__module__.startswith(("transformers.models.", "transformers_modules."))
+
+
+def _has_any(name: str, module: torch.nn.Module, parameters: dict[str, Any]) -> bool:
+    return any(f"{name}.{own}" in parameters for own, _ in module.named_parameters(recurse=False))
+
+
+def _in_block(name: str) -> str:
+    """A name without the number of its block and what stands before it."""
+    return re.split(r"\.\d+\.", name)[-1]

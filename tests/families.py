@@ -1,0 +1,202 @@
+"""Chat templates that behave as those of model families do, written for the tests."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """`template`, the tokens it is made of, those that end an answer, and the one that should be learnt as the end."""
+
+    template: str
+    special: tuple[str, ...]
+    ends: tuple[str, ...]
+    stop: str = ""
+
+    @property
+    def learnt_end(self) -> str:
+        return self.stop or self.ends[0]
+
+
+CHATML = ("<|im_start|>", "<|im_end|>")
+
+
+def _chatml(assistant: str, prompt: str = "") -> Family:
+    return Family(
+        "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% else %}<|im_start|>assistant\n" + assistant + "<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n" + prompt + "{% endif %}",
+        CHATML,
+        ("<|im_end|>",),
+    )
+
+
+_THOUGHT = (  # the field, or a block that the content begins with
+    "{% set content, thought = m.content, '' %}"
+    "{% if m.reasoning_content is string %}{% set thought = m.reasoning_content %}"
+    "{% elif '</think>' in content %}"
+    "{% set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+)
+_CLOSED_IF_OFF = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+_OPENED_UNLESS_OFF = (
+    "<think>\n{% if enable_thinking is defined and not enable_thinking %}{{ '\n</think>\n\n' }}{% endif %}"
+)
+
+FAMILIES = {
+    "Qwen2.5": _chatml("{{ m.content }}"),
+    "Qwen3": _chatml(_THOUGHT + "<think>\n{{ thought.strip() }}\n</think>\n\n{{ content }}", _CLOSED_IF_OFF),
+    "Qwen3.5": _chatml(_THOUGHT + "<think>\n{{ thought.strip() }}\n</think>\n\n{{ content }}", _OPENED_UNLESS_OFF),
+    "GLM-4.5": Family(
+        "[gMASK]<sop>{% for m in messages %}{% if m.role != 'assistant' %}<|{{ m.role }}|>\n{{ m.content }}"
+        "{% if m.role == 'user' and enable_thinking is defined and not enable_thinking %}/nothink{% endif %}"
+        "{% else %}<|assistant|>" + _THOUGHT + "{% if thought %}\n<think>{{ thought.strip() }}</think>"
+        "{% else %}\n<think></think>{% endif %}\n{{ content.strip() }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>"
+        "{% if enable_thinking is defined and not enable_thinking %}\n<think></think>{% endif %}{% endif %}",
+        ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|endoftext|>"),
+        ("<|endoftext|>",),
+    ),
+    "gpt-oss": Family(
+        "<|start|>system<|message|>Current date: {{ strftime_now('%Y-%m-%d') }}<|end|>"
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% if 'thinking' in m %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+        "<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|return|>"
+        "{% else %}<|start|>{{ 'developer' if m.role == 'system' else m.role }}<|message|>{{ m.content }}<|end|>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+        ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>"),
+        ("<|return|>",),
+    ),
+    "DeepSeek-R1": Family(
+        "<|bos|>{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% elif m.role == 'user' %}"
+        "<|User|>{{ m.content }}{% else %}<|Assistant|>{{ m.content.split('</think>')[-1] }}<|eos|>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}",
+        ("<|bos|>", "<|User|>", "<|Assistant|>", "<|eos|>"),
+        ("<|eos|>",),
+    ),
+    "DeepSeek-V3.1": Family(
+        "<|bos|>{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% elif m.role == 'user' %}"
+        "<|User|>{{ m.content }}{% else %}<|Assistant|></think>{{ m.content.split('</think>', 1)[-1] }}<|eos|>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|>"
+        "{% if thinking is defined and thinking %}<think>{% else %}</think>{% endif %}{% endif %}",
+        ("<|bos|>", "<|User|>", "<|Assistant|>", "<|eos|>"),
+        ("<|eos|>",),
+    ),
+    "Gemma 2": Family(
+        "<bos>{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+        "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+        "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        ("<bos>", "<start_of_turn>", "<end_of_turn>", "<eos>"),
+        ("<eos>", "<end_of_turn>"),
+        "<end_of_turn>",
+    ),
+    "Gemma 3": Family(
+        "<bos>{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}"
+        "{% set rest = messages[1:] %}{% else %}{% set first, rest = '', messages %}{% endif %}"
+        "{% for m in rest %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{{ first if loop.first }}{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        ("<bos>", "<start_of_turn>", "<end_of_turn>", "<eos>"),
+        ("<eos>", "<end_of_turn>"),
+        "<end_of_turn>",
+    ),
+    "Gemma 4": Family(
+        "<bos>{% for m in messages %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{{ m.content | trim }}<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n"
+        "{% if not enable_thinking | default(false) %}<|channel>thought\n<channel|>{% endif %}{% endif %}",
+        ("<bos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>"),
+        ("<turn|>",),
+    ),
+    "Mistral v0.3": Family(
+        "<s>{% if messages[0].role == 'system' %}{% set system, rest = messages[0].content, messages[1:] %}"
+        "{% else %}{% set rest = messages %}{% endif %}{% for m in rest %}{% if m.role == 'user' %}"
+        "{% if loop.last and system is defined %}[INST] {{ system + '\n\n' + m.content }}[/INST]"
+        "{% else %}[INST] {{ m.content }}[/INST]{% endif %}{% else %} {{ m.content }}</s>{% endif %}{% endfor %}",
+        ("<s>", "</s>", "[INST]", "[/INST]"),
+        ("</s>",),
+    ),
+    "Llama 3.2": Family(
+        "{% if strftime_now is defined %}{% set day = strftime_now('%d %b %Y') %}{% else %}"
+        "{% set day = '26 Jul 2024' %}{% endif %}<|begin|><|head|>system<|/head|>\n\nToday Date: {{ day }}\n\n"
+        "{% if messages[0].role == 'system' %}"
+        "{{ messages[0].content | trim }}{% set messages = messages[1:] %}{% endif %}<|eot|>{% for m in messages %}"
+        "<|head|>{{ m.role }}<|/head|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
+        "{% if add_generation_prompt %}<|head|>assistant<|/head|>\n\n{% endif %}",
+        ("<|begin|>", "<|head|>", "<|/head|>", "<|eot|>"),
+        ("<|eot|>",),
+    ),
+    "Phi-3": Family(
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|endoftext|>{% endif %}",
+        ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"),
+        ("<|endoftext|>", "<|end|>", "<|assistant|>"),
+        "<|end|>",
+    ),
+    "SmolVLM": Family(
+        "<|im_start|>{% for m in messages %}{{ m.role | capitalize }}:"
+        "{% for line in m.content %}{% if line.type == 'text' %} {{ line.text }}{% elif line.type == 'image' %}<image>"
+        "{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}",
+        ("<|im_start|>", "<image>", "<end_of_utterance>"),
+        ("<end_of_utterance>",),
+    ),
+    "SmolLM3": Family(
+        "<|im_start|>system\nToday Date: {{ strftime_now('%d %B %Y') }}\nReasoning Mode: "
+        "{{ '/think' if enable_thinking is not defined or enable_thinking else '/no_think' }}\n\n"
+        "{{ messages[0].content if messages[0].role == 'system' }}<|im_end|>\n"
+        "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
+        "{% elif m.role == 'assistant' %}<|im_start|>assistant\n"
+        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n{% endif %}"
+        "{{ m.content.lstrip('\n') }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n{% endif %}{% endif %}",
+        CHATML,
+        ("<|im_end|>",),
+    ),
+    "EXAONE 4": Family(
+        "{% for m in messages %}[|{{ m.role }}|]\n{% if m.role == 'assistant' %}<think>\n\n</think>\n\n"
+        "{{ m.content.split('</think>')[-1].strip() }}{% else %}{{ m.content }}{% endif %}[|endofturn|]\n{% endfor %}"
+        "{% if add_generation_prompt %}[|assistant|]\n{% if enable_thinking is defined and enable_thinking %}<think>\n"
+        "{% else %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
+        ("[|system|]", "[|user|]", "[|assistant|]", "[|endofturn|]"),
+        ("[|endofturn|]",),
+    ),
+    "Nemotron 3": _chatml(
+        _THOUGHT
+        + "{% if thought %}<think>\n{{ thought }}\n</think>\n{% else %}<think></think>{% endif %}{{ content }}",
+        "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>\n{% endif %}",
+    ),
+    "MiniMax-M2": Family(
+        "{% for m in messages %}{{ ']~b]' + ('ai' if m.role == 'assistant' else m.role) }}\n"
+        "{% if m.role == 'assistant' %}" + _THOUGHT + "{% if thought %}<think>\n{{ thought }}\n</think>\n\n{% endif %}"
+        "{{ content }}{% else %}{{ m.content }}{% endif %}[e~[\n{% endfor %}"
+        "{% if add_generation_prompt %}]~b]ai\n<think>\n{% endif %}",
+        ("]~b]", "[e~["),
+        ("[e~[",),
+    ),
+    "Granite 3.3": Family(
+        "{% if messages[0].role != 'system' %}<|start_of_role|>system<|end_of_role|>You are Granite.<|end_of_text|>\n"
+        "{% endif %}{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}<|end_of_text|>\n"
+        "{% if loop.last and add_generation_prompt %}<|start_of_role|>assistant"
+        '{% if thinking %} {"thinking": true}{% endif %}<|end_of_role|>{% endif %}{% endfor %}',
+        ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+        ("<|end_of_text|>",),
+    ),
+    "Command-R": Family(
+        "<BOS>{% for m in messages %}<|START|>{% if m.role == 'system' %}<|SYSTEM|>{% elif m.role == 'user' %}<|USER|>"
+        "{% else %}<|CHATBOT|>{% endif %}{{ m.content.strip() }}<|END|>{% endfor %}"
+        "{% if add_generation_prompt %}<|START|><|CHATBOT|>{% endif %}",
+        ("<BOS>", "<|START|>", "<|SYSTEM|>", "<|USER|>", "<|CHATBOT|>", "<|END|>"),
+        ("<|END|>",),
+    ),
+    "Seed-OSS": Family(
+        "{% for m in messages %}<seed:bos>{{ m.role }}\n{% if m.reasoning_content is string %}"
+        "<seed:think>{{ m.reasoning_content }}</seed:think>{% endif %}{{ m.content }}<seed:eos>{% endfor %}"
+        "{% if add_generation_prompt %}<seed:bos>assistant\n{% endif %}",
+        ("<seed:bos>", "<seed:eos>"),
+        ("<seed:eos>",),
+    ),
+    "QwQ": _chatml("{{ m.content.split('</think>')[-1].lstrip('\n') }}", "<think>\n"),
+}

@@ -1,0 +1,215 @@
+"""What is loaded is whole, what is trained is what text reaches, and what is saved loads again."""
+
+from __future__ import annotations
+
+import json
+
+import architectures
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import accel_sft
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from accel_sft import UserError
+from accel_sft.api.config import TrainConfig
+from accel_sft.batching.forward_layouts import LAYOUTS
+from accel_sft.batching.verify import _layouts_for
+from accel_sft.checkpoint import checkpoint
+from accel_sft.models.architecture import limited_layers
+from accel_sft.models.load import load_model
+from accel_sft.models.pretrained import processor_files
+from accel_sft.models.source import find_source
+
+IDS = torch.arange(3, 15)[None]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """`made(family)`: the folder of a model, made once."""
+    folders = {}
+
+    def folder(family):
+        if family not in folders:
+            folders[family] = architectures.make(tmp_path_factory.mktemp(family) / "model", family)
+        return folders[family]
+
+    return folder
+
+
+def loaded(folder, lines=None, steps=10, **options):
+    config = TrainConfig(**options).resolved({})
+    log = [].append if lines is None else lines.append
+    source = find_source(config, str(folder))
+    return load_model(source, config, precision="no", deepspeed=False, total_steps=steps, log=log)
+
+
+def changed(folder, target, change, **settings):
+    """A copy of a model with its weights changed, and these fields of its configuration."""
+    target.mkdir()
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **settings}))
+    return target
+
+
+def exported(model, folder, source, **more):
+    checkpoint.export(Accelerator(cpu=True), model, AutoTokenizer.from_pretrained(source), folder, "card", **more)
+    return folder
+
+
+def backward(model):
+    """One step's gradients on text alone."""
+    model.train()(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+
+
+def test_weights_that_the_files_lack_are_refused_by_name(made, tmp_path):
+    headless = changed(made("llama"), tmp_path / "headless", lambda weights: weights.pop("lm_head.weight"))
+    with pytest.raises(UserError, match=r"its files lack 1 of the model's weights, which .*\(lm_head.weight\); name"):
+        loaded(headless)
+    tied = changed(made("llama"), tmp_path / "tied", lambda w: w.pop("lm_head.weight"), tie_word_embeddings=True)
+    model = loaded(tied)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_weights_of_another_shape_are_refused_by_name(made, tmp_path):
+    other = changed(made("llama"), tmp_path / "other", lambda w: w.update({"lm_head.weight": torch.zeros(7, 32)}))
+    with pytest.raises(UserError, match=r"another shape than config.json says 1 of .*lm_head.weight \(7, 32\) for \("):
+        loaded(other)
+
+
+def test_an_adapter_whose_file_lacks_weights_is_refused(made, tmp_path):
+    model = loaded(made("llama"), adapter="lora")
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    del weights["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"]
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"Found missing adapter keys .*layers.1.self_attn.q_proj.lora_A"):
+        loaded(tmp_path, steps=0)
+
+
+@torch.no_grad()
+def test_a_quantized_checkpoint_is_saved_as_it_loads_again(made, tmp_path):
+    def quantize(weights):
+        for name in [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            experts, inputs, outputs = weights.pop(name).shape
+            shape = experts, outputs, inputs // 32
+            weights[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+            weights[f"{name}_scales"] = torch.randint(120, 126, shape, dtype=torch.uint8)
+
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    torch.manual_seed(0)
+    folder = changed(made("gpt_oss"), tmp_path / "mxfp4", quantize, quantization_config=settings)
+    model = loaded(folder)
+    again = loaded(exported(model, tmp_path / "final", made("gpt_oss")))
+    assert torch.equal(model(IDS).logits, again(IDS).logits)
+
+
+EYES = {"gemma3": "vision_tower, multi_modal_projector", "qwen2_5_vl": "visual"}
+
+
+@pytest.mark.parametrize("family", EYES)
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_what_no_text_reaches_is_not_trained(made, family, adapter):
+    lines = []
+    model = loaded(made(family), lines, adapter=adapter)
+    assert any(EYES[family] in line and "no text reaches" in line for line in lines), lines
+    backward(model)
+    for name, parameter in model.named_parameters():  # or data parallelism waits for a gradient that never comes
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+    assert model.get_submodule("base_model.model" if adapter == "lora" else "").get_output_embeddings() is not None
+
+
+def test_layers_named_by_the_user_are_those_that_text_reaches(made):
+    model = loaded(made("gemma3"), adapter="lora", lora_target_modules="q_proj,v_proj")
+    adapted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(adapted) == 2 * 2 * 4
+    assert all("language_model.layers" in name for name in adapted)
+    with pytest.raises(UserError, match=r"--lora-target-modules fc1: no such module; this model has .*q_proj"):
+        loaded(made("gemma3"), adapter="lora", lora_target_modules="fc1")
+
+
+def test_a_multimodal_model_is_exported_with_the_files_of_its_processor(made, tmp_path):
+    folder = made("qwen2_5_vl")
+    (folder / "preprocessor_config.json").write_text('{"patch_size": 4}')
+    model = loaded(folder)
+    final = exported(model, tmp_path / "final", folder, beside=processor_files(str(folder), model))
+    assert (final / "preprocessor_config.json").read_text() == '{"patch_size": 4}'
+    again = AutoModelForImageTextToText.from_pretrained(final)
+    assert torch.equal(model.model.visual.patch_embed.proj.weight, again.model.visual.patch_embed.proj.weight)
+    assert processor_files(str(made("llama")), loaded(made("llama"))) == []
+
+
+def test_a_language_model_out_of_a_multimodal_one_is_told(made):
+    lines = []
+    loaded(made("qwen3_5"), lines)
+    assert lines == [
+        "multimodal weights are loaded as their language model alone; what is exported is text-only as well"
+    ]
+
+
+LEFT_OUT = {
+    "falcon_h1": "mamba.out_proj (used without being called)",
+    "mamba2": "mixer.out_proj (used without being called)",
+    "mamba": "mixer.x_proj, mixer.dt_proj, mixer.out_proj (used without being called)",
+    "nemotron_h": "mixer.out_proj (used without being called); "
+    "mixer.experts.up_proj, mixer.experts.down_proj (experts in one tensor)",
+    "llama4": "feed_forward.router (no plain linear layer); "
+    "feed_forward.experts.gate_up_proj, feed_forward.experts.down_proj (experts in one tensor)",
+    "gpt_oss": "mlp.experts.gate_up_proj, mlp.experts.down_proj (experts in one tensor)",
+    "deepseek_v4": "self_attn.o_a_proj (no plain linear layer); "
+    "mlp.experts.gate_up_proj, mlp.experts.down_proj (experts in one tensor)",
+}
+
+
+@pytest.mark.parametrize("family", LEFT_OUT)
+def test_an_adapter_on_all_linear_layers_names_what_it_leaves_out(made, family):
+    lines = []
+    model = loaded(made(family), lines, adapter="lora")
+    assert f"the adapter leaves out {LEFT_OUT[family]}" in lines
+    if family != "deepseek_v4":  # which has nothing to compress in so few tokens
+        backward(model)
+        assert [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3", "qwen3_moe"])
+def test_an_adapter_on_all_linear_layers_stands_where_pefts_would(made, family):
+    theirs = get_peft_model(
+        architectures.load(made(family)), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    ours = loaded(made(family), adapter="lora")
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+
+
+def test_layers_that_peft_does_not_adapt_are_refused_in_a_line(made):
+    with pytest.raises(UserError, match=r"--lora-target-modules out_proj: peft does not adapt all of these \(\[PEFT"):
+        loaded(made("mamba2"), adapter="lora", lora_target_modules="out_proj")
+
+
+def test_a_way_out_is_one_that_the_model_has(made):
+    layouts = {layout.name: layout for layout in LAYOUTS}
+    for family, way in {"llama": "sdpa and flex_attention can", "deepseek_v4": "the model has no other"}.items():
+        model = loaded(made(family), attn_implementation="eager")
+        assert _layouts_for(model, next(iter(layouts)), 99, None)[1].endswith(f"who sees whom; {way}")
+
+
+def test_layers_that_keep_nothing_limit_nothing(made):
+    assert "Dummy" not in limited_layers(loaded(made("nemotron_h")), 99)
+
+
+def test_a_token_beyond_the_models_vocabulary_is_refused_in_a_line(made, tmp_path):
+    folder, small = made("llama"), tmp_path / "small"
+    model = architectures.load(folder)
+    model.resize_token_embeddings(256)
+    model.save_pretrained(small)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(small)
+    options = ("--train-examples", "8", "--validation-examples", "2", "--max-steps", "1", "--model", str(small))
+    run = accel_sft("math", *options, run_dir=tmp_path / "run")
+    assert run.status == 1
+    assert "and the model's vocabulary ends at 255; use the tokenizer" in run.output
+    assert "Traceback" not in run.output
