@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import sys
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -20,8 +19,8 @@ from accel_sft.cli_options import NAMES_A_FILE, USUAL, make_option
 from accel_sft.commands.launch_file import launch_file
 from accel_sft.commands.new_task import new_task
 from accel_sft.commands.tasks import tasks
-from accel_sft.launch.info import launcher_flags, under_launcher
 from accel_sft.resilience.exit import ExitHandler
+from accel_sft.resilience.task_import import load_task
 
 
 class TaskCommand(click.Command):
@@ -137,18 +136,6 @@ class EvaluateCommand(TaskCommand):
         return {s.name: before[s.name] for s in mine}
 
 
-def _load(name: str) -> type[Task]:
-    """Import a task, which may hang, and whose launcher may be killed meanwhile."""
-    if not under_launcher():
-        return registry.load(name)
-    from accel_sft.resilience.signals import StopSignals
-    from accel_sft.resilience.watchdog import Watchdog
-
-    asked = launcher_flags(sys.argv).get("hang_timeout", "")  # no option is read before the task is there
-    with StopSignals(), Watchdog(int(asked) if asked.isdecimal() else USUAL.hang_timeout, alone=True):
-        return registry.load(name)
-
-
 class TaskGroup(click.Group):
     """A group whose task commands are known by metadata, and imported one at a time when one is called."""
 
@@ -167,7 +154,7 @@ class TaskGroup(click.Group):
                 return None
             near = registry.suggestion(cmd_name, [*registry.names(), *self.commands])
             ctx.fail(f"no task or tool {cmd_name!r}{near}; `accel-sft tasks` lists the tasks that are installed here")
-        task_class = None if ctx.resilient_parsing else _load(cmd_name)
+        task_class = None if ctx.resilient_parsing else load_task(cmd_name, USUAL.hang_timeout)
         summary = registry.summary_of(task_class, cmd_name) if task_class else summaries[cmd_name]
         return self.task_command(cmd_name, task_class, summary)
 

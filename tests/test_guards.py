@@ -334,7 +334,8 @@ def test_machines_without_a_folder_in_common_are_told_so_before_anything_is_comp
 
 
 def test_a_resume_with_another_score_says_so(tmp_path, capsys):
-    before = {"task": "math", "config": {}, "task_options": {}, "data_sha256": "a", "task_code": "a"}
+    config = TrainConfig().resolved({}).as_dict()
+    before = {"task": "math", "config": config, "task_options": {}, "data_sha256": "a", "task_code": "a"}
     claim._check_unchanged(before, {**before, "task_code": None}, RunDir(tmp_path))
     claim._check_unchanged({**before, "task_code": None}, before, RunDir(tmp_path))
     assert capsys.readouterr().out == ""

@@ -5,6 +5,7 @@ elements. It writes them under the parameters' names, each with its place: nothi
 parallelism reads the elements that it owns there. Files are safetensors; numbers come back to the bit (law 3).
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,7 @@ class _Stored:
                 file = safe_open(path, framework="pt")
                 for key in file.keys():  # noqa: SIM118, not a mapping
                     kind, start, name = key.split(":", 2)
-                    (size,) = file.get_slice(key).get_shape()
+                    size = math.prod(file.get_slice(key).get_shape())  # an adapter's own tensors have their shape
                     self.places.setdefault((kind, name), {})[int(start)] = (size, file, key)
             except (SafetensorError, ValueError) as error:
                 raise UserError(

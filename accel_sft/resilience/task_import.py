@@ -1,0 +1,23 @@
+"""Imports a task under watch: its module may hang, and its launcher may be killed meanwhile. No torch."""
+
+import sys
+
+from accel_sft.api import registry
+from accel_sft.api.task import Task
+from accel_sft.launch.info import launcher_flags, under_launcher
+
+
+def load_task(name: str, hang_timeout: int) -> type[Task]:
+    """The task's class. `--hang-timeout` of the command line counts, not one of a file: no option is read yet.
+
+    Raises:
+        UserError: what `registry.load` raises.
+    """
+    if not under_launcher():
+        return registry.load(name)
+    from accel_sft.resilience.signals import StopSignals
+    from accel_sft.resilience.watchdog import Watchdog
+
+    asked = launcher_flags(sys.argv).get("hang_timeout", "")
+    with StopSignals(), Watchdog(int(asked) if asked.isdecimal() else hang_timeout, alone=True):
+        return registry.load(name)
