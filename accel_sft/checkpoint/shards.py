@@ -150,7 +150,8 @@ class _Stored:
                 file = safe_open(path, framework="pt")
                 for key in file.keys():  # noqa: SIM118, not a mapping
                     kind, start, name = key.split(":", 2)
-                    size = math.prod(file.get_slice(key).get_shape())  # an adapter's own tensors have their shape
+                    first, *others = file.get_slice(key).get_shape()  # an adapter's own tensors have more than one
+                    size = first * math.prod(others)
                     self.places.setdefault((kind, name), {})[int(start)] = (size, file, key)
             except (SafetensorError, ValueError) as error:
                 raise UserError(
