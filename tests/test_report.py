@@ -38,6 +38,12 @@ def sample(index, generated, **scores):
     return {"index": index, "prompt": f"{index}=", "expected": "1 + 2", "generated": generated, "scores": scores}
 
 
+def test_the_report_of_an_evaluation_names_its_own_files_and_no_training():
+    page = render_report({"status": "complete", "task": "math", "after": AFTER}, [], [sample(0, "t0")])
+    assert "## Answers (1 of 1, all in `samples-tuned.jsonl`)" in page
+    assert "## Training" not in page
+
+
 def test_the_result_is_json_whatever_the_numbers(tmp_path):
     path = RunDir(tmp_path).write_result(
         {"status": "finished", "before": {"eval_loss": math.nan}, "list": [math.inf, 1.5]}

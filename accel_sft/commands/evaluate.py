@@ -105,7 +105,8 @@ def _publish(
         run_dir = RunDir(Path(config.output_dir))
         run_dir.write_result(result)
         report.write_report(run_dir, result, before.samples, after.samples)
-        write_json_lines(run_dir.answers_of("base"), before.samples)
+        if config.base:
+            write_json_lines(run_dir.answers_of("base"), before.samples)
         write_json_lines(run_dir.answers_of("tuned"), after.samples)
 
 

@@ -127,4 +127,4 @@ def new_task(name: str, directory: str | None) -> None:
     except OSError as error:
         raise UserError(f"DIRECTORY {target}: cannot be written ({error.strerror}); name another") from None
     click.echo(f"Wrote {target}: pyproject.toml, the task, and its test. Next:")
-    click.echo(f"  pip install -e {target}\n  accel-sft {name}\n  pytest {target}")
+    click.echo(f"  pip install -e {target}\n  accel-sft {name} --max-steps 100\n  pytest {target}")

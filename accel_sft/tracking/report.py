@@ -76,7 +76,8 @@ def render_report(result: Mapping[str, Any], before_samples: Samples, after_samp
     title = " ".join(str(result[key]) for key in ("task", "model") if result.get(key))
     parts = [f"# {markdown_cell(title)}" if title else "# Report"]
     training = [(label, shown(result[key])) for key, label in _TRAINING.items() if result.get(key) is not None]
-    parts += ["## Training", markdown_table(["", ""], training)]
+    trained = "steps" in result  # `evaluate` writes a report too
+    parts += ["## Training", markdown_table(["", ""], training)] if trained else []
     if result.get("before") or result.get("after"):  # neither with --eval-every off
         parts += ["## Base and tuned", comparison_table(result)]
     if result.get("phases"):
@@ -84,7 +85,8 @@ def render_report(result: Mapping[str, Any], before_samples: Samples, after_samp
     rows = _side_by_side(before_samples, after_samples)
     if rows:
         count = max(len(before_samples), len(after_samples))
-        parts += [f"## Answers ({len(rows)} of {count}, all in `samples/`)"]
+        where = "samples/" if trained else "samples-tuned.jsonl"
+        parts += [f"## Answers ({len(rows)} of {count}, all in `{where}`)"]
         parts += [markdown_table(["index", "prompt", "expected", "base", "tuned", "base scores", "tuned scores"], rows)]
     return "\n\n".join(parts) + "\n"
 
