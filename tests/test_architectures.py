@@ -16,8 +16,7 @@ from accel_sft_math import Math
 
 DATA = {"train_examples": 24, "validation_examples": 5}
 JOB = (
-    "--max-steps",
-    "2",
+    *("--max-steps", "2", "--eval-every", "2", "--save-every", "off"),
     "--global-batch-size",
     str(DATA["train_examples"]),
     "--max-new-tokens",

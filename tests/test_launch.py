@@ -857,7 +857,7 @@ def test_two_real_ranks_are_one_world(name, flags, precision, tmp_path):
     assert record["processes"] == len(answer["weights"]) == 2
     assert answer["weights"][0] == answer["weights"][1]
     assert (record["precision"], record["yaml_path"], record["communication"]) == (precision, config_file, "gloo")
-    assert record["yaml"] == Path(config_file).read_text()
+    assert yaml.safe_load(record["yaml"]) == yaml.safe_load(Path(config_file).read_text())  # without its comments
     assert record["threads_per_process"] == max(1, usable_cores() // 2)
     assert ("clipping", "0.25") in [tuple(row) for row in answer["rows"]]
     if name == "z2":

@@ -46,10 +46,13 @@ def same_curve(reference, other):
         assert line["learning_rate"] == expected["learning_rate"]
 
 
-IN_PROCESS = pytest.param("z2_offload", marks=pytest.mark.long)  # tests/faults/test_layouts.py has its curve too
+IN_PROCESS = [pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "z2_offload")]
+"""Of which tests/faults/test_layouts.py has the curve too."""
 
 
-@pytest.mark.parametrize("name", [*(name for name in LAYOUTS if name not in ("plain", "z2_offload")), IN_PROCESS])
+@pytest.mark.parametrize(
+    "name", [*(name for name in LAYOUTS if name not in ("plain", "ddp", "z2_offload")), *IN_PROCESS]
+)
 def test_every_layout_draws_the_same_curve(launched, name):
     same_curve(layout(launched, "plain").lines(), layout(launched, name).lines())
 

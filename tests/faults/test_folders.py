@@ -61,7 +61,9 @@ def test_a_folder_on_a_read_only_disk_is_refused_in_a_line(tmp_path):
     [
         (None, READ_ONLY, "the folder can no longer be written; make it writable, then go on with --resume auto"),
         (None, GONE, "the folder is gone; put it back, then go on with --resume auto"),
-        ("ddp", GONE, "the folder is gone; put it back, then go on with --resume auto"),
+        pytest.param(
+            "ddp", GONE, "the folder is gone; put it back, then go on with --resume auto", marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_folder_lost_amid_a_run_ends_it_in_a_line_and_it_goes_on_once_it_is_back(tmp_path, yaml, fault, told):

@@ -79,7 +79,7 @@ def held_in(folder):
     [
         (None, "no", "loss"),
         pytest.param("ddp", "no", "gradient", marks=pytest.mark.long),  # as in test_layouts.py, by a launch of its own
-        ("z2", "no", "loss"),
+        pytest.param("z2", "no", "loss", marks=pytest.mark.long),
         ("z3", "bf16", "gradient"),
     ],
 )

@@ -131,10 +131,10 @@ from accel_sft.__main__ import main
 
 export = checkpoint.export
 
-def told_to_stop(accelerator, model, tokenizer, folder, card):
+def told_to_stop(accelerator, model, tokenizer, folder, *more):
     if folder.name == "final":
         os.kill(os.getpid(), signal.SIGTERM)
-    export(accelerator, model, tokenizer, folder, card)
+    export(accelerator, model, tokenizer, folder, *more)
 
 checkpoint.export = told_to_stop
 main()
