@@ -84,8 +84,8 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
-def make_qwen2(folder: Path, vocabulary: int = 0, device: str = "cpu", **config: Any) -> Any:
-    """Write a Qwen2 with random weights, and the tokenizer; the model.
+def make_qwen2(folder: Path, vocabulary: int = 0, device: str = "cpu", tokenizer: Any = None, **config: Any) -> Any:
+    """Write a Qwen2 with random weights, and the tokenizer (`make_tokenizer`'s if none is given); the model.
 
     Args:
         vocabulary: rows of the head at least; more than there are words, as large models have.
@@ -95,7 +95,7 @@ def make_qwen2(folder: Path, vocabulary: int = 0, device: str = "cpu", **config:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    tokenizer = make_tokenizer()
+    tokenizer = tokenizer or make_tokenizer()
     tokens = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     torch.manual_seed(0)
     with torch.device(device):
@@ -105,11 +105,12 @@ def make_qwen2(folder: Path, vocabulary: int = 0, device: str = "cpu", **config:
     return model
 
 
-def make_model(folder: Path, hidden: int = 384, layers: int = 6, vocabulary: int = 0) -> int:
+def make_model(folder: Path, hidden: int = 384, layers: int = 6, vocabulary: int = 0, tokenizer: Any = None) -> int:
     """Write a Qwen2 of about 12 million parameters (384 wide, 6 layers) with one token per word; its parameters."""
     model = make_qwen2(
         folder,
         vocabulary,
+        tokenizer=tokenizer,
         hidden_size=hidden,
         intermediate_size=hidden * 8 // 3 // 64 * 64,
         num_hidden_layers=layers,

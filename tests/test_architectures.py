@@ -10,7 +10,7 @@ import torch
 from conftest import accel_sft
 from models import encode
 from peft import PeftModel
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft_math import Math
 
@@ -93,6 +93,8 @@ def test_an_adapter_trains_and_plain_peft_loads_it_again(family, tmp_path):
     assert launched.status == 0, launched.output[-3000:]
     first, second = (line["loss"] for line in launched.lines())
     network, _, examples = rows(model, "validation")
+    if type(network.config) in AutoModelForCausalLM._model_mapping:  # of multimodal weights it is the language model
+        network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     untrained = sum(losses(network, examples[0]))
     trained = losses(PeftModel.from_pretrained(network, launched.run_dir / "final").eval(), examples[0])
     assert second < first

@@ -149,7 +149,7 @@ def test_a_language_model_out_of_a_multimodal_one_is_told(made):
     lines = []
     loaded(made("qwen3_5"), lines)
     assert lines == [
-        "multimodal weights are loaded as their language model alone; what is exported is text-only as well"
+        "multimodal weights are loaded as their language model alone; what is exported, an adapter too, fits that"
     ]
 
 

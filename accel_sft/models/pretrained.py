@@ -60,7 +60,7 @@ def pretrained(
         # what remains of the conversion would write whole weights under the names of quantized ones
         vars(model).pop("_weight_conversions", None)
     if text is not settings and not isinstance(model.config, type(settings)):
-        log("multimodal weights are loaded as their language model alone; what is exported is text-only as well")
+        log("multimodal weights are loaded as their language model alone; what is exported, an adapter too, fits that")
     return model
 
 

@@ -1,4 +1,7 @@
-"""accel_sft: its own `train.run`, on a task that reads the rows; one process, or each rank that a launcher starts."""
+"""accel_sft: its own `train.run`, on a task that reads the rows; one process, or each rank that a launcher starts.
+
+Rows in a `.jsonl` are of CLUENER's form, and the `ner` task reads them.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ prepare_environment()  # as the command line does before torch is imported
 import rows  # noqa: E402
 from accel_sft.batching.layouts import Batching  # noqa: E402
 from accel_sft.commands import train  # noqa: E402
+from accel_sft_ner import Ner  # noqa: E402
 from gate import Gate  # noqa: E402
 
 settings = json.loads(sys.argv[1])
@@ -20,9 +24,13 @@ gate = Gate(settings)
 
 def stepped(record: dict[str, float], batching: Batching) -> None:
     if record["step"] == 1:
-        gate.note(loss=record["loss"], batching=f"{batching.layout} {batching.tokens}")
+        gate.note(loss=record["loss"], batching=f"{batching.layout} {batching.rows or batching.tokens}")
     gate.boundary()
 
 
 config = rows.settings(settings["model"], settings["batch"], **settings.get("options", {}))
-train.run("rows", rows.Rows(path=settings["rows"]), config, on_step=stepped)
+file = settings["rows"]
+if file.endswith(".jsonl"):
+    train.run("ner", Ner(train_file=file, validation_file=file, allow_overlap=True), config, on_step=stepped)
+else:
+    train.run("rows", rows.Rows(path=file), config, on_step=stepped)
