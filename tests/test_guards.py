@@ -35,6 +35,7 @@ from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import RunDir
+from accel_sft.resilience.signals import StopSignals
 from accel_sft.training import claim
 
 
@@ -414,7 +415,7 @@ def test_a_full_disk_is_named_with_the_way_out(tmp_path, size, told):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_write_that_the_disk_refuses_is_told_with_the_way_out(tmp_path, number):
-    error = _explained(RunDir(tmp_path), OSError(number, os.strerror(number), "model.safetensors"))
+    error = _explained(RunDir(tmp_path), StopSignals(), OSError(number, os.strerror(number), "model.safetensors"))
     assert isinstance(error, UserError)
     assert "then go on with --resume auto" in str(error)
 

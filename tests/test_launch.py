@@ -775,6 +775,16 @@ def test_the_command_that_continues_a_run_is_the_one_that_began_it(launcher, typ
     assert describe.resume_command(Path.cwd() / "a", TrainConfig(**settings)) == expected
 
 
+@pytest.mark.parametrize(("activated", "expected"), [(True, "accelerate"), (False, "{scripts}/accelerate")])
+def test_the_command_that_continues_a_run_works_in_the_shell_that_began_it(activated, expected, monkeypatch):
+    scripts = sysconfig.get_path("scripts")
+    path = [scripts, *([scripts] if activated else []), "/usr/bin"]  # the first by `prepare_environment`
+    monkeypatch.setenv("PATH", os.pathsep.join(path))
+    monkeypatch.setattr(describe, "launcher_command", lambda: ([f"{scripts}/accelerate", "launch"], Path()))
+    command = describe.resume_command(Path.cwd() / "a", TrainConfig(output_dir="a"))
+    assert command == expected.format(scripts=scripts) + " launch --resume auto"
+
+
 def test_ranks_that_would_train_alone_are_refused():
     """FSDP on a CPU, were it not for the audit: Accelerate believes that each of two ranks is the only one."""
     script = """
