@@ -16,6 +16,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, settings
 from accel_sft.api.task import Task
 from accel_sft.cli_options import NAMES_A_FILE, USUAL, make_option
+from accel_sft.commands.doctor import doctor
 from accel_sft.commands.launch_file import launch_file
 from accel_sft.commands.new_task import new_task
 from accel_sft.commands.tasks import tasks
@@ -184,5 +185,5 @@ def evaluate() -> None:
     """Score a model on a task's validation examples, beside its base if you name one."""
 
 
-for _tool in (new_task, tasks, launch_file):
+for _tool in (new_task, tasks, launch_file, doctor):
     cli.add_command(_tool)

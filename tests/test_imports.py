@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "resilience": "api io launch",
     "checkpoint": "api io launch resilience",
     "training": "api io launch data models batching tracking evaluation resilience checkpoint",
-    "commands": "api io launch data models batching tracking evaluation resilience checkpoint training",
+    "diagnosis": "api io launch data",
+    "commands": "api io launch data models batching tracking evaluation resilience checkpoint training diagnosis",
 }
 ROOT = {"__init__", "__main__", "cli", "cli_options"}
 """Modules outside the packages. They import from all of these, those with torch inside functions only."""
@@ -49,10 +50,12 @@ NO_TORCH = (
     "accel_sft.tracking.model_card",
     "accel_sft.models.tiny",
     "accel_sft.cli",
+    "accel_sft.commands.doctor",
     "accel_sft.commands.launch_file",
     "accel_sft.commands.new_task",
     "accel_sft.commands.tasks",
     "accel_sft.resilience.exit",
+    "accel_sft.diagnosis.checks",
     "accel_sft.launch.audit",
     "accel_sft.launch.info",
     "accel_sft.launch.rank_environment",
@@ -153,6 +156,7 @@ COMMANDS = {
     "version": ("--version", {}, "accel-sft, version"),
     "tasks": ("tasks", {}, "quick"),
     "launch-file": ("launch-file z2", {}, "zero_stage: 2"),
+    "help of doctor": ("doctor --help", {}, "--build"),
     "help of a task": ("quick --help", {}, "--learning-rate"),
     "help of evaluate": ("evaluate --help", {}, "quick"),
     "completion": ("", {**BASH, "COMP_WORDS": "accel-sft q", "COMP_CWORD": "1"}, "plain,quick"),

@@ -497,7 +497,7 @@ def test_of_the_operators_on_gpus_only_that_of_the_disk_needs_the_cuda_toolkit(
 
 
 def test_a_gpu_that_torch_does_not_see_is_an_error_unless_it_is_hidden_on_purpose(tmp_path, built, monkeypatch):
-    monkeypatch.setattr(auditing, "_NVIDIA", tmp_path)
+    monkeypatch.setattr(auditing, "NVIDIA", tmp_path)
     launch = seen_by_a_rank(written(tmp_path, DDP))
     assert "sees none of this machine's NVIDIA GPUs" in "\n".join(lines(audit(TrainConfig(), launch, 0), "error"))
     assert not lines(audit(TrainConfig(), launch, 2), "error")
