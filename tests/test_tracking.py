@@ -205,10 +205,11 @@ def test_a_resumed_run_has_no_doubled_points(tracked, capsys):
             tracker.evaluation(step, {"eval_loss": 1.0, "accuracy": 0.1}, SAMPLES)
     tracker.close()
     with open(tracker.run_dir.path / "metrics.jsonl", "a") as file:
+        file.write("[" * 100_000 + "\n")
         file.write('{"step": 11, "lo')  # as a machine that lost power leaves it
     resumed = tracked()
     resumed.rewind(6)
-    assert "1 unreadable line" in capsys.readouterr().out
+    assert "2 unreadable line" in capsys.readouterr().out
     for step in range(7, 11):
         resumed.step(record(step, loss=-1.0))
     resumed.evaluation(8, {"eval_loss": 2.0, "accuracy": 0.9}, SAMPLES)
