@@ -161,7 +161,7 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, source: 
     """Load a model, evaluate it, and free it. ZeRO-3 and FSDP shard it; otherwise every rank has all of it."""
     reset_peak_memory(accelerator.device)
     examples = read_split(task, "validation")
-    by_each_rank(lambda: check_scoring(task, examples))
+    by_each_rank(lambda: check_scoring(task, examples, config.thinking))
     assembly = Assembly(accelerator, task, config, source)
     encoding = assembly.encode(examples, "validation")
     if accelerator.is_main_process:
