@@ -321,6 +321,12 @@ def test_a_launch_from_its_yaml_needs_no_torch():
     assert (stdout, stderr) == ("cpu\n", "")
 
 
+def test_a_json_decides_no_precision_that_deepspeed_does_not_know():
+    json_content = {"fp8": {"enabled": False}}
+    launch = Launch({}, None, "", {}, Path("ds.json"), json_content, {"ACCELERATE_MIXED_PRECISION": "fp8"})
+    assert launch.precision[0] == "fp8"
+
+
 def test_command_line_wins(tmp_path, built):
     path = written(tmp_path, Z2)
     launch = seen_by_a_rank(path, "--mixed_precision", "no", "--num_processes", "1")

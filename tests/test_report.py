@@ -12,7 +12,8 @@ import yaml
 from rich.cells import cell_len
 from rich.console import Console
 
-from accel_sft.io.files import write_atomically
+from accel_sft import UserError
+from accel_sft.io.files import write_atomically, write_json_lines
 from accel_sft.io.run_dir import RunDir
 from accel_sft.tracking.model_card import model_card
 from accel_sft.tracking.report import comparison_rows, print_report, render_report, write_report
@@ -50,6 +51,24 @@ def test_the_result_is_json_whatever_the_numbers(tmp_path):
     )
     assert "NaN" not in path.read_text()
     assert json.loads(path.read_text()) == {"status": "finished", "before": {"eval_loss": None}, "list": [None, 1.5]}
+
+
+@pytest.mark.parametrize("text", ["a\u2028b", "a\u2029b", "a\x85b", "a\x0c\x1e\r\nb", ""])
+def test_answers_are_read_as_they_were_written(tmp_path, text):
+    run_dir, rows = RunDir(tmp_path), [sample(0, text), sample(1, "2 + 3")]
+    run_dir.samples.mkdir()
+    write_json_lines(run_dir.answers(4), rows)
+    assert run_dir.read_samples(4) == rows
+    assert run_dir.read_samples(8) == []
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\n", b"[" * 100_000])
+def test_answers_that_were_damaged_are_told_in_a_line(tmp_path, content):
+    run_dir = RunDir(tmp_path)
+    run_dir.samples.mkdir()
+    run_dir.answers(4).write_bytes(content)
+    with pytest.raises(UserError, match=r"step-000004.jsonl: cannot be read .*; take it away, and go on with --resume"):
+        run_dir.read_samples(4)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):

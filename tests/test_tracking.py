@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
@@ -205,10 +206,11 @@ def test_a_resumed_run_has_no_doubled_points(tracked, capsys):
             tracker.evaluation(step, {"eval_loss": 1.0, "accuracy": 0.1}, SAMPLES)
     tracker.close()
     with open(tracker.run_dir.path / "metrics.jsonl", "a") as file:
+        file.write("[" * 100_000 + "\n")
         file.write('{"step": 11, "lo')  # as a machine that lost power leaves it
     resumed = tracked()
     resumed.rewind(6)
-    assert "1 unreadable line" in capsys.readouterr().out
+    assert "2 unreadable line" in capsys.readouterr().out
     for step in range(7, 11):
         resumed.step(record(step, loss=-1.0))
     resumed.evaluation(8, {"eval_loss": 2.0, "accuracy": 0.9}, SAMPLES)
@@ -396,6 +398,34 @@ def test_a_gpu_that_cannot_be_read_costs_only_its_curves():
     sampler = SystemSampler(torch.device("cuda", 0))
     assert "no GPU curves" in sampler.problem
     assert math.isnan(sampler.sample()[4])
+
+
+class Driver:
+    """NVML as of a MIG slice: it knows the memory in use and no utilisation, until it fails."""
+
+    NVMLError = RuntimeError
+    failed = False
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        if self.failed:
+            raise RuntimeError("Driver/library version mismatch")
+        return types.SimpleNamespace(used=2**30)
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        raise RuntimeError("Not Supported")
+
+
+def test_a_gpu_that_cannot_be_read_any_more_is_told_once(tracked, capsys):
+    tracker, driver = tracked(), Driver()
+    sampler = tracker._system
+    sampler._nvml, sampler._seconds_between = (driver, None), 0.0
+    assert tracker.system()[5] == 1.0
+    assert "no GPU curves" not in capsys.readouterr().out
+    driver.failed = True
+    for _ in range(2):
+        assert math.isnan(tracker.system()[5])
+    told = capsys.readouterr().out
+    assert told.count("no GPU curves from here on: NVML says Driver/library version mismatch") == 1
 
 
 def test_the_peak_is_this_process_own(tracked):

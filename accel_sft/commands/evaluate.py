@@ -142,8 +142,7 @@ def _differences(model: str, task_name: str, precision: str) -> list[str]:
         before, now = ("float32" if name == "no" else name for name in (trained, precision))
         found.append(
             f"note: the run computed in {before}, this evaluation does in {now} and may answer differently; for "
-            f"the run's own numbers: accelerate launch --mixed_precision {trained} "
-            "--num_processes 1 -m accel_sft evaluate ..."
+            f"the run's own numbers start it without accelerate launch, or with its --mixed_precision {trained}"
         )
     return found
 
@@ -161,7 +160,7 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, source: 
     """Load a model, evaluate it, and free it. ZeRO-3 and FSDP shard it; otherwise every rank has all of it."""
     reset_peak_memory(accelerator.device)
     examples = read_split(task, "validation")
-    by_each_rank(lambda: check_scoring(task, examples))
+    by_each_rank(lambda: check_scoring(task, examples, config.thinking))
     assembly = Assembly(accelerator, task, config, source)
     encoding = assembly.encode(examples, "validation")
     if accelerator.is_main_process:
