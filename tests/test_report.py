@@ -88,6 +88,20 @@ def test_metrics_come_first_then_loss_then_costs():
     ]
 
 
+def test_a_run_s_report_tells_how_it_was_launched_and_what_is_not_at_its_default(tmp_path):
+    launch = {"yaml_path": "a/z2.yaml", "backend": "deepspeed", "zero_stage": 2, "processes": 2, "machines": 1}
+    config = {"seed": 42, "adapter": "lora", "thinking": "off"}
+    record = {"task": "math", "config": config, "task_options": {"max_number": 300, "train_file": None}}
+    record |= {"launch": {**launch, "precision": "bf16", "device": "cpu"}, "data": {"train examples": 1200}}
+    RunDir(tmp_path).record.write_text(json.dumps(record))
+    page = write_report(RunDir(tmp_path), RESULT, [], []).read_text()
+    assert "| launch | z2.yaml, deepspeed stage 2, 2 process(es) on 1 machine(s), cpu, bf16 |" in page
+    assert "| data | 1,200 train examples |" in page
+    assert "| --adapter | lora |\n| --max-number | 300 |" in page.replace("| --thinking | off |\n", "")
+    assert "--seed" not in page
+    assert "--train-file" not in page
+
+
 def test_what_one_side_lacks_is_an_empty_cell():
     rows = comparison_rows(
         {"generate_seconds": 0.0, "note": "text"}, {"accuracy": 0.5, "generate_seconds": 2.0, "loss": None}

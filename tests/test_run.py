@@ -319,6 +319,13 @@ def test_evaluate_alone_gives_the_runs_numbers(launched, tmp_path):
     assert "load_peak_host_memory_gib" in alone.result()["after"]
 
 
+@pytest.mark.parametrize(("flag", "other"), [("--model", []), ("--base", ["--model", "gone"])])
+def test_evaluate_says_where_the_built_in_model_is(flag, other):
+    run = accel_sft("evaluate", "math", flag, "tiny", *other)
+    assert run.status == 1
+    assert f"Error: {flag} tiny: the built-in model is made for a run" in run.output
+
+
 def test_dry_run_stops_before_anything_is_made(tmp_path):
     run = accel_sft(*JOB, "--dry-run", yaml="z3", run_dir=tmp_path / "run")
     assert run.status == 0, run.output

@@ -47,7 +47,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
     with StopSignals() as signals, contextlib.ExitStack() as at_end:
         at_end.callback(release)
         with Watchdog(config.hang_timeout):
-            accelerator = start(config)
+            accelerator = start(config, task)
             if config.dry_run:
                 return
             run_dir, config, finished = claim_run_dir(accelerator, task_name, task, config)
