@@ -319,11 +319,17 @@ def test_evaluate_alone_gives_the_runs_numbers(launched, tmp_path):
     assert "load_peak_host_memory_gib" in alone.result()["after"]
 
 
-@pytest.mark.parametrize(("flag", "other"), [("--model", []), ("--base", ["--model", "gone"])])
-def test_evaluate_says_where_the_built_in_model_is(flag, other):
-    run = accel_sft("evaluate", "math", flag, "tiny", *other)
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [
+        (["--model", "tiny"], "--model: name what to evaluate"),
+        (["--model", "r", "--base", "tiny"], "--base tiny: the built-in model is made for a run"),
+    ],
+)
+def test_evaluate_needs_weights_that_exist(models, said):
+    run = accel_sft("evaluate", "math", *models)
     assert run.status == 1
-    assert f"Error: {flag} tiny: the built-in model is made for a run" in run.output
+    assert f"Error: {said}" in run.output
 
 
 def test_dry_run_stops_before_anything_is_made(tmp_path):

@@ -45,12 +45,11 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     """
     if config.model == "tiny":
         raise UserError("--model: name what to evaluate: a run's folder, saved weights, an adapter or a hub id")
-    for flag, name in (("--model", config.model), ("--base", config.base)):
-        if name == "tiny" and not Path(name).exists():
-            raise UserError(
-                f"{flag} tiny: the built-in model is made for a run, from the task's text; the folder base/ of such a run "
-                "holds it as it was before training"
-            )
+    if config.base == "tiny" and not Path("tiny").exists():
+        raise UserError(
+            "--base tiny: the built-in model is made for a run, from the task's text; name the run's folder base/, which "
+            "holds it as it was before training"
+        )
     if trained := RunDir.record_around(config.model):  # as it was trained and evaluated, unless asked otherwise
         own = {"max_length": trained["config"].get("max_length")}
         own["max_new_tokens"] = trained["config"].get("max_new_tokens") or trained.get("max_new_tokens")
