@@ -47,8 +47,8 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
         raise UserError("--model: name what to evaluate: a run's folder, saved weights, an adapter or a hub id")
     if config.base == "tiny" and not Path("tiny").exists():
         raise UserError(
-            "--base tiny: the built-in model is made for a run, from the task's text; name the run's folder base/, which "
-            "holds it as it was before training"
+            "--base tiny: the built-in model is made for a run, from the task's text; name the run's folder base/, "
+            "which holds it as it was before training"
         )
     if trained := RunDir.record_around(config.model):  # as it was trained and evaluated, unless asked otherwise
         own = {"max_length": trained["config"].get("max_length")}
