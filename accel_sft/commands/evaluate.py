@@ -28,8 +28,8 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import printable
 from accel_sft.launch.accelerator import shard_for_evaluation
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, largest
-from accel_sft.launch.describe import recordable
 from accel_sft.launch.info import device_count
+from accel_sft.launch.recordable import recordable
 from accel_sft.launch.start import start
 from accel_sft.models.source import Source, find_source
 from accel_sft.resilience.exit import leave_together
