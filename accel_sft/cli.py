@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import click
@@ -13,9 +13,9 @@ from accel_sft.api import registry
 from accel_sft.api.config import RUN, EvaluateConfig, TrainConfig
 from accel_sft.api.config_file import load_yaml
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import HIDDEN, settings
+from accel_sft.api.options import HIDDEN, Setting, settings
 from accel_sft.api.task import Task
-from accel_sft.cli_options import NAMES_A_FILE, USUAL, make_option
+from accel_sft.cli_options import NAMES_A_FILE, USUAL, comparison_options, make_list_option, make_option
 from accel_sft.commands.launch_file import launch_file
 from accel_sft.commands.new_task import new_task
 from accel_sft.commands.tasks import tasks
@@ -40,15 +40,22 @@ class TaskCommand(click.Command):
         task_settings = settings(task_class) if task_class else []
         train_settings = [setting for setting in settings(self.config_class) if setting.name in self.offered]
         self.offers = {self.config_class: train_settings, task_class: task_settings}
-        self.sections: dict[str, list[click.Option]] = {}
+        self.sections: dict[str, list[click.Option]] = self.own_sections()
         for setting in (*task_settings, *train_settings):
-            self.sections.setdefault(setting.section or f"Task {name}", []).append(make_option(setting))
+            self.sections.setdefault(setting.section or f"Task {name}", []).extend(self.make_options(setting))
         help = "These options in YAML, one `name: value` a line; the command line wins."
         config = click.Option(["--config", "config_file"], type=click.Path(), metavar="FILE", help=help)
         self.sections[RUN].append(config)
         params = [option for options in self.sections.values() for option in options]
         completing = {"ignore_unknown_options": True} if task_class is None else None
         super().__init__(name, params=params, help=f"{summary}\n\n{self.does}", context_settings=completing)
+
+    def own_sections(self) -> dict[str, list[click.Option]]:
+        """Options that are not settings of a run, by the heading above them."""
+        return {}
+
+    def make_options(self, setting: Setting) -> list[click.Option]:
+        return [make_option(setting)]
 
     def run(self, task: Task, config: TrainConfig) -> None:
         from accel_sft.commands.train import run
@@ -136,6 +143,40 @@ class EvaluateCommand(TaskCommand):
         return {s.name: before[s.name] for s in mine}
 
 
+class CompareCommand(TaskCommand):
+    """The command that measures a task's training under several launches and settings, each a run of its own."""
+
+    offered = TaskCommand.offered - {"output_dir", "resume", "dry_run", "debug"}
+    does = (
+        "Measures this task's training under every combination of the values that are given, each a real launch.\n\n"
+        "Every option of the trainer and the task may have several values: --micro-batch-size 1,32, or the option once "
+        "for each. Only the latter where a value may have commas itself: --lora-target-modules, --tracker, and the "
+        "task's text options. What stands behind -- is given to every run as it is."
+    )
+
+    def __init__(self, name: str, task_class: type[Task] | None, summary: str) -> None:
+        super().__init__(name, task_class, summary)
+        self.params.append(click.Argument(["run_words"], nargs=-1, metavar="[-- OPTIONS]", type=click.UNPROCESSED))
+
+    def own_sections(self) -> dict[str, list[click.Option]]:
+        return {"Comparison": comparison_options()}
+
+    def make_options(self, setting: Setting) -> list[click.Option]:
+        return make_list_option(setting)
+
+    def invoke(self, ctx: click.Context) -> None:
+        from accel_sft.commands.compare import run
+
+        trains = TaskCommand(self.name, self.task_class, "")
+
+        def parse(words: Sequence[str]) -> tuple[set[str], Callable[[], tuple[TrainConfig, Task]]]:
+            of_run = trains.make_context(self.name, [*words], parent=ctx.parent)
+            given = {k for k in of_run.params if of_run.get_parameter_source(k) is ParameterSource.COMMANDLINE}
+            return given, lambda: trains.read(of_run)
+
+        run(self.name, self.task_class, self.offers, ctx.params, parse)
+
+
 class TaskGroup(click.Group):
     """A group whose task commands are known by metadata, and imported one at a time when one is called."""
 
@@ -170,6 +211,10 @@ class EvaluateGroup(TaskGroup):
     task_command = EvaluateCommand
 
 
+class CompareGroup(TaskGroup):
+    task_command = CompareCommand
+
+
 @click.group(cls=TaskGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(accel_sft.__version__, prog_name="accel-sft")
 def cli() -> None:
@@ -182,6 +227,11 @@ def cli() -> None:
 @cli.group(cls=EvaluateGroup)
 def evaluate() -> None:
     """Score a model on a task's validation examples, beside its base if you name one."""
+
+
+@cli.group(cls=CompareGroup)
+def compare() -> None:
+    """Measure launch files and settings against each other: time, memory, loss, with every launch a real one."""
 
 
 for _tool in (new_task, tasks, launch_file):

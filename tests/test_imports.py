@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "resilience": "api io launch",
     "checkpoint": "api io launch resilience",
     "training": "api io launch data models batching tracking evaluation resilience checkpoint",
-    "commands": "api io launch data models batching tracking evaluation resilience checkpoint training",
+    "comparison": "api io launch tracking",
+    "commands": "api io launch data models batching tracking evaluation resilience checkpoint training comparison",
 }
 ROOT = {"__init__", "__main__", "cli", "cli_options"}
 """Modules outside the packages. They import from all of these, those with torch inside functions only."""
@@ -49,6 +50,7 @@ NO_TORCH = (
     "accel_sft.tracking.model_card",
     "accel_sft.models.tiny",
     "accel_sft.cli",
+    "accel_sft.commands.compare",
     "accel_sft.commands.launch_file",
     "accel_sft.commands.new_task",
     "accel_sft.commands.tasks",
