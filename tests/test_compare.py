@@ -273,6 +273,7 @@ def test_no_secret_is_shown_in_a_command():
         (("--", "--output-dir", "x"), "--output-dir behind --"),
         (("--fault", "none,bad"), "--fault bad: not one of"),
         (("--mixed-precision", "bf17"), "--mixed-precision 'bf17': not one of no, fp16, bf16"),
+        (("--profile",), "--profile slows the first 5 steps: --discard-steps 5 or more"),
         (("--num-processes", "two"), "--num-processes 'two': expected whole numbers"),
         (("--output-dir", "taken"), "not empty, and no comparison"),
     ],

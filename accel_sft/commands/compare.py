@@ -26,6 +26,8 @@ from accel_sft.models.tiny import TINY_DEFAULTS
 
 DEFAULTS = {"eval_every": "epoch", "save_every": "off"}
 """Of a compared run, unless they are given."""
+TRACED_STEPS = 5
+"""With --profile the third to the fifth step are traced, behind one of warm-up."""
 _ITS_OWN = ("output_dir", "resume", "dry_run")
 """Options that a compared run has from the comparison."""
 
@@ -154,6 +156,9 @@ def _check(cells: Sequence[Cell], discard_steps: int, parse: Parse) -> list[Trai
         if config.max_steps is not None and config.max_steps <= discard_steps:
             told = f"--max-steps {config.max_steps}: the first {discard_steps} are not counted (--discard-steps)"
             problems.append(f"{told}; train more steps, or discard fewer")
+        if config.profile and discard_steps < TRACED_STEPS:
+            told = f"--profile slows the first {TRACED_STEPS} steps"
+            problems.append(f"{told}: --discard-steps {TRACED_STEPS} or more leaves them out of what is measured")
         configs.append(config)
     if problems:
         raise UserError(*dict.fromkeys(problems))

@@ -12,6 +12,8 @@ Cell = Mapping[str, Any]
 SPEED = "tokens_per_second"
 _SAME_MEMORY = 0.01
 """Share by which memory differs from run to run without meaning anything."""
+_LITTLE = 0.05
+"""Share of a step below which it is not worth while to save it."""
 
 
 def findings(record: Mapping[str, Any]) -> list[str]:
@@ -25,7 +27,7 @@ def findings(record: Mapping[str, Any]) -> list[str]:
         lines += _options(measured, record["varied"])
     else:
         lines = ["No cell was measured: none came to its end with a step behind the discarded ones."]
-    return [*lines, *_failures(cells), *_loss(cells), *_batch(cells), *_surroundings(record)]
+    return [*lines, *_batches(cells), *_failures(cells), *_loss(cells), *_batch(cells), *_surroundings(record)]
 
 
 def decided(one: Cell, other: Cell, key: str = SPEED) -> bool | None:
@@ -148,7 +150,7 @@ def _options(measured: Sequence[Cell], varied: Sequence[str]) -> Iterator[str]:
         if len(winners) == 1:
             yield f"{flag} {winners.pop()} is the fastest: {times} times the tokens/s of the slowest, all else equal."
         else:
-            which = ", ".join(group[-1]["name"] for group in clear)
+            which = "; ".join(group[-1]["name"] for group in clear)
             yield f"Which {flag} is the fastest depends on the rest: {which}."
 
 
@@ -161,6 +163,23 @@ def _alike(cell: Cell, other: Cell, but: str) -> bool:
 def _difference(one: Cell, other: Cell, key: str) -> float | None:
     a, b = (cell["median"][key] for cell in (one, other))
     return None if a is None or b is None else a - b
+
+
+def _batches(cells: Sequence[Cell]) -> Iterator[str]:
+    """What the traces of runs with --profile say of the making of batches."""
+    shares = {}
+    for cell in cells:
+        for traced in (run["batch_share"] for run in completed(cell) if run["batch_share"]):
+            share = traced["batch_seconds"] / traced["step_seconds"]
+            shares[cell["name"]] = max(share, shares.get(cell["name"], 0.0))
+    if not shares:
+        return
+    name = max(shares, key=lambda each: shares[each])
+    told = f"Reading rows and making batches takes {percent(shares[name])} of a traced step at most ({name})"
+    if shares[name] < _LITTLE:
+        yield f"{told}: loader workers, prefetching and pinned batches could save no more than that, and matter little."
+    else:
+        yield f"{told}: that is what loader workers, prefetching and pinned batches could save."
 
 
 def _failures(cells: Sequence[Cell]) -> Iterator[str]:

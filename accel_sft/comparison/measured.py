@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
+from accel_sft.comparison.trace import batch_share
 from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
@@ -53,6 +54,8 @@ def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
         "metric_after": after if is_number(after) else None,
         "batching": result.get("batching"),
         "predicted": result.get("predicted"),
+        "phases": _phases(result),
+        "batch_share": batch_share(run_dir.profile),
         "data_sha256": record.get("data_sha256"),
         "environment": {
             **{key: launch.get(key) for key in ("device", "precision", "threads_per_process", "communication")},
@@ -87,6 +90,17 @@ def _speed(counted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "step_seconds_spread": spread,
         "tokens_per_second": tokens / sum(seconds) if seconds and sum(seconds) else None,
     }
+
+
+def _phases(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The run's memory at the end of each start-up phase, of the rank that has the most there."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in result.get("phases") or ():
+        largest = found.setdefault(row["phase"], {"phase": row["phase"]})
+        for key, value in row.items():
+            if key.endswith("_gib") and is_number(value):
+                largest[key] = max(value, largest.get(key, value))
+    return [*found.values()]
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -88,6 +88,10 @@ def markdown(record: Mapping[str, Any]) -> str:
     predicted = [(cell["name"], run["predicted"]) for cell in cells for run in completed(cell)[:1] if run["predicted"]]
     if predicted:
         parts += ["## Predicted memory (GiB) beside measured", _predictions(predicted, cells)]
+    rows = [[cell["name"], *phase] for cell in cells for run in completed(cell)[:1] for phase in _phases(run)]
+    if rows:
+        titles = ["cell", "phase", "process", "device: allocated", "peak", "reserved"]
+        parts += ["## Memory at the end of each start-up phase (GiB, the largest rank)", markdown_table(titles, rows)]
     parts.append("## What differs between the cells")
     for kind, differing in record["differences"].items():
         rows = [[name, _told(values)] for name, values in differing.items()]
@@ -115,6 +119,11 @@ def as_csv(record: Mapping[str, Any]) -> str:
 def percent(share: float | None) -> str:
     """A spread as text; "-" where it is not known."""
     return "-" if share is None else f"{100 * share:.0f}%" if share >= 0.095 else f"{100 * share:.1f}%"
+
+
+def _phases(run: Mapping[str, Any]) -> list[list[str]]:
+    keys = ("process_memory_gib", "device_allocated_gib", "device_peak_gib", "device_reserved_gib")
+    return [[phase["phase"], *(shown(phase.get(key)) or "-" for key in keys)] for phase in run["phases"]]
 
 
 def _with_spread(cell: Mapping[str, Any], key: str) -> str:
