@@ -109,6 +109,15 @@ def marked(folder):
     return found
 
 
+def until_begun(process, folder):
+    """Wait until the run of the fault `held` holds."""
+    until = time.monotonic() + 240
+    while not (folder / "begun").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
 @pytest.fixture(scope="module")
 def compared(site, tmp_path_factory):
     """Five cells, four of which do not come to their end; the one that does is run twice."""
@@ -182,11 +191,7 @@ def test_an_interrupted_comparison_leaves_no_process_and_goes_on(site, tmp_path)
     given = ("--fault", "none,held", "--repeat", "1", *RUN)
     (tmp_path / "hold").touch()
     process = compare(site, tmp_path, *given)
-    until = time.monotonic() + 240
-    while not (tmp_path / "begun").exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    until_begun(process, tmp_path)
     assert marked(tmp_path) != []
     process.send_signal(signal.SIGINT)
     printed = process.communicate(timeout=60)[0]
@@ -196,12 +201,24 @@ def test_an_interrupted_comparison_leaves_no_process_and_goes_on(site, tmp_path)
     before = read(tmp_path)
     assert (before["status"], [len(cell["runs"]) for cell in before["cells"]]) == ("interrupted", [1, 0])
 
+    (tmp_path / "begun").unlink()
+    process = compare(site, tmp_path, *given)
+    until_begun(process, tmp_path)
+    process.kill()  # which leaves its launch behind
+    process.communicate(timeout=60)
+    left = marked(tmp_path)
+    assert left != []
+
     refused = compare(site, tmp_path, "--fault", "none,held", "--repeat", "1", "--seed", "7", *RUN)
     assert "Error: --seed: the comparison was started with its default, not 7" in refused.communicate(timeout=60)[0]
     assert refused.returncode == 1
 
-    (tmp_path / "hold").unlink()
+    assert [each for each in left if each.is_running()] == left
+    (tmp_path / "begun").unlink()
     process = compare(site, tmp_path, *given)
+    until_begun(process, tmp_path)
+    assert [each for each in left if each.is_running()] == []
+    (tmp_path / "hold").unlink()
     printed = process.communicate(timeout=300)[0]
     after = read(tmp_path)
     assert process.returncode == 0, printed

@@ -190,10 +190,8 @@ def _command(task: str, given: Mapping[str, Sequence[str]], asked: Mapping[str, 
 def _describe(record: Mapping[str, Any], folder: Path, cells: Sequence[Cell]) -> None:
     """Print what is about to be measured."""
     done = sum(len(entry["runs"]) for entry in record["cells"])
-    rows = [
-        ("folder", f"{folder}"),
-        ("cells", f"{len(cells)}, {record['repeat']} rounds; {done} runs are done already"),
-    ]
+    rounds_of = f"{len(cells)}, {record['repeat']} round{'s' if record['repeat'] > 1 else ''}"
+    rows = [("folder", str(folder)), ("cells", rounds_of + (f"; {done} runs are done already" if done else ""))]
     for entry in record["cells"]:
         launch, offload = (
             entry["launch"],

@@ -1,6 +1,7 @@
 """What is measured of a run: its folder's metrics.jsonl, result.json and run.json as one flat record."""
 
 import os
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,9 @@ NUMBERS = (
     "seconds",
 )
 """The keys of a run that a cell has a median and a spread of."""
+
+
+_END_BYTES = 4096
 
 
 def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
@@ -69,6 +73,17 @@ def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
 def training_lines(run_dir: RunDir) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that are optimizer steps."""
     return [line for line in read_lines(run_dir.metrics) if "loss" in line]
+
+
+def last_step(run_dir: RunDir) -> int:
+    """The newest step in metrics.jsonl, 0 before the first. Only the file's end is read: a look must cost nothing."""
+    try:
+        with run_dir.metrics.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
+            found = re.findall(rb'"step": (\d+)', file.read())
+    except FileNotFoundError:
+        return 0
+    return int(found[-1]) if found else 0
 
 
 def surroundings() -> dict[str, float]:

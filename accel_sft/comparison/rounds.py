@@ -3,6 +3,7 @@
 import datetime
 import shutil
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
 from accel_sft.api.errors import UserError
 from accel_sft.comparison.cells import Cell
 from accel_sft.comparison.findings import findings
 from accel_sft.comparison.launching import end_all, launch
-from accel_sft.comparison.measured import measure, surroundings, training_lines
+from accel_sft.comparison.measured import last_step, measure, surroundings
 from accel_sft.comparison.outcome import outcome
 from accel_sft.comparison.record import write_record
 from accel_sft.comparison.summary import completed, summarise
@@ -44,7 +46,7 @@ def run(record: dict[str, Any], folder: Path, cells: Sequence[Cell], *, keep_wei
     """
     console = Console(file=terminal(), highlight=False, width=columns())
     try:
-        with _signals_interrupt(), console.status("") as status:
+        with _signals_interrupt(), console.status("", refresh_per_second=2) as status:
             for number, cell, entry in _due(record, cells):
                 done = sum(len(entry["runs"]) for entry in record["cells"])
                 of = f"{done + 1} of {len(cells) * record['repeat']}: round {number}, {cell.name}"
@@ -60,8 +62,6 @@ def run(record: dict[str, Any], folder: Path, cells: Sequence[Cell], *, keep_wei
         raise _with_message(interruption, told) from None
     record["status"] = "complete"
     _update(record, folder)
-    for name, text in (("comparison.md", markdown(record)), ("comparison.csv", as_csv(record))):
-        write_atomically(folder / name, text)
     console.print(terminal_table(record))
     for line in record["findings"]:
         print(wrapped(printable(f"- {line}"), 2), file=terminal())
@@ -88,10 +88,11 @@ def _run_cell(record: dict[str, Any], folder: Path, cell: Cell, number: int, sta
     place.mkdir(parents=True, exist_ok=True)
 
     def look() -> None:
-        steps = training_lines(run_dir)
-        told = f", step {steps[-1]['step']}" if steps else ", starting"
-        status.update(printable(f"{of}{told}"))
+        step = last_step(run_dir)
+        told = f"{of}, {f'step {step}' if step else 'starting'}, {time.monotonic() - began:.0f} s"
+        status.update(Text(printable(told), no_wrap=True, overflow="ellipsis"))
 
+    began = time.monotonic()
     around, started = surroundings(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     limit = record["time_limit_minutes"] * 60
     look()
@@ -121,6 +122,8 @@ def _update(record: dict[str, Any], folder: Path) -> None:
     summarise(record, folder)
     record["findings"] = findings(record)
     write_record(folder, record)
+    write_atomically(folder / "comparison.md", markdown(record))
+    write_atomically(folder / "comparison.csv", as_csv(record))
 
 
 def _delete_weights(run_dir: RunDir) -> None:
