@@ -320,6 +320,9 @@ def made_record(tmp_path, cells, rounds=2):
             lines = [{"step": n, "loss": loss, "seconds": 64 / speed, "tokens": 64} for n, loss in enumerate(losses, 1)]
             (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
             result = {"peak_device_memory_gib": memory, "after": {"accuracy": 0.5}, "main_metric": "accuracy"}
+            phases = {"load": (1.0, 2.0), "step": (memory * 1.1, memory)}
+            names = ("predicted_gib", "measured_gib")
+            result["memory"] = {"device": {key: dict(zip(names, two, strict=True)) for key, two in phases.items()}}
             (folder / "result.json").write_text(json.dumps(result))
             about = measure(RunDir(folder), 1)
             about["environment"] |= {"load_before": 9.0}
@@ -359,6 +362,8 @@ def test_findings_name_the_fastest_the_leanest_and_what_offload_costs(tmp_path):
     assert "--micro-batch-size 32 is the fastest: 10.00 times the tokens/s of the slowest" in told
     assert "differ by 1% at most (z2, micro-batch-size 32 from z0, micro-batch-size 32, step 3)" in told
     assert "The machine was busy: before 8 of 8 launches" in told
+    assert "predicted with a mean error of 10%; the largest is +10% (" in told
+    assert "| z2, micro-batch-size 32 | device | 11.55 | 10.5 | +10% |" in markdown(record)
     assert record["cells"][1]["ratio_to_best"] == pytest.approx(805 / 1005)
     assert record["cells"][1]["spread"]["tokens_per_second"] == pytest.approx(10 / 805)
 

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "comparison": "api io launch tracking",
     "commands": "api io launch data models batching tracking evaluation resilience checkpoint training comparison",
 }
-ROOT = {"__init__", "__main__", "cli", "cli_options"}
+ROOT = {"__init__", "__main__", "cli", "cli_compare", "cli_options", "cli_task"}
 """Modules outside the packages. They import from all of these, those with torch inside functions only."""
 STANDARD_LIBRARY_ONLY = (
     "accel_sft.io.heartbeat",

@@ -5,7 +5,7 @@ from typing import Any
 
 from accel_sft.comparison.outcome import COMPLETE
 from accel_sft.comparison.summary import completed, learns_alike
-from accel_sft.comparison.tables import percent
+from accel_sft.comparison.tables import percent, predicted_peaks
 from accel_sft.io.text import shown
 
 Cell = Mapping[str, Any]
@@ -27,7 +27,15 @@ def findings(record: Mapping[str, Any]) -> list[str]:
         lines += _options(measured, record["varied"])
     else:
         lines = ["No cell was measured: none came to its end with a step behind the discarded ones."]
-    return [*lines, *_batches(cells), *_failures(cells), *_loss(cells), *_batch(cells), *_surroundings(record)]
+    return [
+        *lines,
+        *_predictions(cells),
+        *_batches(cells),
+        *_failures(cells),
+        *_loss(cells),
+        *_batch(cells),
+        *_surroundings(record),
+    ]
 
 
 def decided(one: Cell, other: Cell, key: str = SPEED) -> bool | None:
@@ -163,6 +171,23 @@ def _alike(cell: Cell, other: Cell, but: str) -> bool:
 def _difference(one: Cell, other: Cell, key: str) -> float | None:
     a, b = (cell["median"][key] for cell in (one, other))
     return None if a is None or b is None else a - b
+
+
+def _predictions(cells: Sequence[Cell]) -> Iterator[str]:
+    """By how much the predicted peaks of memory were off."""
+    errors = {}
+    for cell in cells:
+        for place, (predicted, measured) in (
+            each for run in completed(cell)[:1] for each in predicted_peaks(run).items()
+        ):
+            errors[f"{cell['name']}, {place}"] = (predicted - measured) / measured
+    if errors:
+        worst = max(errors, key=lambda name: abs(errors[name]))
+        mean = sum(map(abs, errors.values())) / len(errors)
+        yield (
+            f"Peaks of memory were predicted with a mean error of {percent(mean)}; the largest is "
+            f"{100 * errors[worst]:+.0f}% ({worst})."
+        )
 
 
 def _batches(cells: Sequence[Cell]) -> Iterator[str]:

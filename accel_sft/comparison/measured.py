@@ -57,7 +57,7 @@ def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
         "host_memory_all_ranks_gib": sum(_of(ranks, "peak", "process_memory_gib")) if ranks else None,
         "metric_after": after if is_number(after) else None,
         "batching": result.get("batching"),
-        "predicted": result.get("predicted"),
+        "memory": result.get("memory") or None,
         "phases": _phases(result),
         "batch_share": batch_share(run_dir.profile),
         "data_sha256": record.get("data_sha256"),

@@ -49,7 +49,7 @@ def run(record: dict[str, Any], folder: Path, cells: Sequence[Cell], *, keep_wei
         with _signals_interrupt(), console.status("", refresh_per_second=2) as status:
             for number, cell, entry in _due(record, cells):
                 done = sum(len(entry["runs"]) for entry in record["cells"])
-                of = f"{done + 1} of {len(cells) * record['repeat']}: round {number}, {cell.name}"
+                of = f"{done + 1} of {done + _left(record)}: round {number}, {cell.name}"
                 entry["runs"].append(_run_cell(record, folder, cell, number, status, of))
                 if not keep_weights:
                     _delete_weights(RunDir(folder / entry["runs"][-1]["folder"]))
@@ -77,6 +77,12 @@ def _due(record: dict[str, Any], cells: Sequence[Cell]) -> Iterator[tuple[int, C
             failed = entry["runs"] and not completed(entry)
             if not failed and number not in [run["round"] for run in entry["runs"]]:
                 yield number, cell, entry
+
+
+def _left(record: dict[str, Any]) -> int:
+    """How many runs are still to be made, if none fails."""
+    tried = [entry for entry in record["cells"] if completed(entry) or not entry["runs"]]
+    return sum(record["repeat"] - len(entry["runs"]) for entry in tried)
 
 
 def _run_cell(record: dict[str, Any], folder: Path, cell: Cell, number: int, status: Status, of: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich import box
@@ -85,9 +85,10 @@ def markdown(record: Mapping[str, Any]) -> str:
     header = ["cell", "status", "runs that came to their end", "tokens/s of the best", *titles]
     parts.append(markdown_table(header, rows))
     parts.append("A number is the median of the rounds; in brackets stands their range as a share of it.")
-    predicted = [(cell["name"], run["predicted"]) for cell in cells for run in completed(cell)[:1] if run["predicted"]]
-    if predicted:
-        parts += ["## Predicted memory (GiB) beside measured", _predictions(predicted, cells)]
+    rows = [[cell["name"], *peak] for cell in cells for run in completed(cell)[:1] for peak in _predicted_peaks(run)]
+    if rows:
+        titles = ["cell", "where", "predicted", "measured", "error"]
+        parts += ["## Predicted peak memory beside measured (GiB)", markdown_table(titles, rows)]
     rows = [[cell["name"], *phase] for cell in cells for run in completed(cell)[:1] for phase in _phases(run)]
     if rows:
         titles = ["cell", "phase", "process", "device: allocated", "peak", "reserved"]
@@ -142,15 +143,16 @@ def _told(value: Any) -> str:
     return shown(value) or "-"
 
 
-def _predictions(predicted: Sequence[tuple[str, Any]], cells: Sequence[Mapping[str, Any]]) -> str:
-    measured = {cell["name"]: cell["median"] for cell in cells}
-    rows = [
-        [
-            name,
-            _told(about),
-            shown(measured[name]["peak_device_memory_gib"]),
-            shown(measured[name]["peak_host_memory_gib"]),
-        ]
-        for name, about in predicted
-    ]
-    return markdown_table(["cell", "predicted", "device, measured", "host, measured"], rows)
+def predicted_peaks(run: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """For "device" and "host" the largest predicted and the largest measured GiB of a run's phases, where there are."""
+    found = {}
+    for place, phases in (run.get("memory") or {}).items():
+        pairs = [(phase["predicted_gib"], phase["measured_gib"]) for phase in phases.values()]
+        if pairs:
+            found[place] = tuple(max(column) for column in zip(*pairs, strict=True))
+    return found
+
+
+def _predicted_peaks(run: Mapping[str, Any]) -> list[list[str]]:
+    peaks = predicted_peaks(run)
+    return [[place, shown(a), shown(b), f"{100 * (a - b) / b:+.0f}%"] for place, (a, b) in peaks.items()]
