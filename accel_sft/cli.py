@@ -1,114 +1,25 @@
-"""The command line: options made from settings, a command for each task, the tools. Only running one imports torch."""
+"""The command line: a command for each task, and the tools. Only running one imports torch."""
 
-import re
 import shlex
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import click
-from click.core import ParameterSource
 
 import accel_sft
 from accel_sft.api import registry
-from accel_sft.api.config import RUN, EvaluateConfig, TrainConfig
-from accel_sft.api.config_file import load_yaml
+from accel_sft.api.config import EvaluateConfig, TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import HIDDEN, settings
+from accel_sft.api.options import HIDDEN
 from accel_sft.api.task import Task
-from accel_sft.cli_options import NAMES_A_FILE, USUAL, make_option
+from accel_sft.cli_compare import CompareCommand
+from accel_sft.cli_options import NAMES_A_FILE, USUAL
+from accel_sft.cli_task import TaskCommand
 from accel_sft.commands.doctor import doctor
 from accel_sft.commands.launch_file import launch_file
 from accel_sft.commands.new_task import new_task
 from accel_sft.commands.tasks import tasks
-from accel_sft.resilience.exit import ExitHandler
 from accel_sft.resilience.task_import import load_task
-
-
-class TaskCommand(click.Command):
-    """A command with a task's options and the trainer's, grouped by section in its help. This one trains.
-
-    Args:
-        task_class: the loaded task, or None while a shell completes, which imports no plugin.
-        summary: the task in a line.
-    """
-
-    config_class: ClassVar[type[TrainConfig]] = TrainConfig
-    offered: ClassVar[frozenset[str]] = frozenset(setting.name for setting in settings(TrainConfig))
-    does: ClassVar[str] = "Trains, evaluates and saves a model for this task."
-
-    def __init__(self, name: str, task_class: type[Task] | None, summary: str) -> None:
-        self.task_class = task_class
-        task_settings = settings(task_class) if task_class else []
-        train_settings = [setting for setting in settings(self.config_class) if setting.name in self.offered]
-        self.offers = {self.config_class: train_settings, task_class: task_settings}
-        self.sections: dict[str, list[click.Option]] = {}
-        for setting in (*task_settings, *train_settings):
-            self.sections.setdefault(setting.section or f"Task {name}", []).append(make_option(setting))
-        help = "These options in YAML, one `name: value` a line; the command line wins."
-        config = click.Option(["--config", "config_file"], type=click.Path(), metavar="FILE", help=help)
-        self.sections[RUN].append(config)
-        params = [option for options in self.sections.values() for option in options]
-        completing = {"ignore_unknown_options": True} if task_class is None else None
-        super().__init__(name, params=params, help=f"{summary}\n\n{self.does}", context_settings=completing)
-
-    def run(self, task: Task, config: TrainConfig) -> None:
-        from accel_sft.commands.train import run
-
-        run(self.name, task, config)
-
-    def usual(self, config: TrainConfig, given: Iterable[str]) -> dict[str, Any]:
-        """The task's settings besides those `given` by the command line or a file, if not the task's defaults."""
-        return {}
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for heading, options in self.sections.items():
-            more = [self.get_help_option(ctx)] if heading == RUN else []
-            with formatter.section(heading):
-                formatter.write_dl([option.get_help_record(ctx) for option in (*options, *more)], col_max=34)
-
-    def invoke(self, ctx: click.Context) -> None:
-        from accel_sft.launch.environment import prepare_environment
-
-        ending = ctx.ensure_object(ExitHandler)
-        ending.debug = bool(ctx.params["debug"])
-        config, task = self.read(ctx)
-        ending.debug = config.debug
-        prepare_environment(config.debug)
-        self.run(task, config)
-
-    def read(self, ctx: click.Context) -> tuple[TrainConfig, Task]:
-        """Trainer and task settings from the command line over the YAML file over the defaults.
-
-        Raises:
-            UserError: every problem of the file, of each value and between values, together. What cannot be known
-                while another value is wrong or the file cannot be read is not reported.
-        """
-        given = {k: v for k, v in ctx.params.items() if ctx.get_parameter_source(k) is ParameterSource.COMMANDLINE}
-        every = [setting for offered in self.offers.values() for setting in offered]
-        problems = [line for s in every if s.name in given and (line := s.problem(given[s.name]))]
-        from_file: dict[str, Any] = {}
-        if "config_file" in given:
-            try:
-                from_file, of_file = load_yaml(given["config_file"], *self.offers)
-            except UserError as error:
-                raise UserError(*error.problems, *problems) from None
-            problems = [*of_file, *problems]
-        built: list[Any] = []
-        for cls, offered in self.offers.items():
-            mine = {**from_file, **given}
-            values = {**(self.usual(*built, mine) if built else {}), **mine}
-            wrong = {s.name: s.flag for s in offered if s.name in values and s.problem(values[s.name])}
-            usable = {s.name: values[s.name] for s in offered if s.name in values and s.name not in wrong}
-            missing = [s for s in offered if s.required and s.name not in usable]
-            problems += [f"{s.flag}: a value is needed" for s in missing if s.name not in wrong]
-            try:  # without the wrong values, so that conflicts between the other settings are reported too
-                built += [] if missing else [registry.build(self.name, cls, usable)]
-            except UserError as error:
-                flags = set(wrong.values())
-                problems += [line for line in error.problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
-        if problems:
-            raise UserError(*dict.fromkeys(problems))
-        return tuple(built)
 
 
 class EvaluateCommand(TaskCommand):
@@ -171,6 +82,10 @@ class EvaluateGroup(TaskGroup):
     task_command = EvaluateCommand
 
 
+class CompareGroup(TaskGroup):
+    task_command = CompareCommand
+
+
 @click.group(cls=TaskGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(accel_sft.__version__, prog_name="accel-sft")
 def cli() -> None:
@@ -183,6 +98,11 @@ def cli() -> None:
 @cli.group(cls=EvaluateGroup)
 def evaluate() -> None:
     """Score a model on a task's validation examples, beside its base if you name one."""
+
+
+@cli.group(cls=CompareGroup)
+def compare() -> None:
+    """Measure launch files and settings against each other: time, memory, loss, with every launch a real one."""
 
 
 for _tool in (new_task, tasks, launch_file, doctor):

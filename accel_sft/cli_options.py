@@ -19,7 +19,7 @@ _METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER"}
 
 def make_option(setting: Setting) -> click.Option:
     """The click option of a setting. It has no default, so that all values are read and checked in one place."""
-    help = f"{setting.help} {_brackets(setting)}".strip()
+    help = help_of(setting)
     if setting.type is bool:
         return click.Option([f"{setting.flag}/--no-{setting.flag[2:]}", setting.name], default=None, help=help)
     return click.Option(
@@ -29,6 +29,11 @@ def make_option(setting: Setting) -> click.Option:
         shell_complete=functools.partial(_complete, setting),
         help=help,
     )
+
+
+def help_of(setting: Setting) -> str:
+    """Its help, default and limits."""
+    return f"{setting.help} {_brackets(setting)}".strip()
 
 
 def _complete(setting: Setting, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -33,6 +33,7 @@ from accel_sft.data.conversation import read_split
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.scoring import check_scoring, scored
+from accel_sft.io import lock
 from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.resilience.signals import StopSignals
@@ -198,7 +199,7 @@ def test_a_folder_whose_claim_another_ranks_death_broke_off_does_not_say_that_it
     config = TrainConfig(output_dir=str(tmp_path / "run")).resolved({})
     with pytest.raises(RuntimeError, match="closed by peer"):
         claim.claim_run_dir(Accelerator(cpu=True), "sums", Sums(), config)
-    claim.release()
+    lock.release()
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result == {"status": "failed", "error": "Connection closed by peer"}
 
@@ -237,8 +238,8 @@ def test_what_came_after_a_checkpoint_that_is_named_is_put_aside(launched, tmp_p
 FORKS_AND_WAITS = """
 import multiprocessing, sys, time
 from pathlib import Path
-from accel_sft.training import claim
-claim._lock(Path(sys.argv[1]))
+from accel_sft.io import lock
+lock.lock(Path(sys.argv[1]))
 child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(120,))
 child.start()
 print(child.pid, flush=True)
@@ -252,14 +253,14 @@ def test_a_forked_child_that_outlives_its_killed_run_does_not_keep_the_folder(tm
     ) as run:
         child = psutil.Process(int(run.stdout.readline()))
         try:
-            monkeypatch.setattr(claim, "_LOCK_SECONDS", 0.5)
+            monkeypatch.setattr(lock, "LOCK_SECONDS", 0.5)
             with pytest.raises(UserError, match="another process is working"):
-                claim._lock(tmp_path)  # the child gave up its copy of the lock, not the lock
+                lock.lock(tmp_path)  # the child gave up its copy of the lock, not the lock
             run.kill()
             run.wait()
             assert child.is_running()
-            claim._lock(tmp_path)
-            claim.release()
+            lock.lock(tmp_path)
+            lock.release()
             assert not list(tmp_path.iterdir())
         finally:
             child.kill()
@@ -314,7 +315,7 @@ def test_a_folder_is_a_runs_by_its_record_and_not_by_a_file_that_others_write_to
         with pytest.raises(UserError, match=told) if told else contextlib.nullcontext():
             claim.claim_run_dir(Accelerator(cpu=True), "sums", Sums(), config)
     finally:
-        claim.release()
+        lock.release()
     if told:
         assert {
             str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()
@@ -328,7 +329,7 @@ def test_machines_without_a_folder_in_common_are_told_so_before_anything_is_comp
     with pytest.raises(UserError, match="--output-dir: name a folder that all machines share"):
         claim.claim_run_dir(accelerator, "sums", Sums(), TrainConfig().resolved({}))
     run_dir, *_ = claim.claim_run_dir(accelerator, "sums", Sums(), config)
-    claim.release()
+    lock.release()
     assert sorted(path.name for path in run_dir.path.iterdir()) == ["logs", "result.json"]
 
     def on_another_machine(accelerator, decide):
@@ -339,7 +340,7 @@ def test_machines_without_a_folder_in_common_are_told_so_before_anything_is_comp
     resumed = dataclasses.replace(config, resume="auto")
     with pytest.raises(UserError, match="does not see what rank 0 wrote there; name a folder on a file system that"):
         claim.claim_run_dir(accelerator, "sums", Sums(), resumed)
-    claim.release()
+    lock.release()
     assert run_dir.read_status() == "failed"
 
 

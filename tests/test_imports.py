@@ -24,9 +24,11 @@ MAY_IMPORT = {
     "checkpoint": "api io launch resilience",
     "training": "api io launch data models batching tracking evaluation resilience checkpoint",
     "diagnosis": "api io launch data",
-    "commands": "api io launch data models batching tracking evaluation resilience checkpoint training diagnosis",
+    "comparison": "api io launch tracking",
+    "commands": "api io launch data models batching tracking evaluation resilience checkpoint training"
+    " diagnosis comparison",
 }
-ROOT = {"__init__", "__main__", "cli", "cli_options"}
+ROOT = {"__init__", "__main__", "cli", "cli_compare", "cli_options", "cli_task"}
 """Modules outside the packages. They import from all of these, those with torch inside functions only."""
 STANDARD_LIBRARY_ONLY = (
     "accel_sft.io.heartbeat",
@@ -51,6 +53,7 @@ NO_TORCH = (
     "accel_sft.models.tiny",
     "accel_sft.cli",
     "accel_sft.commands.doctor",
+    "accel_sft.commands.compare",
     "accel_sft.commands.launch_file",
     "accel_sft.commands.new_task",
     "accel_sft.commands.tasks",

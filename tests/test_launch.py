@@ -24,7 +24,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io import terminal
 from accel_sft.launch import audit as auditing
-from accel_sft.launch import deepspeed_ops, describe
+from accel_sft.launch import deepspeed_ops, describe, recordable
 from accel_sft.launch.accelerator import verify_engine
 from accel_sft.launch.audit import audit, refuse
 from accel_sft.launch.environment import threads_per_process, usable_cores
@@ -124,13 +124,13 @@ tpu_env: [HF_TOKEN=hunter2, "--api-key hunter2", "first\\nPASSWORD: hunter2"]
 def test_no_secret_of_a_launch_file_or_of_settings_is_recorded():
     for path in SHIPPED:
         content = yaml.safe_load(path.read_text())
-        assert yaml.safe_load(describe._without_secrets(content)) == content
-    kept = describe._without_secrets(yaml.safe_load(SECRETS))
+        assert yaml.safe_load(recordable.without_secrets(content)) == content
+    kept = recordable.without_secrets(yaml.safe_load(SECRETS))
     assert not re.search("hunter2|11111", kept)
     assert yaml.safe_load(kept)["mixed_precision"] == "bf16"
     assert yaml.safe_load(kept)["deepspeed_config"]["zero_stage"] == 2
     settings = {"max_new_tokens": 5, "token": 5, "passwd": "a", "key_ids": [1], "secret": True, "number": 1.5}
-    assert describe.recordable(settings) == {
+    assert recordable.recordable(settings) == {
         "max_new_tokens": 5, "token": "***", "passwd": "***", "key_ids": "***", "secret": "***", "number": 1.5
     }  # fmt: skip
 

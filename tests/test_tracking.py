@@ -27,7 +27,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.run_dir import RunDir
 from accel_sft.tracking.metrics_file import MetricsFile
 from accel_sft.tracking.progress_bar import ProgressBar
-from accel_sft.tracking.system import SYSTEM_FIELDS, SystemSampler, host_memory_gib
+from accel_sft.tracking.system import SYSTEM_FIELDS, SystemSampler, Usage, host_memory_gib
 from accel_sft.tracking.tracker import Tracker
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
@@ -426,6 +426,22 @@ def test_a_gpu_that_cannot_be_read_any_more_is_told_once(tracked, capsys):
         assert math.isnan(tracker.system()[5])
     told = capsys.readouterr().out
     assert told.count("no GPU curves from here on: NVML says Driver/library version mismatch") == 1
+
+
+def test_means_and_peaks_of_a_rank_are_those_of_its_samples_after_the_first():
+    usage, nan = Usage(), math.nan
+    assert usage.by_rank() == []
+    assert usage.add(0, [1.0, 900.0, 5.0, 7.0, nan, nan])
+    assert usage.by_rank()[0]["mean"]["cpu_percent"] == 900
+    for sample in ([2.0, 100.0, 1.0, 7.0, nan, nan], [3.0, 200.0, 2.0, 7.0, nan, nan]):
+        assert usage.add(0, sample)
+        assert not usage.add(0, sample)  # read again within a second
+    assert usage.add(1, [1.0, 10.0, 1.0, 7.0, 50.0, 3.0])
+    first, second = usage.by_rank()
+    assert (first["rank"], first["samples"], second["rank"]) == (0, 2, 1)
+    assert first["mean"] == {"cpu_percent": 150.0, "process_memory_gib": 1.5, "host_memory_gib": 7.0}
+    assert first["peak"]["process_memory_gib"] == 2.0
+    assert second["peak"]["gpu_memory_gib"] == 3.0
 
 
 def test_the_peak_is_this_process_own(tracked):

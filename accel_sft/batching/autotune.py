@@ -18,7 +18,8 @@ from accel_sft.batching.room import Room
 from accel_sft.batching.verify import exact_batchings
 from accel_sft.data.chat import Encoded
 from accel_sft.launch.collectives import largest_of_ranks
-from accel_sft.launch.describe import device_name, parallelism, versions
+from accel_sft.launch.describe import device_name, parallelism
+from accel_sft.launch.recordable import versions
 
 UNTIMED = {"cpu"}
 """Devices where nothing is tried."""

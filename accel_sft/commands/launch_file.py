@@ -19,7 +19,7 @@ def launch_file(name: str | None) -> None:
 
     Then: accelerate launch --config_file z2.yaml -m accel_sft TASK
     """
-    files = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+    files = _files()
     if name is None:
         width = max(map(len, files))
         for stem, path in files.items():  # a file's first line says what it is for
@@ -31,3 +31,12 @@ def launch_file(name: str | None) -> None:
         near = suggestion(stem, files) or f"; choose one of {', '.join(files)}"
         raise UserError(f"NAME {name!r}: no launch file has this name{near}")
     click.echo(files[stem].read_text(encoding="utf-8"), nl=False)
+
+
+def shipped(name: str) -> Path | None:
+    """The shipped launch file of this name, if there is one."""
+    return _files().get(name)
+
+
+def _files() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}

@@ -14,6 +14,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.batching.memory import out_of_memory
 from accel_sft.io import terminal
+from accel_sft.io.lock import release
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.describe import resume_command
 from accel_sft.launch.start import start
@@ -23,7 +24,7 @@ from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.signals import Interruption, StopSignals
 from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tracking.tracker import Tracker
-from accel_sft.training.claim import claim_run_dir, release, write_run_record
+from accel_sft.training.claim import claim_run_dir, write_run_record
 from accel_sft.training.prepare import prepare_data
 from accel_sft.training.trainer import OnStep, Trainer
 

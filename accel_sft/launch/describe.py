@@ -1,32 +1,21 @@
-"""The resolved launch as rows for the terminal, and as the record in run.json; versions of the libraries."""
+"""The resolved launch as rows for the terminal, and as the record in run.json."""
 
-import contextlib
-import importlib.metadata
-import math
 import os
 import platform
-import re
 import shlex
 import shutil
 import sys
 import sysconfig
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.api.options import HIDDEN
 from accel_sft.launch.environment import usable_cores
 from accel_sft.launch.info import launcher_command, read_launch
-
-_SECRET = re.compile(r"key|token|secret|passw|passphrase|credential", re.IGNORECASE)
-_COUNT = re.compile(r"tokens", re.IGNORECASE)
-_ASSIGNED = re.compile(rf"(?i)([\w-]*(?:{_SECRET.pattern})[\w-]*\s*[=: ]\s*)\S.*")
-"""A secret within a text of a launch file: `export HF_TOKEN=...`, `--api-key ...`."""
+from accel_sft.launch.recordable import recordable, versions, without_secrets
 
 
 def describe(accelerator: Accelerator, config: TrainConfig) -> list[tuple[str, str]]:
@@ -56,7 +45,7 @@ def launch_record(accelerator: Accelerator) -> dict[str, Any]:
     plugin = accelerator.state.deepspeed_plugin
     return {
         "yaml_path": str(launch.config_file) if launch.config_file else None,
-        "yaml": _without_secrets(launch.yaml),
+        "yaml": without_secrets(launch.yaml),
         "backend": launch.backend,
         "zero_stage": launch.stage if plugin else None,
         "offload": {what: launch.offload(what) for what in ("optimizer", "param")},
@@ -72,46 +61,11 @@ def launch_record(accelerator: Accelerator) -> dict[str, Any]:
     }
 
 
-def recordable(value: Any, name: str = "") -> Any:
-    """`value` as JSON can hold it, at any depth. What has the name of a secret is left out, of whatever type; a number
-    of tokens is none."""
-    counts = isinstance(value, (int, float)) and _COUNT.search(name)
-    if value is not None and _SECRET.search(name) and not counts:
-        return HIDDEN
-    if isinstance(value, dict):
-        return {key: recordable(item, str(key)) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [recordable(item) for item in value]
-    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
-
-
-def _without_secrets(content: Mapping[str, Any]) -> str | None:
-    """A launch file's content as YAML: comments are gone, and what has the name of a secret, within texts too."""
-
-    def masked(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: masked(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [masked(item) for item in value]
-        return _ASSIGNED.sub(rf"\1{HIDDEN}", value) if isinstance(value, str) else value
-
-    return yaml.safe_dump(masked(recordable(dict(content))), sort_keys=False, allow_unicode=True) if content else None
-
-
 def device_name(accelerator: Accelerator) -> str:
     """The kind of device that this rank computes on, and of a CPU how many cores."""
     if accelerator.device.type == "cuda":
         return torch.cuda.get_device_name(accelerator.device)
     return f"{accelerator.device.type} ({usable_cores()} cores)" if accelerator.device.type == "cpu" else "mps"
-
-
-def versions() -> dict[str, str]:
-    """Installed versions of what decides a run's numbers: Python, this package and the libraries below it."""
-    found = {"python": platform.python_version()}
-    for name in ("accel-sft", "torch", "transformers", "tokenizers", "accelerate", "deepspeed", "peft"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def resume_command(run_dir: Path, config: TrainConfig) -> str:

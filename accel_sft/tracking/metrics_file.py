@@ -61,3 +61,18 @@ class MetricsFile:
         if self._file is not None:
             self._file.close()
         self._file = None
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; none where there is no file. One that is half written is left out."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "step" in record:
+            found.append(record)
+    return found

@@ -6,6 +6,8 @@ import os
 import resource
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,41 @@ class SystemSampler:
         with contextlib.suppress(pynvml.NVMLError):  # a MIG slice has memory but no utilisation
             percent = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
         return percent, memory_gib
+
+
+class Usage:
+    """Mean and peak of each rank's readings over a run's training steps.
+
+    A rank's first reading counts only while it is the only one: its CPU is that of start-up and evaluation.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, float] = {}  # of each rank's latest sample
+        self._rows: dict[int, dict[str, Any]] = {}
+
+    def add(self, rank: int, sample: Sequence[float]) -> bool:
+        """Count a rank's reading, in the order of SYSTEM_FIELDS; False, and nothing done, if it is not a new one."""
+        number, before = sample[0], self._numbers.get(rank)
+        if before == number:
+            return False
+        self._numbers[rank] = number
+        row = self._rows.get(rank)
+        if row is None or (row["samples"] == 1 and row["first"]):
+            row = {"rank": rank, "samples": 0, "first": row is None, "mean": {}, "peak": {}, "read": Counter()}
+            self._rows[rank] = row
+        row["samples"] += 1
+        for field, value in zip(SYSTEM_FIELDS[1:], sample[1:], strict=True):
+            if not math.isnan(value):
+                row["read"][field] += 1
+                mean = row["mean"].get(field, 0.0)
+                row["mean"][field] = mean + (value - mean) / row["read"][field]
+                row["peak"][field] = max(value, row["peak"].get(field, value))
+        return True
+
+    def by_rank(self) -> list[dict[str, Any]]:
+        """`rank`, number of `samples`, and `mean` and `peak` of every field of SYSTEM_FIELDS that could be read."""
+        kept = ("rank", "samples", "mean", "peak")
+        return [{key: row[key] for key in kept} for _, row in sorted(self._rows.items())]
 
 
 def seconds_since_start() -> float:

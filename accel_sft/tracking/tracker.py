@@ -21,6 +21,7 @@ from accel_sft.tracking.report import COSTS, Samples, is_number, phases_table, s
 from accel_sft.tracking.system import (
     SYSTEM_FIELDS,
     SystemSampler,
+    Usage,
     device_memory_gib,
     host_memory_gib,
     peak_memory_gib,
@@ -60,7 +61,7 @@ class Tracker(contextlib.AbstractContextManager):
         names = tracker_names(config.tracker)
         self.accelerator, self.run_dir, self.config, self.main_metric = accelerator, run_dir, config, main_metric
         self._system = SystemSampler(accelerator.device)
-        self._samples_drawn: dict[int, float] = {}
+        self.usage = Usage()
         self._recorded: list[dict[str, Any]] = []  # this rank's phases
         self._phases: list[dict[str, Any]] = []  # every rank's
         self._peaks: dict[str, float | None] = {"peak_device_memory_gib": None, "peak_host_memory_gib": None}
@@ -129,8 +130,7 @@ class Tracker(contextlib.AbstractContextManager):
         self._metrics.append(record)
         curves = _training_curves(record)
         for rank, numbers in enumerate(system):
-            if self._samples_drawn.get(rank) != numbers[0]:
-                self._samples_drawn[rank] = numbers[0]
+            if self.usage.add(rank, numbers):
                 for field, value in zip(SYSTEM_FIELDS[1:], numbers[1:], strict=True):
                     if not math.isnan(value):
                         curves[f"system/rank{rank}/{field}"] = value

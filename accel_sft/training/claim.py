@@ -1,7 +1,6 @@
 """Who may use a run's folder (its lock), and the record of settings and data that a resumed run must match."""
 
 import dataclasses
-import fcntl
 import json
 import os
 import secrets
@@ -20,55 +19,18 @@ from accel_sft.checkpoint.checkpoint import settle
 from accel_sft.data import cache
 from accel_sft.data.fingerprint import code_fingerprint
 from accel_sft.io.files import abandoned, expanded, write_atomically
+from accel_sft.io.lock import lock
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import Team, decided_by_main
-from accel_sft.launch.describe import launch_record, recordable
+from accel_sft.launch.describe import launch_record
 from accel_sft.launch.info import read_launch, restarts
+from accel_sft.launch.recordable import recordable
 from accel_sft.models.source import weights_identity
 from accel_sft.resilience.exit import lost_peers
 from accel_sft.training.prepare import Prepared
 
-_LOCK_SECONDS = 8
-"""To wait for a folder whose owner may be ending: a rank that lost its launcher takes some seconds."""
 _SHARED_SECONDS = 10
 """For a network file system to show a new file to another machine."""
-_locked: list[int] = []
-"""Descriptors of the folders that this process locked."""
-
-
-def _lock(path: Path) -> None:
-    """Lock the folder itself until this process ends, however it ends; nothing is written into it.
-
-    The system drops such a lock with the last process that has the descriptor, so a forked child closes its copy:
-    otherwise a task's process pool that outlives a killed run would lock the folder for every resume.
-
-    Raises:
-        UserError: a living process has locked it.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    _locked.append(descriptor)
-    until = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise UserError(
-                    f"--output-dir {path}: another process is working in this folder; wait for it or end it, or name "
-                    "another folder"
-                ) from None
-            time.sleep(0.2)
-        except OSError:  # a file system without locks
-            return None
-
-
-def release() -> None:
-    """Unlock the folder that this process claimed."""
-    while _locked:
-        os.close(_locked.pop())
-
-
-os.register_at_fork(after_in_child=release)
 
 
 def claim_run_dir(
@@ -105,7 +67,7 @@ def claim_run_dir(
             )
         try:
             path.mkdir(parents=True, exist_ok=True)
-            _lock(path)
+            lock(path)
             # A run that was killed while it wrote its first file left no more than these.
             begun = {file for file in abandoned(path) if file.name.startswith(".result.json.")}
             occupied, status = bool({*path.iterdir()} - begun), run_dir.read_status()

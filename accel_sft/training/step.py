@@ -14,7 +14,7 @@ from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.memory import out_of_memory
 from accel_sft.data.chat import Encoded
 from accel_sft.io.files import read_json, write_atomically
-from accel_sft.io.run_dir import RunDir
+from accel_sft.io.run_dir import BATCH_SPAN, RunDir
 from accel_sft.launch.collectives import gather_numbers
 from accel_sft.training.optimizer import Stepper
 
@@ -104,7 +104,8 @@ class TrainStep:
         """The summed loss of one forward; None after an out-of-memory if the step can be repeated. A function of its
         own, so that nothing keeps the tensors of a forward that failed."""
         try:
-            batch = self.batching.batch(rows, self.pad_token_id, self.stepper.accelerator.device)
+            with torch.profiler.record_function(BATCH_SPAN):
+                batch = self.batching.batch(rows, self.pad_token_id, self.stepper.accelerator.device)
             return nll_sum(self.stepper.model, batch)
         except RuntimeError as error:
             if not out_of_memory(error):

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import columns, terminal
-from accel_sft.launch import describe
+from accel_sft.launch.recordable import recordable, versions
 from accel_sft.models.load import compile_seconds
 from accel_sft.tracking import report
 from accel_sft.tracking.model_card import model_card
@@ -31,7 +31,7 @@ def card(task_name: str, prepared: Prepared, state: TrainState, model_class: str
         prompt_end=rendering.closing(form),
         max_new_tokens=config.max_new_tokens or prepared.longest_answer,
         data=prepared.counts(),
-        settings=describe.recordable({**config.as_dict(), **dataclasses.asdict(task)}),
+        settings=recordable({**config.as_dict(), **dataclasses.asdict(task)}),
         result={  # time and memory are of moments of this process, and of no interest elsewhere
             "before": {key: number for key, number in (state.before or {}).items() if key not in report.COSTS},
             "after": {key: number for key, number in (state.latest or {}).items() if key not in report.COSTS},
@@ -39,7 +39,7 @@ def card(task_name: str, prepared: Prepared, state: TrainState, model_class: str
                 f"{Path(config.init_from or config.model).name}", f"these weights, of step {state.step}"
             ),
         },
-        versions=describe.versions(),
+        versions=versions(),
     )
 
 

@@ -232,6 +232,7 @@ class Trainer:
             "steps_left_out": self.anomalies.left_out(),
             "batching": dataclasses.asdict(self.train_step.batching),
             "phases": self.tracker.phases(),
+            "system": self.tracker.usage.by_rank(),
         }
         if self.accelerator.is_main_process:
             self.tracker.close()

@@ -22,7 +22,7 @@ from accel_sft import UserError, read_rows
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import load_yaml
 from accel_sft.api.options import settings as settings_of
-from accel_sft.cli import TaskCommand
+from accel_sft.cli_task import TaskCommand
 from accel_sft.data import rows
 from accel_sft_math import Math
 

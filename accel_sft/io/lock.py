@@ -1,0 +1,48 @@
+"""The lock of a run's or a comparison's folder: of several processes one works in it. Standard library only."""
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from accel_sft.api.errors import UserError
+
+LOCK_SECONDS = 8
+"""To wait for a folder whose owner may be ending: a rank that lost its launcher takes some seconds."""
+_locked: list[int] = []
+"""Descriptors of the folders that this process locked."""
+
+
+def lock(path: Path) -> None:
+    """Lock the folder itself until this process ends, however it ends; nothing is written into it.
+
+    The system drops such a lock with the last process that has the descriptor, so a forked child closes its copy:
+    otherwise a task's process pool that outlives a killed run would lock the folder for every resume.
+
+    Raises:
+        UserError: a living process has locked it.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    _locked.append(descriptor)
+    until = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise UserError(
+                    f"--output-dir {path}: another process is working in this folder; wait for it or end it, or name "
+                    "another folder"
+                ) from None
+            time.sleep(0.2)
+        except OSError:  # a file system without locks
+            return None
+
+
+def release() -> None:
+    """Unlock the folder that this process claimed."""
+    while _locked:
+        os.close(_locked.pop())
+
+
+os.register_at_fork(after_in_child=release)

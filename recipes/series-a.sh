@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Series A: LoRA on an instruction model under ZeRO 0 to 3, with and without offload; then the base and the tuned model
+# side by side, one question at a time. Here with the built-in model, or with real weights on two GPUs of 32 GB:
+#
+#   bash recipes/series-a.sh
+#   MODEL=Qwen/Qwen2.5-14B-Instruct bash recipes/series-a.sh
+#
+# Also read: LAUNCH (launch files, commas between), STEPS (instead of an epoch), ROUNDS, DISCARD (steps not counted),
+# OUT (the folder; the same one goes on where it was interrupted). More options of `accel-sft compare` may follow.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+PATH="$PWD/.venv/bin:$PATH"
+MODEL=${MODEL:-tiny}
+OUT=${OUT:-runs/series-a-$(basename "$MODEL")}
+LAUNCH=${LAUNCH:-z0,z1,z2,z2_offload,z3,z3_offload}
+length=(--epochs 1)
+[[ -z ${STEPS:-} ]] || length=(--max-steps "$STEPS")
+
+# 16 examples on each of two processes; 1,798 numbers are trained on, and the 200 above them held out
+python -m accel_sft compare math --model "$MODEL" --launch "$LAUNCH" --mixed-precision bf16 \
+    --repeat "${ROUNDS:-2}" --discard-steps "${DISCARD:-3}" --keep-weights --output-dir "$OUT" \
+    --max-number 1998 --train-examples 1798 --validation-examples 200 --held-out largest --addends uniform \
+    --adapter lora --lora-r 8 --lora-alpha 64 --lora-dropout 0.01 \
+    --lora-target-modules q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj \
+    --global-batch-size 32 --micro-batch-size 16 "${length[@]}" --learning-rate 1e-4 --lr-scheduler cosine \
+    --warmup-ratio 0.03 --weight-decay 0.1 --gradient-checkpointing --seed 42 "$@"
+
+trained=$(find "$OUT/cells/" -maxdepth 2 -name round-1 -type d | sort | head -n 1)
+base=$MODEL
+[[ $MODEL != tiny ]] || base=$trained/base
+report=$OUT/base-and-tuned
+[[ -e $report/report.md ]] || python -m accel_sft evaluate math --model "$trained" --base "$base" \
+    --eval-limit 20 --eval-batch-size 1 --output-dir "$report"

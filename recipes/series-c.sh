@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Series C: LoRA and AdaLoRA on one process, without ZeRO and at stages 2 and 3: which fits, at what memory, at what
+# speed, and the memory of each start-up phase (in comparison.md). Here with the built-in text model, or with real
+# weights on one GPU of 24 GB:
+#
+#   bash recipes/series-c.sh
+#   MODEL=Qwen/Qwen2.5-1.5B-Instruct bash recipes/series-c.sh
+#
+# AdaLoRA needs each step's gradients, which DeepSpeed frees: its cells at stages 2 and 3 say so, and are not run.
+# Also read: LAUNCH (launch files, commas between), STEPS, ROUNDS, DISCARD (steps not counted), OUT (the folder; the same
+# one goes on where it was interrupted). More options of `accel-sft compare` may follow.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+PATH="$PWD/.venv/bin:$PATH"
+MODEL=${MODEL:-tiny}
+OUT=${OUT:-runs/series-c-$(basename "$MODEL")}
+LAUNCH=${LAUNCH:-single,z2,z3}
+
+python -m accel_sft compare math --model "$MODEL" --launch "$LAUNCH" --num-processes 1 --mixed-precision bf16 \
+    --adapter lora,adalora --repeat "${ROUNDS:-2}" --discard-steps "${DISCARD:-3}" --output-dir "$OUT" \
+    --global-batch-size 32 --micro-batch-size 16 --max-steps "${STEPS:-20}" --eval-limit 50 "$@"

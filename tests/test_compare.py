@@ -1,0 +1,393 @@
+"""A comparison measures real launches; however one ends is a result, and an interrupted comparison goes on."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from fake_plugins import install
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.api.options import settings
+from accel_sft.comparison import launching
+from accel_sft.comparison.cells import product, values, without_secrets
+from accel_sft.comparison.findings import findings
+from accel_sft.comparison.launching import launch
+from accel_sft.comparison.measured import measure
+from accel_sft.comparison.outcome import outcome
+from accel_sft.comparison.summary import summarise
+from accel_sft.comparison.tables import as_csv, markdown, terminal_table
+from accel_sft.io.run_dir import RunDir
+
+TESTS = Path(__file__).parent
+SETTINGS = {setting.name: setting for setting in settings(TrainConfig)}
+FAULTY = '''
+import os, signal, sys, time
+from dataclasses import dataclass
+from pathlib import Path
+from accel_sft import Task, option
+
+@dataclass(kw_only=True)
+class Faulty(Task):
+    """Repeat the number, unless a fault comes first."""
+    main_metric = "accuracy"
+    fault: str = option("none", choices=("none", "killed", "hung", "memory", "raised", "held"), help="What happens.")
+
+    def dataset(self, split):
+        if self.fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "raised":
+            raise ValueError("no rows today")
+        if self.fault == "hung":
+            time.sleep(600)
+        if self.fault == "held":
+            Path("begun").touch()
+            while Path("hold").exists():
+                time.sleep(0.1)
+        if self.fault == "memory":
+            import fake_memory
+            fake_memory.Device(budget=1 << 20).__enter__()
+        return list(range(0, 40) if split == "train" else range(100, 104))
+
+    def messages(self, example):
+        return [{"role": "user", "content": str(example)}]
+
+    def target(self, example):
+        return str(example)
+
+    def score(self, example, text):
+        return {"accuracy": float(text == str(example))}
+'''
+FAULTS = ("none", "killed", "hung", "memory", "raised")
+RUN = ("--global-batch-size", "4", "--max-steps", "3", "--discard-steps", "1", "--output-dir", "compared")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    install(folder, "accel-sft-faulty", "faulty = accel_sft_faulty:Faulty", FAULTY)
+    return folder
+
+
+def compare(site, cwd, *arguments):
+    """`accel-sft compare faulty`, started in `cwd`."""
+    path = os.pathsep.join(filter(None, (str(site), str(TESTS), os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(
+        [sys.executable, "-m", "accel_sft", "compare", "faulty", *arguments],
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "80"},
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def read(folder):
+    return json.loads((folder / "compared" / "comparison.json").read_text())
+
+
+def marked(folder):
+    """Processes of any launch below this folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("ACCEL_SFT_COMPARED", "").startswith(str(folder)):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def until_begun(process, folder):
+    """Wait until the run of the fault `held` holds."""
+    until = time.monotonic() + 240
+    while not (folder / "begun").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def compared(site, tmp_path_factory):
+    """Five cells, four of which do not come to their end; the one that does is run twice."""
+    folder = tmp_path_factory.mktemp("faults")
+    process = compare(site, folder, "--fault", ",".join(FAULTS), "--repeat", "2", *RUN, "--", "--hang-timeout", "4")
+    printed = process.communicate(timeout=600)[0]
+    return folder, process.returncode, printed, read(folder)
+
+
+def test_a_cell_that_is_killed_hangs_or_runs_out_of_memory_is_a_result_and_not_the_end(compared):
+    folder, status, printed, record = compared
+    cells = {cell["settings"]["fault"]: cell for cell in record["cells"]}
+    assert status == 0, printed
+    assert {fault: cell["status"] for fault, cell in cells.items()} == {
+        "none": "complete",
+        "killed": "killed",
+        "hung": "hung",
+        "memory": "out of memory",
+        "raised": "failed",
+    }
+    assert "signal 9" in cells["killed"]["reason"]
+    assert re.search("nothing has moved for .*stuck in dataset", cells["hung"]["reason"])
+    assert "CUDA out of memory" in cells["memory"]["reason"]
+    assert "no rows today" in cells["raised"]["reason"]
+    for fault in FAULTS[1:]:
+        assert f"fault {fault}: {cells[fault]['status']}" in " ".join(printed.split())
+    assert marked(folder) == []
+
+
+def test_rounds_are_interleaved_and_a_cell_that_failed_is_not_repeated(compared):
+    _, _, printed, record = compared
+    runs = [(run["started"], run["round"], cell["name"]) for cell in record["cells"] for run in cell["runs"]]
+    assert [name for _, number, name in sorted(runs)] == [*(f"fault {fault}" for fault in FAULTS), "fault none"]
+    assert [number for _, number, _ in sorted(runs)] == [1] * 5 + [2]
+    assert "round 2, fault none: complete" in printed
+
+
+def test_what_is_recorded_of_a_run_is_what_its_folder_says(compared):
+    folder, _, _, record = compared
+    run = record["cells"][0]["runs"][0]
+    run_dir = RunDir(folder / "compared" / run["folder"])
+    lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    result = json.loads(run_dir.result.read_text())
+    assert run["step_seconds"] == [line["seconds"] for line in steps[1:]]
+    assert (run["steps"], run["total_steps"]) == (3, 3)
+    expected = sum(line["tokens"] for line in steps[1:]) / sum(line["seconds"] for line in steps[1:])
+    assert run["tokens_per_second"] == pytest.approx(expected)
+    assert run["peak_host_memory_gib"] == result["peak_host_memory_gib"] > 0
+    assert run["host_memory_all_ranks_gib"] == result["system"][0]["peak"]["process_memory_gib"] > 0
+    assert run["metric_after"] == result["after"]["accuracy"]
+    assert run["environment"]["versions"]["torch"] == record["environment"]["versions"]["torch"]
+    assert not run_dir.final.exists()  # weights are deleted once they are measured
+    assert (folder / "compared" / run["log"]).is_file()
+
+
+def test_the_files_have_every_cell_and_the_terminal_s_lines_fit(compared):
+    folder, _, printed, record = compared
+    rows = list(csv.DictReader((folder / "compared" / "comparison.csv").open()))
+    assert [row["status"] for row in rows] == ["complete", "complete", "killed", "hung", "out of memory", "failed"]
+    assert {row["fault"] for row in rows} == {*FAULTS}
+    page = (folder / "compared" / "comparison.md").read_text()
+    assert all(finding.split(":")[0] in page for finding in record["findings"])
+    table = printed[: printed.index("\n- ")].rpartition("in all)")[2].splitlines()[1:]
+    assert sum("─" in line for line in table) == 1
+    assert sum(line.split()[:1] in ([fault] for fault in FAULTS) for line in table) == len(FAULTS)
+    assert max(map(len, table)) <= 80
+
+
+def test_an_interrupted_comparison_leaves_no_process_and_goes_on(site, tmp_path):
+    given = ("--fault", "none,held", "--repeat", "1", *RUN)
+    (tmp_path / "hold").touch()
+    process = compare(site, tmp_path, *given)
+    until_begun(process, tmp_path)
+    assert marked(tmp_path) != []
+    process.send_signal(signal.SIGINT)
+    printed = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, printed
+    assert "interrupted by SIGINT; to go on: accel-sft compare faulty" in printed
+    assert marked(tmp_path) == []
+    before = read(tmp_path)
+    assert (before["status"], [len(cell["runs"]) for cell in before["cells"]]) == ("interrupted", [1, 0])
+
+    (tmp_path / "begun").unlink()
+    process = compare(site, tmp_path, *given)
+    until_begun(process, tmp_path)
+    process.kill()  # which leaves its launch behind
+    process.communicate(timeout=60)
+    left = marked(tmp_path)
+    assert left != []
+
+    refused = compare(site, tmp_path, "--fault", "none,held", "--repeat", "1", "--seed", "7", *RUN)
+    assert "Error: --seed: the comparison was started with its default, not 7" in refused.communicate(timeout=60)[0]
+    assert refused.returncode == 1
+
+    assert [each for each in left if each.is_running()] == left
+    (tmp_path / "begun").unlink()
+    process = compare(site, tmp_path, *given)
+    until_begun(process, tmp_path)
+    assert [each for each in left if each.is_running()] == []
+    (tmp_path / "hold").unlink()
+    printed = process.communicate(timeout=300)[0]
+    after = read(tmp_path)
+    assert process.returncode == 0, printed
+    assert [cell["status"] for cell in after["cells"]] == ["complete", "complete"]
+    assert after["cells"][0]["runs"] == before["cells"][0]["runs"]
+    assert after["cells"][1]["loss_difference"] is None  # another setting of the task: it may learn something else
+
+
+def test_a_launch_over_its_time_limit_is_ended_with_children_that_left_its_session(tmp_path):
+    child = "import subprocess, sys, time; subprocess.Popen(['sleep', '600'], start_new_session=True); time.sleep(600)"
+    ended = launch([sys.executable, "-c", child], {}, tmp_path, tmp_path / "log", 1.0, lambda: None)
+    assert ended.over_time
+    assert marked(tmp_path) == []
+    told = outcome(ended, RunDir(tmp_path), tmp_path / "log", 90.0)
+    assert told == ("time limit", "not done after 1.5 minutes (--time-limit)")
+
+
+def test_what_ignores_sigterm_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(launching, "GRACE_SECONDS", 0.5)
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    launch([sys.executable, "-c", stubborn], {}, tmp_path, tmp_path / "log", 1.0, lambda: None)
+    assert marked(tmp_path) == []
+
+
+def cell_names(launches, **given):
+    options = {SETTINGS[name]: values(SETTINGS[name], texts) for name, texts in given.items()}
+    made, varied = product("math", launches, ["1", "2"], [], options, [])
+    return [cell.name for cell in made], varied
+
+
+def test_cells_are_the_product_and_single_has_one_process():
+    z2 = Path("accelerate_configs/z2.yaml").absolute()
+    names, varied = cell_names({"single": None, "z2": z2}, micro_batch_size=("1,32",), seed=("1",))
+    assert varied == ["launch", "num_processes", "micro_batch_size"]
+    assert names == [
+        "single, micro-batch-size 1",
+        "single, micro-batch-size 32",
+        *(f"z2, num-processes {n}, micro-batch-size {m}" for n in (1, 2) for m in (1, 32)),
+    ]
+    made, _ = product("math", {"z2": z2}, ["2"], ["no"], {}, ["--seed", "1"])
+    assert made[0].launch["zero_stage"] == 2
+    assert (made[0].launch["processes"], made[0].launch["precision"]) == (2, "no")
+    assert made[0].shown_command(Path("run")).endswith("-m accel_sft math --seed 1 --output-dir run")
+
+
+def test_values_are_split_at_commas_but_where_they_hold_commas():
+    assert values(SETTINGS["micro_batch_size"], ("1,32", "1", "auto")) == ["1", "32", "auto"]
+    assert values(SETTINGS["lora_target_modules"], ("q,v", "k"), whole=True) == ["q,v", "k"]
+    assert values(SETTINGS["gradient_checkpointing"], ("on,off",)) == ["on", "off"]
+    with pytest.raises(UserError, match="--seed 1,,2: a value between two commas is empty"):
+        values(SETTINGS["seed"], ("1,,2",))
+    with pytest.raises(UserError, match="--seed 'x': expected a whole number"):
+        values(SETTINGS["seed"], ("1,x",))
+
+
+def test_no_secret_is_shown_in_a_command():
+    words = ["--api-key", "hunter2", "--hub-token=hunter2", "--max-new-tokens", "5", "--seed", "1"]
+    shown = ["--api-key", "***", "--hub-token=***", "--max-new-tokens", "5", "--seed", "1"]
+    assert without_secrets(words) == shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--launch", "z9"), "--launch 'z9': no file, no name that `accel-sft launch-file` lists"),
+        (("--launch", "multinode_z3"), "it is of 2 machines"),
+        (("--max-steps", "3"), "--max-steps 3: the first 3 are not counted"),
+        (("--seed", "1", "--", "--seed", "2"), "--seed: given before and behind --"),
+        (("--", "--output-dir", "x"), "--output-dir behind --"),
+        (("--fault", "none,bad"), "--fault bad: not one of"),
+        (("--mixed-precision", "bf17"), "--mixed-precision 'bf17': not one of no, fp16, bf16"),
+        (("--profile",), "--profile slows the first 5 steps: --discard-steps 5 or more"),
+        (("--num-processes", "two"), "--num-processes 'two': expected whole numbers"),
+        (("--output-dir", "taken"), "not empty, and no comparison"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_what_cannot_be_measured_is_refused_in_a_line_before_the_first_launch(site, tmp_path, arguments, message):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine").touch()
+    process = compare(site, tmp_path, *arguments)
+    printed = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert message in printed
+    assert len(printed.splitlines()) == 1
+    assert [path.name for path in tmp_path.rglob("*") if path.name != "runs"] == ["taken", "mine"]
+
+
+def made_record(tmp_path, cells, rounds=2):
+    """A record as if it had been measured: of each cell launch, other settings, tokens/s by round, and memory."""
+    places = {"z2_offload": {"optimizer": "cpu", "param": "none"}}
+    record = {"task": "math", "varied": ["launch", "micro_batch_size"], "main_metric": "accuracy", "command": "compare"}
+    record |= {"environment": {"cores": 2}, "cells": []}
+    for number, (name, micro_batch_size, speeds, memory, losses) in enumerate(cells):
+        runs = []
+        for turn, speed in enumerate(speeds, 1):
+            folder = tmp_path / f"{number}-{turn}"
+            folder.mkdir()
+            lines = [{"step": n, "loss": loss, "seconds": 64 / speed, "tokens": 64} for n, loss in enumerate(losses, 1)]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            result = {"peak_device_memory_gib": memory, "after": {"accuracy": 0.5}, "main_metric": "accuracy"}
+            phases = {"load": (1.0, 2.0), "step": (memory * 1.1, memory)}
+            names = ("predicted_gib", "measured_gib")
+            result["memory"] = {"device": {key: dict(zip(names, two, strict=True)) for key, two in phases.items()}}
+            (folder / "result.json").write_text(json.dumps(result))
+            about = measure(RunDir(folder), 1)
+            about["environment"] |= {"load_before": 9.0}
+            runs.append(
+                {"round": turn, "status": "complete", "reason": "", "folder": folder.name, "seconds": 9, **about}
+            )
+        about = {"backend": "deepspeed", "zero_stage": int(name[1]), "processes": 2, "precision": "bf16"}
+        about["offload"] = places.get(name, {"optimizer": "none", "param": "none"})
+        settings = {"launch": name, "micro_batch_size": micro_batch_size}
+        cell = {"name": f"{name}, micro-batch-size {micro_batch_size}", "settings": settings, "launch": about}
+        record["cells"].append({**cell, "runs": runs, "global_batch_size": 64, "examples_per_rank": 32.0})
+    summarise(record, tmp_path)
+    record["findings"] = findings(record)
+    return record
+
+
+LOSSES = [4.0, 2.0, 1.0]
+
+
+def test_findings_name_the_fastest_the_leanest_and_what_offload_costs(tmp_path):
+    record = made_record(
+        tmp_path,
+        [
+            ("z0", "32", (1000, 1010), 10.0, LOSSES),
+            ("z2", "32", (800, 810), 10.5, [4.0, 2.0, 1.01]),
+            ("z2_offload", "32", (400, 404), 6.0, LOSSES),
+            ("z0", "1", (100, 101), 9.0, LOSSES),
+        ],
+    )
+    told = "\n".join(record["findings"])
+    assert "z0, micro-batch-size 32 is the fastest: 1,005 tokens/s" in told
+    assert "Undecided" not in told
+    assert "z2_offload, micro-batch-size 32 needs the least memory of a GPU: 6 GiB" in told
+    assert "at 0.40 of its speed" in told
+    assert "z2_offload, micro-batch-size 32 takes 2.00 times the time of z2, micro-batch-size 32; it saves 4.50" in told
+    assert "did not save memory of a GPU here: z2, micro-batch-size 32 needs 10.5 GiB" in told
+    assert "--micro-batch-size 32 is the fastest: 10.00 times the tokens/s of the slowest" in told
+    assert "differ by 1% at most (z2, micro-batch-size 32 from z0, micro-batch-size 32, step 3)" in told
+    assert "The machine was busy: before 8 of 8 launches" in told
+    assert "predicted with a mean error of 10%; the largest is +10% (" in told
+    assert "| z2, micro-batch-size 32 | device | 11.55 | 10.5 | +10% |" in markdown(record)
+    assert record["cells"][1]["ratio_to_best"] == pytest.approx(805 / 1005)
+    assert record["cells"][1]["spread"]["tokens_per_second"] == pytest.approx(10 / 805)
+
+
+def test_a_difference_below_the_spread_is_called_undecided_and_one_round_unknown(tmp_path):
+    cells = [("z0", "32", (1000, 1100), 10.0, LOSSES), ("z1", "32", (990, 1090), 10.0, LOSSES)]
+    told = "\n".join(made_record(tmp_path, cells)["findings"])
+    assert "Undecided: z1, micro-batch-size 32 may be as fast. The difference is 1.0% at most" in told
+    assert "differ by up to 10%" in told
+    assert "No cell needs noticeably less memory of a GPU than the fastest" in told
+    once = [(name, size, speeds[:1], *rest) for name, size, speeds, *rest in cells]
+    (tmp_path / "once").mkdir()
+    record = made_record(tmp_path / "once", once)
+    assert "A cell ran only once, so it is not known whether such differences repeat" in "\n".join(record["findings"])
+    assert record["cells"][0]["spread"]["tokens_per_second"] is None
+
+
+def test_every_rendering_takes_a_cell_without_numbers(tmp_path):
+    record = made_record(tmp_path, [("z0", "32", (1000, 1100), 10.0, LOSSES)])
+    record["cells"].append(copy.deepcopy(record["cells"][0]) | {"runs": [], "name": "z1"})
+    summarise(record, tmp_path)
+    record["findings"] = findings(record)
+    assert record["cells"][1]["status"] == "not run"
+    assert "is the only cell that was measured" in record["findings"][0]
+    assert terminal_table(record).row_count == 2
+    assert "| z1 | not run" in markdown(record)
+    assert len(as_csv(record).splitlines()) == 3
