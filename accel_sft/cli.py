@@ -18,6 +18,7 @@ from accel_sft.api.task import Task
 from accel_sft.cli_options import NAMES_A_FILE, USUAL, make_option
 from accel_sft.commands.launch_file import launch_file
 from accel_sft.commands.new_task import new_task
+from accel_sft.commands.report import report
 from accel_sft.commands.tasks import tasks
 from accel_sft.resilience.exit import ExitHandler
 from accel_sft.resilience.task_import import load_task
@@ -184,5 +185,5 @@ def evaluate() -> None:
     """Score a model on a task's validation examples, beside its base if you name one."""
 
 
-for _tool in (new_task, tasks, launch_file):
+for _tool in (report, new_task, tasks, launch_file):
     cli.add_command(_tool)
