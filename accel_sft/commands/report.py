@@ -23,6 +23,8 @@ def report(runs: tuple[str, ...], output: str) -> None:
     answers and settings beside each other, and opens in any browser without a server or a network.
     """
     from accel_sft.io.files import expanded, write_atomically
+    from accel_sft.io.terminal import wrapped
+    from accel_sft.io.text import printable
     from accel_sft.reporting.comparison import read_comparison
     from accel_sft.reporting.page import render
     from accel_sft.reporting.runs import COMPARISON, named, read_run
@@ -49,9 +51,9 @@ def report(runs: tuple[str, ...], output: str) -> None:
     for run in every:
         what = f"{run.status}: {run.reason}" if run.reason else run.status
         if run.status != "complete" or run.notes:
-            click.echo(f"{run.name}: {'; '.join([what, *run.notes])}")
+            click.echo(wrapped(printable(f"{run.name}: {'; '.join([what, *run.notes])}")))
     for sentence in left_out:
-        click.echo(sentence)
+        click.echo(wrapped(printable(sentence)))
     count = "1 run" if len(every) == 1 else f"{len(every)} runs"
     click.echo(f"{output}: {count}, {os.path.getsize(target) / 1000:,.0f} kB; open it in a browser")
 

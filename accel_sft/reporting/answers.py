@@ -15,6 +15,8 @@ LONGEST_TEXT = 2000
 """Characters of a prompt or an answer on the page."""
 _ROWS = (1000, 500, 200, 100, 50, 20, 10)
 """Answers of an evaluation that are tried where all of them are too many."""
+_NAMED = 4
+"""Runs in a sentence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,7 @@ class _Pool:
         """Add an evaluation; False, and nothing is added that is shown, if it does not fit."""
         if not samples:
             return True
-        rows, seen = [], Counter()
+        rows, seen, texts = [], Counter(), len(self.texts)
         for sample in samples[: self.rows]:
             asked = tuple(self._text(sample.get(key)) for key in ("prompt", "expected"))
             seen[asked] += 1  # the same question twice is two examples
@@ -80,6 +82,8 @@ class _Pool:
             self.left -= len(json.dumps(row)) + 16  # and its example
             rows.append(row)
             if self.left < 0:
+                for text in [*self.texts][texts:]:
+                    del self.texts[text]
                 return False
         self.evaluations[evaluation] = {
             "run": evaluation.run,
@@ -153,15 +157,23 @@ def _left_out(runs: Sequence[Run], all_: Sequence[Evaluation], pool: _Pool, long
     said = []
     if pool.rows < longest:
         said.append(f"The first {pool.rows:,} answers of each evaluation are on this page, of up to {longest:,}.")
-    missing: dict[str, list[str]] = {}
+    missing: dict[str, list[Evaluation]] = {}
     for evaluation in all_:
         if evaluation not in pool.evaluations and evaluation.path.stat().st_size:
-            missing.setdefault(runs[evaluation.run].name, []).append(evaluation.label)
-    if missing:
-        named = "; ".join(f"{name}: {', '.join(labels)}" for name, labels in missing.items())
-        said.append(f"Left out for the page's size are the answers of {named}.")
+            missing.setdefault(runs[evaluation.run].name, []).append(evaluation)
+    named = [f"{name}: {_steps(evaluations)}" for name, evaluations in missing.items()]
+    if named:
+        more = f"; and of {len(named) - _NAMED} more runs" if len(named) > _NAMED else ""
+        said.append(f"Left out for the page's size are the answers of {'; '.join(named[:_NAMED])}{more}.")
     if pool.cut:
         said.append(f"{pool.cut:,} texts are longer than {LONGEST_TEXT:,} characters; their beginning is shown.")
     if said:
         said.append("Every answer is in the runs' samples/ folders.")
     return said
+
+
+def _steps(evaluations: Sequence[Evaluation]) -> str:
+    steps = sorted(evaluation.step or 0 for evaluation in evaluations)
+    if len(steps) == 1:
+        return evaluations[0].label
+    return f"{len(steps)} evaluations, steps {steps[0]} to {steps[-1]}"

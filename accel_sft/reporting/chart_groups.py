@@ -14,6 +14,10 @@ _GROUPS = {
 }
 _MOST_PREDICTED = 12
 """Charts of predicted memory; the table beside them has all."""
+_DRAWN_AS_POINTS = 30
+"""Points of a curve up to which each is marked."""
+_ALL_LABELLED = 5
+"""Points of a chart that all carry their names; of more only those on the Pareto front do."""
 
 Chart = dict[str, Any]
 
@@ -21,43 +25,53 @@ Chart = dict[str, Any]
 def groups(
     every: Sequence[Run], cells: Sequence[Cell], series: Sequence[str], measured: Sequence[Chart]
 ) -> list[dict[str, Any]]:
-    """Groups of charts with a heading each, in the order of the page; each chart has an `id`, a `title`, a `kind` that
-    names its rows' form for the page's script, and a `spec`."""
+    """Groups of charts, in the order of the page.
+
+    Returns:
+        `id`, `heading`, whether it is `folded`, `missing` (names of runs without a place in it), and `charts`, each
+        with an `id`, a `title`, a `spec`, and its rows in the form that `kind` names to the page's script.
+    """
     found = []
     for group, heading in _GROUPS.items():
-        drawn = [
-            {
-                "kind": "curves",
-                "title": chart["title"],
-                "curves": chart["curves"],
-                "spec": specs.curves(chart["title"], chart["unit"], series, few=_few(chart)),
-            }
-            for chart in measured
-            if chart["group"] == group
-        ]
-        found.append({"id": group, "heading": heading, "charts": drawn, "folded": group != "main"})
-    places, speed = {run.series: series.index(run.series) for run in every}, []
-    places |= {cell.name: series.index(cell.name) for cell in cells}
-    for place in memory.PLACES:
-        points = memory.against_speed(every, cells, place)
-        rows = [{**point, "series": places[point["series"]]} for point in points]
-        if rows:
-            spec = specs.against_speed(place, series)
-            speed.append(
-                {"kind": "rows", "title": f"{place.capitalize()} memory against speed", "rows": rows, "spec": spec}
-            )
-    found.append({"id": "speed", "heading": "Memory against speed", "charts": speed, "folded": False})
-    found.append({"id": "steps", "heading": "Step times", "charts": _step_times(cells, series), "folded": False})
+        mine = [_curves(chart, series) for chart in measured if chart["group"] == group]
+        found.append({"id": group, "heading": heading, "folded": group != "main", "missing": [], "charts": mine})
     by_phase = [*_startup(every, series), *_predicted(every)]
-    found.append({"id": "memory", "heading": "Memory by phase", "charts": by_phase, "folded": False})
+    others = {
+        "speed": ("Memory against speed", _speed(every, cells, series)),
+        "steps": ("Step times", _step_times(cells, series)),
+        "memory": ("Memory by phase", by_phase),
+    }
+    trained = [run for run in every if run.record]
+    missing = {
+        "speed": [run.name for run in trained if not memory.has_speed_and_memory(run.result)],
+        "memory": [run.name for run in trained if not run.result.get("phases")],
+    }
+    for group, (heading, charts) in others.items():
+        lacking = missing.get(group, [])
+        found.append({"id": group, "heading": heading, "folded": False, "missing": lacking, "charts": charts})
     for group in found:
         for number, chart in enumerate(group["charts"]):
             chart["id"] = f"{group['id']}-{number}"
     return found
 
 
-def _few(chart: Chart) -> bool:
-    return max(len(curve["steps"]) for curve in chart["curves"]) <= 30
+def _curves(chart: Chart, series: Sequence[str]) -> Chart:
+    few = max(len(curve["steps"]) for curve in chart["curves"]) <= _DRAWN_AS_POINTS
+    spec = specs.curves(chart["title"], chart["unit"], series, few)
+    return {"kind": "curves", "title": chart["title"], "curves": chart["curves"], "spec": spec}
+
+
+def _speed(every: Sequence[Run], cells: Sequence[Cell], series: Sequence[str]) -> list[Chart]:
+    found = []
+    for place in memory.PLACES:
+        points = memory.against_speed(every, cells, place)
+        for point in points:
+            point["series"] = series.index(point["series"])
+            point["labelled"] = point["front"] or len(points) <= _ALL_LABELLED
+        if points:
+            title, spec = f"{place.capitalize()} memory against speed", specs.against_speed(place, series)
+            found.append({"kind": "rows", "title": title, "rows": points, "spec": spec})
+    return found
 
 
 def _step_times(cells: Sequence[Cell], series: Sequence[str]) -> list[Chart]:
@@ -66,7 +80,7 @@ def _step_times(cells: Sequence[Cell], series: Sequence[str]) -> list[Chart]:
         for cell in cells
         for second in cell.step_seconds
     ]
-    spec = specs.step_seconds(series)
+    spec = specs.step_seconds(len({row["name"] for row in rows}), series)
     return [{"kind": "rows", "title": "Seconds of each counted step", "rows": rows, "spec": spec}] if rows else []
 
 

@@ -8,7 +8,7 @@ from accel_sft.reporting.events import Readings
 from accel_sft.reporting.runs import Run
 from accel_sft.tracking.report import COSTS, is_number
 
-POINTS_OF_A_CHART = 2500
+POINTS_OF_A_CHART = 1600
 """More neither fit its pixels nor, from many runs, the page."""
 _FEWEST, _MOST = 60, 1000
 """Points of one curve."""
@@ -37,7 +37,8 @@ def charts(runs: Sequence[Run], readings: Sequence[Readings]) -> list[dict[str, 
 
     Returns:
         `key`, `title`, `unit`, `group` ("main", "more" or "ranks"), `thinned` (whether points are left out), and
-        `curves` of each: `run` (its place in `runs`), `rank` or None, and lists `steps` and `values`.
+        `curves` of each: `run` (its place in `runs`), `rank` or None, lists `steps` and `values`, and where those are
+        thinned `means`, pairs of a step and the mean around it.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for place, run in enumerate(runs):
@@ -71,9 +72,11 @@ def _chart(key: str, curves: Sequence[dict[str, Any]], main: bool) -> dict[str, 
     for curve in curves:
         points = sorted(curve["points"].items())
         kept = thin(points, most)
-        thinned = thinned or len(kept) < len(points)
         steps, values = [step for step, _ in kept], [float(f"{value:.6g}") for _, value in kept]
-        drawn.append({"run": curve["run"], "rank": curve["rank"], "steps": steps, "values": values})
+        found = {"run": curve["run"], "rank": curve["rank"], "steps": steps, "values": values}
+        if len(kept) < len(points):
+            thinned, found["means"] = True, means(points, most // 2)
+        drawn.append(found)
     return {"key": key, "title": title, "unit": unit, "group": group, "thinned": thinned, "curves": drawn}
 
 
@@ -90,6 +93,15 @@ def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, 
         for place in (min(stretch, key=lambda i: inner[i][1]), max(stretch, key=lambda i: inner[i][1])):
             kept[place + 1] = inner[place]
     return [kept[place] for place in sorted(kept)]
+
+
+def means(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """The mean value of each of `most` stretches, at the step in the middle of it."""
+    found = []
+    for number in range(most):
+        stretch = points[len(points) * number // most : len(points) * (number + 1) // most]
+        found.append((stretch[len(stretch) // 2][0], float(f"{sum(v for _, v in stretch) / len(stretch):.6g}")))
+    return found
 
 
 def training_minutes(run: Run) -> dict[str, list[float]]:
@@ -113,5 +125,5 @@ def left_out(charts: Iterable[dict[str, Any]]) -> list[str]:
         return []
     return [
         f"The curves of {', '.join(titles)} have more points than a chart can show: of each stretch of steps the "
-        "smallest and the largest value are drawn, so no spike is lost. metrics.jsonl has all of them."
+        "smallest and the largest value are drawn, so no spike is lost, and smoothed the mean. metrics.jsonl has all."
     ]

@@ -1,6 +1,6 @@
 """Memory of runs: against speed with its Pareto front, by phase, and predicted beside measured."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accel_sft.reporting.comparison import Cell
@@ -30,6 +30,10 @@ def against_speed(runs: Sequence[Run], cells: Sequence[Cell], place: str) -> lis
     ]
     front = pareto_front([(point["gib"], point["tokens_per_second"]) for point in points])
     return [{**point, "front": number in front} for number, point in enumerate(points)]
+
+
+def has_speed_and_memory(values: Mapping[str, Any]) -> bool:
+    return is_number(values.get("tokens_per_second")) and any(is_number(values.get(key)) for key in PLACES.values())
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> set[int]:

@@ -63,9 +63,11 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
         "series": specs.look(series),
         "groups": groups,
         "rows": [_row(run) for run in every],
+        "scores": _scores(every),
         "settings": settings.table(every),
         "predicted": memory.predicted_and_measured(every),
         "policy": _policy(parts["scripts"]),
+        "smooth": any(chart["thinned"] for chart in measured),
         "left_out": [],
         "has_answers": True,
         **parts,
@@ -85,8 +87,7 @@ def _whole(template: jinja2.Template, context: dict[str, Any], data: dict[str, A
 def _template() -> jinja2.Template:
     loader = jinja2.FileSystemLoader(_FOLDER / "page")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters |= {"number": shown, "clock": _clock, "duration": _duration}
-    environment.globals["change"] = comparison_rows
+    environment.filters |= {"number": _number, "clock": _clock, "duration": _duration}
     return environment.get_template("page.html.jinja")
 
 
@@ -126,22 +127,46 @@ def _row(run: Run) -> dict[str, Any]:
     launch = run.record.get("launch")
     launch = launch if isinstance(launch, dict) else {}
     config = run.record.get("config")
-    before, after = run.section("before"), run.section("after")
-    if not after and run.evaluations:
-        before, after = run.evaluations[0], run.evaluations[-1]
-    drop = {"step"}
     return {
         "model": (config or {}).get("init_from") or (config or {}).get("model") or run.result.get("model"),
-        "launch": " ".join(str(launch[key]) for key in ("backend", "processes") if launch.get(key) is not None),
-        "zero_stage": launch.get("zero_stage"),
+        "launch": _launch(launch),
         "step": run.last_step,
         "total_steps": run.record.get("total_steps"),
         **{key: run.result.get(key, value) for key, value in so_far.items()},
         "peak_device_memory_gib": run.result.get("peak_device_memory_gib"),
         "peak_host_memory_gib": run.result.get("peak_host_memory_gib"),
-        "before": {key: value for key, value in before.items() if key not in drop},
-        "after": {key: value for key, value in after.items() if key not in drop},
     }
+
+
+def _scores(every: Sequence[Run]) -> dict[str, Any]:
+    """The first and the last evaluation of each run that has one: `columns`, their names, and `rows` of a label and a
+    (base, tuned, change) for each column."""
+    found: dict[str, dict[str, tuple[str, str, str]]] = {}
+    for run in every:
+        before, after = run.section("before"), run.section("after")
+        if not after and run.evaluations:
+            before, after = ({k: n for k, n in run.evaluations[place].items() if k != "step"} for place in (0, -1))
+        if lines := comparison_rows(before, after):
+            found[run.name] = {label: tuple(cells) for label, *cells in lines}
+    labels = dict.fromkeys(label for lines in found.values() for label in lines)
+    rows = [(label, [lines.get(label, ("", "", "")) for lines in found.values()]) for label in labels]
+    return {"columns": [*found], "rows": rows}
+
+
+def _launch(launch: dict[str, Any]) -> str:
+    if not launch:
+        return ""
+    processes, stage = launch.get("processes"), launch.get("zero_stage")
+    parts = [str(launch.get("backend") or "")]
+    parts += [f"ZeRO {stage}"] if stage is not None else []
+    parts += [f"{processes} process" + ("" if processes == 1 else "es")] if processes is not None else []
+    precision = str(launch.get("precision") or "")
+    return ", ".join(filter(None, [*parts, "float32" if precision == "no" else precision]))
+
+
+def _number(value: Any) -> str:
+    """What is not recorded is a dash."""
+    return shown(value) or "–"
 
 
 def _clock(seconds: float | None) -> str:

@@ -134,8 +134,7 @@ def _read_metrics(run: Run) -> None:
             continue
         (run.steps if "loss" in row else run.evaluations).append(row)
     if unreadable:
-        lines = "line" if unreadable == 1 else "lines"
-        run.notes.append(f"{unreadable} {lines} of metrics.jsonl cannot be read and are left out")
+        run.notes.append(f"without {unreadable} of its lines in metrics.jsonl, which cannot be read")
 
 
 def _started(folder: RunDir) -> float | None:

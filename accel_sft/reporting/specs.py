@@ -24,7 +24,8 @@ CONFIG = {
         "labelFontSize": 11,
         "titleFontSize": 12,
         "titleFontWeight": "normal",
-        "labelOverlap": True,
+        "labelOverlap": "greedy",
+        "labelSeparation": 8,
     },
     "legend": {"labelColor": INK, "titleColor": INK, "orient": "bottom", "columns": 4, "labelFontSize": 11},
     "text": {"color": INK},
@@ -81,7 +82,7 @@ def curves(title: str, unit: str, series: Sequence[str], few: bool) -> dict[str,
     }
     hover = {"type": "point", "on": "pointermove", "nearest": True, "clear": "pointerout"}
     point = {
-        "mark": {"type": "point", "filled": True, "size": 60},
+        "mark": {"type": "point", "filled": True, "size": 60, "aria": False},
         "params": [{"name": "hover", "select": hover}],
         "encoding": {
             "color": colour,
@@ -128,8 +129,8 @@ def against_speed(place: str, series: Sequence[str]) -> dict[str, Any]:
         },
     }
     labels = {
-        "transform": [_SHOWN, {"filter": "datum.front"}],
-        "mark": {"type": "text", "align": "left", "dx": 9, "dy": -7, "fontSize": 11, "limit": 160},
+        "transform": [_SHOWN, {"filter": "datum.labelled"}],
+        "mark": {"type": "text", "dy": -13, "fontSize": 11, "limit": 200},
         "encoding": {"text": {"field": "name", "type": "nominal"}},
     }
     front = {
@@ -137,7 +138,7 @@ def against_speed(place: str, series: Sequence[str]) -> dict[str, Any]:
         "mark": {"type": "line", "interpolate": "step-after", "color": FAINT, "strokeDash": [4, 3]},
         "encoding": {"order": {"field": "gib", "type": "quantitative"}},
     }
-    scale = {"scale": {"zero": False, "padding": 25}}
+    scale = {"scale": {"zero": False, "padding": 40}, "axis": {"tickCount": 8}}
     return _chart(
         f"Peak {place} memory against training speed; diamonds, joined by a dashed line, are the Pareto front.",
         height=300,
@@ -164,18 +165,13 @@ def startup(what: str, series: Sequence[str]) -> dict[str, Any]:
                 "field": "gib",
                 "type": "quantitative",
                 "stack": "zero",
-                "title": f"{what} memory, sum of ranks (GiB)",
+                "title": f"{what} memory (GiB)",
             },
             "color": _of_series(series, "colour"),
             "order": {"field": "order", "type": "quantitative"},
             "fillOpacity": {
-                "field": "what",
-                "type": "nominal",
-                "scale": {
-                    "domain": ["host", "device, allocated", "device, reserved and unused"],
-                    "range": [1, 1, 0.45],
-                },
-                "legend": None,
+                "condition": {"test": "datum.what === 'device, reserved and unused'", "value": 0.4},
+                "value": 1,
             },
             "tooltip": [
                 {"field": "run", "type": "nominal", "title": "run"},
@@ -227,18 +223,26 @@ def predicted(place: str, name: str, components: Sequence[str]) -> dict[str, Any
     )
 
 
-def step_seconds(series: Sequence[str]) -> dict[str, Any]:
+def step_seconds(cells: int, series: Sequence[str]) -> dict[str, Any]:
     """Box plots of each cell's counted steps."""
-    return _chart(
-        "Seconds of each counted step, a box plot for each cell of the comparison.",
-        height={"step": 26},
-        autosize={"type": "fit-x", "contains": "padding"},
-        params=_range_and_shown(series),
-        transform=[_SHOWN],
-        mark={"type": "boxplot", "extent": "min-max", "size": 13, "median": {"color": "var(--paper)"}},
-        encoding={
+    boxes = {
+        "mark": {
+            "type": "boxplot",
+            "extent": "min-max",
+            "size": 13,
+            "median": {"color": "var(--paper)"},
+            "rule": {"color": FAINT},
+        },
+        "encoding": {
             "x": {"field": "seconds", "type": "quantitative", "title": "step time (seconds)", "scale": {"zero": False}},
             "y": {"field": "name", "type": "nominal", "sort": None, "title": "cell", "axis": {"labelLimit": 180}},
             "color": _of_series(series, "colour"),
         },
+    }
+    return _chart(
+        "Seconds of each counted step, a box plot for each cell of the comparison.",
+        height=60 + 26 * cells,
+        params=_range_and_shown(series),
+        transform=[_SHOWN],
+        layer=[boxes],
     )

@@ -4,7 +4,7 @@
   const byId = (id) => document.getElementById(id);
   if (!byId("answers")) return;
   const { answers, runs } = JSON.parse(byId("data").textContent);
-  const PAGE = 50;
+  const PAGE = 25;
   const SAME = "same text as expected";
   const CONTROL = /[\u0000-\u0008\u000b-\u001f]/g;
   const text = (place) => answers.texts[place].replace(CONTROL, (mark) => String.fromCharCode(0x2400 + mark.charCodeAt(0)));

@@ -4,7 +4,9 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
   const views = new Map(); // the element of a chart -> its Vega view
+  const drawn = new Map(); // a chart -> the form in which it is drawn
   const range = { axis: "step", low: null, high: null };
+  const SMOOTHED = 30; // points of a curve from which on it is smoothed: fewer are evaluations
 
   const series = () =>
     [...document.querySelectorAll("#legend input")].filter((box) => box.checked).map((box) => Number(box.dataset.series));
@@ -19,13 +21,18 @@
     return minutes[next - 1] + share * (minutes[next] - minutes[next - 1]);
   }
 
+  const share = () => Number(byId("smooth")?.value ?? 0);
+  // What a chart was drawn for: if it changes, the chart is drawn again.
+  const form = (chart) => (chart.kind === "curves" ? `${range.axis} ${share()}` : "");
+
   function rowsOf(chart) {
     if (chart.kind === "rows") return chart.rows;
     return chart.curves.flatMap((curve, line) => {
       const run = data.runs[curve.run];
       const name = curve.rank === null ? run.name : `${run.name}, rank ${curve.rank}`;
-      return curve.steps.map((step, place) => ({
-        run: name, series: run.series, line, step, value: curve.values[place],
+      const points = share() && curve.means ? curve.means : curve.steps.map((step, place) => [step, curve.values[place]]);
+      return points.map(([step, value]) => ({
+        run: name, series: run.series, line, step, value,
         x: range.axis === "step" ? step : minutesAt(curve.run, step),
       })).filter((row) => row.x !== null);
     });
@@ -33,16 +40,23 @@
 
   function specOf(chart) {
     const spec = structuredClone(chart.spec);
-    if (chart.kind === "curves") {
-      const title = range.axis === "step" ? "optimizer step" : "training time (minutes)";
-      spec.encoding.x = { ...spec.encoding.x, title };
+    if (chart.kind !== "curves") return spec;
+    const title = range.axis === "step" ? "optimizer step" : "training time (minutes)";
+    spec.encoding.x = { ...spec.encoding.x, title };
+    const longest = Math.max(...chart.curves.map((curve) => curve.steps.length));
+    if (share() && longest > SMOOTHED) {
+      const means = Math.max(...chart.curves.map((curve) => curve.means?.length ?? curve.steps.length));
+      const each = Math.max(1, Math.round((means * share()) / 2));
+      const mean = { op: "mean", field: "value", as: "value" };
+      spec.transform.unshift({ window: [mean], frame: [-each, each], groupby: ["line"], sort: [{ field: "step" }] });
     }
     return spec;
   }
 
   async function draw(chart) {
     const place = byId(chart.id);
-    if (place.clientWidth === 0) return; // folded: drawn once it is opened
+    if (place.clientWidth === 0 || drawn.get(chart) === form(chart)) return; // folded, or as it should be
+    drawn.set(chart, form(chart));
     views.get(place)?.finalize();
     const spec = { ...specOf(chart), datasets: { rows: rowsOf(chart) } };
     const options = {
@@ -92,10 +106,15 @@
     updateAll();
   }
 
-  async function drawAll() {
-    for (const chart of data.charts) await draw(chart);
-    document.documentElement.dataset.drawn = views.size;
-  }
+  // Charts are drawn one after the other once they come near the screen, and all of them for paper.
+  let queue = Promise.resolve();
+  const enqueue = (chart) => { queue = queue.then(() => draw(chart)); return queue; };
+  const chartOf = new Map(data.charts.map((chart) => [byId(chart.id), chart]));
+  const nearby = new IntersectionObserver((entries) => {
+    for (const entry of entries) if (entry.isIntersecting) enqueue(chartOf.get(entry.target));
+  }, { rootMargin: "800px" });
+  const near = () => { for (const place of chartOf.keys()) { nearby.unobserve(place); nearby.observe(place); } };
+  const drawAll = () => Promise.all(data.charts.map(enqueue));
 
   const number = (id) => (byId(id).value === "" ? null : Number(byId(id).value));
   const tick = (checked) => {
@@ -106,11 +125,12 @@
   byId("all").addEventListener("click", () => tick(true));
   byId("none").addEventListener("click", () => tick(false));
   if (byId("axis")) {
-    byId("axis").addEventListener("change", async () => {
+    byId("axis").addEventListener("change", () => {
       range.axis = byId("axis").value;
       zoom(null, null);
-      await drawAll();
+      near();
     });
+    byId("smooth").addEventListener("change", near);
     for (const id of ["low", "high"]) {
       byId(id).addEventListener("change", () => {
         [range.low, range.high] = [number("low"), number("high")];
@@ -119,11 +139,8 @@
     }
     byId("whole").addEventListener("click", () => zoom(null, null));
   }
-  for (const fold of document.querySelectorAll("details.fold")) {
-    fold.addEventListener("toggle", () => {
-      const undrawn = data.charts.filter((chart) => fold.contains(byId(chart.id)) && !views.has(byId(chart.id)));
-      undrawn.reduce((before, chart) => before.then(() => draw(chart)), Promise.resolve());
-    });
-  }
-  drawAll();
+  window.addEventListener("beforeprint", drawAll);
+  near();
+  // Off the screen too, when there is nothing better to do.
+  setTimeout(() => drawAll().then(() => { document.documentElement.dataset.drawn = views.size; }), 500);
 })();
