@@ -109,7 +109,7 @@ class _Pool:
             "texts": [*self.texts],
             "examples": [pair[:2] for pair in self.examples],
             "scores": [*self.scores],
-            "evaluations": [*self.evaluations.values()],
+            "evaluations": sorted(self.evaluations.values(), key=lambda each: (each["run"], each["step"] or 0)),
         }
 
 

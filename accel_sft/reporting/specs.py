@@ -67,8 +67,10 @@ def curves(title: str, unit: str, series: Sequence[str], few: bool) -> dict[str,
     Args:
         few: whether each curve is a handful of points, which are then drawn.
     """
-    x = {"field": "x", "type": "quantitative", "title": "X", "scale": {"zero": False, "nice": False}}
+    x = {"field": "x", "type": "quantitative", "title": "X"}
+    x["scale"] = {"zero": False, "nice": False, "domainMin": {"expr": "low"}, "domainMax": {"expr": "high"}}
     y = {"field": "value", "type": "quantitative", "title": unit, "scale": {"zero": False}}
+    y["axis"] = {"format": ",.6~g"}
     tooltip = [
         {"field": "run", "type": "nominal", "title": "run"},
         {"field": "step", "type": "quantitative", "title": "step", "format": ",d"},
@@ -76,13 +78,13 @@ def curves(title: str, unit: str, series: Sequence[str], few: bool) -> dict[str,
     ]
     colour = _of_series(series, "colour")
     line = {
-        "mark": {"type": "line", "strokeWidth": 1.8, "interpolate": "linear", "point": {"size": 28} if few else False},
+        "mark": {"type": "line", "clip": True, "strokeWidth": 1.8, "point": {"size": 28} if few else False},
         "params": [{"name": "brush", "select": {"type": "interval", "encodings": ["x"], "clear": "window:pointerup"}}],
         "encoding": {"color": colour, "strokeDash": _of_series(series, "dash"), "detail": {"field": "line"}},
     }
     hover = {"type": "point", "on": "pointermove", "nearest": True, "clear": "pointerout"}
     point = {
-        "mark": {"type": "point", "filled": True, "size": 60, "aria": False},
+        "mark": {"type": "point", "clip": True, "filled": True, "size": 60, "aria": False},
         "params": [{"name": "hover", "select": hover}],
         "encoding": {
             "color": colour,
@@ -90,11 +92,14 @@ def curves(title: str, unit: str, series: Sequence[str], few: bool) -> dict[str,
             "opacity": {"condition": {"param": "hover", "empty": False, "value": 1}, "value": 0},
         },
     }
-    within = "(low === null || datum.x >= low) && (high === null || datum.x <= high)"
+    by_line = {"groupby": ["line"], "sort": [{"field": "x"}]}
+    neighbours = [{"op": "lag", "field": "x", "as": "before"}, {"op": "lead", "field": "x", "as": "after"}]
+    within = "(low === null || datum.x >= low || datum.after >= low)"  # with the neighbours, to which lines lead
+    within += " && (high === null || datum.x <= high || (datum.before !== null && datum.before <= high))"
     return _chart(
         f"{title} over the steps of training, a line for each run; vertical axis: {unit}.",
         params=_range_and_shown(series),
-        transform=[_SHOWN, {"filter": within}],
+        transform=[_SHOWN, {"window": neighbours, **by_line}, {"filter": within}],
         encoding={"x": x, "y": y},
         layer=[line, point],
     )

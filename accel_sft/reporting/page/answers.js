@@ -125,7 +125,9 @@
     }));
     const count = (kind) => every.filter((pair) => pair.kind === kind).length;
     const compared = byId("left").value !== "";
-    const sum = compared ? ` ${count("better")} became right or scored higher, ${count("worse")} became wrong or scored lower.` : "";
+    const whole = every.every((pair) => [null, 0, 1].includes(pair.was) && [null, 0, 1].includes(pair.now));
+    const [up, down] = whole ? [CHANGES.better, CHANGES.worse] : ["scored higher", "scored lower"];
+    const sum = compared ? ` ${count("better")} ${up}, ${count("worse")} ${down}.` : "";
     const alone = compared && every.length === 0 ? " The two have no example in common." : "";
     byId("count").textContent =
       `${kept.length.toLocaleString("en")} of ${every.length.toLocaleString("en")} examples${kept.length > shown ? `, the first ${shown} shown` : ""}.${sum}${alone}`;

@@ -48,6 +48,8 @@
       const means = Math.max(...chart.curves.map((curve) => curve.means?.length ?? curve.steps.length));
       const each = Math.max(1, Math.round((means * share()) / 2));
       const mean = { op: "mean", field: "value", as: "value" };
+      spec.encoding.y.title += ", smoothed";
+      spec.layer[1].encoding.tooltip.at(-1).title += ", smoothed";
       spec.transform.unshift({ window: [mean], frame: [-each, each], groupby: ["line"], sort: [{ field: "step" }] });
     }
     return spec;
@@ -65,6 +67,7 @@
     };
     try {
       const { view } = await vegaEmbed(place, spec, options);
+      view.logLevel(vega.Error); // a range without points is nothing to warn of
       views.set(place, view);
       if (chart.kind === "curves") listen(place, view);
       await update(view);
@@ -91,7 +94,7 @@
     const known = view.getState().signals;
     if ("shown" in known) view.signal("shown", series());
     if ("low" in known) view.signal("low", range.low).signal("high", range.high);
-    await view.runAsync();
+    await view.resize().runAsync(); // the labels may be wider now
   }
 
   const updateAll = () => Promise.all([...views.values()].map(update));
