@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "resilience": "api io launch",
     "checkpoint": "api io launch resilience",
     "training": "api io launch data models batching tracking evaluation resilience checkpoint",
-    "commands": "api io launch data models batching tracking evaluation resilience checkpoint training",
+    "reporting": "api io tracking",
+    "commands": "api io launch data models batching tracking evaluation resilience checkpoint training reporting",
 }
 ROOT = {"__init__", "__main__", "cli", "cli_options"}
 """Modules outside the packages. They import from all of these, those with torch inside functions only."""
@@ -47,6 +48,7 @@ NO_TORCH = (
     "accel_sft.api.config_file",
     "accel_sft.tracking.report",
     "accel_sft.tracking.model_card",
+    "accel_sft.reporting.page",
     "accel_sft.models.tiny",
     "accel_sft.cli",
     "accel_sft.commands.launch_file",
@@ -154,6 +156,7 @@ COMMANDS = {
     "tasks": ("tasks", {}, "quick"),
     "launch-file": ("launch-file z2", {}, "zero_stage: 2"),
     "help of a task": ("quick --help", {}, "--learning-rate"),
+    "help of report": ("report --help", {}, "--output"),
     "help of evaluate": ("evaluate --help", {}, "quick"),
     "completion": ("", {**BASH, "COMP_WORDS": "accel-sft q", "COMP_CWORD": "1"}, "plain,quick"),
     "completion of options": ("", {**BASH, "COMP_WORDS": "accel-sft quick --le", "COMP_CWORD": "2"}, "--learning-rate"),

@@ -32,10 +32,11 @@ def report(runs: tuple[str, ...], output: str) -> None:
     target = expanded(output, "--output")
     _check(target)
     alone, comparisons, problems = [], [], []
-    for name, path in named(list(runs)).items():
+    folders = named(list(runs))
+    for name, path in folders.items():
         try:
             if (path / COMPARISON).exists():
-                comparisons.append(read_comparison(path, name))
+                comparisons.append(read_comparison(path, name, alone=len(folders) == 1))
             else:
                 alone.append(read_run(path, name))
         except UserError as error:

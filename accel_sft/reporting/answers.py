@@ -21,9 +21,10 @@ _NAMED = 4
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """One file of answers: of which run (its place), at which step (None: of `evaluate`), and what it is called."""
+    """One file of answers: of which run and the how manieth of it, at which step (None: of `evaluate`), and its name."""
 
     run: int
+    order: int
     step: int | None
     label: str
     path: Path
@@ -109,7 +110,9 @@ class _Pool:
             "texts": [*self.texts],
             "examples": [pair[:2] for pair in self.examples],
             "scores": [*self.scores],
-            "evaluations": sorted(self.evaluations.values(), key=lambda each: (each["run"], each["step"] or 0)),
+            "evaluations": [
+                self.evaluations[each] for each in sorted(self.evaluations, key=lambda each: (each.run, each.order))
+            ],
         }
 
 
@@ -125,16 +128,16 @@ def _by_priority(runs: Sequence[Run]) -> tuple[list[Evaluation], list[Evaluation
 
 
 def _evaluations(place: int, run: Run) -> Iterator[Evaluation]:
-    for side in ("base", "tuned"):  # of `evaluate --output-dir`
+    for order, side in enumerate(("base", "tuned")):  # of `evaluate --output-dir`
         path = run.folder.answers_of(side)
         if path.exists():
             weights = run.section("weights")
-            yield Evaluation(place, None, str(weights.get(side) or weights.get("model") or side), path)
+            yield Evaluation(place, order, None, str(weights.get(side) or weights.get("model") or side), path)
     paths = run.folder.all_answers()
-    for path in paths:
+    for order, path in enumerate(paths):
         step = step_of(path)
         what = "before training" if step == 0 else "newest" if path == paths[-1] else ""
-        yield Evaluation(place, step, f"step {step}" + (f" ({what})" if what else ""), path)
+        yield Evaluation(place, order, step, f"step {step}" + (f" ({what})" if what else ""), path)
 
 
 def _read(runs: Sequence[Run], evaluation: Evaluation) -> list[dict[str, Any]]:

@@ -47,9 +47,11 @@ class Comparison:
     runs: list[Run]
 
 
-def read_comparison(path: Path, name: str) -> Comparison:
+def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
     """Read a folder with comparison.json.
 
+    Args:
+        alone: whether its cells may go by their own names; another comparison's are called alike.
     Raises:
         UserError: it cannot be read, or is of another form.
     """
@@ -66,6 +68,7 @@ def read_comparison(path: Path, name: str) -> Comparison:
     for each in filter(lambda cell: isinstance(cell, dict), record["cells"]):
         rounds = [run for run in each.get("runs") or [] if isinstance(run, dict)]
         cell_name = str(each.get("name") or "unnamed")
+        cell_name = cell_name if alone else f"{name}: {cell_name}"
         cells.append(_cell(cell_name, each, rounds))
         runs += [_run(path, name, cell_name, number, run) for number, run in enumerate(rounds, start=1)]
     return Comparison(

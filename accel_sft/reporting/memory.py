@@ -10,6 +10,8 @@ from accel_sft.tracking.report import is_number
 PLACES = {"device": "peak_device_memory_gib", "host": "peak_host_memory_gib"}
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 """Of a prediction, in the order in which they are stacked."""
+PHASES = ("load", "shard", "first_step", "step", "evaluate", "save", "export")
+"""Of a run, in their order."""
 GIB = 2**30
 
 
@@ -78,7 +80,7 @@ def predicted_and_measured(runs: Sequence[Run]) -> list[dict[str, Any]]:
         for place, key in PLACES.items():
             mine = predicted.get(place)
             mine = mine if isinstance(mine, dict) else {}
-            for phase in dict.fromkeys([*mine, *measured]):
+            for phase in sorted({*mine, *measured}, key=_in_order):
                 components = _components(mine.get(phase))
                 peak = measured.get(phase, {})
                 peak = peak.get(key) if isinstance(peak, dict) else None
@@ -91,6 +93,10 @@ def predicted_and_measured(runs: Sequence[Run]) -> list[dict[str, Any]]:
                     }
                     rows.append({"run": number, "place": place, "phase": str(phase), **found})
     return rows
+
+
+def _in_order(phase: str) -> tuple[int, str]:
+    return (PHASES.index(phase) if phase in PHASES else len(PHASES), phase)
 
 
 def _components(predicted: Any) -> dict[str, float]:

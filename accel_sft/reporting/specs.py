@@ -143,7 +143,7 @@ def against_speed(place: str, series: Sequence[str]) -> dict[str, Any]:
         "mark": {"type": "line", "interpolate": "step-after", "color": FAINT, "strokeDash": [4, 3]},
         "encoding": {"order": {"field": "gib", "type": "quantitative"}},
     }
-    scale = {"scale": {"zero": False, "padding": 40}, "axis": {"tickCount": 8}}
+    scale = {"scale": {"zero": False, "padding": 40}, "axis": {"tickCount": 8, "format": ",.4~g"}}
     return _chart(
         f"Peak {place} memory against training speed; diamonds, joined by a dashed line, are the Pareto front.",
         height=300,

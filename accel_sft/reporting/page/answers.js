@@ -40,7 +40,6 @@
     for (const score of [...measured, SAME]) option(byId("score"), score, score);
     // At first the first run: before training on the left, its newest evaluation on the right.
     const mine = answers.evaluations.map((each, number) => ({ ...each, number })).filter((each) => each.run === answers.evaluations[0].run);
-    mine.sort((a, b) => (a.step ?? 0) - (b.step ?? 0));
     byId("right").value = mine.at(-1).number;
     byId("left").value = mine.length > 1 ? mine[0].number : "";
     const main = runs[mine[0].run].main;
