@@ -21,7 +21,13 @@ _NAMED = 4
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """One file of answers: of which run and the how manieth of it, at which step (None: of `evaluate`), and its name."""
+    """One file of answers.
+
+    Attributes:
+        run: the place of its run, and `order` its own among those of the run.
+        step: None for an evaluation of `evaluate`.
+        label: what the page calls it.
+    """
 
     run: int
     order: int

@@ -118,12 +118,11 @@ def _predicted(every: Sequence[Run]) -> list[Chart]:
                 for row in rows
                 for name in row["components"]
             ]
+            measured = [row for row in rows if row["measured"] is not None]
             drawn += [
-                {"phase": row["phase"], "component": None, "order": 0, "gib": row["measured"]}
-                for row in rows
-                if row["measured"] is not None
+                {"phase": row["phase"], "component": None, "order": 0, "gib": row["measured"]} for row in measured
             ]
             title = f"{every[run].name}: {place} memory predicted, and measured (mark)"
-            spec = specs.predicted(place, every[run].name, names)
+            spec = specs.predicted(place, every[run].name, names, bool(measured))
             found.append({"kind": "rows", "title": title, "rows": drawn, "spec": spec})
     return found[:_MOST_PREDICTED]

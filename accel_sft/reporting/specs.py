@@ -67,7 +67,7 @@ def curves(title: str, unit: str, series: Sequence[str], few: bool) -> dict[str,
     Args:
         few: whether each curve is a handful of points, which are then drawn.
     """
-    x = {"field": "x", "type": "quantitative", "title": "X"}
+    x = {"field": "x", "type": "quantitative", "title": "step", "axis": {"tickMinStep": 1}}
     x["scale"] = {"zero": False, "nice": False, "domainMin": {"expr": "low"}, "domainMax": {"expr": "high"}}
     y = {"field": "value", "type": "quantitative", "title": unit, "scale": {"zero": False}}
     y["axis"] = {"format": ",.6~g"}
@@ -191,7 +191,7 @@ def startup(what: str, series: Sequence[str]) -> dict[str, Any]:
     return _chart(description, params=_range_and_shown(series), transform=[_SHOWN], **bars)
 
 
-def predicted(place: str, name: str, components: Sequence[str]) -> dict[str, Any]:
+def predicted(place: str, name: str, components: Sequence[str], has_measured: bool) -> dict[str, Any]:
     """Bars of the predicted components of each phase, and a mark at what was measured."""
     scale = {"domain": [*components], "range": [(*COLOURS, FAINT)[i % 7] for i in range(len(components))]}
     stack = {
@@ -224,7 +224,7 @@ def predicted(place: str, name: str, components: Sequence[str]) -> dict[str, Any
         encoding={
             "x": {"field": "phase", "type": "nominal", "sort": None, "title": "phase", "axis": {"labelAngle": 0}}
         },
-        layer=[stack, measured],
+        layer=[stack, measured] if has_measured else [stack],
     )
 
 

@@ -41,8 +41,8 @@
   function specOf(chart) {
     const spec = structuredClone(chart.spec);
     if (chart.kind !== "curves") return spec;
-    const title = range.axis === "step" ? "optimizer step" : "training time (minutes)";
-    spec.encoding.x = { ...spec.encoding.x, title };
+    spec.encoding.x.title = range.axis === "step" ? "optimizer step" : "training time (minutes)";
+    if (range.axis !== "step") delete spec.encoding.x.axis.tickMinStep;
     const longest = Math.max(...chart.curves.map((curve) => curve.steps.length));
     if (share() && longest > SMOOTHED) {
       const means = Math.max(...chart.curves.map((curve) => curve.means?.length ?? curve.steps.length));
