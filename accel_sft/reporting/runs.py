@@ -92,10 +92,12 @@ def _refuse_others(folder: RunDir) -> None:
         result = read_json(folder.result)
         if isinstance(result, dict) and "task" in result and "after" in result:
             return
-    inside = sorted(each.parent.name for each in path.glob(f"*/{folder.record.name}"))
+    inside = sorted(each.parent for each in path.glob(f"*/{folder.record.name}"))
     if inside:
-        count = f"{len(inside)} runs" if len(inside) > 1 else "a run"
-        raise UserError(f"RUN {path}: not a run's folder, but {count} lie in it; name them: {path}/*")
+        found = (
+            f"{len(inside)} are in it; name them: {path}/*" if len(inside) > 1 else f"name the one in it: {inside[0]}"
+        )
+        raise UserError(f"RUN {path}: not a run's folder itself, but {found}")
     raise UserError(f"RUN {path}: not a run's folder: it has neither {folder.record.name} nor {COMPARISON}")
 
 
