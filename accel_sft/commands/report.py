@@ -17,7 +17,9 @@ MARK = '<meta name="generator" content="accel-sft report">'
     "--output", type=click.Path(), default="report.html", metavar="FILE", help="The page.  [default: report.html]"
 )
 def report(runs: tuple[str, ...], output: str) -> None:
-    """Make one page from runs, or from a comparison: accel-sft report runs/*
+    """Make one page from runs or a comparison: curves, answers, memory.
+
+    For example: accel-sft report runs/*
 
     Each RUN is the folder of a run, of an evaluation, or of a comparison. The page has the runs' curves, memory,
     answers and settings beside each other, and opens in any browser without a server or a network.
