@@ -18,6 +18,7 @@ from accel_sft.cli_task import TaskCommand
 from accel_sft.commands.doctor import doctor
 from accel_sft.commands.launch_file import launch_file
 from accel_sft.commands.new_task import new_task
+from accel_sft.commands.report import report
 from accel_sft.commands.tasks import tasks
 from accel_sft.resilience.task_import import load_task
 
@@ -105,5 +106,5 @@ def compare() -> None:
     """Measure launch files and settings against each other: time, memory, loss, with every launch a real one."""
 
 
-for _tool in (new_task, tasks, launch_file, doctor):
+for _tool in (doctor, report, new_task, tasks, launch_file):
     cli.add_command(_tool)

@@ -25,8 +25,9 @@ MAY_IMPORT = {
     "training": "api io launch data models batching tracking evaluation resilience checkpoint",
     "diagnosis": "api io launch data",
     "comparison": "api io launch tracking",
+    "reporting": "api io tracking",
     "commands": "api io launch data models batching tracking evaluation resilience checkpoint training"
-    " diagnosis comparison",
+    " diagnosis comparison reporting",
 }
 ROOT = {"__init__", "__main__", "cli", "cli_compare", "cli_options", "cli_task"}
 """Modules outside the packages. They import from all of these, those with torch inside functions only."""
@@ -50,6 +51,7 @@ NO_TORCH = (
     "accel_sft.api.config_file",
     "accel_sft.tracking.report",
     "accel_sft.tracking.model_card",
+    "accel_sft.reporting.page",
     "accel_sft.models.tiny",
     "accel_sft.cli",
     "accel_sft.commands.doctor",
@@ -161,6 +163,7 @@ COMMANDS = {
     "launch-file": ("launch-file z2", {}, "zero_stage: 2"),
     "help of doctor": ("doctor --help", {}, "--build"),
     "help of a task": ("quick --help", {}, "--learning-rate"),
+    "help of report": ("report --help", {}, "--output"),
     "help of evaluate": ("evaluate --help", {}, "quick"),
     "completion": ("", {**BASH, "COMP_WORDS": "accel-sft q", "COMP_CWORD": "1"}, "plain,quick"),
     "completion of options": ("", {**BASH, "COMP_WORDS": "accel-sft quick --le", "COMP_CWORD": "2"}, "--learning-rate"),

@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROJECTS = {"accel_sft": ROOT, "accel_sft_math": ROOT / "tasks" / "math", "accel_sft_ner": ROOT / "tasks" / "ner"}
+REPORTING = ROOT / "accel_sft" / "reporting"
 LAUNCH_FILES = ROOT / "accelerate_configs"
 
 
@@ -67,6 +68,8 @@ def test_wheels_hold_every_module_and_data_file(wheels):
     for name, folder in PROJECTS.items():
         files = [*(folder / name).rglob("*.py"), *(folder / name).rglob("*.yaml")]
         expected |= {path.relative_to(folder).as_posix() for path in files}
+    for folder in ("page", "vega"):
+        expected |= {f"accel_sft/reporting/{folder}/{path.name}" for path in (REPORTING / folder).iterdir()}
     expected |= {f"accel_sft/launch_files/{path.name}" for path in LAUNCH_FILES.iterdir()}
     assert expected - held == set()
     assert {name for name in held if ".dist-info/" not in name} - expected == set()
