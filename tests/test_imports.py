@@ -22,8 +22,9 @@ MAY_IMPORT = {
     "evaluation": "api io launch data models batching tracking",
     "resilience": "api io launch",
     "checkpoint": "api io launch resilience",
-    "training": "api io launch data models batching tracking evaluation resilience checkpoint",
-    "commands": "api io launch data models batching tracking evaluation resilience checkpoint training",
+    "training": "api io launch data models batching tracking evaluation resilience checkpoint planning",
+    "planning": "api io launch data",
+    "commands": "api io launch data models batching tracking evaluation resilience checkpoint training planning",
 }
 ROOT = {"__init__", "__main__", "cli", "cli_options"}
 """Modules outside the packages. They import from all of these, those with torch inside functions only."""
@@ -48,6 +49,11 @@ NO_TORCH = (
     "accel_sft.tracking.report",
     "accel_sft.tracking.model_card",
     "accel_sft.models.tiny",
+    "accel_sft.planning.estimate",
+    "accel_sft.planning.families",
+    "accel_sft.planning.job",
+    "accel_sft.planning.shape",
+    "accel_sft.planning.source",
     "accel_sft.cli",
     "accel_sft.commands.launch_file",
     "accel_sft.commands.new_task",
