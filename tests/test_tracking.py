@@ -399,7 +399,7 @@ def test_a_gpu_that_cannot_be_read_costs_only_its_curves():
 
 
 def test_the_peak_is_this_process_own(tracked):
-    peak = tracked().peak()
+    peak = tracked().peaks.largest()
     now = host_memory_gib()["now"]
     assert now <= peak["peak_host_memory_gib"] + 0.01
     if not torch.cuda.is_available():

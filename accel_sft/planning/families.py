@@ -21,6 +21,7 @@ class Family:
         qk_norm: whether each head's queries and keys are normed.
         fused: whether one matrix makes queries, keys and values, and one gate and up.
         tied: whether the head is the embedding where config.json does not say.
+        lora_in_experts: whether LoRA on all linear layers stands on experts and router too.
         defaults: of keys that published files leave out.
     """
 
@@ -31,6 +32,7 @@ class Family:
     qk_norm: bool = False
     fused: bool = False
     tied: bool = False
+    lora_in_experts: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -55,9 +57,9 @@ FAMILIES: dict[str, Family] = {
     "gemma2": dataclasses.replace(_GEMMA, norms=4),
     "gemma3_text": dataclasses.replace(_GEMMA, norms=4, qk_norm=True, defaults=_GEMMA3),
     "phi3": Family(fused=True),
-    "mixtral": Family(),
+    "mixtral": Family(lora_in_experts=True),
     "qwen2_moe": Family(qkv_bias="qkv_bias", defaults={"qkv_bias": True}),
-    "qwen3_moe": _QWEN3,
+    "qwen3_moe": dataclasses.replace(_QWEN3, lora_in_experts=True),
 }
 _TEXT_OF = {
     "gemma3": "gemma3_text",
@@ -153,18 +155,17 @@ def _gated(hidden: int, inner: int, fused: bool = False, bias: bool = False) -> 
 
 
 def _experts(family: Family, text: Mapping[str, Any], hidden: int) -> list[Matrix]:
-    """Router and experts are plain parameters since transformers 5, on which an adapter of all linear layers does not
-    stand; a shared expert is made of linear layers."""
+    """Router and experts are plain parameters since transformers 5; a shared expert is made of linear layers."""
     copies = int(text.get("num_experts") or text["num_local_experts"])
     inner, active = (
         int(text.get("moe_intermediate_size") or text["intermediate_size"]),
         int(text["num_experts_per_tok"]),
     )
-    fused = {"group": "experts", "copies": copies, "active": active, "is_linear": False}
+    fused, one = {"group": "experts", "copies": copies, "active": active, "is_linear": False}, family.lora_in_experts
     found = [
-        Matrix(name="gate", inputs=hidden, outputs=copies, group="experts", is_linear=False),
-        Matrix(name="gate_up_proj", inputs=hidden, outputs=2 * inner, **fused),
-        Matrix(name="down_proj", inputs=inner, outputs=hidden, **fused),
+        Matrix(name="gate", inputs=hidden, outputs=copies, group="experts", is_linear=False, lora_ranks=int(one)),
+        Matrix(name="gate_up_proj", inputs=hidden, outputs=2 * inner, lora_ranks=2 * one, **fused),
+        Matrix(name="down_proj", inputs=inner, outputs=hidden, lora_ranks=int(one), **fused),
     ]
     if shared := text.get("shared_expert_intermediate_size"):
         found += _gated(hidden, int(shared))

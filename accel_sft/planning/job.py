@@ -24,6 +24,7 @@ class Job:
         device: `cuda`, or `cpu`, where ranks train in host memory.
         dtype: as `--dtype` has it.
         adapter, lora_r, target_modules: as `--adapter`, `--lora-r`, `--lora-target-modules` have them.
+        lora_dropout: as `--lora-dropout` has it.
         gradient_checkpointing: whether blocks' activations are computed again in the backward.
         tokens: computed in the largest forward of a rank, padding included.
         supervised_tokens: of these, how many have a loss: rows of the logits.
@@ -41,6 +42,7 @@ class Job:
     adapter: str = "none"
     lora_r: int = 8
     target_modules: str = ALL_LINEAR
+    lora_dropout: float = 0.0
     gradient_checkpointing: bool = False
     tokens: int = 2048
     supervised_tokens: int = 2048
@@ -63,6 +65,20 @@ class Job:
     @property
     def precision(self) -> str:
         return self.launch.precision[0]
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu"
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the base's weights are frozen, under an adapter."""
+        return self.adapter != "none"
+
+    @property
+    def autocast(self) -> bool:
+        """Whether float32 weights compute in a reduced precision: what is not DeepSpeed trains them so."""
+        return self.launch.backend != "deepspeed" and self.computes_bytes < 4
 
     @property
     def computes_bytes(self) -> int:

@@ -20,7 +20,9 @@ class Matrix:
         group: one of GROUPS.
         copies: equal ones in the block (experts).
         active: of these, how many a token is multiplied by.
-        is_linear: whether it is a module of its own, on which an adapter can stand; fused experts and routers are not.
+        is_linear: whether it is a linear layer of its own, on which an adapter can stand.
+        lora_ranks: what LoRA on all linear layers gives each copy, in multiples of --lora-r; peft 0.21 has a way for
+            the fused experts and the router of some families.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Matrix:
     copies: int = 1
     active: int = 1
     is_linear: bool = True
+    lora_ranks: int = 1
 
     @property
     def parameters(self) -> int:
@@ -144,26 +147,31 @@ class ModelShape:
         """
         if adapter == "none":
             return self.parameters - self.other
-        rank = lora_r * 3 // 2 + 1 if adapter == "adalora" else lora_r  # AdaLoRA starts with more, and a vector
-        extra = 1 if adapter == "adalora" else 0
+        extra, rank = 0, lora_r
+        if adapter == "adalora":  # it starts with more ranks, and has a vector besides
+            extra, rank = 1, lora_r * 3 // 2 + 1
         return sum(
-            count * rank * (matrix.inputs + matrix.outputs + extra) for count, matrix in self.adapted(target_modules)
+            count * ranks * rank * (matrix.inputs + matrix.outputs + extra)
+            for count, ranks, matrix in self.adapted(adapter, target_modules)
         )
 
-    def adapted(self, target_modules: str = ALL_LINEAR) -> Iterator[tuple[int, Matrix]]:
-        """The matrices that an adapter stands on, each with the number of equal blocks that have it.
+    def adapted(self, adapter: str, target_modules: str = ALL_LINEAR) -> Iterator[tuple[int, int, Matrix]]:
+        """The matrices that an adapter stands on, each with how often the model has it and its ranks in multiples of
+        --lora-r.
 
         Raises:
             UserError: a name that no linear layer of a block has.
         """
         names = {name.strip() for name in target_modules.split(",") if name.strip()}
-        linear = [(block.count, m) for block in self.blocks for m in block.matrices if m.is_linear]
-        if names != {ALL_LINEAR} and (missing := names - {m.name for _, m in linear}):
-            here = ", ".join(dict.fromkeys(m.name for _, m in linear))
+        every = [(block.count, m) for block in self.blocks for m in block.matrices]
+        linear = [m for _, m in every if m.is_linear]
+        if names != {ALL_LINEAR} and (missing := names - {m.name for m in linear}):
+            here = ", ".join(dict.fromkeys(m.name for m in linear))
             raise UserError(f"--lora-target-modules {', '.join(sorted(missing))}: no such module; there are {here}")
-        for count, matrix in linear:
-            if names == {ALL_LINEAR} or matrix.name in names:
-                yield count * matrix.copies, matrix
+        for count, matrix in every:
+            in_lora = adapter == "lora" and names == {ALL_LINEAR} and matrix.lora_ranks
+            if in_lora or (matrix.is_linear and (names == {ALL_LINEAR} or matrix.name in names)):
+                yield count * matrix.copies, matrix.lora_ranks, matrix
 
 
 def _active(block: Block) -> int:

@@ -158,6 +158,7 @@ def _block(module: Any, active: int | None) -> Block:
             copies=copies,
             active=min(active or copies, copies),
             is_linear=is_linear,
+            lora_ranks=int(is_linear),
         )
         matrices.append(matrix)
     return Block(count=1, matrices=tuple(matrices), vectors=vectors)
