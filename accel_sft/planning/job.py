@@ -23,6 +23,7 @@ class Job:
         launch: backend, ZeRO stage, offload, precision and ranks; `Launch.from_yaml` reads one without starting it.
         device: `cuda`, or `cpu`, where ranks train in host memory.
         dtype: as `--dtype` has it.
+        stored_bytes: of an element in the weight files.
         adapter, lora_r, target_modules: as `--adapter`, `--lora-r`, `--lora-target-modules` have them.
         lora_dropout: as `--lora-dropout` has it.
         gradient_checkpointing: whether blocks' activations are computed again in the backward.
@@ -39,6 +40,7 @@ class Job:
     launch: Launch
     device: str
     dtype: str = "auto"
+    stored_bytes: int = 2
     adapter: str = "none"
     lora_r: int = 8
     target_modules: str = ALL_LINEAR
