@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 import accel_sft
 from accel_sft.api import registry
-from accel_sft.api.config import RUN, EvaluateConfig, TrainConfig
+from accel_sft.api.config import RUN, EvaluateConfig, PlanConfig, TrainConfig
 from accel_sft.api.config_file import load_yaml
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, settings
@@ -136,6 +136,26 @@ class EvaluateCommand(TaskCommand):
         return {s.name: before[s.name] for s in mine}
 
 
+class PlanCommand(TaskCommand):
+    """The command that predicts memory and speed of training a task under each launch file."""
+
+    config_class, offered = PlanConfig, PlanConfig.OFFERED
+    does = (
+        "Predicts memory and speed of its training under each launch file, before anything is loaded. Exit status: 0 "
+        "if any launch file fits, 1 if none does."
+    )
+
+    def __init__(self, name: str, task_class: type[Task] | None, summary: str) -> None:
+        super().__init__(name, task_class, summary)
+        several = next(option for option in self.params if option.name == "launch")
+        several.multiple, several.callback = True, lambda ctx, param, values: ",".join(values or ()) or None
+
+    def run(self, task: Task, config: PlanConfig) -> None:
+        from accel_sft.commands.plan import run
+
+        run(self.name, task, config)
+
+
 class TaskGroup(click.Group):
     """A group whose task commands are known by metadata, and imported one at a time when one is called."""
 
@@ -170,6 +190,10 @@ class EvaluateGroup(TaskGroup):
     task_command = EvaluateCommand
 
 
+class PlanGroup(TaskGroup):
+    task_command = PlanCommand
+
+
 @click.group(cls=TaskGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(accel_sft.__version__, prog_name="accel-sft")
 def cli() -> None:
@@ -182,6 +206,11 @@ def cli() -> None:
 @cli.group(cls=EvaluateGroup)
 def evaluate() -> None:
     """Score a model on a task's validation examples, beside its base if you name one."""
+
+
+@cli.group(cls=PlanGroup)
+def plan() -> None:
+    """Predict memory and speed of training a task under each launch file."""
 
 
 for _tool in (new_task, tasks, launch_file):

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import shapes
-import smoke
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30

@@ -11,8 +11,6 @@ CHECKPOINT = 12
 """Bytes of a trained parameter in a checkpoint, copied to host memory a file at a time."""
 FILE_BYTES = 2**30
 """A checkpoint's file gets no more tensors above this size: `checkpoint.shards.FILE_BYTES`; a test compares them."""
-GENERATED_ROWS = 64
-"""Answers generated at once, unless they are short."""
 
 CUDA_BYTES = 1.0 * GIB
 """On a GPU outside of torch's allocator: the context, NCCL, the libraries' workspaces."""
@@ -85,7 +83,7 @@ def _on_gpu(job: Job, at: Placed) -> dict[str, dict[str, float]]:
 
     phases["first_step"], phases["step"] = step(False), step(True)
     after = _resident(at, True) | base
-    if job.evaluates:
+    if job.eval_rows:
         phases["evaluate"] = _add(after, activations=_generating_bytes(job), buffers=at.gathered)
     if job.saves:
         phases["save"] = after
@@ -98,7 +96,9 @@ def _beside_gpu(job: Job, at: Placed) -> dict[str, dict[str, float]]:
     backend = "deepspeed" if job.launch.backend == "deepspeed" else "ddp"
     base = {"overhead": PROCESS_BYTES["cuda"][backend]}
     none = dict.fromkeys(_resident(at, False), 0.0)
-    loading = weights_bytes(job)
+    # files are mapped, and their pages given back when memory is short: what is converted needs memory of its own
+    converts = job.loaded_bytes != job.stored_bytes and job.launch.stage < 3
+    loading = weights_bytes(job) if converts else 0.0
     phases = {
         "load": {**none, **base, "weights": loading},
         "shard": _add(_resident(at, False) | base, weights=max(loading - at.weights, 0), optimizer=at.sharding),
@@ -106,11 +106,12 @@ def _beside_gpu(job: Job, at: Placed) -> dict[str, dict[str, float]]:
         "step": _add(_resident(at, True) | base, gradients=at.gradients + at.update),
     }
     after = _resident(at, True) | base
-    if job.evaluates:
+    if job.eval_rows:
         phases["evaluate"] = after
     if job.saves:
         phases["save"] = _add(after, buffers=_file_bytes(job))
-    phases["export"] = _add(after, buffers=job.computes_bytes * _exported(job))
+    # rank 0 has them all; divided here, so that the ranks of a machine add up
+    phases["export"] = _add(after, buffers=job.computes_bytes * _exported(job) / job.local_ranks)
     return phases
 
 
@@ -119,7 +120,7 @@ def _generating_bytes(job: Job) -> float:
     shape, e = job.shape, job.computes_bytes
     length = max(job.tokens // max(job.rows, 1), 1)
     cache = 2 * shape.layers * shape.key_value_heads * shape.head_dim * e * length
-    return GENERATED_ROWS * (cache + shape.vocab_size * (4 + e))
+    return job.eval_rows * (cache + shape.vocab_size * (4 + e))
 
 
 def _file_bytes(job: Job) -> float:

@@ -54,7 +54,7 @@ def on_cpu(job: Job, at: Placed, checkpoint_bytes: float) -> dict[str, dict[str,
         "first_step": first,
         "step": max(step, update, key=lambda each: sum(each.values())),
     }
-    if job.evaluates:
+    if job.eval_rows:
         phases["evaluate"] = _add(after, buffers=at.gathered)
     if job.saves:
         phases["save"] = _add(after, buffers=SAVED_ANEW * checkpoint_bytes)

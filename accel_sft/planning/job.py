@@ -32,7 +32,7 @@ class Job:
         rows: examples in that forward.
         head: `labelled`, `everywhere`, `pieces` or `fused`, as `batching.loss.HEADS` has them.
         dense_mask: whether attention takes a mask of tokens by tokens, as the layouts `shared` and `packed` give sdpa.
-        evaluates: whether answers are generated during the run.
+        eval_rows: answers generated at once during the run; 0: none are.
         saves: whether checkpoints are written.
     """
 
@@ -51,7 +51,7 @@ class Job:
     rows: int = 1
     head: str = "pieces"
     dense_mask: bool = False
-    evaluates: bool = True
+    eval_rows: int = 64
     saves: bool = True
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 from accel_sft.api.errors import UserError
 from accel_sft.io.files import read_json
 from accel_sft.planning.families import count
+from accel_sft.planning.job import BYTES
 from accel_sft.planning.shape import Block, Matrix, ModelShape
 
 _INDEX = "model.safetensors.index.json"
@@ -58,6 +59,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{folder}/config.json: expected an object; name a folder of saved weights")
     return content
+
+
+def stored_bytes(config: dict[str, Any]) -> int:
+    """Bytes of an element in the weight files, as config.json names their type; 2 where it does not."""
+    named = config.get("dtype") or config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
+    return BYTES.get(str(named).removeprefix("torch."), 2)
 
 
 def on_meta_device(config: dict[str, Any], name: str) -> ModelShape:

@@ -119,15 +119,16 @@ def _stages_1_and_2(job: Job) -> tuple[Placed, Placed]:
     buffers = e * (min(bucket, trained) if job.on_cpu else bucket * (1 + overlaps))
     largest = e * min(job.shape.largest_tensor, trained)
     whole = job.launch.stage == 1 and not overlaps
+    # a flat copy, before the parameters become views of it; made on the host where a GPU has no room
+    flattening = 2 * e * trained if job.on_cpu else e * share
     device = Placed(weights=e * job.parameters, buffers=buffers)
     if job.launch.offload("optimizer") == "none":
         device.master, device.moments = MASTER * share, MOMENTS * share
         device.gradients = e * (trained if whole else share) + largest
         device.update = e * share + FLOAT32 * share
-        device.sharding = 2 * e * trained  # a flat copy, before the parameters become views of it, and its part's
+        device.sharding = flattening
         return device, Placed()
-    device.gradients, device.buffers = largest, buffers + largest
-    device.sharding = e * trained
+    device.gradients, device.buffers, device.sharding = largest, buffers + largest, flattening
     host = Placed(master=MASTER * share, moments=MOMENTS * share, held=FLOAT32 * share + e * share)
     host.buffers = e * share + largest
     return device, host

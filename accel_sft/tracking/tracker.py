@@ -18,7 +18,7 @@ from accel_sft.io.text import markdown_table, shown
 from accel_sft.tracking.metrics_file import MetricsFile
 from accel_sft.tracking.phase_peaks import PhasePeaks
 from accel_sft.tracking.progress_bar import ProgressBar
-from accel_sft.tracking.report import COSTS, Samples, is_number, phases_table, samples_table
+from accel_sft.tracking.report import COSTS, Samples, is_number, memory_table, phases_table, samples_table
 from accel_sft.tracking.system import (
     SYSTEM_FIELDS,
     SystemSampler,
@@ -106,6 +106,11 @@ class Tracker(contextlib.AbstractContextManager):
             self._phases = [row for of_ranks in zip(*every, strict=True) for row in of_ranks]
             self._trackers.text("startup", phases_table(self._phases), self._line.done)
         return self._phases
+
+    def memory(self, compared: Mapping[str, Any]) -> None:
+        """Show memory by place and phase, as predicted and as measured, beside the start-up phases."""
+        if compared:
+            self._trackers.text("memory", memory_table(compared), self._line.done)
 
     def system(self) -> list[float]:
         """This rank's readings in the order of `system.SYSTEM_FIELDS`, at most a second old; NaN if unavailable."""

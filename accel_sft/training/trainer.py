@@ -27,6 +27,7 @@ from accel_sft.tracking.system import peak_memory_gib
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training import summary
 from accel_sft.training.optimizer import Stepper, adamw, learning_rate
+from accel_sft.training.predicted import Prediction
 from accel_sft.training.prepare import Prepared
 from accel_sft.training.state import TrainState
 from accel_sft.training.step import TrainStep, reduce_step
@@ -58,6 +59,7 @@ class Trainer:
         )
         self.batching_asked = [config.batching, config.micro_batch_size]
 
+        self.prediction = Prediction(accelerator, config, assembly.source.weights, tracker.log)
         tracker.peaks.begin("load")
         model = assembly.load_model(
             prepared.train, prepared.validation, total_steps=self.plan.total_steps, log=tracker.log
@@ -234,8 +236,7 @@ class Trainer:
         """Export final/, write result.json and report.md, and print the metrics before and after training."""
         self.export(self.run_dir.final)
         measured = {
-            **largest(self.tracker.peaks.largest()),
-            "memory_by_phase": {name: largest(peaks) for name, peaks in self.tracker.peaks.by_phase.items()},
+            **self.prediction.measured(self.tracker, self.train_step),
             "trained_parameters": self.trained_parameters,
             "steps_left_out": self.anomalies.left_out(),
             "batching": dataclasses.asdict(self.train_step.batching),
