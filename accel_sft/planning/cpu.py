@@ -15,8 +15,11 @@ PROCESS_BYTES = {"deepspeed": 0.412 * GIB, "ddp": 0.387 * GIB}
 """Resident memory of a rank before its model is loaded: Python, torch and the libraries, which ranks share in part."""
 GROWTH_BYTES = 0.12 * GIB
 """By what is imported, compiled and cached until the first step has ended."""
-KEPT_FULL = {"ddp": 4.0, 0: 3.0, 1: 5.6, 2: 5.6, 3: 8.0, "offload": 5.0, "offload 3": 8.0}
-KEPT_ADAPTER = {"ddp": 5.3, 0: 1.8, 1: 2.6, 2: 2.6, 3: 9.0, "offload": 2.6, "offload 3": 9.0}
+HEAP = 1.3
+"""What a forward and its backward leave in the heap, of what the forward keeps: gradients of activations come with it,
+and blocks of one size do not all fit where others were."""
+KEPT_FULL = {"ddp": 3.6, 0: 2.0, 1: 6.5, 2: 6.5, 3: 12.0, "offload": 7.0, "offload 3": 11.0}
+KEPT_ADAPTER = {"ddp": 4.8, 0: 1.5, 1: 2.4, 2: 2.4, 3: 11.5, "offload": 2.4, "offload 3": 10.0}
 """Bytes of a parameter, trained in full or frozen below an adapter, that heap and collectives keep: DDP's first buckets
 once it has ordered them anew, weights from before they were flattened or sharded, gathered ones, merged ones."""
 SAVED_ANEW = 0.25
@@ -38,11 +41,14 @@ def on_cpu(job: Job, at: Placed, checkpoint_bytes: float) -> dict[str, dict[str,
     start = PROCESS_BYTES[backend]
     converts = job.loaded_bytes != job.stored_bytes
     loaded = (job.loaded_bytes + job.stored_bytes) * job.shape.parameters if converts else 0
-    replaced = job.loaded_bytes * job.trained if backend == "deepspeed" and not job.is_frozen else 0
-    replaced = replaced if job.launch.stage else 0
+    replaced = 0.0  # weights before they were flattened or sharded, and pages of files that are still mapped
+    if job.launch.stage:
+        replaced = job.loaded_bytes * (job.parameters if job.launch.stage == 3 or not job.is_frozen else 0)
+    elif backend == "ddp" and converts:
+        replaced = job.stored_bytes * job.shape.parameters
     later, kept = start + GROWTH_BYTES, kept_bytes(job)
     resident = {"weights": at.weights, "gradients": at.held, "optimizer": at.master + at.moments, "buffers": kept}
-    forward = {"activations": forward_bytes(job), "logits": logits_bytes(job)}
+    forward = {"activations": HEAP * forward_bytes(job), "logits": HEAP * logits_bytes(job)}
     after = _phase(later, resident, forward)
     step = _add(after, gradients=at.gradients, buffers=at.buffers + at.gathered)
     update = _add(after, gradients=at.gradients + at.update)
