@@ -22,6 +22,8 @@ KEPT_FULL = {"ddp": 3.6, 0: 2.0, 1: 6.5, 2: 6.5, 3: 12.0, "offload": 7.0, "offlo
 KEPT_ADAPTER = {"ddp": 4.8, 0: 1.5, 1: 2.4, 2: 2.4, 3: 11.5, "offload": 2.4, "offload 3": 10.0}
 """Bytes of a parameter, trained in full or frozen below an adapter, that heap and collectives keep: DDP's first buckets
 once it has ordered them anew, weights from before they were flattened or sharded, gathered ones, merged ones."""
+BEFORE_MOMENTS = 0.5
+"""Share of AdamW's moments that finds freed blocks in the first step, behind whose backward they are made."""
 SAVED_ANEW = 0.25
 """Share of a checkpoint's copies that finds no freed block to use again."""
 
@@ -52,13 +54,13 @@ def on_cpu(job: Job, at: Placed, checkpoint_bytes: float) -> dict[str, dict[str,
     after = _phase(later, resident, forward)
     step = _add(after, gradients=at.gradients, buffers=at.buffers + at.gathered)
     update = _add(after, gradients=at.gradients + at.update)
-    first = max(_add(step, optimizer=-at.moments), update, key=lambda each: sum(each.values()))
+    most = max(step, update, key=lambda each: sum(each.values()))
     before = {**resident, "optimizer": at.master + at.sharding, "buffers": replaced}
     phases = {
         "load": _phase(start, {"weights": loaded}),
         "shard": _phase(start, before),
-        "first_step": first,
-        "step": max(step, update, key=lambda each: sum(each.values())),
+        "first_step": _add(most, optimizer=-BEFORE_MOMENTS * at.moments),
+        "step": most,
     }
     if job.eval_rows:
         phases["evaluate"] = _add(after, buffers=at.gathered)

@@ -48,7 +48,8 @@ class Prediction:
 
     def measured(self, tracker: Tracker, train_step: TrainStep) -> dict[str, Any]:
         """What the run took, for result.json: the largest peaks, those of each phase, and these beside what the closed
-        form predicts for the largest forward that was made, which the trackers show too. All ranks together."""
+        form predicts for the largest forward that was made (`forward`: its tokens, supervised tokens and rows), which
+        the trackers show too. All ranks together."""
         peaks = largest(tracker.peaks.largest())
         by_phase = {phase: largest(found) for phase, found in tracker.peaks.by_phase.items()}
         memory, (tokens, supervised_tokens, rows) = {}, train_step.largest_forward
@@ -57,7 +58,8 @@ class Prediction:
             job = dataclasses.replace(self.job, **sizes, head=train_step.batching.head)
             memory = _beside(estimate(job), by_phase)
         tracker.memory(memory)
-        return {**peaks, "memory_by_phase": by_phase, "memory": memory}
+        forward = [tokens, supervised_tokens, rows]
+        return {**peaks, "memory_by_phase": by_phase, "memory": memory, "forward": forward}
 
 
 def _job(config: TrainConfig, weights: str, launch: Launch, device: torch.device) -> Job:
