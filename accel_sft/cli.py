@@ -8,7 +8,7 @@ import click
 
 import accel_sft
 from accel_sft.api import registry
-from accel_sft.api.config import EvaluateConfig, TrainConfig
+from accel_sft.api.config import EvaluateConfig, PlanConfig, TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN
 from accel_sft.api.task import Task
@@ -49,6 +49,26 @@ class EvaluateCommand(TaskCommand):
         return {s.name: before[s.name] for s in mine}
 
 
+class PlanCommand(TaskCommand):
+    """The command that predicts memory and speed of training a task under each launch file."""
+
+    config_class, offered = PlanConfig, PlanConfig.OFFERED
+    does = (
+        "Predicts memory and speed of its training under each launch file, before anything is loaded. Exit status: 0 "
+        "if any launch file fits, 1 if none does."
+    )
+
+    def __init__(self, name: str, task_class: type[Task] | None, summary: str) -> None:
+        super().__init__(name, task_class, summary)
+        several = next(option for option in self.params if option.name == "launch")
+        several.multiple, several.callback = True, lambda ctx, param, values: ",".join(values or ()) or None
+
+    def run(self, task: Task, config: PlanConfig) -> None:
+        from accel_sft.commands.plan import run
+
+        run(self.name, task, config)
+
+
 class TaskGroup(click.Group):
     """A group whose task commands are known by metadata, and imported one at a time when one is called."""
 
@@ -87,6 +107,10 @@ class CompareGroup(TaskGroup):
     task_command = CompareCommand
 
 
+class PlanGroup(TaskGroup):
+    task_command = PlanCommand
+
+
 @click.group(cls=TaskGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(accel_sft.__version__, prog_name="accel-sft")
 def cli() -> None:
@@ -104,6 +128,11 @@ def evaluate() -> None:
 @cli.group(cls=CompareGroup)
 def compare() -> None:
     """Measure launch files and settings against each other: time, memory, loss, with every launch a real one."""
+
+
+@cli.group(cls=PlanGroup)
+def plan() -> None:
+    """Predict memory and speed of training a task under each launch file."""
 
 
 for _tool in (doctor, report, new_task, tasks, launch_file):

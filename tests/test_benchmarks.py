@@ -51,6 +51,7 @@ def number(cell: str) -> float:
         ("overhead.py", "lines: median", {"a step", "forward", "backward", "optimizer", "**ours**", "- gather"}),
         ("startup.py", "no launcher, again", {"in all", "imports of the libraries", "layout trials"}),
         ("gpu.py", "tokens/s", {"0.5B full"}),
+        ("plan_accuracy.py", "measured", {"20 million"}),
     ],
 )
 def test_a_benchmark_prints_its_table(script, heading, rows, tmp_path):

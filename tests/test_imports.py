@@ -22,12 +22,13 @@ MAY_IMPORT = {
     "evaluation": "api io launch data models batching tracking",
     "resilience": "api io launch",
     "checkpoint": "api io launch resilience",
-    "training": "api io launch data models batching tracking evaluation resilience checkpoint",
+    "planning": "api io launch data",
+    "training": "api io launch data models batching tracking evaluation resilience checkpoint planning",
     "diagnosis": "api io launch data",
     "comparison": "api io launch tracking",
     "reporting": "api io tracking",
     "commands": "api io launch data models batching tracking evaluation resilience checkpoint training"
-    " diagnosis comparison reporting",
+    " diagnosis comparison reporting planning",
 }
 ROOT = {"__init__", "__main__", "cli", "cli_compare", "cli_options", "cli_task"}
 """Modules outside the packages. They import from all of these, those with torch inside functions only."""
@@ -53,6 +54,11 @@ NO_TORCH = (
     "accel_sft.tracking.model_card",
     "accel_sft.reporting.page",
     "accel_sft.models.tiny",
+    "accel_sft.planning.estimate",
+    "accel_sft.planning.families",
+    "accel_sft.planning.job",
+    "accel_sft.planning.shape",
+    "accel_sft.planning.source",
     "accel_sft.cli",
     "accel_sft.commands.doctor",
     "accel_sft.commands.compare",

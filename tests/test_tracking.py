@@ -445,7 +445,7 @@ def test_means_and_peaks_of_a_rank_are_those_of_its_samples_after_the_first():
 
 
 def test_the_peak_is_this_process_own(tracked):
-    peak = tracked().peak()
+    peak = tracked().peaks.largest()
     now = host_memory_gib()["now"]
     assert now <= peak["peak_host_memory_gib"] + 0.01
     if not torch.cuda.is_available():

@@ -13,6 +13,8 @@ from accel_sft.api.options import option, problems, shown
 
 MODEL, ADAPTER, DATA, OPTIM, EVAL, RUN = SECTIONS = "Model", "Adapter", "Data", "Optimisation", "Evaluation", "Run"
 _model, _adapter, _data, _optim, _eval, _run = (functools.partial(option, section=name) for name in SECTIONS)
+PLAN = "Plan"
+_plan = functools.partial(option, section=PLAN)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -104,6 +106,7 @@ class TrainConfig:
         "tensorboard", help="Accelerate's trackers by name, commas between: tensorboard, wandb, ...; none."
     )
     profile: bool = _run(False, help="Write a torch profiler trace of steps 3-5 for TensorBoard.")
+    force: bool = _run(False, help="Start although its model states alone are predicted not to fit into memory.")
     dry_run: bool = _run(False, help="Audit the launch, print what is resolved, and stop.")
     debug: bool = _run(False, help="Tracebacks, and the libraries' own messages.")
 
@@ -154,6 +157,25 @@ class EvaluateConfig(TrainConfig):
     )
 
 
+@dataclasses.dataclass(kw_only=True)
+class PlanConfig(TrainConfig):
+    """The settings of `plan`, which offers those of training that memory and speed depend on, in `OFFERED`."""
+
+    OFFERED: ClassVar[frozenset[str]] = frozenset(
+        ("model", "init_from", "trust_remote_code", "dtype", "gradient_checkpointing", "adapter", "lora_r")
+    ) | {"lora_dropout", "lora_target_modules", "max_length", "truncation", "thinking", "global_batch_size"}
+    OFFERED |= {"micro_batch_size", "batching", "eval_every", "eval_batch_size", "save_every", "hang_timeout", "debug"}
+    OFFERED |= {"gpus", "gpu_memory", "host_memory", "launch", "details", "json"}
+    gpus: int | None = _plan(None, min=0, help="GPUs of a machine, 0: its CPU; default: this machine's.")
+    gpu_memory: float | None = _plan(None, min=0, help="GiB of one GPU; default: this machine's.")
+    host_memory: float | None = _plan(None, min=0, help="GiB of host memory; default: what is free here.")
+    launch: str | None = _plan(
+        None, help="Launch file: a shipped one's name, or a path; may be repeated. Default: every shipped one."
+    )
+    details: bool = _plan(False, help="Each phase's memory by component; one launch file always shows them.")
+    json: bool = _plan(False, help="Print JSON.")
+
+
 def _is_day(text: Any) -> bool:
     try:
         return datetime.date.fromisoformat(text).isoformat() == text
@@ -180,7 +202,7 @@ _USUAL: dict[str, Any] = {
 LAYOUT = frozenset(
     {"micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every"}
     | {"tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every"}
-    | {"patience", "batching", "compile", "deterministic", "generate_with", "on_nonfinite", "hang_timeout"}
+    | {"patience", "batching", "compile", "deterministic", "force", "generate_with", "on_nonfinite", "hang_timeout"}
 )
 """Settings that decide how a run is executed or observed, not what a step computes: a resume may change them."""
 

@@ -25,6 +25,18 @@ TINY_DEFAULTS: dict[str, Any] = {
 """Training settings that suit tiny's random start, used where the user sets none: a pretrained model's learning rate
 is a hundred times too small for it."""
 
+TINY_SHAPE: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
+"""Of its Qwen2Config; its vocabulary is the data's."""
+TINY_VOCABULARY = 1024
+"""About as many tokens it has."""
+
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -61,15 +73,10 @@ def build_tiny(directory: Path, texts: Sequence[str], seed: int) -> None:
         raise UserError("--model tiny makes its tokenizer from the training text, and there is none: check the task")
     tokenizer = train_tokenizer(texts)
     config = Qwen2Config(
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        **TINY_SHAPE,
         max_position_embeddings=_MAX_LENGTH,
         initializer_range=0.06,  # near 1 / sqrt(hidden_size); the usual 0.02 is for wide models and learns later here
         vocab_size=-len(tokenizer) // 64 * -64,
-        tie_word_embeddings=True,
         use_sliding_window=False,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,

@@ -93,6 +93,8 @@ def render_report(
         parts += ["## Base and tuned", comparison_table(result)]
     if result.get("phases"):
         parts += ["## Memory at the end of each start-up phase", phases_table(result["phases"])]
+    if result.get("memory"):
+        parts += ["## Memory by phase, predicted and measured", memory_table(result["memory"])]
     rows = _side_by_side(before_samples, after_samples)
     if rows:
         count = max(len(before_samples), len(after_samples))
@@ -175,6 +177,20 @@ def phases_table(phases: Sequence[Mapping[str, Any]]) -> str:
     names = [key for key in phases[0] if any(row[key] is not None for row in phases)]
     titles = ["seconds since start" if name == "seconds" else name for name in names]
     return markdown_table(titles, [[shown(row[name]) for name in names] for row in phases])
+
+
+def memory_table(compared: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    """A markdown table of a run's memory by place and phase: predicted and measured GiB of the rank with most."""
+    rows = [
+        [place, phase, *(f"{pair[key]:.2f}" for key in ("predicted_gib", "measured_gib")), _error(pair)]
+        for place, phases in compared.items()
+        for phase, pair in phases.items()
+    ]
+    return markdown_table(["memory of a rank", "phase", "predicted (GiB)", "measured (GiB)", "error"], rows)
+
+
+def _error(pair: Mapping[str, float]) -> str:
+    return f"{pair['predicted_gib'] / pair['measured_gib'] - 1:+.0%}" if pair["measured_gib"] else ""
 
 
 def comparison_table(result: Mapping[str, Any]) -> str:

@@ -16,15 +16,15 @@ from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.io.terminal import columns
 from accel_sft.io.text import markdown_table, shown
 from accel_sft.tracking.metrics_file import MetricsFile
+from accel_sft.tracking.phase_peaks import PhasePeaks
 from accel_sft.tracking.progress_bar import ProgressBar
-from accel_sft.tracking.report import COSTS, Samples, is_number, phases_table, samples_table
+from accel_sft.tracking.report import COSTS, Samples, is_number, memory_table, phases_table, samples_table
 from accel_sft.tracking.system import (
     SYSTEM_FIELDS,
     SystemSampler,
     Usage,
     device_memory_gib,
     host_memory_gib,
-    peak_memory_gib,
     seconds_since_start,
 )
 from accel_sft.tracking.trackers import Trackers, tracker_names
@@ -64,7 +64,7 @@ class Tracker(contextlib.AbstractContextManager):
         self.usage = Usage()
         self._recorded: list[dict[str, Any]] = []  # this rank's phases
         self._phases: list[dict[str, Any]] = []  # every rank's
-        self._peaks: dict[str, float | None] = {"peak_device_memory_gib": None, "peak_host_memory_gib": None}
+        self.peaks = PhasePeaks(accelerator.device)
         self._metrics = MetricsFile(run_dir.metrics)
         self._line = ProgressBar(total_steps, log_every=config.log_every, file=terminal)
         self._writes = accelerator.is_main_process
@@ -107,6 +107,11 @@ class Tracker(contextlib.AbstractContextManager):
             self._phases = [row for of_ranks in zip(*every, strict=True) for row in of_ranks]
             self._trackers.text("startup", phases_table(self._phases), self._line.done)
         return self._phases
+
+    def memory(self, compared: Mapping[str, Any]) -> None:
+        """Show memory by place and phase, as predicted and as measured, beside the start-up phases."""
+        if compared:
+            self._trackers.text("memory", memory_table(compared), self._line.done)
 
     def system(self) -> list[float]:
         """This rank's readings in the order of `system.SYSTEM_FIELDS`, at most a second old; NaN if unavailable."""
@@ -204,15 +209,6 @@ class Tracker(contextlib.AbstractContextManager):
             self.log(f"profile: {folder} (open its files in ui.perfetto.dev or chrome://tracing)")
         else:
             self.log("profile: nothing was traced, it begins with the third step")
-
-    def peak(self) -> dict[str, float | None]:
-        """This rank's largest memory so far in GiB; None for the device without CUDA.
-
-        Call it before an evaluation too, which resets the peaks to measure its own.
-        """
-        for key, value in peak_memory_gib(self.accelerator.device).items():
-            self._peaks[key] = max(value, self._peaks[key] or 0.0)
-        return dict(self._peaks)
 
     def close(self) -> None:
         """End the bar and every tracker; a second call does nothing."""

@@ -22,6 +22,7 @@ from accel_sft.launch.collectives import by_each_rank, decided_by_main
 from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
 from accel_sft.models.source import Source, find_source
 from accel_sft.models.tiny import build_tiny
+from accel_sft.planning import lengths
 
 _TINY_EXAMPLES = 1 << 15
 """The most training examples that the tokenizer of `tiny` is made from: more hardly change it, and slow every start."""
@@ -129,6 +130,8 @@ def prepare_data(accelerator: Accelerator, run_dir: RunDir, task: Task, config: 
     assembly = Assembly(accelerator, task, config, find_source(config, base))
     train = assembly.encode(train_examples, "train")
     validation = assembly.encode(validation_examples, "validation")
+    if accelerator.is_main_process and len(train.kept):
+        lengths.keep(task, config, train.kept.lengths, train.kept.supervised)
     if config.max_steps is None and round(config.epochs * len(train.kept)) == 0:
         raise UserError(f"--epochs {config.epochs:g}: not one of {len(train.kept)} examples; ask for more")
     plan = StepPlan(

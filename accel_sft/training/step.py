@@ -36,6 +36,8 @@ class OutOfMemory(NamedTuple):
 class TrainStep:
     """Accumulates the gradients of a step's examples, grouped into forwards by `batching`.
 
+    `largest_forward` has the tokens, supervised tokens and rows of the largest forward so far.
+
     After an out-of-memory the forwards are smaller; `run_dir` holds the limit that it leaves for a resumed run.
     """
 
@@ -44,6 +46,7 @@ class TrainStep:
     ) -> None:
         self.stepper, self.pad_token_id, self.run_dir, self.log = stepper, pad_token_id, run_dir, log
         self.batching = batching
+        self.largest_forward = (0, 0, 0)
         if most := _most_tokens(run_dir):
             self._limit(most if batching.rows else min(batching.tokens, most))
 
@@ -64,6 +67,7 @@ class TrainStep:
         accelerator, oom = self.stepper.accelerator, OutOfMemory()
         share, ranks = torch.zeros((), device=accelerator.device), accelerator.num_processes
         forwards = self.batching.divide(examples, ranks)[accelerator.process_index]
+        self._note_largest(max(forwards, key=lambda rows: sum(map(_length, rows))))
         for number, rows in enumerate(forwards, 1):
             with self.stepper.boundary(last=number == len(forwards)):
                 nll = None if oom.tokens else self._nll(rows, step)
@@ -96,6 +100,10 @@ class TrainStep:
             f"step {step}: {oom}; the step is repeated with at most {self.batching.tokens:,} tokens a forward, "
             "as are the next"
         )
+
+    def _note_largest(self, rows: list[Encoded]) -> None:
+        supervised = sum(row.supervised_tokens for row in rows)
+        self.largest_forward = max(self.largest_forward, (self.batching.way.tokens_in(rows), supervised, len(rows)))
 
     def _limit(self, tokens: int) -> None:
         self.batching = dataclasses.replace(self.batching, rows=None, tokens=tokens)

@@ -27,6 +27,7 @@ from accel_sft.tracking.system import peak_memory_gib
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training import summary
 from accel_sft.training.optimizer import Stepper, adamw, learning_rate
+from accel_sft.training.predicted import Prediction
 from accel_sft.training.prepare import Prepared
 from accel_sft.training.state import TrainState
 from accel_sft.training.step import TrainStep, reduce_step
@@ -58,6 +59,8 @@ class Trainer:
         )
         self.batching_asked = [config.batching, config.micro_batch_size]
 
+        self.prediction = Prediction(accelerator, config, assembly.source.weights, tracker.log)
+        tracker.peaks.begin("load")
         model = assembly.load_model(
             prepared.train, prepared.validation, total_steps=self.plan.total_steps, log=tracker.log
         )
@@ -68,10 +71,12 @@ class Trainer:
         self.load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
         self.trained_parameters, parameters = parameter_counts(model)
         tracker.log(f"{self.trained_parameters:,} of {parameters:,} parameters are trained")
+        tracker.peaks.begin("shard")
         optimizer = adamw(model, config)
         check_host_memory(accelerator, model, read_launch())
         self.model, self.optimizer = prepare_model(accelerator, model, optimizer, config)
         tracker.phase("sharded")
+        tracker.peaks.begin(None)
         self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm)
         validated = prepared.validation_examples, prepared.validation, prepared.longest_answer
         self.evaluator = assembly.evaluator(self.model, *validated, between=self.between_answers, log=tracker.log)
@@ -136,10 +141,12 @@ class Trainer:
     def loop(self) -> None:
         """One optimizer step after the other, until the plan ends, patience runs out, or a signal comes."""
         plan, stepper, state, config = self.plan, self.stepper, self.state, self.config
+        phase = "first_step"  # in which AdamW's moments are made
         self.model.train()
         with self.tracker.profiler() as profiler:
             while state.step < plan.total_steps and not state.out_of_patience(config.patience):
                 started = time.perf_counter()
+                self.tracker.peaks.begin(phase)
                 rows = plan.examples(state.step)
                 tokens, supervised_tokens = int(plan.lengths[rows].sum()), int(plan.supervised[rows].sum())
                 rate = learning_rate(state.step, plan.total_steps, config)
@@ -152,7 +159,7 @@ class Trainer:
                 if oom.tokens:
                     self.train_step.retry_smaller(oom, state.step + 1)
                     continue
-                grad_norm = stepper.update(state.step)
+                grad_norm, phase = stepper.update(state.step), "step"
                 state.step += 1
 
                 self.anomalies.look(state.step, loss, grad_norm, examples)
@@ -193,7 +200,7 @@ class Trainer:
     def evaluate(self) -> None:
         """Evaluate the current weights; export them as best/ if the task's main metric improved."""
         state = self.state
-        self.tracker.peak()
+        self.tracker.peaks.begin("evaluate")
         with torch.compiler.set_stance("force_eager"):  # answers grow by a token at a time, each another shape
             evaluation = self.evaluator(self.model, self.train_step.batching)
         self.tracker.evaluation(state.step, evaluation.metrics, evaluation.samples)
@@ -209,6 +216,7 @@ class Trainer:
 
     def export(self, target: Path) -> None:
         """Write the current weights, with a model card, for plain transformers or peft."""
+        self.tracker.peaks.begin("export")
         card = summary.card(self.task_name, self.prepared, self.state, self.model_class)
         tokenizer = self.prepared.assembly.tokenizer
         checkpoint.export(self.accelerator, self.model, tokenizer, target, card, self.beside)
@@ -219,6 +227,7 @@ class Trainer:
         self.signals.exit_if_orphaned()
         saved = {"step": self.state.step, "progress": dataclasses.asdict(self.state), "batching": batching}
         self.tracker.flush()
+        self.tracker.peaks.begin("save")
         where, keep = (self.accelerator, self.model, self.optimizer, self.run_dir), self.config.keep_checkpoints
         checkpoint.save(*where, saved, keep, self.stepper.adapter.extra_state(self.stepper.adapted))
         self.saved_step = self.state.step
@@ -227,7 +236,7 @@ class Trainer:
         """Export final/, write result.json and report.md, and print the metrics before and after training."""
         self.export(self.run_dir.final)
         measured = {
-            **largest(self.tracker.peak()),
+            **self.prediction.measured(self.tracker, self.train_step),
             "trained_parameters": self.trained_parameters,
             "steps_left_out": self.anomalies.left_out(),
             "batching": dataclasses.asdict(self.train_step.batching),

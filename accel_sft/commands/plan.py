@@ -1,0 +1,154 @@
+"""`accel-sft plan`: will a task's training fit, under which launch file, and how fast about? No torch."""
+
+import json
+import shlex
+from pathlib import Path
+
+from accel_sft.api.config import PLAN, PlanConfig
+from accel_sft.api.errors import UserError
+from accel_sft.api.options import settings
+from accel_sft.api.registry import suggestion
+from accel_sft.api.task import Task
+from accel_sft.commands.launch_file import FOLDER
+from accel_sft.launch.info import Launch
+from accel_sft.models.source import errors_explained, find_source, is_tiny
+from accel_sft.models.tiny import TINY_DEFAULTS, TINY_SHAPE, TINY_VOCABULARY
+from accel_sft.planning import table
+from accel_sft.planning.job import Job
+from accel_sft.planning.lengths import Lengths, read
+from accel_sft.planning.machine import Machine, machine
+from accel_sft.planning.plans import SIMPLEST_FIRST, Plan, launch_of, plan, recommended
+from accel_sft.planning.shape import ModelShape
+from accel_sft.planning.source import read_config, read_shape, stored_bytes
+
+_CPU_TOKENS = 1024
+"""Of a forward on a CPU, where --micro-batch-size does not say: the smallest that the trainer chooses from."""
+_EVAL_ROWS = 64
+"""Answers generated at once where --eval-batch-size does not say, unless they are short."""
+
+
+def run(task_name: str, task: Task, config: PlanConfig) -> None:
+    """Print the plan and leave with status 0 if a launch file fits, 1 if none does.
+
+    Raises:
+        UserError: a model or launch file that cannot be read, or an option that does not fit the model.
+    """
+    asked, config = config, config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
+    shape, stored_bytes = model_shape(config)
+    here = machine(config.gpus, config.gpu_memory, config.host_memory)
+    lengths = read(task, config)
+    plans = []
+    for name, file in launch_files(config.launch):
+        launch = launch_of(file, here)
+        job = job_of(config, shape, stored_bytes, launch, here, lengths)
+        step_tokens = config.global_batch_size * lengths.mean / job.ranks
+        plans.append(plan(name, file, job, here, step_tokens))
+    best, why = recommended(plans)
+    command = command_of(task_name, task, asked, best, here) if best else None
+    if config.json:
+        print(json.dumps(table.as_json(plans, shape, here, lengths, best, why, command), indent=2))
+    else:
+        for line in table.lines(plans, shape, here, lengths, config, best, why, command):
+            print(line)
+    raise SystemExit(0 if best else 1)
+
+
+def model_shape(config: PlanConfig) -> tuple[ModelShape, int]:
+    """The shape of the model that the settings name, and bytes of an element in its files.
+
+    Raises:
+        UserError: there is no such model, or its parameters cannot be counted.
+    """
+    if is_tiny(config):
+        content = {"model_type": "qwen2", "vocab_size": TINY_VOCABULARY, **TINY_SHAPE, "dtype": "float32"}
+        return read_shape(content, "tiny"), 4
+    source = find_source(config)
+    folder: Path | None = Path(source.weights)
+    if not folder.is_dir():
+        from huggingface_hub import hf_hub_download
+
+        with errors_explained(source.weights):
+            folder = Path(hf_hub_download(source.weights, "config.json")).parent
+    content = read_config(folder)
+    return read_shape(content, source.weights, folder), stored_bytes(content)
+
+
+def launch_files(asked: str | None) -> list[tuple[str, Path]]:
+    """Name and path of each launch file that `--launch` asks for, or of every shipped one.
+
+    Raises:
+        UserError: a name that is neither shipped nor a file.
+    """
+    shipped = {path.stem: path for path in FOLDER.glob("*.yaml")}
+    if not asked:
+        known = [name for name in SIMPLEST_FIRST if name in shipped]
+        return [(name, shipped[name]) for name in (*known, *sorted(shipped.keys() - {*known}))]
+    found = []
+    for name in asked.split(","):
+        if (stem := name.removesuffix(".yaml")) in shipped and not Path(name).is_file():
+            found.append((stem, shipped[stem]))
+        elif Path(name).is_file():
+            found.append((Path(name).stem, Path(name)))
+        else:
+            near = suggestion(stem, shipped) or f"; shipped are {', '.join(sorted(shipped))}"
+            raise UserError(f"--launch {name}: no such file, and no launch file of this name is shipped{near}")
+    return found
+
+
+def job_of(
+    config: PlanConfig, shape: ModelShape, stored_bytes: int, launch: Launch, here: Machine, lengths: Lengths
+) -> Job:
+    """The job with the smallest forward that must fit: one longest example, or as many as --micro-batch-size says; on a
+    CPU the smallest forward that the trainer makes."""
+    rows = 1 if config.micro_batch_size == "auto" else int(config.micro_batch_size)
+    tokens, supervised = rows * lengths.longest, rows * lengths.longest_supervised
+    if not here.gpus and config.micro_batch_size == "auto":
+        step = config.global_batch_size * lengths.mean / launch.world_size
+        tokens = max(tokens, min(_CPU_TOKENS, round(step)))
+        supervised = max(supervised, round(tokens * lengths.mean_supervised / lengths.mean))
+    return Job(
+        shape=shape,
+        launch=launch,
+        device="cuda" if here.gpus else "cpu",
+        dtype=config.dtype,
+        stored_bytes=stored_bytes,
+        adapter=config.adapter,
+        lora_r=config.lora_r,
+        target_modules=config.lora_target_modules,
+        lora_dropout=config.lora_dropout,
+        gradient_checkpointing=config.gradient_checkpointing,
+        tokens=tokens,
+        supervised_tokens=min(supervised, tokens),
+        rows=rows,
+        eval_rows=0 if config.eval_every == "off" else config.eval_batch_size or _EVAL_ROWS,
+        saves=config.save_every != "off",
+    )
+
+
+def command_of(task_name: str, task: Task, asked: PlanConfig, best: Plan, here: Machine) -> str:
+    """The command line that trains under this plan, with what the user asked for here."""
+    assert best.job is not None
+    shipped = best.file.parent == FOLDER
+    words = ["accelerate", "launch", "--config_file", f"{best.name}.yaml" if shipped else str(best.file)]
+    if here.gpus:
+        words += ["--num_processes", str(best.job.ranks)]
+    words += ["-m", "accel_sft", task_name, *_given(asked, task)]
+    if best.eval_rows is not None:
+        words += ["--eval-batch-size", str(best.eval_rows)]
+    fetch = f"accel-sft launch-file {best.name} > {best.name}.yaml\n" if shipped else ""
+    return fetch + shlex.join(words)
+
+
+def _given(config: PlanConfig, task: Task) -> list[str]:
+    """The trainer's options and the task's that differ from their defaults, as words of a command line."""
+    words: list[str] = []
+    for owner in (config, task):
+        for setting in settings(type(owner)):
+            value = getattr(owner, setting.name)
+            if setting.section == PLAN or value == setting.default or value is None:
+                continue
+            if isinstance(value, bool):
+                words.append(setting.flag if value else f"--no-{setting.flag[2:]}")
+            else:
+                words += [setting.flag, str(value)]
+    return words

@@ -1,0 +1,137 @@
+"""The closed form: a job's memory by phase and component, from its shape alone; no torch, no measurement."""
+
+from accel_sft.planning.activations import forward_bytes, logits_bytes
+from accel_sft.planning.cpu import on_cpu
+from accel_sft.planning.estimate import Estimate
+from accel_sft.planning.job import Job
+from accel_sft.planning.states import Placed, placed, weights_bytes
+
+GIB = 2**30
+CHECKPOINT = 12
+"""Bytes of a trained parameter in a checkpoint, copied to host memory a file at a time."""
+FILE_BYTES = 2**30
+"""A checkpoint's file gets no more tensors above this size: `checkpoint.shards.FILE_BYTES`; a test compares them."""
+
+CUDA_BYTES = 1.0 * GIB
+"""On a GPU outside of torch's allocator: the context, NCCL, the libraries' workspaces."""
+GAPS = 0.08
+"""Share of what comes and goes in a step that torch's GPU allocator loses to gaps and rounding, expandable segments on;
+others measured 0.08 to 0.41 without them."""
+PROCESS_BYTES = {
+    "cpu": {"ddp": 0.39 * GIB, "deepspeed": 0.42 * GIB},
+    "cuda": {"ddp": 1.5 * GIB, "deepspeed": 1.7 * GIB},
+}
+"""Resident memory of a rank before its model is loaded: Python, torch, the libraries of its device."""
+
+
+def estimate(job: Job) -> Estimate:
+    """Predict the memory of a job's ranks.
+
+    Raises:
+        UserError: the adapter's target modules are not in the model.
+    """
+    device, host = placed(job)
+    if job.on_cpu:
+        return Estimate(
+            method="closed form",
+            device={},
+            host=on_cpu(job, device.plus(host), _file_bytes(job)),
+            local_ranks=job.local_ranks,
+        )
+    return Estimate(
+        method="closed form",
+        device=_on_gpu(job, device),
+        host=_beside_gpu(job, host),
+        local_ranks=job.local_ranks,
+    )
+
+
+def _resident(at: Placed, moments: bool) -> dict[str, float]:
+    return {
+        "weights": at.weights,
+        "gradients": at.held,
+        "optimizer": at.master + (at.moments if moments else 0),
+        "activations": 0.0,
+        "logits": 0.0,
+        "buffers": at.buffers,
+        "overhead": 0.0,
+    }
+
+
+def _on_gpu(job: Job, at: Placed) -> dict[str, dict[str, float]]:
+    base = {"overhead": CUDA_BYTES}
+    loaded = at.weights if job.launch.stage == 3 else 0.0
+    none = dict.fromkeys(_resident(at, False), 0.0)
+    phases = {"load": {**none, **base, "weights": loaded}}
+    sharded = _resident(at, False) | base
+    phases["shard"] = _add(sharded, optimizer=at.sharding)
+
+    def step(moments: bool) -> dict[str, float]:
+        resident = _resident(at, True) | base
+        backward = _add(
+            _resident(at, moments) | base,
+            activations=forward_bytes(job),
+            logits=logits_bytes(job),
+            buffers=at.gathered,
+            gradients=at.gradients if job.launch.backend != "deepspeed" or job.launch.stage else 0.0,
+        )
+        late = _add(_resident(at, moments) | base, gradients=at.gradients, buffers=at.gathered)
+        update = _add(resident, gradients=at.gradients + at.update)
+        most = max((backward, late, update), key=lambda each: sum(each.values()))
+        came = sum(most.values()) - sum(_resident(at, moments).values()) - CUDA_BYTES
+        return _add(most, overhead=GAPS * max(came, 0.0))
+
+    phases["first_step"], phases["step"] = step(False), step(True)
+    after = _resident(at, True) | base
+    if job.eval_rows:
+        phases["evaluate"] = _add(after, activations=_generating_bytes(job), buffers=at.gathered)
+    if job.saves:
+        phases["save"] = after
+    phases["export"] = _add(after, buffers=at.gathered if job.launch.stage == 3 else 0.0)
+    return phases
+
+
+def _beside_gpu(job: Job, at: Placed) -> dict[str, dict[str, float]]:
+    """Host memory of a rank whose model trains on a GPU."""
+    backend = "deepspeed" if job.launch.backend == "deepspeed" else "ddp"
+    base = {"overhead": PROCESS_BYTES["cuda"][backend]}
+    none = dict.fromkeys(_resident(at, False), 0.0)
+    # files are mapped, and their pages given back when memory is short: what is converted needs memory of its own
+    converts = job.loaded_bytes != job.stored_bytes and job.launch.stage < 3
+    loading = weights_bytes(job) if converts else 0.0
+    phases = {
+        "load": {**none, **base, "weights": loading},
+        "shard": _add(_resident(at, False) | base, weights=max(loading - at.weights, 0), optimizer=at.sharding),
+        "first_step": _add(_resident(at, True) | base, gradients=at.gradients + at.update),
+        "step": _add(_resident(at, True) | base, gradients=at.gradients + at.update),
+    }
+    after = _resident(at, True) | base
+    if job.eval_rows:
+        phases["evaluate"] = after
+    if job.saves:
+        phases["save"] = _add(after, buffers=_file_bytes(job))
+    # rank 0 has them all; divided here, so that the ranks of a machine add up
+    phases["export"] = _add(after, buffers=job.computes_bytes * _exported(job) / job.local_ranks)
+    return phases
+
+
+def _generating_bytes(job: Job) -> float:
+    """Keys and values of the answers generated at once, and the logits of their next tokens."""
+    shape, e = job.shape, job.computes_bytes
+    length = max(job.tokens // max(job.rows, 1), 1)
+    cache = 2 * shape.layers * shape.key_value_heads * shape.head_dim * e * length
+    return job.eval_rows * (cache + shape.vocab_size * (4 + e))
+
+
+def _file_bytes(job: Job) -> float:
+    """Of a checkpoint's file, copied to host memory before it is written."""
+    return min(CHECKPOINT * job.trained / job.ranks, FILE_BYTES + CHECKPOINT * job.shape.largest_tensor)
+
+
+def _exported(job: Job) -> int:
+    """Elements of the weights that rank 0 writes as best/ and final/."""
+    return job.trained if job.is_frozen else job.shape.parameters
+
+
+def _add(to: dict[str, float], **more: float) -> dict[str, float]:
+    return to | {name: to[name] + size for name, size in more.items()}

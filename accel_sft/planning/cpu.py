@@ -1,0 +1,80 @@
+"""Host memory of a rank that trains on a CPU: the states, and what its process, heap and collectives take besides.
+
+The trainer has glibc keep freed blocks of up to 32 MiB (launch/environment.py), so that what a forward, an engine's
+building or an exchange once took stays resident: phases add up where a GPU's allocator would use memory again. What
+stays so was measured by benchmarks/plan_accuracy.py; the constants below are fitted to its cases of 60 million
+parameters, and hold for the others within what it prints.
+"""
+
+from accel_sft.planning.activations import forward_bytes, logits_bytes
+from accel_sft.planning.job import Job
+from accel_sft.planning.states import Placed
+
+GIB = 2**30
+PROCESS_BYTES = {"deepspeed": 0.412 * GIB, "ddp": 0.387 * GIB}
+"""Resident memory of a rank before its model is loaded: Python, torch and the libraries, which ranks share in part."""
+GROWTH_BYTES = 0.12 * GIB
+"""By what is imported, compiled and cached until the first step has ended."""
+HEAP = 1.3
+"""What a forward and its backward leave in the heap, of what the forward keeps: gradients of activations come with it,
+and blocks of one size do not all fit where others were."""
+KEPT_FULL = {"ddp": 3.6, 0: 2.0, 1: 6.5, 2: 6.5, 3: 12.0, "offload": 7.0, "offload 3": 11.0}
+KEPT_ADAPTER = {"ddp": 4.8, 0: 1.5, 1: 2.4, 2: 2.4, 3: 11.5, "offload": 2.4, "offload 3": 10.0}
+"""Bytes of a parameter, trained in full or frozen below an adapter, that heap and collectives keep: DDP's first buckets
+once it has ordered them anew, weights from before they were flattened or sharded, gathered ones, merged ones."""
+BEFORE_MOMENTS = 0.5
+"""Share of AdamW's moments that finds freed blocks in the first step, behind whose backward they are made."""
+SAVED_ANEW = 0.25
+"""Share of a checkpoint's copies that finds no freed block to use again."""
+
+
+def kept_bytes(job: Job) -> float:
+    """What a rank's heap keeps of what was freed, once training goes on."""
+    table, stage = (KEPT_ADAPTER if job.is_frozen else KEPT_FULL), job.launch.stage
+    key: str | int = "ddp" if job.launch.backend != "deepspeed" else stage
+    if job.launch.offload("optimizer") != "none":
+        key = "offload 3" if stage == 3 else "offload"
+    return table[key] * job.shape.parameters
+
+
+def on_cpu(job: Job, at: Placed, checkpoint_bytes: float) -> dict[str, dict[str, float]]:
+    """The phases of a rank whose device and host are one memory, `at` having both."""
+    backend = "deepspeed" if job.launch.backend == "deepspeed" else "ddp"
+    start = PROCESS_BYTES[backend]
+    converts = job.loaded_bytes != job.stored_bytes
+    loaded = (job.loaded_bytes + job.stored_bytes) * job.shape.parameters if converts else 0
+    replaced = 0.0  # weights before they were flattened or sharded, and pages of files that are still mapped
+    if job.launch.stage:
+        replaced = job.loaded_bytes * (job.parameters if job.launch.stage == 3 or not job.is_frozen else 0)
+    elif backend == "ddp" and converts:
+        replaced = job.stored_bytes * job.shape.parameters
+    later, kept = start + GROWTH_BYTES, kept_bytes(job)
+    resident = {"weights": at.weights, "gradients": at.held, "optimizer": at.master + at.moments, "buffers": kept}
+    forward = {"activations": HEAP * forward_bytes(job), "logits": HEAP * logits_bytes(job)}
+    after = _phase(later, resident, forward)
+    step = _add(after, gradients=at.gradients, buffers=at.buffers + at.gathered)
+    update = _add(after, gradients=at.gradients + at.update)
+    most = max(step, update, key=lambda each: sum(each.values()))
+    before = {**resident, "optimizer": at.master + at.sharding, "buffers": replaced}
+    phases = {
+        "load": _phase(start, {"weights": loaded}),
+        "shard": _phase(start, before),
+        "first_step": _add(most, optimizer=-BEFORE_MOMENTS * at.moments),
+        "step": most,
+    }
+    if job.eval_rows:
+        phases["evaluate"] = _add(after, buffers=at.gathered)
+    if job.saves:
+        phases["save"] = _add(after, buffers=SAVED_ANEW * checkpoint_bytes)
+    phases["export"] = after
+    return phases
+
+
+def _phase(process: float, *parts: dict[str, float]) -> dict[str, float]:
+    names = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+    found = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+    return found | {"overhead": process}
+
+
+def _add(to: dict[str, float], **more: float) -> dict[str, float]:
+    return to | {name: to[name] + size for name, size in more.items()}

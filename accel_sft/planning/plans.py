@@ -1,0 +1,155 @@
+"""A plan for each launch file: does it fit, how large a forward, how fast; and the one to run."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from accel_sft.api.adapters import launch_problem
+from accel_sft.launch.info import Launch
+from accel_sft.planning.closed import estimate
+from accel_sft.planning.estimate import Estimate
+from accel_sft.planning.job import Job
+from accel_sft.planning.machine import Machine
+from accel_sft.planning.speed import Speed, speed
+
+SIMPLEST_FIRST = ("ddp", "fsdp2", "z0", "z1", "z2", "z3", "z2_offload", "z3_offload", "z3_nvme", "multinode_z3")
+"""Of launch files that are alike fast, the earliest is recommended."""
+ALIKE = 0.15
+"""Share by which the model of speed cannot tell two launch files apart."""
+MOST_TOKENS = 2**17
+"""In one forward; no larger one is looked for."""
+MARGIN = 0.92
+"""Share of a memory up to which a prediction fits without a warning: its mean error is less than the rest."""
+_ACCELERATES_NAMES = {"deepspeed": "DEEPSPEED", "fsdp": "FSDP", "ddp": "MULTI_GPU"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is expected of one launch file.
+
+    Attributes:
+        name, file: of the launch file.
+        job: with the smallest forward that must fit; None if the launch cannot run this job, for the `problem`.
+        estimate: of that job.
+        over: what is too small for it, `device` or `host`.
+        largest_tokens: of the largest forward that fits, at most a rank's part of a step; 0: none.
+        speed: with forwards of that size.
+        tight: whether it fits only just.
+        eval_rows: answers that can be generated at once, where those asked for are too many.
+    """
+
+    name: str
+    file: Path
+    problem: str = ""
+    job: Job | None = None
+    estimate: Estimate | None = None
+    over: tuple[str, ...] = ()
+    largest_tokens: int = 0
+    speed: Speed | None = None
+    tight: bool = False
+    eval_rows: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.estimate is not None and not self.over
+
+
+def launch_of(file: Path, machine: Machine) -> Launch:
+    """The launch that the file starts with a rank for each GPU of each of its machines; on a CPU its own number.
+
+    Raises:
+        UserError: the launcher would refuse the file.
+    """
+    launch = Launch.from_yaml(file)
+    if machine.gpus:
+        return Launch.from_yaml(file, "--num_processes", str(machine.gpus * max(launch.machines, 1)))
+    return launch
+
+
+def plan(name: str, file: Path, job: Job, machine: Machine, step_tokens: float) -> Plan:
+    """The plan for a job under its launch.
+
+    Args:
+        job: with the smallest forward that must fit.
+        step_tokens: of a rank's part of an optimizer step.
+    """
+    if problem := _problem(job, machine):
+        return Plan(name=name, file=file, problem=problem)
+    memory = machine.gpu_bytes if machine.gpus else None, machine.host_bytes
+    found, eval_rows = estimate(job), None
+    while found.tightest == "evaluate" and found.over(*memory) and job.eval_rows > 1:
+        eval_rows = job.eval_rows // 2  # which costs an evaluation time, and training nothing
+        job = dataclasses.replace(job, eval_rows=eval_rows)
+        found = estimate(job)
+    over = found.over(*memory)
+    tight = not over and bool(found.over(*(None if size is None else size * MARGIN for size in memory)))
+    largest = 0 if over else _largest(job, memory, max(int(step_tokens), job.tokens))
+    sized = with_tokens(job, largest or job.tokens)
+    return Plan(
+        name=name,
+        file=file,
+        job=job,
+        estimate=found,
+        over=over,
+        largest_tokens=largest,
+        speed=speed(sized, step_tokens),
+        tight=tight,
+        eval_rows=eval_rows,
+    )
+
+
+def with_tokens(job: Job, tokens: int) -> Job:
+    """The job with a forward of another size, of as many supervised tokens for each."""
+    share = job.supervised_tokens / max(job.tokens, 1)
+    return dataclasses.replace(job, tokens=tokens, supervised_tokens=max(round(tokens * share), 1))
+
+
+def recommended(plans: Sequence[Plan]) -> tuple[Plan | None, str]:
+    """The plan to run, and why, in a sentence: the fastest that fits, of those alike the simplest."""
+    fitting = [each for each in plans if each.fits and each.speed]
+    if not fitting:
+        return None, "no launch file fits"
+    roomy = [each for each in fitting if not each.tight] or fitting
+    least = min(each.speed.seconds for each in roomy if each.speed)
+    alike = [each for each in roomy if each.speed and each.speed.seconds <= (1 + ALIKE) * least]
+    best = min(alike, key=_simplicity)
+    simpler = [each for each in plans if not each.fits and not each.problem and _simplicity(each) < _simplicity(best)]
+    if len(plans) == 1:
+        return best, "which fits" + _barely(best)
+    why = "the fastest that fits" if len(alike) == 1 else "the simplest of the fastest that fit"
+    if simpler:
+        why += f"; {', '.join(each.name for each in simpler)} would not"
+    return best, why + _barely(best)
+
+
+def _barely(plan: Plan) -> str:
+    if not plan.tight:
+        return ""
+    return f"; it comes within {1 - MARGIN:.0%} of the memory there is, and a prediction may err by as much"
+
+
+def _simplicity(plan: Plan) -> int:
+    return SIMPLEST_FIRST.index(plan.name) if plan.name in SIMPLEST_FIRST else len(SIMPLEST_FIRST)
+
+
+def _largest(job: Job, memory: tuple[float | None, float | None], most: int) -> int:
+    """The largest forward that fits, in tokens, by bisection between the one that does and a rank's part of a step."""
+    low, high = job.tokens, max(min(most, MOST_TOKENS), job.tokens)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if estimate(with_tokens(job, middle)).fits(*memory):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _problem(job: Job, machine: Machine) -> str:
+    """Why this launch cannot run the job here."""
+    backend = job.launch.backend
+    if backend == "megatron":
+        return "Megatron-LM is not supported"
+    if backend == "fsdp" and not machine.gpus:
+        return "FSDP needs GPUs"
+    problem = launch_problem(job.adapter, _ACCELERATES_NAMES.get(backend, "NO"))
+    return problem or ""

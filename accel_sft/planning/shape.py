@@ -1,0 +1,178 @@
+"""`ModelShape`: a model's parameters by group and by block, as memory needs to know them. Standard library only."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from accel_sft.api.errors import UserError
+
+GROUPS = ("embeddings", "attention", "feed_forward", "experts", "norms", "head", "other")
+"""Where parameters are; `other` are those that no text reaches, a vision tower, which are never trained."""
+ALL_LINEAR = "all-linear"
+"""The value of --lora-target-modules that stands for every linear layer but the head."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """A matrix of a block that tokens are multiplied by.
+
+    Attributes:
+        name: of its module within the block, such as `q_proj`.
+        group: one of GROUPS.
+        copies: equal ones in the block (experts).
+        active: of these, how many a token is multiplied by.
+        is_linear: whether it is a linear layer of its own, on which an adapter can stand.
+        lora_ranks: what LoRA on all linear layers gives each copy, in multiples of --lora-r; peft 0.21 has a way for
+            the fused experts and the router of some families.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    group: str
+    bias: bool = False
+    copies: int = 1
+    active: int = 1
+    is_linear: bool = True
+    lora_ranks: int = 1
+
+    @property
+    def parameters(self) -> int:
+        return self.copies * self.outputs * (self.inputs + self.bias)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """Equal blocks of the model.
+
+    Attributes:
+        count: how many there are.
+        vectors: elements of one block's norms, which are in no matrix.
+    """
+
+    count: int
+    matrices: tuple[Matrix, ...]
+    vectors: int
+
+    @property
+    def parameters(self) -> int:
+        """Of one block."""
+        return self.vectors + sum(matrix.parameters for matrix in self.matrices)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A causal language model's shape. Counts are of parameters, not of bytes.
+
+    Attributes:
+        family: `model_type` of its configuration.
+        heads, key_value_heads, head_dim: of attention.
+        tied: whether the head is the embedding itself.
+        vectors: elements outside of the blocks that are in neither embedding nor head (the last norm, the head's bias).
+        positions: rows of a learned embedding of positions; 0 without one.
+        other: parameters that no text reaches; always frozen.
+        source: what the parameters were counted from, in words.
+        moe: whether it has experts.
+    """
+
+    family: str
+    hidden_size: int
+    vocab_size: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    tied: bool
+    blocks: tuple[Block, ...]
+    vectors: int
+    positions: int = 0
+    other: int = 0
+    source: str = "config.json"
+
+    @property
+    def layers(self) -> int:
+        return sum(block.count for block in self.blocks)
+
+    @property
+    def moe(self) -> bool:
+        return any(matrix.copies > 1 for block in self.blocks for matrix in block.matrices)
+
+    @property
+    def embeddings(self) -> int:
+        return (self.vocab_size + self.positions) * self.hidden_size
+
+    @property
+    def head(self) -> int:
+        """0 where it is tied to the embedding."""
+        return 0 if self.tied else self.vocab_size * self.hidden_size
+
+    @property
+    def by_group(self) -> dict[str, int]:
+        """Parameters of each of GROUPS."""
+        found = dict.fromkeys(GROUPS, 0)
+        found |= {"embeddings": self.embeddings, "head": self.head, "norms": self.vectors, "other": self.other}
+        for block in self.blocks:
+            found["norms"] += block.count * block.vectors
+            for matrix in block.matrices:
+                found[matrix.group] += block.count * matrix.parameters
+        return found
+
+    @property
+    def parameters(self) -> int:
+        """All of them, tied ones once."""
+        return sum(self.by_group.values())
+
+    @property
+    def active_parameters(self) -> int:
+        """Those of blocks and head that a token is multiplied by: of experts, the chosen ones."""
+        inside = sum(block.count * _active(block) for block in self.blocks)
+        return inside + self.vocab_size * self.hidden_size
+
+    @property
+    def largest_block(self) -> int:
+        """Parameters of the largest block."""
+        return max((block.parameters for block in self.blocks), default=0)
+
+    @property
+    def largest_tensor(self) -> int:
+        """Parameters of the largest single tensor: usually the embedding."""
+        single = [m.copies * m.inputs * m.outputs for block in self.blocks for m in block.matrices]
+        return max([self.vocab_size * self.hidden_size, *single])
+
+    def trained(self, adapter: str = "none", lora_r: int = 8, target_modules: str = ALL_LINEAR) -> int:
+        """Parameters that learn: all but `other`, or those of an adapter.
+
+        Args:
+            adapter, lora_r, target_modules: as `--adapter`, `--lora-r` and `--lora-target-modules` have them.
+        Raises:
+            UserError: a target module that no block has.
+        """
+        if adapter == "none":
+            return self.parameters - self.other
+        extra, rank = 0, lora_r
+        if adapter == "adalora":  # it starts with more ranks, and has a vector besides
+            extra, rank = 1, lora_r * 3 // 2 + 1
+        return sum(
+            count * ranks * rank * (matrix.inputs + matrix.outputs + extra)
+            for count, ranks, matrix in self.adapted(adapter, target_modules)
+        )
+
+    def adapted(self, adapter: str, target_modules: str = ALL_LINEAR) -> Iterator[tuple[int, int, Matrix]]:
+        """The matrices that an adapter stands on, each with how often the model has it and its ranks in multiples of
+        --lora-r.
+
+        Raises:
+            UserError: a name that no linear layer of a block has.
+        """
+        names = {name.strip() for name in target_modules.split(",") if name.strip()}
+        every = [(block.count, m) for block in self.blocks for m in block.matrices]
+        linear = [m for _, m in every if m.is_linear]
+        if names != {ALL_LINEAR} and (missing := names - {m.name for m in linear}):
+            here = ", ".join(dict.fromkeys(m.name for m in linear))
+            raise UserError(f"--lora-target-modules {', '.join(sorted(missing))}: no such module; there are {here}")
+        for count, matrix in every:
+            in_lora = adapter == "lora" and names == {ALL_LINEAR} and matrix.lora_ranks
+            if in_lora or (matrix.is_linear and (names == {ALL_LINEAR} or matrix.name in names)):
+                yield count * matrix.copies, matrix.lora_ranks, matrix
+
+
+def _active(block: Block) -> int:
+    return sum(m.active * m.inputs * m.outputs for m in block.matrices)

@@ -1,0 +1,185 @@
+"""A plan in words: the table of launch files, one launch's phases by component, the recommendation; or as JSON."""
+
+import dataclasses
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from accel_sft.api.config import PlanConfig
+from accel_sft.planning.estimate import COMPONENTS, Estimate, Memory, totals
+from accel_sft.planning.lengths import Lengths
+from accel_sft.planning.machine import Machine
+from accel_sft.planning.plans import MARGIN, Plan
+from accel_sft.planning.shape import ModelShape
+
+GIB = 2**30
+_COLUMNS = 80
+_HEAD = ("launch file", "GPU", "at", "host", "at", "fits", "forward", "sent", "speed")
+_UNITS = ("", "GiB", "", "GiB", "", "", "tokens", "GiB/step", "")
+
+
+def lines(
+    plans: Sequence[Plan],
+    shape: ModelShape,
+    here: Machine,
+    lengths: Lengths,
+    config: PlanConfig,
+    best: Plan | None,
+    why: str,
+    command: str | None,
+) -> Iterator[str]:
+    """What a terminal shows; the table and the text keep to 80 columns, the command does not."""
+    trained = shape.trained(config.adapter, config.lora_r, config.lora_target_modules)
+    how = "all trained" if config.adapter == "none" else f"frozen, {trained:,} trained ({config.adapter})"
+    yield _text(f"model    {shape.family}, {shape.parameters:,} parameters, {how}; counted from {shape.source}")
+    yield f"machine  {here.describe()}"
+    yield _text(f"lengths  the longest example has {lengths.longest:,} tokens: {lengths.source}")
+    yield ""
+    rows = [_HEAD, _UNITS, *(_row(each, here, _fastest(plans)) for each in plans)]
+    if not here.gpus:
+        rows = [row if _is_problem(row) else (row[0], *row[3:]) for row in rows]
+    widths = [max(len(row[at]) for row in rows if not _is_problem(row)) for at in range(len(rows[0]))]
+    for row in rows:
+        if _is_problem(row):
+            yield f"{row[0]:<{widths[0]}}  {row[-1]}"
+            continue
+        yield "  ".join(
+            f"{cell:<{width}}" if at == 0 or _HEAD[at] == "at" else f"{cell:>{width}}"
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+    yield ""
+    yield from _notes(plans, here)
+    shown = [each for each in plans if each.estimate and (config.details or len(plans) == 1)]
+    for each in shown:
+        assert each.estimate is not None
+        yield from _details(each.name, each.estimate)
+    if best is None:
+        yield _text(f"No launch file fits. {_mend(plans, config)}", 0)
+        return
+    yield _text(f"Recommended: {best.name}, {why}.", 0)
+    yield from f"{command}".splitlines()
+
+
+def as_json(
+    plans: Sequence[Plan],
+    shape: ModelShape,
+    here: Machine,
+    lengths: Lengths,
+    best: Plan | None,
+    why: str,
+    command: str | None,
+) -> dict[str, Any]:
+    """The same in numbers, memory in bytes."""
+    return {
+        "model": {"family": shape.family, "parameters": shape.parameters, **shape.by_group, "source": shape.source},
+        "machine": dataclasses.asdict(here),
+        "lengths": dataclasses.asdict(lengths),
+        "plans": [_plan_json(each) for each in plans],
+        "recommended": best.name if best else None,
+        "reason": why,
+        "command": command,
+    }
+
+
+def _plan_json(plan: Plan) -> dict[str, Any]:
+    if plan.estimate is None or plan.job is None:
+        return {"launch": plan.name, "fits": False, "problem": plan.problem}
+    return {
+        "launch": plan.name,
+        "fits": plan.fits,
+        "tight": plan.tight,
+        "over": list(plan.over),
+        "ranks": plan.job.ranks,
+        "tokens": plan.job.tokens,
+        "trained": plan.job.trained,
+        "largest_tokens": plan.largest_tokens,
+        "device_peak_bytes": plan.estimate.device_peak_bytes,
+        "host_peak_bytes": plan.estimate.host_peak_bytes,
+        "tightest": plan.estimate.tightest,
+        "speed": dataclasses.asdict(plan.speed) if plan.speed else None,
+        "estimate": dataclasses.asdict(plan.estimate),
+    }
+
+
+def _row(plan: Plan, here: Machine, fastest: float) -> tuple[str, ...]:
+    found = plan.estimate
+    if found is None:
+        return (plan.name, plan.problem)
+    fits = "no" if plan.over else "barely" if plan.tight else "yes"
+    forward = f"{plan.largest_tokens:,}" if plan.largest_tokens else "-"
+    speed = f"{fastest / plan.speed.seconds:.2f}" if plan.fits and plan.speed else "-"
+    return (
+        plan.name,
+        _gib(found.device_peak_bytes) + "!" * ("device" in plan.over),
+        _peak_phase(found.device),
+        _gib(found.host_peak_bytes) + "!" * ("host" in plan.over),
+        _peak_phase(found.host),
+        fits,
+        forward,
+        _gib(plan.speed.sent_bytes) if plan.speed else "",
+        speed,
+    )
+
+
+def _is_problem(row: tuple[str, ...]) -> bool:
+    return len(row) <= 2
+
+
+def _fastest(plans: Sequence[Plan]) -> float:
+    return min((each.speed.seconds for each in plans if each.fits and each.speed), default=0.0)
+
+
+def _peak_phase(memory: Memory) -> str:
+    found = totals(memory)
+    return max(found, key=found.__getitem__) if found else ""
+
+
+def _notes(plans: Sequence[Plan], here: Machine) -> Iterator[str]:
+    jobs = [each.job for each in plans if each.job]
+    if not jobs:
+        return
+    rows = f"{jobs[0].rows} longest examples" if jobs[0].rows > 1 else "the longest example"
+    what = f"a forward of {jobs[0].tokens:,} tokens" + (f" ({rows})" if here.gpus else "")
+    where = "one GPU" if here.gpus else "all ranks of this machine"
+    yield _text(f"memory   at its peak phase, with {what}; host: of all ranks of a machine; !: too little", 9)
+    yield _text("forward  the largest that fits, up to a rank's part of a step", 9)
+    if any(each.tight for each in plans):
+        yield _text(f"barely   within {1 - MARGIN:.0%} of {where}'s memory; a prediction may err by as much", 9)
+    yield _text("speed    by a simple model; only ratios between launch files mean anything", 9)
+    yield ""
+
+
+def _details(name: str, found: Estimate) -> Iterator[str]:
+    places = {"one GPU": found.device, "one rank's host memory": found.host}
+    for place, memory in places.items():
+        if memory:
+            yield f"{name}: GiB of {place}"
+            short = [each[:11] for each in COMPONENTS]
+            yield f"{'':<10} " + " ".join(f"{each:>{max(len(each), 6)}}" for each in [*short, "all"])
+            for phase, components in memory.items():
+                sizes = [components.get(each, 0.0) for each in COMPONENTS]
+                cells = [f"{_gib(size):>{max(len(each), 6)}}" for size, each in zip(sizes, short, strict=True)]
+                yield f"{phase:<10} {' '.join(cells)} {_gib(sum(sizes)):>6}"
+            yield ""
+
+
+def _text(text: str, indent: int = 9) -> str:
+    return textwrap.fill(text, _COLUMNS, subsequent_indent=" " * indent, break_long_words=False)
+
+
+def _mend(plans: Sequence[Plan], config: PlanConfig) -> str:
+    over = {place for each in plans for place in each.over}
+    ways = []
+    if config.adapter == "none":
+        ways.append("--adapter lora")
+    if "device" in over and not config.gradient_checkpointing:
+        ways.append("--gradient-checkpointing")
+    if config.micro_batch_size not in ("auto", "1"):
+        ways.append("--micro-batch-size auto")
+    ways.append("a lower --max-length, a smaller model, or more GPUs")
+    return f"Try {', '.join(ways)}."
+
+
+def _gib(size: float) -> str:
+    gib = size / GIB
+    return f"{gib:,.0f}" if gib >= 999.5 else f"{gib:.1f}" if gib >= 9.95 else f"{gib:.2f}"

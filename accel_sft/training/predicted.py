@@ -1,0 +1,126 @@
+"""A run's predicted memory: what refuses a launch that cannot fit, and what stands beside the measured peaks."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.launch import host_memory
+from accel_sft.launch.collectives import by_each_rank, largest
+from accel_sft.launch.info import Launch, read_launch
+from accel_sft.planning.closed import estimate
+from accel_sft.planning.estimate import Estimate, totals
+from accel_sft.planning.job import Job
+from accel_sft.planning.source import read_config, read_shape, stored_bytes
+from accel_sft.planning.states import least_bytes
+from accel_sft.tracking.tracker import Tracker
+from accel_sft.training.step import TrainStep
+
+GIB = 2**30
+
+
+class Prediction:
+    """What the closed form predicts of this run; made on all ranks together, before the model is loaded.
+
+    A model whose parameters cannot be counted has none, which is logged: the run goes on without.
+
+    Args:
+        weights: folder or hub id of the model.
+        log: takes lines of warning.
+    Raises:
+        UserError: on every rank, if model states alone, a lower bound, do not fit on some rank, and not `--force`.
+    """
+
+    def __init__(self, accelerator: Accelerator, config: TrainConfig, weights: str, log: Callable[[str], None]) -> None:
+        self.job: Job | None = None
+        try:
+            self.job = _job(config, weights, read_launch(), accelerator.device)
+        except (UserError, OSError, ValueError) as error:
+            log(f"no memory is predicted: {error}")
+        lines = by_each_rank(lambda: _misfits(self.job, config.force) if self.job else [])
+        for line in dict.fromkeys(line for of_rank in lines for line in of_rank):
+            log(line)
+
+    def measured(self, tracker: Tracker, train_step: TrainStep) -> dict[str, Any]:
+        """What the run took, for result.json: the largest peaks, those of each phase, and these beside what the closed
+        form predicts for the largest forward that was made (`forward`: its tokens, supervised tokens and rows), which
+        the trackers show too. All ranks together."""
+        peaks = largest(tracker.peaks.largest())
+        by_phase = {phase: largest(found) for phase, found in tracker.peaks.by_phase.items()}
+        memory, (tokens, supervised_tokens, rows) = {}, train_step.largest_forward
+        if self.job is not None and supervised_tokens:
+            sizes = {"tokens": tokens, "supervised_tokens": supervised_tokens, "rows": rows}
+            job = dataclasses.replace(self.job, **sizes, head=train_step.batching.head)
+            memory = _beside(estimate(job), by_phase)
+        tracker.memory(memory)
+        forward = [tokens, supervised_tokens, rows]
+        return {**peaks, "memory_by_phase": by_phase, "memory": memory, "forward": forward}
+
+
+def _job(config: TrainConfig, weights: str, launch: Launch, device: torch.device) -> Job:
+    """The run as `plan` sees it, with a small forward: its size is chosen later, by what memory is left."""
+    from transformers.utils import cached_file
+
+    folder = Path(weights) if Path(weights).is_dir() else Path(cached_file(weights, "config.json")).parent
+    content = read_config(folder)
+    return Job(
+        shape=read_shape(content, weights, folder),
+        launch=launch,
+        device=device.type,
+        dtype=config.dtype,
+        stored_bytes=stored_bytes(content),
+        adapter=config.adapter,
+        lora_r=config.lora_r,
+        target_modules=config.lora_target_modules,
+        lora_dropout=config.lora_dropout,
+        gradient_checkpointing=config.gradient_checkpointing,
+        tokens=1,
+        supervised_tokens=1,
+        eval_rows=0 if config.eval_every == "off" else 1,
+        saves=config.save_every != "off",
+    )
+
+
+def _misfits(job: Job, force: bool) -> list[str]:
+    """Lines on what does not fit, or may not, into what is free on this rank now."""
+    gpu = float(torch.cuda.mem_get_info()[0]) if job.device == "cuda" else None
+    free = {"device": gpu, "host": float(host_memory.free_bytes())}
+    device, host = least_bytes(job)
+    least = {"device": device, "host": host * job.local_ranks}
+    if job.on_cpu:
+        least = {"device": 0.0, "host": (device + host) * job.local_ranks}
+    where = {"device": "a GPU", "host": f"{job.local_ranks} processes in host memory"}
+    over = [place for place, size in free.items() if size is not None and least[place] > size]
+    if over:
+        lines = [
+            f"{where[place]}: the model states of this launch alone take {least[place] / GIB:.1f} GiB, and "
+            f"{(free[place] or 0) / GIB:.1f} are free; see `accel-sft plan` for a launch that fits"
+            for place in over
+        ]
+        if not force:
+            raise UserError(*(f"{line}, or add --force" for line in lines))
+        return lines
+    found = estimate(job)
+    peaks = {"device": found.device_peak_bytes, "host": found.host_peak_bytes}
+    return [
+        f"{where[place]}: at its peak this launch is predicted to take {peaks[place] / GIB:.1f} GiB, and "
+        f"{(free[place] or 0) / GIB:.1f} are free: it may run out; see `accel-sft plan`"
+        for place in found.over(free["device"], free["host"])
+    ]
+
+
+def _beside(found: Estimate, measured: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Torch counts what its allocator gave out, so that on a device `overhead` is left out of what is predicted."""
+    inside = {phase: {**parts, "overhead": 0.0} for phase, parts in found.device.items()}
+    places = {"device": (inside, "peak_device_memory_gib"), "host": (found.host, "peak_host_memory_gib")}
+    compared: dict[str, dict[str, dict[str, float]]] = {}
+    for place, (memory, key) in places.items():
+        for phase, size in totals(memory).items():
+            if (peak := measured.get(phase, {}).get(key)) is not None:
+                compared.setdefault(place, {})[phase] = {"predicted_gib": size / GIB, "measured_gib": peak}
+    return compared
