@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from accel_sft.reporting import memory, specs
+from accel_sft.reporting import memory, memory_specs, specs
 from accel_sft.reporting.comparison import Cell
 from accel_sft.reporting.runs import Run
 
@@ -69,7 +69,7 @@ def _speed(every: Sequence[Run], cells: Sequence[Cell], series: Sequence[str]) -
             point["series"] = series.index(point["series"])
             point["labelled"] = point["front"] or len(points) <= _ALL_LABELLED
         if points:
-            title, spec = f"{place.capitalize()} memory against speed", specs.against_speed(place, series)
+            title, spec = f"{place.capitalize()} memory against speed", memory_specs.against_speed(place, series)
             found.append({"kind": "rows", "title": title, "rows": points, "spec": spec})
     return found
 
@@ -101,7 +101,7 @@ def _startup(every: Sequence[Run], series: Sequence[str]) -> list[Chart]:
         ]
         if mine:
             title = f"{what.capitalize()} memory at start-up, ranks stacked"
-            found.append({"kind": "rows", "title": title, "rows": mine, "spec": specs.startup(what, series)})
+            found.append({"kind": "rows", "title": title, "rows": mine, "spec": memory_specs.startup(what, series)})
     return found
 
 
@@ -123,6 +123,6 @@ def _predicted(every: Sequence[Run]) -> list[Chart]:
                 {"phase": row["phase"], "component": None, "order": 0, "gib": row["measured"]} for row in measured
             ]
             title = f"{every[run].name}: {place} memory predicted, and measured (mark)"
-            spec = specs.predicted(place, every[run].name, names, bool(measured))
+            spec = memory_specs.predicted(place, every[run].name, names, bool(measured))
             found.append({"kind": "rows", "title": title, "rows": drawn, "spec": spec})
     return found[:_MOST_PREDICTED]
