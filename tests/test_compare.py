@@ -42,6 +42,7 @@ from accel_sft import Task, option
 class Faulty(Task):
     """Repeat the number, unless a fault comes first."""
     main_metric = "accuracy"
+    api_key: str = option("", help="A secret.")
     fault: str = option("none", choices=("none", "killed", "hung", "memory", "raised", "held"), help="What happens.")
 
     def dataset(self, split):
@@ -122,7 +123,8 @@ def until_begun(process, folder):
 def compared(site, tmp_path_factory):
     """Five cells, four of which do not come to their end; the one that does is run twice."""
     folder = tmp_path_factory.mktemp("faults")
-    process = compare(site, folder, "--fault", ",".join(FAULTS), "--repeat", "2", *RUN, "--", "--hang-timeout", "4")
+    given = ("--api-key", "hunter2", "--fault", ",".join(FAULTS), "--repeat", "2", *RUN, "--", "--hang-timeout", "4")
+    process = compare(site, folder, *given)
     printed = process.communicate(timeout=600)[0]
     return folder, process.returncode, printed, read(folder)
 
@@ -145,6 +147,9 @@ def test_a_cell_that_is_killed_hangs_or_runs_out_of_memory_is_a_result_and_not_t
     for fault in FAULTS[1:]:
         assert f"fault {fault}: {cells[fault]['status']}" in " ".join(printed.split())
     assert marked(folder) == []
+    written = [path for path in folder.rglob("*") if path.is_file() and path.suffix in (".json", ".md", ".csv")]
+    assert len(written) > 5
+    assert [path for path in written if "hunter2" in path.read_text()] == []
 
 
 def test_rounds_are_interleaved_and_a_cell_that_failed_is_not_repeated(compared):

@@ -117,7 +117,7 @@ def _cells(
     launches = _launches(asked["launch"] or (SINGLE,))
     cells, varied = product(task, launches, processes, precisions, options, [*usual, *words])
     given = {"--launch": [*launches], "--num-processes": processes, "--mixed-precision": precisions}
-    given |= {setting.flag: found for setting, found in options.items()}
+    given |= {each.flag: [without_secrets([each.flag, value])[1] for value in found] for each, found in options.items()}
     given |= {"the options behind --": [shlex.join(without_secrets(asked["run_words"]))] if behind else []}
     given |= {"--config": [asked["config_file"]] if asked["config_file"] else []}
     return cells, varied, {name: found for name, found in given.items() if found}
