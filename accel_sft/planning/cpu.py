@@ -2,8 +2,8 @@
 
 The trainer has glibc keep freed blocks of up to 32 MiB (launch/environment.py), so that what a forward, an engine's
 building or an exchange once took stays resident: phases add up where a GPU's allocator would use memory again. What
-stays so was measured by benchmarks/plan_accuracy.py; the constants below are fitted to its cases of 60 million
-parameters, and hold for the others within what it prints.
+stays so was measured by benchmarks/plan_accuracy.py; the constants below are fitted to the cases that it names so, and
+hold for the others within what it prints.
 """
 
 from accel_sft.planning.activations import forward_bytes, logits_bytes
@@ -18,10 +18,27 @@ GROWTH_BYTES = 0.12 * GIB
 HEAP = 1.3
 """What a forward and its backward leave in the heap, of what the forward keeps: gradients of activations come with it,
 and blocks of one size do not all fit where others were."""
-KEPT_FULL = {"ddp": 3.6, 0: 2.0, 1: 6.5, 2: 6.5, 3: 12.0, "offload": 7.0, "offload 3": 11.0}
-KEPT_ADAPTER = {"ddp": 4.8, 0: 1.5, 1: 2.4, 2: 2.4, 3: 11.5, "offload": 2.4, "offload 3": 10.0}
-"""Bytes of a parameter, trained in full or frozen below an adapter, that heap and collectives keep: DDP's first buckets
-once it has ordered them anew, weights from before they were flattened or sharded, gathered ones, merged ones."""
+KEPT_FULL = {
+    "ddp": (0.04, 3.0),
+    0: (0.08, 0.5),
+    1: (0.12, 3.6),
+    2: (0.12, 3.6),
+    3: (0.16, 8.0),
+    "offload": (0.13, 4.6),
+    "offload 3": (0.20, 6.5),
+}
+KEPT_ADAPTER = {
+    "ddp": (0.10, 3.0),
+    0: (0.06, 0.4),
+    1: (0.11, 0.45),
+    2: (0.11, 0.45),
+    3: (0.20, 8.0),
+    "offload": (0.11, 0.45),
+    "offload 3": (0.18, 6.7),
+}
+"""What heap and collectives keep, in GiB, and in bytes of a parameter, trained in full or frozen below an adapter:
+DDP's first buckets once it has ordered them anew, weights from before they were flattened or sharded, gathered ones,
+merged ones, buffers of exchange."""
 BEFORE_MOMENTS = 0.5
 """Share of AdamW's moments that finds freed blocks in the first step, behind whose backward they are made."""
 SAVED_ANEW = 0.25
@@ -34,7 +51,8 @@ def kept_bytes(job: Job) -> float:
     key: str | int = "ddp" if job.launch.backend != "deepspeed" else stage
     if job.launch.offload("optimizer") != "none":
         key = "offload 3" if stage == 3 else "offload"
-    return table[key] * job.shape.parameters
+    constant_gib, each = table[key]
+    return constant_gib * GIB + each * job.shape.parameters
 
 
 def on_cpu(job: Job, at: Placed, checkpoint_bytes: float) -> dict[str, dict[str, float]]:
