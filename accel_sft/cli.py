@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 import accel_sft
 from accel_sft.api import registry
-from accel_sft.api.config import RUN, EvaluateConfig, TrainConfig
+from accel_sft.api.config import CHECK, RUN, CheckConfig, EvaluateConfig, TrainConfig
 from accel_sft.api.config_file import load_yaml
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, settings
@@ -62,8 +62,9 @@ class TaskCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, options in self.sections.items():
             more = [self.get_help_option(ctx)] if heading == RUN else []
-            with formatter.section(heading):
-                formatter.write_dl([option.get_help_record(ctx) for option in (*options, *more)], col_max=34)
+            if rows := [row for option in (*options, *more) if (row := option.get_help_record(ctx))]:
+                with formatter.section(heading):
+                    formatter.write_dl(rows, col_max=34)
 
     def invoke(self, ctx: click.Context) -> None:
         from accel_sft.launch.environment import prepare_environment
@@ -136,6 +137,28 @@ class EvaluateCommand(TaskCommand):
         return {s.name: before[s.name] for s in mine}
 
 
+class CheckCommand(TaskCommand):
+    """The command that audits a task's data. It takes every option of training; its help has those that matter."""
+
+    config_class = CheckConfig
+    offered = frozenset(setting.name for setting in settings(CheckConfig))
+    does = (
+        "Audits this task's data as training would read it; no weights are loaded. Training's other options are "
+        "accepted too: put `check` before the task of any training command."
+    )
+
+    def __init__(self, name: str, task_class: type[Task] | None, summary: str) -> None:
+        super().__init__(name, task_class, summary)
+        unlisted = self.offered - CheckConfig.OFFERED - {s.name for s in settings(CheckConfig) if s.section == CHECK}
+        for option in self.params:
+            option.hidden = option.name in unlisted
+
+    def run(self, task: Task, config: CheckConfig) -> None:
+        from accel_sft.commands.check import run
+
+        run(self.name, task, config)
+
+
 class TaskGroup(click.Group):
     """A group whose task commands are known by metadata, and imported one at a time when one is called."""
 
@@ -170,6 +193,10 @@ class EvaluateGroup(TaskGroup):
     task_command = EvaluateCommand
 
 
+class CheckGroup(TaskGroup):
+    task_command = CheckCommand
+
+
 @click.group(cls=TaskGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(accel_sft.__version__, prog_name="accel-sft")
 def cli() -> None:
@@ -182,6 +209,11 @@ def cli() -> None:
 @cli.group(cls=EvaluateGroup)
 def evaluate() -> None:
     """Score a model on a task's validation examples, beside its base if you name one."""
+
+
+@cli.group(cls=CheckGroup)
+def check() -> None:
+    """Audit a task's data before training: what is wrong, at which line, and how to mend it."""
 
 
 for _tool in (new_task, tasks, launch_file):

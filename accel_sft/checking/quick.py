@@ -1,0 +1,46 @@
+"""The part of the audit that every training run makes at its start, from its tokens alone: leaks, lost answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from accel_sft.checking.findings import Finding, Findings
+from accel_sft.checking.repeats import first_with_same, report_leaks
+from accel_sft.checking.tokens import report_tokens, token_facts
+from accel_sft.data.chat import Encoding
+
+
+def quick_findings(train: Encoding, validation: Encoding, tokenizer: Any, eos_ids: frozenset[int]) -> list[Finding]:
+    """What the tokens of both splits show, by example; nothing is tokenized, and no text is read."""
+    found, facts = Findings(), {}
+    for encoding in (train, validation):
+        split = encoding.split
+        facts[split] = token_facts(encoding.kept, tokenizer, eos_ids)
+        same = np.arange(int(facts[split].indices.max()) + 1)
+        report_tokens(encoding.kept, facts[split], split, same, encoding.cut, tokenizer, found)
+    held_out, trained = facts["validation"], facts["train"]
+    for row in np.flatnonzero((first := first_with_same(held_out.rows)) < np.arange(len(first))):
+        like = "validation", int(held_out.indices[first[row]])
+        found.add("D401", "validation", int(held_out.indices[row]), like=like)
+    hashes = [[each.prompts, each.rows] for each in (held_out, trained)]
+    report_leaks(*hashes, held_out.indices, trained.indices, found)
+    return found.placed({})
+
+
+def quick_lines(findings: list[Finding], task_name: str) -> list[str]:
+    """The findings but for notes, a line each, and how to learn more."""
+    grave = [finding for finding in findings if finding.grade != "note"]
+    lines = []
+    for finding in grave:
+        first = ", ".join(str(row.index) for row in finding.rows[:5])
+        more = f", and {finding.count - 5:,} more" if finding.count > 5 else ""
+        lines.append(
+            f"warning {finding.code}: {finding.split}: {finding.count:,} rows: {finding.about.what} "
+            f"(examples {first}{more}); {finding.about.mend}"
+        )
+    more = (
+        f"accel-sft check {task_name}, with this run's options, names all of them by file and line, and looks further"
+    )
+    return [*lines, more] if lines else []
