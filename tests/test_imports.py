@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "resilience": "api io launch",
     "checkpoint": "api io launch resilience",
     "training": "api io launch data models batching tracking evaluation resilience checkpoint",
-    "commands": "api io launch data models batching tracking evaluation resilience checkpoint training",
+    "checking": "api io data models batching evaluation",
+    "commands": "api io launch data models batching tracking evaluation resilience checkpoint training checking",
 }
 ROOT = {"__init__", "__main__", "cli", "cli_options"}
 """Modules outside the packages. They import from all of these, those with torch inside functions only."""
@@ -154,6 +155,7 @@ COMMANDS = {
     "tasks": ("tasks", {}, "quick"),
     "launch-file": ("launch-file z2", {}, "zero_stage: 2"),
     "help of a task": ("quick --help", {}, "--learning-rate"),
+    "help of check": ("check quick --help", {}, "--strict"),
     "help of evaluate": ("evaluate --help", {}, "quick"),
     "completion": ("", {**BASH, "COMP_WORDS": "accel-sft q", "COMP_CWORD": "1"}, "plain,quick"),
     "completion of options": ("", {**BASH, "COMP_WORDS": "accel-sft quick --le", "COMP_CWORD": "2"}, "--learning-rate"),

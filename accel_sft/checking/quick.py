@@ -11,6 +11,9 @@ from accel_sft.checking.repeats import first_with_same, report_leaks
 from accel_sft.checking.tokens import report_tokens, token_facts
 from accel_sft.data.chat import Encoding
 
+_NAMED = 5
+"""Rows that a line names."""
+
 
 def quick_findings(train: Encoding, validation: Encoding, tokenizer: Any, eos_ids: frozenset[int]) -> list[Finding]:
     """What the tokens of both splits show, by example; nothing is tokenized, and no text is read."""
@@ -31,16 +34,15 @@ def quick_findings(train: Encoding, validation: Encoding, tokenizer: Any, eos_id
 
 def quick_lines(findings: list[Finding], task_name: str) -> list[str]:
     """The findings but for notes, a line each, and how to learn more."""
-    grave = [finding for finding in findings if finding.grade != "note"]
     lines = []
-    for finding in grave:
-        first = ", ".join(str(row.index) for row in finding.rows[:5])
-        more = f", and {finding.count - 5:,} more" if finding.count > 5 else ""
-        lines.append(
-            f"warning {finding.code}: {finding.split}: {finding.count:,} rows: {finding.about.what} "
-            f"(examples {first}{more}); {finding.about.mend}"
-        )
-    more = (
-        f"accel-sft check {task_name}, with this run's options, names all of them by file and line, and looks further"
-    )
-    return [*lines, more] if lines else []
+    for finding in findings:
+        count, numbers = finding.count, ", ".join(str(row.index) for row in finding.rows[:_NAMED])
+        more = f", and {count - _NAMED:,} more" if count > _NAMED else ""
+        if finding.grade != "note":
+            lines.append(
+                f"warning {finding.code}: {finding.split}: {count:,} row{'s' * (count != 1)}: {finding.about.what} "
+                f"(example{'s' * (count != 1)} {numbers}{more}); {finding.about.mend}"
+            )
+    if lines:
+        lines.append(f"accel-sft check {task_name}, with this run's options, names every such row and looks further")
+    return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -43,8 +44,10 @@ def run(task_name: str, task: Task, config: CheckConfig) -> None:
     Raises:
         UserError: the model's tokenizer or configuration cannot be loaded, or a file cannot be written.
     """
-    if under_launcher():
-        raise UserError(f"accel-sft check needs no ranks: start accel-sft check {task_name} without accelerate launch")
+    if under_launcher() or "LOCAL_RANK" in os.environ:
+        raise UserError(
+            f"accel-sft check {task_name} needs no ranks: start it without accelerate launch, and with LOCAL_RANK unset"
+        )
     config = config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
     config = dataclasses.replace(config, template_date=config.template_date or time.strftime("%Y-%m-%d"))
     with terminal.quiet(None, config.debug, shown_on=2 if config.json else 1) as shown:
