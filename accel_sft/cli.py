@@ -8,9 +8,9 @@ import click
 
 import accel_sft
 from accel_sft.api import registry
-from accel_sft.api.config import EvaluateConfig, PlanConfig, TrainConfig
+from accel_sft.api.config import CHECK, CheckConfig, EvaluateConfig, PlanConfig, TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import HIDDEN
+from accel_sft.api.options import HIDDEN, settings
 from accel_sft.api.task import Task
 from accel_sft.cli_compare import CompareCommand
 from accel_sft.cli_options import NAMES_A_FILE, USUAL
@@ -69,6 +69,28 @@ class PlanCommand(TaskCommand):
         run(self.name, task, config)
 
 
+class CheckCommand(TaskCommand):
+    """The command that audits a task's data. It takes every option of training; its help has those that matter."""
+
+    config_class = CheckConfig
+    offered = frozenset(setting.name for setting in settings(CheckConfig))
+    does = (
+        "Audits this task's data as training would read it; no weights are loaded. Training's other options are "
+        "accepted too: put `check` before the task of any training command."
+    )
+
+    def __init__(self, name: str, task_class: type[Task] | None, summary: str) -> None:
+        super().__init__(name, task_class, summary)
+        unlisted = self.offered - CheckConfig.OFFERED - {s.name for s in settings(CheckConfig) if s.section == CHECK}
+        for option in self.params:
+            option.hidden = option.name in unlisted
+
+    def run(self, task: Task, config: CheckConfig) -> None:
+        from accel_sft.commands.check import run
+
+        run(self.name, task, config)
+
+
 class TaskGroup(click.Group):
     """A group whose task commands are known by metadata, and imported one at a time when one is called."""
 
@@ -111,6 +133,10 @@ class PlanGroup(TaskGroup):
     task_command = PlanCommand
 
 
+class CheckGroup(TaskGroup):
+    task_command = CheckCommand
+
+
 @click.group(cls=TaskGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(accel_sft.__version__, prog_name="accel-sft")
 def cli() -> None:
@@ -133,6 +159,11 @@ def compare() -> None:
 @cli.group(cls=PlanGroup)
 def plan() -> None:
     """Predict memory and speed of training a task under each launch file."""
+
+
+@cli.group(cls=CheckGroup)
+def check() -> None:
+    """Audit a task's data before training: what is wrong, at which line, and how to mend it."""
 
 
 for _tool in (doctor, report, new_task, tasks, launch_file):

@@ -63,8 +63,9 @@ class TaskCommand(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for heading, options in self.sections.items():
             more = [self.get_help_option(ctx)] if heading == RUN else []
-            with formatter.section(heading):
-                formatter.write_dl([option.get_help_record(ctx) for option in (*options, *more)], col_max=34)
+            if rows := [row for option in (*options, *more) if (row := option.get_help_record(ctx))]:
+                with formatter.section(heading):
+                    formatter.write_dl(rows, col_max=34)
 
     def invoke(self, ctx: click.Context) -> None:
         from accel_sft.launch.environment import prepare_environment

@@ -27,8 +27,9 @@ MAY_IMPORT = {
     "diagnosis": "api io launch data",
     "comparison": "api io launch tracking",
     "reporting": "api io tracking",
+    "checking": "api io data models batching evaluation",
     "commands": "api io launch data models batching tracking evaluation resilience checkpoint training"
-    " diagnosis comparison reporting planning",
+    " diagnosis comparison reporting planning checking",
 }
 ROOT = {"__init__", "__main__", "cli", "cli_compare", "cli_options", "cli_task"}
 """Modules outside the packages. They import from all of these, those with torch inside functions only."""
@@ -168,6 +169,7 @@ COMMANDS = {
     "plan": ("plan quick --gpus 2 --gpu-memory 24 --host-memory 64", {}, "Recommended: ddp"),
     "help of a task": ("quick --help", {}, "--learning-rate"),
     "help of report": ("report --help", {}, "--output"),
+    "help of check": ("check quick --help", {}, "--strict"),
     "help of evaluate": ("evaluate --help", {}, "quick"),
     "completion": ("", {**BASH, "COMP_WORDS": "accel-sft q", "COMP_CWORD": "1"}, "plain,quick"),
     "completion of options": ("", {**BASH, "COMP_WORDS": "accel-sft quick --le", "COMP_CWORD": "2"}, "--learning-rate"),

@@ -12,6 +12,7 @@ from accel_sft.api.adapters import ADAPTERS
 from accel_sft.api.options import option, problems, shown
 
 MODEL, ADAPTER, DATA, OPTIM, EVAL, RUN = SECTIONS = "Model", "Adapter", "Data", "Optimisation", "Evaluation", "Run"
+CHECK = "Check"
 _model, _adapter, _data, _optim, _eval, _run = (functools.partial(option, section=name) for name in SECTIONS)
 PLAN = "Plan"
 _plan = functools.partial(option, section=PLAN)
@@ -174,6 +175,22 @@ class PlanConfig(TrainConfig):
     )
     details: bool = _plan(False, help="Each phase's memory by component; one launch file always shows them.")
     json: bool = _plan(False, help="Print JSON.")
+
+
+@dataclasses.dataclass(kw_only=True)
+class CheckConfig(TrainConfig):
+    """The settings of `check`: all of training's, so that a training command is audited as it is, and its own."""
+
+    OFFERED: ClassVar[frozenset[str]] = frozenset(
+        ("model", "init_from", "trust_remote_code", "max_length", "truncation", "thinking", "template_date", "seed")
+    ) | {"global_batch_size", "micro_batch_size", "epochs", "max_steps", "debug"}
+    """Those of training's that decide what is found, which the help lists."""
+
+    strict: bool = option(False, section=CHECK, help="Warnings make the exit status 1 too, not errors alone.")
+    score: bool = option(True, section=CHECK, help="Score every example's own answer by the task's score().")
+    show: int = option(2, section=CHECK, min=0, max=1000, help="Training examples printed token by token.")
+    html: str | None = option(None, section=CHECK, help="Write the report to this file, as one page.")
+    json: bool = option(False, section=CHECK, help="Print the report as JSON on standard output, nothing else there.")
 
 
 def _is_day(text: Any) -> bool:

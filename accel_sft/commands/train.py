@@ -13,6 +13,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.batching.memory import out_of_memory
+from accel_sft.checking.quick import quick_findings, quick_lines
 from accel_sft.io import terminal
 from accel_sft.io.lock import release
 from accel_sft.io.run_dir import RunDir
@@ -25,7 +26,7 @@ from accel_sft.resilience.signals import Interruption, StopSignals
 from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training.claim import claim_run_dir, write_run_record
-from accel_sft.training.prepare import prepare_data
+from accel_sft.training.prepare import Prepared, prepare_data
 from accel_sft.training.trainer import OnStep, Trainer
 
 
@@ -63,7 +64,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
             write_run_record(run_dir, task_name, prepared)
             shown = {"main_metric": task.main_metric, "terminal": terminal.terminal()}
             with Tracker(accelerator, run_dir, config, total_steps=prepared.plan.total_steps, **shown) as tracker:
-                for line in prepared.lines:
+                for line in (*prepared.lines, *_warnings(accelerator, task_name, prepared)):
                     tracker.log(line)
                 tracker.phase("data")
                 trainer = Trainer(run_dir, task_name, prepared, tracker, signals, on_step)
@@ -73,6 +74,15 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
                     trainer.train()
                     trainer.finalize()
             leave_together()
+
+
+def _warnings(accelerator: Accelerator, task_name: str, prepared: Prepared) -> list[str]:
+    """What the audit's quick part finds in the tokens, from rank 0, which alone prints it."""
+    if not accelerator.is_main_process:
+        return []
+    assembly = prepared.assembly
+    data = prepared.train, prepared.validation, assembly.tokenizer
+    return quick_lines(quick_findings(*data, assembly.encode.rules.eos_ids), task_name)
 
 
 @contextlib.contextmanager

@@ -2,11 +2,20 @@
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from accel_sft.data.conversation import Turns
 from accel_sft.data.form import Form, wanted
 from accel_sft.data.rendering import Rendering
 from accel_sft.data.template import MARK
+
+
+def special_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """Any of the tokenizer's special tokens as it is written in a text, the longest that stands there."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
+    longest_first = sorted(special, key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 class AnswerText:
@@ -20,10 +29,7 @@ class AnswerText:
     def __init__(self, rendering: Rendering) -> None:
         self.rendering, self.tokenizer = rendering, rendering.tokenizer
         self._keeps = rendering.thinking == "keep"
-        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
-        special = {token.content for token in added if token.special} | set(self.tokenizer.all_special_tokens)
-        longest_first = sorted(special, key=lambda token: (-len(token), token))
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._special = special_tokens(self.tokenizer)
 
     def __call__(self, turns: Turns, target: str, answer: Sequence[int]) -> str:
         """The text to be scored.

@@ -14,6 +14,9 @@ from accel_sft.data.form import split_thinking
 from accel_sft.data.rendering import Rendering
 from accel_sft.data.template import holds, not_a_prefix, refusal
 
+EMPTY_ANSWER = "left out: the answer is empty"
+NOTHING_TO_LEARN = "left out: the tokenizer leaves nothing of the answer to learn"
+NO_PROMPT = "left out: the chat template writes no prompt"
 _SHOWN = 5
 _PART_EXAMPLES, _PART_CHARACTERS = 512, 1 << 18
 """Examples that are tokenized together at most, and when there are enough: memory does not grow with the data."""
@@ -108,7 +111,7 @@ def end_of_turn_ids(tokenizer: Any, generation_config: Any = None) -> set[int]:
 
 
 def encode_parts(
-    rendering: Rendering, task: Task, examples: Sequence[Any], indices: range, split: str, rules: Rules
+    rendering: Rendering, task: Task, examples: Sequence[Any], indices: Sequence[int], split: str, rules: Rules
 ) -> Iterator[Encoding]:
     """Render and tokenize some of a split's examples, a few at a time, and find where each answer begins and ends.
 
@@ -141,7 +144,7 @@ def _encode_part(rendering: Rendering, part: list[tuple[int, Turns, str]], split
         form = rendering.form(turns, split)
         thinking, answer = split_thinking(target)
         if not (answer if rendering.thinking == "keep" else target).strip():
-            result.left_out["left out: the answer is empty"].append(index)
+            result.left_out[EMPTY_ANSWER].append(index)
             continue
         mendable = rendering.thinking != "keep" and thinking is not None
         if text.rest is None and not mendable:
@@ -169,9 +172,9 @@ def _encode_part(rendering: Rendering, part: list[tuple[int, Turns, str]], split
                 continue
         example = Encoded(index, ids[: rules.max_length], len(prompt))
         if not (ids[len(prompt) : -1] if prompt else example.supervised_tokens):  # beside the end-of-turn token
-            result.left_out["left out: the tokenizer leaves nothing of the answer to learn"].append(index)
+            result.left_out[NOTHING_TO_LEARN].append(index)
         elif not prompt:
-            result.left_out["left out: the chat template writes no prompt"].append(index)
+            result.left_out[NO_PROMPT].append(index)
         else:
             kept.append(example)
     return result

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, TypeVar, overload
 
 from accel_sft.api.errors import UserError
 from accel_sft.data import cache
+from accel_sft.data.bad_rows import BadRow, Place, left_out_rows
 from accel_sft.data.fingerprint import code_fingerprint
 from accel_sft.data.json_stream import RowProblem, located
 
@@ -31,6 +32,7 @@ IN_MEMORY_BYTES = 1 << 20
 """Smaller files are held in memory and checked at every start: that takes no longer than a look into the cache."""
 _PLACE = struct.Struct("<qII")  # a row's first byte in the file, number of bytes, and their CRC-32
 _PLACES = "places.bin"
+_CHUNK_BYTES = 1 << 20
 Row = TypeVar("Row")
 
 
@@ -63,6 +65,30 @@ class Rows(Sequence[Row]):
     _parse: Callable[[dict[str, Any]], Row]
     _chosen: range
     _content: str | None
+    _complete: bool = True
+
+    @property
+    def file(self) -> str:
+        """The file's name, as it was given."""
+        return self._name
+
+    def places(self, indices: Sequence[int]) -> list[Place]:
+        """Where these rows stand in the file, of which as much as is needed is read once."""
+        rows = [self._chosen[index] for index in indices]
+        lines: dict[int, int] = {}
+        at, line = 0, 1
+        for number in sorted({each for row in rows for each in (row - 1, row) if each >= 0}):
+            begin, _, _ = self._place(number)
+            while at < begin:
+                end = min(at + _CHUNK_BYTES, begin)
+                line += self._file[at:end].count(b"\n")
+                at = end
+            lines[number] = line
+        alone = {row: lines.get(row - 1) != lines[row] for row in rows}
+        return [Place(self._name, lines[row], None if alone[row] or not self._complete else row + 1) for row in rows]
+
+    def _place(self, row: int) -> tuple[int, int, int]:
+        return _PLACE.unpack(self._places[row * _PLACE.size : (row + 1) * _PLACE.size])
 
     @property
     def fingerprint(self) -> str | None:
@@ -81,7 +107,7 @@ class Rows(Sequence[Row]):
         row = self._chosen[index]
         if isinstance(row, range):
             return dataclasses.replace(self, _chosen=row)
-        begin, size, checksum = _PLACE.unpack(self._places[row * _PLACE.size : (row + 1) * _PLACE.size])
+        begin, size, checksum = self._place(row)
         raw = self._file[begin : begin + size]
         if zlib.crc32(raw) != checksum:
             raise UserError(f"{self._name}: row {row + 1} was changed while it was in use; start again")
@@ -127,19 +153,19 @@ def read_rows(path: str | Path, parse: Callable[[dict[str, Any]], Row]) -> Rows[
         raise UserError(f"{str(path)!r}: not a file's name ({error}); give an existing JSON or JSONL file") from None
     with stream:
         kept = not held and known is not None
-        places = _kept(key) if kept else None
+        places, complete = _kept(key) if kept else None, True
         if places is None:
-            places = _validated(source, str(path), parse)
+            places, complete = _validated(source, str(path), parse)
             after = os.fstat(stream.fileno())
             if not held and (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
                 raise UserError(f"{path}: was changed while it was read; start again")
-            places = _keep(places, key) if kept else places
-    return Rows(str(path), file, places, parse, range(len(places) // _PLACE.size), known and key)
+            places = _keep(places, key) if kept and complete else places
+    return Rows(str(path), file, places, parse, range(len(places) // _PLACE.size), known and key, complete)
 
 
-def _validated(stream: BinaryIO, name: str, parse: Callable[[dict[str, Any]], Any]) -> bytes:
-    """The place of each row, one after the other."""
-    places, problems, bad, before = bytearray(), [], 0, 0
+def _validated(stream: BinaryIO, name: str, parse: Callable[[dict[str, Any]], Any]) -> tuple[bytes, bool]:
+    """The place of each row, one after the other, and whether that is all of them."""
+    places, problems, bad, before, left_out = bytearray(), [], 0, 0, left_out_rows()
     for row, (value, line, begin, raw) in enumerate(located(stream, name), 1):
         try:
             if isinstance(value, ValueError):
@@ -150,17 +176,20 @@ def _validated(stream: BinaryIO, name: str, parse: Callable[[dict[str, Any]], An
             places += _PLACE.pack(begin, len(raw), zlib.crc32(raw))
         except ValueError as problem:
             bad += 1
-            if bad <= MAX_PROBLEMS:
-                which = f" row {row}:" if raw and line == before else ""  # an array may stand on one line
-                problems.append(f"{name}:{line}:{which} {problem}")
+            place = Place(name, line, row if raw and line == before else None)  # an array may stand on one line
+            if left_out is not None:
+                left_out.append(BadRow(place, str(problem), isinstance(value, ValueError)))
+            elif bad <= MAX_PROBLEMS:
+                where = f"{name}:{line}:" + (f" row {row}:" if place.row else "")
+                problems.append(f"{where} {problem}")
         before = line
-    if bad > MAX_PROBLEMS:
+    if left_out is None and bad > MAX_PROBLEMS:
         problems.append(f"{name}: and {bad - MAX_PROBLEMS} more bad rows; nothing was trained")
     if problems:
         raise UserError(*problems)
     if not places:
         raise UserError(f"{name}: no rows; expected a JSON array of objects or one JSON object per line")
-    return bytes(places)
+    return bytes(places), not bad
 
 
 def _kept(key: str) -> _File | None:

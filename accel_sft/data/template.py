@@ -42,6 +42,14 @@ class Rejected(UserError):
     """A chat template rejects messages, or fails on them; in another form it may take them."""
 
 
+class AnswerDropped(UserError):
+    """A chat template drops or cuts an answer."""
+
+
+class NotAPrefix(UserError):
+    """A prompt does not begin the prompt with its answer."""
+
+
 class _NoEnd(BaseException):
     """A template computes on and on. Not an Exception: Jinja swallows those while it folds constants."""
 
@@ -122,22 +130,22 @@ def common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
     return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(a), len(b)))
 
 
-def refusal(split: str, index: int, prompt: str, whole: str, target: str, *, thinks: bool) -> UserError:
+def refusal(split: str, index: int, prompt: str, whole: str, target: str, *, thinks: bool) -> AnswerDropped:
     """The error for a template that drops or cuts an answer; `thinks`: --thinking keep could mend it."""
     made, answer = one_line(whole[common_length(prompt, whole) :]), one_line(target)
     mend = "learn the thinking with --thinking keep, or " if thinks else ""
-    return UserError(
+    return AnswerDropped(
         f'{split} example {index}: the answer would not be trained on: the chat template makes "{made}" of "{answer}"; '
         f"{mend}give the tokenizer a chat_template that writes an assistant's content whole, or use another model, or "
         "change the task's target()"
     )
 
 
-def not_a_prefix(tokenizer: Any, split: str, index: int, asked: str, answered: str) -> UserError:
+def not_a_prefix(tokenizer: Any, split: str, index: int, asked: str, answered: str) -> NotAPrefix:
     """The error for a prompt that does not begin the prompt with its answer, with the first difference."""
     prompt, whole = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (asked, answered))
     at = common_length(prompt, whole)
-    return UserError(
+    return NotAPrefix(
         f"{split} example {index}: the prompt is not a prefix of prompt + answer; they part at token {at}: "
         f"...{tokenizer.decode(prompt[max(at - 3, 0) : at + 3])!r} against "
         f"...{tokenizer.decode(whole[max(at - 3, 0) : at + 3])!r}; the chat template or the answer's first characters "

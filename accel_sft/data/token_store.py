@@ -72,6 +72,13 @@ class TokenStore(Sequence[Encoded]):
         found = self[row : row + 1]
         return found[0] if found and found[0].index == index else None
 
+    def columns(self) -> Iterator[tuple[np.ndarray, ...]]:
+        """Prompt lengths, indices, offsets and tokens, some megabytes at a time: views of the file, to be read only
+        until the next are asked for."""
+        for batch in self._batches:
+            yield tuple(map(np.asarray, batch))
+            self._release_pages()
+
     def largest_id(self) -> int:
         """The largest token id of all examples."""
         largest = max((int(np.max(ids, initial=0)) for *_, ids in self._batches), default=0)

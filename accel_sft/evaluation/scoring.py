@@ -36,13 +36,13 @@ def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = No
     _checked(task, metrics)
 
 
-def scored(task: Task, examples: Sequence[Any], index: int, text: str) -> dict[str, Any]:
-    """The task's score of `text` as the answer to a validation example.
+def scored(task: Task, examples: Sequence[Any], index: int, text: str, split: str = "validation") -> dict[str, Any]:
+    """The task's score of `text` as the answer to an example.
 
     Raises:
         UserError: score() failed, or gave something else than a dict that JSON can hold.
     """
-    where = f"validation example {index}"
+    where = f"{split} example {index}"
     example = from_task(f"{where}: the task's dataset failed", lambda: examples[index])
     try:
         scores = task.score(example, text)

@@ -19,7 +19,7 @@ _terminal: TextIO | None = None
 
 
 @contextlib.contextmanager
-def quiet(log_file: Path | None, debug: bool = False) -> Iterator[TextIO]:
+def quiet(log_file: Path | None, debug: bool = False, shown_on: int = 1) -> Iterator[TextIO]:
     """Redirect everything that is printed inside to a file; the stream that is yielded still reaches the terminal.
 
     File descriptors are redirected, so that compilers and C libraries are caught with the rest. May be nested: the
@@ -27,6 +27,7 @@ def quiet(log_file: Path | None, debug: bool = False) -> Iterator[TextIO]:
 
     Args:
         log_file: appended to, its folder is made; None: a temporary file, shown on the terminal if the block raises.
+        shown_on: file descriptor that our own lines reach; 2 where standard output is kept for a command's result.
     """
     global _terminal
     if debug:
@@ -40,7 +41,7 @@ def quiet(log_file: Path | None, debug: bool = False) -> Iterator[TextIO]:
         log = stack.enter_context(opened)
         saved = {number: os.dup(number) for number in (1, 2)}
         if outer is None:
-            _terminal = stack.enter_context(open(os.dup(1), "w", encoding="utf-8", buffering=1))
+            _terminal = stack.enter_context(open(os.dup(shown_on), "w", encoding="utf-8", buffering=1))
         sys.stdout.flush()
         sys.stderr.flush()
         for number in saved:

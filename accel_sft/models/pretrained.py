@@ -10,6 +10,7 @@ import torch
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.models.architecture import beyond_text, parts_of
+from accel_sft.models.source import errors_explained
 
 _NAMED = 4
 _DEQUANTIZED = ("mxfp4", "fp8", "compressed-tensors")
@@ -37,14 +38,8 @@ def pretrained(
 
     settings = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
     text = settings.get_text_config(decoder=True)
-    if (largest_id := max(largest_id, getattr(text, "pad_token_id", None) or 0)) >= getattr(
-        text, "vocab_size", math.inf
-    ):
-        raise UserError(
-            f"--model {name}: its tokenizer has token {largest_id}, and the model's vocabulary ends at "
-            f"{text.vocab_size - 1}; use the tokenizer that came with the weights, or enlarge their embedding "
-            "(resize_token_embeddings)"
-        )
+    if problem := vocabulary_problem(name, text, largest_id):
+        raise UserError(problem)
     quantized = getattr(settings, "quantization_config", None)
     if train and isinstance(quantized, dict) and quantized.get("quant_method") in _DEQUANTIZED:
         quantized["dequantize"] = True
@@ -66,6 +61,30 @@ def pretrained(
     elif unused := sorted(found["unexpected_keys"]):
         log(f"not loaded, as config.json describes no such weights: {len(unused)} in its files ({_named(unused)})")
     return model
+
+
+def vocabulary_problem(name: str, text: Any, largest_id: int) -> str | None:
+    """Why a model of this text configuration has no embedding for some token up to `largest_id`; None: it has."""
+    largest_id, size = max(largest_id, getattr(text, "pad_token_id", None) or 0), getattr(text, "vocab_size", math.inf)
+    if largest_id < size:
+        return None
+    return (
+        f"--model {name}: its tokenizer has token {largest_id}, and the model's vocabulary ends at {size - 1}; use the "
+        "tokenizer that came with the weights, or enlarge their embedding (resize_token_embeddings)"
+    )
+
+
+def text_settings(name: str, config: TrainConfig) -> Any:
+    """The text part of a model's configuration, without its weights.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    from transformers import AutoConfig
+
+    with errors_explained(name):
+        settings = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+    return settings.get_text_config(decoder=True)
 
 
 def auto_class(model: torch.nn.Module) -> Any:

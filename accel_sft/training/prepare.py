@@ -126,15 +126,24 @@ def prepare_data(accelerator: Accelerator, run_dir: RunDir, task: Task, config: 
         base = str(run_dir.base)
         if not run_dir.base.exists() or not run_dir.has_trained():  # a fresh start must not meet an earlier tokenizer
             with replacing(accelerator, run_dir.base) as partial:
-                decided_by_main(accelerator, lambda: build_tiny(partial, _texts(task, train_examples), config.seed))
+                decided_by_main(accelerator, lambda: build_tiny(partial, texts_of(task, train_examples), config.seed))
     assembly = Assembly(accelerator, task, config, find_source(config, base))
     train = assembly.encode(train_examples, "train")
     validation = assembly.encode(validation_examples, "validation")
     if accelerator.is_main_process and len(train.kept):
         lengths.keep(task, config, train.kept.lengths, train.kept.supervised)
+    return Prepared(assembly, validation_examples, train, validation, plan_steps(train, config))
+
+
+def plan_steps(train: Encoding, config: TrainConfig) -> StepPlan:
+    """The optimizer steps that the settings ask for, of these examples.
+
+    Raises:
+        UserError: they ask for less than one example.
+    """
     if config.max_steps is None and round(config.epochs * len(train.kept)) == 0:
         raise UserError(f"--epochs {config.epochs:g}: not one of {len(train.kept)} examples; ask for more")
-    plan = StepPlan(
+    return StepPlan(
         train.kept.lengths,
         train.kept.supervised,
         seed=config.seed,
@@ -142,7 +151,6 @@ def prepare_data(accelerator: Accelerator, run_dir: RunDir, task: Task, config: 
         epochs=config.epochs,
         max_steps=config.max_steps,
     )
-    return Prepared(assembly, validation_examples, train, validation, plan)
 
 
 def _read(task: Task, config: TrainConfig) -> Iterator[Sequence[Any]]:
@@ -154,7 +162,7 @@ def _read(task: Task, config: TrainConfig) -> Iterator[Sequence[Any]]:
     yield validation
 
 
-def _texts(task: Task, examples: Sequence[Any]) -> list[str]:
+def texts_of(task: Task, examples: Sequence[Any]) -> list[str]:
     """Each message and target of the examples, or of enough of them from all over the data."""
     some = range(0, len(examples), -(-len(examples) // _TINY_EXAMPLES))
     pairs = (conversation(task, examples, "train", index) for index in some)

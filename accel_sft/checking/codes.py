@@ -1,0 +1,154 @@
+"""The codes of what an audit may find: how grave each is, what it means and how to mend it. docs/check.md lists them.
+
+`error`: training refuses it, or would learn or measure something wrong. `warning`: training goes on without it, or it
+is most likely a mistake. `note`: worth knowing. A code keeps its meaning for good.
+"""
+
+import dataclasses
+
+GRADES = ("error", "warning", "note")
+"""The gravest first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """`what` continues "3 rows: "."""
+
+    grade: str
+    what: str
+    mend: str
+
+
+CODES = {
+    "D101": Code("error", "not JSON, and training refuses the file", "mend these lines, or take them out"),
+    "D102": Code(
+        "error",
+        "the task's reader refuses the row, and training the file",
+        "give the field what is expected there, or take the row out",
+    ),
+    "D103": Code("error", "the examples cannot be read", "mend what the line says; nothing else could be checked"),
+    "D201": Code(
+        "error",
+        "messages() or target() fails, or gives what is no conversation",
+        "mend the row, or the task's method",
+    ),
+    "D202": Code(
+        "error",
+        "the model's chat template rejects the messages",
+        "give roles and an order that this template takes, or choose another model",
+    ),
+    "D203": Code(
+        "error",
+        "the prompt is not a prefix of prompt and answer",
+        "change what the answer begins with, or give the tokenizer a chat template that keeps the prompt",
+    ),
+    "D204": Code(
+        "error",
+        "the chat template drops or changes the answer",
+        "--thinking keep if it is thinking; else change target(), or give the tokenizer another chat template",
+    ),
+    "D205": Code("error", "training refuses these examples", "mend what the line says"),
+    "D206": Code("warning", "the answer is empty, and the row is left out", "write the answer, or take the row out"),
+    "D207": Code(
+        "warning", "no turn but the system's has text", "write the question; a model learns to answer nothing from it"
+    ),
+    "D208": Code(
+        "warning",
+        "special tokens of the model are written in the texts",
+        "take them out: the chat template writes them itself, and a text should not end or open a turn",
+    ),
+    "D209": Code(
+        "error",
+        "the answer's own text has a token that ends the turn",
+        "take it out: the chat template ends the turn, and generation stops at the first such token",
+    ),
+    "D210": Code(
+        "warning",
+        "characters that a wrong encoding leaves behind",
+        "save the source as UTF-8 and read it as UTF-8; control characters belong in no text",
+    ),
+    "D211": Code(
+        "note",
+        "the answer begins or ends with white space",
+        "strip it, unless it is meant: the model learns to write it where the template keeps it",
+    ),
+    "D301": Code("warning", "longer than --max-length, and left out", "raise --max-length, or shorten the rows"),
+    "D302": Code(
+        "warning",
+        "cut to --max-length: the end of the turn is not learnt",
+        "raise --max-length, or leave them out with --truncation drop",
+    ),
+    "D303": Code(
+        "error",
+        "no token of the answer carries loss, only the end of the turn",
+        "write an answer that the tokenizer has tokens for",
+    ),
+    "D304": Code(
+        "error",
+        "the token that ends the turn carries no loss",
+        "see that the tokenizer's eos_token is what its chat template ends an answer with",
+    ),
+    "D305": Code(
+        "error",
+        "the token that begins a text stands there twice",
+        "take it out of the text: the chat template writes it",
+    ),
+    "D306": Code(
+        "warning",
+        "the tokenizer has no token for some of the text",
+        "replace these characters, or choose a model that knows them",
+    ),
+    "D307": Code("error", "no example is left to use", "mend what is listed for this split"),
+    "D308": Code("error", "the collator supervises other tokens than the answer's", "report this as a defect"),
+    "D309": Code(
+        "warning",
+        "nothing to ask or to learn is left behind the template and the tokenizer; left out",
+        "see what the chat template makes of these rows",
+    ),
+    "D401": Code(
+        "warning",
+        "the same prompt and answer stand in the split before",
+        "take the copies out: each is learnt, or counted in the metric, once more",
+    ),
+    "D402": Code(
+        "note",
+        "the same as another row but for white space, case and punctuation",
+        "keep one of them",
+    ),
+    "D403": Code(
+        "warning",
+        "the same prompt stands in the split before, with another answer",
+        "keep the right answer: the score of one is not perfect for the other",
+    ),
+    "D404": Code(
+        "error",
+        "a validation row is trained on too",
+        "take it out of one of the splits: the metric would reward memory",
+    ),
+    "D405": Code(
+        "warning",
+        "a validation prompt is trained on, but for white space, case and punctuation",
+        "take it out of one of the splits",
+    ),
+    "D406": Code(
+        "error",
+        "a validation prompt is trained on, with another answer",
+        "take it out of one of the splits: the model is taught an answer that the metric may count as wrong",
+    ),
+    "D501": Code(
+        "error",
+        "the answer itself is not scored as perfect",
+        "mend the answer, or the task's score(): no model can do better than this",
+    ),
+    "D502": Code("error", "score() fails on the answer itself", "mend the row, or the task's score()"),
+    "D601": Code(
+        "error",
+        "the model has no embedding for a token of its tokenizer",
+        "use the tokenizer that came with the weights",
+    ),
+    "D602": Code(
+        "warning",
+        "longer than the positions that the model was made for",
+        "lower --max-length to them, or choose a model with a longer context",
+    ),
+}

@@ -1,0 +1,32 @@
+"""An audit as one page of HTML that needs no network: findings, figures, and examples token by token."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import jinja2
+
+import accel_sft
+from accel_sft.checking.examples import Piece
+from accel_sft.checking.report import Report
+from accel_sft.io.text import one_line
+
+_ROWS = 200
+"""Of a finding that the page lists."""
+
+
+def rendered(report: Report) -> str:
+    """The page. Whatever comes from the data is escaped."""
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters["number"] = lambda value: "-" if value is None else f"{value:,.0f}"
+    environment.filters["visible"] = _visible
+    text = resources.files("accel_sft.checking").joinpath("page.html").read_text(encoding="utf-8")
+    return environment.from_string(text).render(report=report, version=accel_sft.__version__, most_rows=_ROWS)
+
+
+def _visible(piece: Piece) -> str:
+    if piece.gap:
+        return f" … {piece.text} … "
+    return "⏎\n".join(one_line(line, len(line)) for line in piece.text.split("\n"))

@@ -1,0 +1,125 @@
+"""Reads every prompt and answer once: what is wrong with the text, and hashes by which repeated rows are found."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from accel_sft.api.errors import UserError
+from accel_sft.api.task import Task
+from accel_sft.checking.findings import Findings
+from accel_sft.data.answer_text import special_tokens
+from accel_sft.data.conversation import Turns, conversation
+
+DAMAGED = re.compile("[\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
+"""The replacement character, control characters, and what UTF-8 looks like that was read as Latin-1 or cp1252."""
+_SENTENCE = ".,;:!?…。，！？、；：·()[]{}（）【】《》—–"
+_QUOTES = dict.fromkeys(map(ord, "'\"`‘’“”«»「」『』"))
+_MARKS = re.compile(rf"(?<!\d)[{re.escape(_SENTENCE)}]|[{re.escape(_SENTENCE)}](?!\d)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """Of each example of a split: hashes of its prompt and of prompt and answer, as they are and normalised.
+
+    Attributes:
+        readable: False where the task fails on it; then the hashes mean nothing.
+        answered: False where the answer is empty.
+    """
+
+    prompts: np.ndarray
+    pairs: np.ndarray
+    loose_prompts: np.ndarray
+    loose_pairs: np.ndarray
+    readable: np.ndarray
+    answered: np.ndarray
+
+    @property
+    def usable(self) -> np.ndarray:
+        return self.readable & self.answered
+
+
+class SpecialTokens:
+    """The tokenizer's special tokens as they may stand in a text, where the chat template alone should write them."""
+
+    def __init__(self, tokenizer: Any, eos_ids: frozenset[int]) -> None:
+        self._any = special_tokens(tokenizer)
+        self._ends = {tokenizer.decode([token]) for token in eos_ids}
+
+    def faults(self, turns: Turns, target: str) -> list[tuple[str, str]]:
+        """The code and the place in the text of the first in the answer and in the messages."""
+        for text in (target, *(turn["content"] for turn in turns)):
+            if match := self._any.search(text):
+                code = "D209" if text is target and match[0] in self._ends else "D208"
+                return [(code, around(text, match))]
+        return []
+
+
+def read_texts(task: Task, examples: Sequence[Any], split: str, special: SpecialTokens, found: Findings) -> Texts:
+    """Read every example's conversation, and report what its texts show."""
+    count = len(examples)
+    hashes = np.zeros((4, count), dtype=np.uint64)
+    readable, answered = np.ones(count, dtype=bool), np.ones(count, dtype=bool)
+    for index in range(count):
+        try:
+            turns, target = conversation(task, examples, split, index)
+        except UserError as error:
+            found.add("D201", split, index, without_index(str(error), split, index))
+            readable[index] = False
+            continue
+        answered[index] = bool(target.strip())
+        for code, detail in (*_faults(turns, target), *special.faults(turns, target)):
+            found.add(code, split, index, detail)
+        prompt = "\x1e".join(f"{turn['role']}\x1f{turn['content']}" for turn in turns)
+        loose = normalised(prompt)
+        texts = prompt, f"{prompt}\x1d{target}", loose, f"{loose}\x1d{normalised(target)}"
+        hashes[:, index] = [text_hash(text) for text in texts]
+    return Texts(*hashes, readable, answered)
+
+
+def _faults(turns: Turns, target: str) -> list[tuple[str, str]]:
+    faults = []
+    if not target.strip():
+        faults.append(("D206", f"asked: {shortened(turns[-1]['content'])}"))
+    elif target != target.strip():
+        faults.append(("D211", repr(shortened(target))))
+    if not any(turn["content"].strip() for turn in turns if turn["role"] != "system"):
+        faults.append(("D207", f"answer: {shortened(target)}"))
+    for text in (*(turn["content"] for turn in turns), target):
+        if not (text.isascii() and text.isprintable()) and (damage := DAMAGED.search(text)):
+            faults.append(("D210", around(text, damage)))
+            break
+    return faults
+
+
+def normalised(text: str) -> str:
+    """`text` without case, quotes, punctuation between words and repeated white space; numbers keep their points."""
+    text = unicodedata.normalize("NFKC", text).casefold().translate(_QUOTES)
+    return " ".join(_MARKS.sub(" ", text).split())
+
+
+def text_hash(text: str) -> int:
+    """64 bits of BLAKE2: two different texts of a billion have the same with a chance of one in forty."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def shortened(text: str, length: int = 48) -> str:
+    """The beginning of a text."""
+    return text if len(text) <= length else text[:length] + "..."
+
+
+def around(text: str, match: re.Match[str], length: int = 24) -> str:
+    """What was found, with a few characters before and behind it."""
+    begin, end = max(match.start() - length, 0), match.end() + length
+    return ("..." if begin else "") + text[begin:end] + ("..." if end < len(text) else "")
+
+
+def without_index(message: str, split: str, index: int) -> str:
+    """A message without the example's number that it begins with: the finding names the row."""
+    return message.removeprefix(f"{split} example {index}: ")

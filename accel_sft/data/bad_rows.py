@@ -1,0 +1,59 @@
+"""Rows of a file that cannot be used: where each stands and why, and how an audit reads the others."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """Where a row stands: its file and line (from 1); and its number (from 1) if several rows begin on that line."""
+
+    file: str
+    line: int
+    row: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" + (f" row {self.row}" if self.row else "")
+
+
+class BadRow(NamedTuple):
+    """A row that cannot be used, and why: `syntax` of JSON, or what the task's parser says of its content."""
+
+    place: Place
+    reason: str
+    syntax: bool
+
+
+_left_out: contextvars.ContextVar[list[BadRow] | None] = contextvars.ContextVar("left_out", default=None)
+
+
+@contextlib.contextmanager
+def bad_rows_left_out(most: int) -> Iterator[list[BadRow]]:
+    """Inside, `read_rows` leaves bad rows out instead of refusing their file, so that an audit sees the others too.
+
+    The rows left out are added to the list, up to `most`. Of a file that has any, nothing is kept in the cache.
+    """
+    found: list[BadRow] = _Limited(most)
+    token = _left_out.set(found)
+    try:
+        yield found
+    finally:
+        _left_out.reset(token)
+
+
+def left_out_rows() -> list[BadRow] | None:
+    """The list that rows are added to which are left out; None: their file is to be refused."""
+    return _left_out.get()
+
+
+class _Limited(list[BadRow]):
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def append(self, bad: BadRow) -> None:
+        if len(self) < self._most and bad not in self:  # a task may read a file twice
+            super().append(bad)

@@ -1,0 +1,259 @@
+"""`accel-sft check` finds what is wrong with data, by file and line, before anything is trained."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import planted
+import pytest
+from conftest import accel_sft
+from fake_plugins import install
+
+from accel_sft.checking.codes import CODES, GRADES
+from accel_sft.checking.texts import DAMAGED, normalised
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    install(folder, "accel-sft-planted", planted.ENTRY, planted.TASK)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return planted.make_model(tmp_path_factory.mktemp("model"))
+
+
+def check(site, *options, model=None, environment=None):
+    named = ("--model", str(model), "--max-length", str(planted.MAX_LENGTH)) if model else ()
+    environment = {"PYTHONPATH": str(site), **(environment or {})}
+    return accel_sft("check", "planted", *named, *map(str, options), environment=environment)
+
+
+def report_of(launched):
+    return json.JSONDecoder().raw_decode(launched.output)[0]
+
+
+def places(report):
+    """Where each code was found."""
+    return {
+        finding["code"]: {f"{row['file']}:{row['line']}" for row in finding["rows"]} for finding in report["findings"]
+    }
+
+
+def test_each_planted_fault_is_found_by_its_code_and_line_and_nothing_else(site, model, tmp_path):
+    files, expected = planted.write(tmp_path, planted.FAULTS)
+    run = check(site, *files, "--json", model=model)
+    assert run.status == 1
+    assert len(expected) >= 15
+    assert places(report_of(run)) == expected
+
+
+def test_a_clean_file_gives_no_finding(site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    run = check(site, *files, "--json", "--strict", model=model)
+    assert run.status == 0
+    report = report_of(run)
+    assert report["findings"] == []
+    assert [split["used"] for split in report["splits"]] == [8, 4]
+
+
+@pytest.mark.parametrize(
+    ("code", "strict", "status"), [("D211", True, 0), ("D401", False, 0), ("D401", True, 1), ("D209", False, 1)]
+)
+def test_the_exit_status_is_1_for_errors_and_with_strict_for_warnings(site, model, tmp_path, code, strict, status):
+    files, _ = planted.write(tmp_path, {"train": [fault for fault in planted.FAULTS["train"] if fault[0] == code]})
+    run = check(site, *files, *["--strict"] * strict, model=model)
+    assert run.status == status
+    assert f"{CODES[code].grade} {code}" in run.output
+
+
+@pytest.mark.parametrize(("truncation", "code", "grade"), [("right", "D302", "warning"), ("error", "D301", "error")])
+def test_of_rows_that_are_too_long_the_length_that_they_need_is_told(site, model, tmp_path, truncation, code, grade):
+    long = [fault for fault in planted.FAULTS["train"] if fault[0] == "D301"]
+    files, expected = planted.write(tmp_path, {"train": long})
+    needed = 1 + len(json.loads(long[0][1])["ask"]) + len("\nA: 112") + 1
+    options = ("--truncation", truncation, "--max-length", needed - 1)
+    run = check(site, *files, "--json", "--model", model, *options)
+    (finding,) = report_of(run)["findings"]
+    assert (finding["code"], finding["grade"], run.status) == (code, grade, grade == "error")
+    assert finding["also"] == f"the longest has {needed} tokens"
+    assert places({"findings": [finding]}) == {code: expected["D301"]}
+
+
+def test_an_array_on_one_line_is_told_by_the_row_s_number(site, model, tmp_path):
+    rows = [json.loads(line) for line in planted.CLEAN["train"]]
+    rows.insert(3, rows[1])
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    (tmp_path / "validation.json").write_text(f"[{','.join(planted.CLEAN['validation'])}]")
+    files = [part for split in planted.CLEAN for part in (f"--{split}-file", tmp_path / f"{split}.json")]
+    run = check(site, *files, model=model)
+    assert f"{tmp_path}/train.json:1 row 4  like {tmp_path}/train.json:1 row 2" in run.output
+
+
+def test_a_file_with_bad_rows_is_refused_by_training_after_it_was_checked(site, model, tmp_path):
+    """What the audit leaves out is not taken from the cache by a run: neither rows nor tokens."""
+    files, _ = planted.write(tmp_path, {"train": planted.FAULTS["train"][:1]})
+    train = Path(files[1])
+    train.write_text(train.read_text() + "".join(planted.row(f"{n} " * 9, "x" * 20) + "\n" for n in range(20_000)))
+    assert train.stat().st_size > 1 << 20, "a smaller file's rows are not kept in the cache"
+    assert "D101" in places(report_of(check(site, *files, "--json", model=model)))
+    run = accel_sft("planted", *files, environment={"PYTHONPATH": str(site)}, run_dir=tmp_path / "run")
+    assert run.status == 1
+    assert f"Error: {train}:10: not JSON" in run.output
+
+
+def test_a_split_that_cannot_be_read_is_a_finding(site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    (tmp_path / "validation.jsonl").unlink()
+    run = check(site, *files, "--json", model=model)
+    (finding,) = report_of(run)["findings"]
+    assert (run.status, finding["code"], finding["split"]) == (1, "D103", "validation")
+
+
+def test_a_split_of_which_nothing_is_left_is_a_finding(site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    (tmp_path / "train.jsonl").write_text("\n".join(planted.row(f"{n}" * 60, "1") for n in range(3)))
+    assert {"D301", "D307"} <= places(report_of(check(site, *files, "--json", model=model))).keys()
+
+
+def test_the_model_must_know_every_token_and_position(site, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    small = planted.make_model(tmp_path / "small", positions=25, vocabulary=50)
+    found = places(report_of(check(site, *files, "--json", model=small)))
+    assert found.keys() == {"D601", "D602"}
+    assert found["D602"] == {f"{tmp_path}/validation.jsonl:{line}" for line in range(1, 5)}
+
+
+def test_examples_are_marked_without_colour_and_special_tokens_are_seen(site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    run = check(site, *files, "--show", "1", model=model)
+    assert "\x1b" not in run.output
+    assert "    <s>What is 0 and 0?⏎\n    A: ⟦0</s>⟧\n" in run.output
+    assert run.output.splitlines()[-1] == "planted: nothing was found that needs mending"
+
+
+def test_rows_that_a_program_makes_may_repeat_and_have_several_right_answers():
+    run = accel_sft("check", "math", "--json", "--train-examples", "3000", "--max-number", "900")
+    report = report_of(run)
+    assert run.status == 0
+    assert [(finding["code"], finding["grade"]) for finding in report["findings"]] == [("D401", "note")]
+    train = report["splits"][0]
+    assert train["other_right_answers"] == train["distinct_rows"] - train["distinct_prompts"] > 0
+    layouts = {layout["name"]: layout["computed_tokens"] for layout in report["steps"]["layouts"]}
+    assert layouts["shared, tree of prefixes"] <= layouts["shared, one prefix"] < layouts["packed"]
+    assert layouts["packed"] <= layouts["padded rows"]
+
+
+def test_steps_and_tokens_are_those_that_training_reports(site, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    options = (*files, "--global-batch-size", "3", "--epochs", "2", "--eval-every", "off", "--save-every", "off")
+    report = report_of(check(site, *options, "--json"))
+    run = accel_sft("planted", *options, environment={"PYTHONPATH": str(site)}, run_dir=tmp_path / "run")
+    assert run.status == 0, run.output
+    steps = report["steps"]
+    line = (
+        f"8 training examples ({steps['tokens_per_epoch']:,} tokens, {steps['supervised_tokens_per_epoch']:,} "
+        f"supervised), 4 validation; {steps['steps']} steps of 3"
+    )
+    assert line in run.output
+    assert "warning D" not in run.output
+
+
+def test_training_warns_of_leaks_and_doubled_tokens_by_the_same_codes(site, tmp_path):
+    chosen = {"D404", "D406"}
+    faults = {split: [each for each in rows if each[0] in chosen] for split, rows in planted.FAULTS.items()}
+    files, _ = planted.write(tmp_path, faults)
+    options = (*files, "--max-steps", "1", "--eval-every", "off", "--save-every", "off")
+    run = accel_sft("planted", *options, environment={"PYTHONPATH": str(site)}, run_dir=tmp_path / "run")
+    assert run.status == 0, run.output
+    warned = {match[1]: match[2] for match in re.finditer(r"warning (D\d+): validation: (\d+) row", run.output)}
+    assert warned == {"D404": "1", "D406": "1"}
+    assert "accel-sft check planted" in run.output
+
+
+HOSTILE = '<script>alert("x")</script>'
+
+
+def test_the_page_is_whole_and_what_comes_from_the_data_is_escaped(site, model, tmp_path):
+    faults = {"train": [*planted.FAULTS["train"], ("D401", planted.row("What is 1 and 1?", "2"))]}
+    files, _ = planted.write(tmp_path, faults)
+    train = Path(files[1])
+    train.write_text(planted.row("Who?", f"{HOSTILE} ") + "\n" + train.read_text())
+    page = tmp_path / "page.html"
+    check(site, *files, "--html", page, model=model)
+    text = page.read_text(encoding="utf-8")
+    assert "&lt;script&gt;" in text
+    assert "<script" not in text
+    assert not re.search(r"(src|href)=|url\(|@import|https?://", text)
+    assert {code for code, _ in planted.FAULTS["train"]} <= set(re.findall(r"D\d\d\d", text))
+
+
+def test_check_is_for_one_process(site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    run = check(site, *files, model=model, environment={"LOCAL_RANK": "0"})
+    assert run.status == 1
+    assert "without accelerate launch" in run.output
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("What is 5?", "what  is 5", True),
+        ("“5=”", "5=", True),
+        ("1.5 = ", "15 =", False),
+        ("-5=", "5=", False),
+        ("a+b", "a-b", False),
+        ("什么是5？", "什么是5", True),
+    ],
+)
+def test_texts_are_the_same_but_for_case_white_space_and_punctuation(one, other, same):
+    assert (normalised(one) == normalised(other)) is same
+
+
+@pytest.mark.parametrize(
+    ("text", "damaged"),
+    [
+        ("caf\ufffd", True),
+        ("cafÃ©", True),
+        ("don’t", False),
+        ("donâ€™t", True),
+        ("Ärger, São, Âge", False),
+        ("a\x07", True),
+    ],
+)
+def test_what_a_wrong_encoding_leaves_behind_is_seen(text, damaged):
+    assert bool(DAMAGED.search(text)) is damaged
+
+
+def test_the_documentation_lists_every_code_with_its_grade():
+    text = (ROOT / "docs" / "check.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| `(D\d+)` \| (\w+)", text, flags=re.M))
+    assert listed == {code: about.grade for code, about in CODES.items()}
+    assert set(listed.values()) == set(GRADES)
+
+
+def test_hashes_of_rows_in_arrays_tell_prompts_and_rows_apart(tmp_path):
+    from accel_sft.checking.tokens import token_facts
+    from accel_sft.data.chat import Encoded, Encoding
+    from accel_sft.data.token_store import TokenStore, merge, write_part
+
+    class Special:
+        bos_token_id, unk_token_id, pad_token_id = 1, 9, 0
+
+    rows = [([1, 5, 6, 2], 2), ([1, 5, 6, 2], 2), ([1, 5, 7, 2], 2), ([1, 1, 6, 2], 2), ([1, 5, 9, 6], 3)]
+    kept = [Encoded(number, ids, prompt) for number, (ids, prompt) in enumerate(rows)]
+    write_part(tmp_path / "part", [Encoding("train", kept)], "train")
+    fingerprint = merge([tmp_path / "part"], tmp_path / "tokens.arrow")
+    facts = token_facts(TokenStore(tmp_path / "tokens.arrow", fingerprint), Special, frozenset({2}))
+    assert len(np.unique(facts.rows)) == 4
+    assert len(np.unique(facts.prompts)) == 3
+    assert facts.bos_twice.tolist() == [False, False, False, True, False]
+    assert facts.unknown.tolist() == [False, False, False, False, True]
+    assert facts.ends.tolist() == [True, True, True, True, False]
