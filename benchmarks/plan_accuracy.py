@@ -49,6 +49,7 @@ FITTED = [
     (20, "z3_offload", "none", "short"),
     (200, "z2", "lora", "short"),
     (200, "z2", "none", "short"),
+    (200, "z3", "lora", "short"),
 ]
 HELD_OUT = [
     (20, "z1", "none", "long"),
@@ -57,7 +58,6 @@ HELD_OUT = [
     (110, "ddp", "lora", "short"),
     (110, "z2_offload", "none", "short"),
     (110, "z3", "none", "short"),
-    (200, "z3", "lora", "short"),
     (200, "ddp", "none", "short"),
     (200, "z0", "none", "short"),
     (200, "z3_offload", "none", "short"),

@@ -22,7 +22,7 @@ from accel_sft.planning.activations import block_bytes
 from accel_sft.planning.estimate import COMPONENTS, PHASES, totals
 from accel_sft.planning.families import FAMILIES, count
 from accel_sft.planning.job import Job
-from accel_sft.planning.machine import GIB, Machine
+from accel_sft.planning.machine import GIB, Machine, machine
 from accel_sft.planning.shape import GROUPS
 from accel_sft.planning.source import on_meta_device, read_shape, stored_parameters
 from accel_sft.planning.speed import speed
@@ -376,6 +376,16 @@ def test_bad_input_is_one_line(models, arguments, message):
     assert done.status != 0
     assert message in done.output
     assert "Traceback" not in done.output
+
+
+def test_gpus_of_unknown_memory_are_asked_for(models, monkeypatch):
+    monkeypatch.setattr("accel_sft.planning.machine._gpus", list)
+    with pytest.raises(UserError, match="--gpu-memory: give the GiB of one GPU"):
+        machine(2, None, 64)
+    assert machine(None, None, 64) == Machine(0, None, 64 * GIB)
+    assert machine(None, 24, 64) == Machine(1, 24 * GIB, 64 * GIB)
+    monkeypatch.setattr("accel_sft.planning.machine._gpus", lambda: [80 * GIB, 40 * GIB])
+    assert machine(None, None, 64) == Machine(2, 40 * GIB, 64 * GIB)
 
 
 def test_without_a_gpu_ranks_are_planned_in_host_memory(models):

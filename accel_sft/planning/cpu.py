@@ -32,9 +32,9 @@ KEPT_ADAPTER = {
     0: (0.06, 0.4),
     1: (0.11, 0.45),
     2: (0.11, 0.45),
-    3: (0.20, 8.0),
+    3: (0.50, 2.7),
     "offload": (0.11, 0.45),
-    "offload 3": (0.18, 6.7),
+    "offload 3": (0.42, 2.4),
 }
 """What heap and collectives keep, in GiB, and in bytes of a parameter, trained in full or frozen below an adapter:
 DDP's first buckets once it has ordered them anew, weights from before they were flattened or sharded, gathered ones,

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from accel_sft.api.errors import UserError
 from accel_sft.launch import host_memory
 
 GIB = 2**30
@@ -13,7 +14,7 @@ class Machine:
 
     Attributes:
         gpus: 0: ranks train on the CPU.
-        gpu_bytes: of one GPU; None: not known.
+        gpu_bytes: of one GPU; None without one.
         host_bytes: of memory that training may take.
     """
 
@@ -26,18 +27,23 @@ class Machine:
         host = f"{self.host_bytes / GIB:.0f} GiB of host memory"
         if not self.gpus:
             return f"no GPU, {host}"
-        size = "of unknown memory" if self.gpu_bytes is None else f"of {self.gpu_bytes / GIB:.0f} GiB"
-        return f"{self.gpus} GPU{'s' * (self.gpus > 1)} {size}, {host}"
+        return f"{self.gpus} GPU{'s' * (self.gpus > 1)} of {(self.gpu_bytes or 0) / GIB:.0f} GiB, {host}"
 
 
 def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> Machine:
     """What the user gave, and of this machine what they did not: its GPUs as NVIDIA's driver names them, its free host
-    memory within the limits of containers."""
+    memory within the limits of containers.
+
+    Raises:
+        UserError: how much memory the GPUs have is not known.
+    """
     sizes = _gpus() if gpus is None or (gpus and gpu_gib is None) else []
     count = len(sizes) if gpus is None else gpus
     if gpus is None and gpu_gib is not None and not sizes:
         count = 1
     smallest = min(sizes, default=None)
+    if count and gpu_gib is None and smallest is None:
+        raise UserError("--gpu-memory: give the GiB of one GPU, as this machine has none to ask")
     return Machine(
         gpus=count,
         gpu_bytes=smallest if gpu_gib is None else gpu_gib * GIB,
