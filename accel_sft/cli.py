@@ -15,6 +15,7 @@ from accel_sft.api.task import Task
 from accel_sft.cli_compare import CompareCommand
 from accel_sft.cli_options import NAMES_A_FILE, USUAL
 from accel_sft.cli_task import TaskCommand
+from accel_sft.commands.doctor import doctor
 from accel_sft.commands.launch_file import launch_file
 from accel_sft.commands.new_task import new_task
 from accel_sft.commands.tasks import tasks
@@ -104,5 +105,5 @@ def compare() -> None:
     """Measure launch files and settings against each other: time, memory, loss, with every launch a real one."""
 
 
-for _tool in (new_task, tasks, launch_file):
+for _tool in (new_task, tasks, launch_file, doctor):
     cli.add_command(_tool)

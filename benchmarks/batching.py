@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -67,10 +67,10 @@ def make(folder: Path, job: str, hidden: int, layers: int) -> dict:
     return {"model": str(folder / "model"), "rows": str(folder / "rows.jsonl"), "batch": CLUENER_BATCH}
 
 
-def against_fixed(job: str, common: dict, rounds: int) -> None:
+def against_fixed(job: str, common: dict, rounds: int, layouts: Sequence[str], sizes: Sequence[int]) -> None:
     steps = CLUENER_STEPS if job == CLUENER else shapes.SHAPES[job].steps
-    sizes = [rows for rows in ROWS if rows <= common["batch"]]
-    fixed = [{"batching": layout, "micro_batch_size": str(rows)} for layout in LAYOUTS for rows in sizes]
+    sizes = [size for size in sizes if size <= common["batch"]]
+    fixed = [{"batching": layout, "micro_batch_size": str(size)} for layout in layouts for size in sizes]
     contestants = [
         Contestant(" ".join(options.values()) or "the default", sys.executable, "ours.py", options=options, **common)
         for options in ({}, *fixed)
@@ -121,9 +121,11 @@ def main() -> None:
     parser.add_argument("--job", action="append", choices=JOBS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--starts", type=int, default=0)
+    parser.add_argument("--layout", action="append", choices=LAYOUTS, help="Of the fixed batchings; may be repeated.")
+    parser.add_argument("--rows", type=int, action="append", help="In a forward of the fixed ones; may be repeated.")
     parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
-    args = smoke.parse(parser, job=["series-a"], rounds=1, hidden=64, layers=2)
+    args = smoke.parse(parser, job=["series-a"], rounds=1, layout=["shared"], rows=[16], hidden=64, layers=2)
     if args.starts:
         print("| job | same batching | what was chosen |\n|---|---|---|", flush=True)
     for job in args.job or JOBS:
@@ -132,7 +134,7 @@ def main() -> None:
             if args.starts:
                 starts(job, common, args.starts)
             else:
-                against_fixed(job, common, args.rounds)
+                against_fixed(job, common, args.rounds, args.layout or LAYOUTS, args.rows or ROWS)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import json
+import os
 
 import numpy as np
 import pytest
@@ -427,6 +428,16 @@ def test_a_runs_choice_is_kept_in_its_folder_for_its_own_job_and_launch(tmp_path
     record["layout"]["ranks"] = 2
     (tmp_path / "batching.json").write_text(json.dumps(record))
     assert choice.read(accelerator, RunDir(tmp_path), ["job"]) is None, "another launch"
+
+
+def test_a_choice_that_was_damaged_or_is_no_file_is_made_again(tmp_path):
+    accelerator, path = Accelerator(cpu=True), tmp_path / "batching.json"
+    for content in (b"{", b"[" * 100_000, b"\xff", b'{"chosen": 1e999}'):
+        path.write_bytes(content)
+        assert choice.read(accelerator, RunDir(tmp_path), ["job"]) is None
+    path.unlink()
+    os.mkfifo(path)  # to read it would wait for ever
+    assert choice.read(accelerator, RunDir(tmp_path), ["job"]) is None
 
 
 @pytest.mark.parametrize("content", ["", "[", "[]", '"text"', "{}"])

@@ -43,6 +43,7 @@ def number(cell: str) -> float:
     ("script", "heading", "rows"),
     [
         ("speed.py", "real tokens/s", {"accel_sft"}),
+        ("batching.py", "s a step", {"the default", "shared 16"}),
         ("precision.py", "real tokens/s", {"fp32", "bf16, ZeRO-2"}),
         ("generation.py", "answers/s", {"accel_sft", "`generate`, 64 rows"}),
         ("checkpoint.py", "GiB", {"by parameter", "save_state"}),

@@ -105,7 +105,7 @@ def test_empty_answers_are_left_out_by_name(tokenizer):
 def test_an_answer_of_which_no_token_is_left_is_left_out_by_name(tokenizer):
     class Unseen(Sums):
         def messages(self, example):
-            return [{"role": "user", "content": ""}] if example == 24 else super().messages(example)
+            return [{"role": "user", "content": self.asked}] if example == 24 else super().messages(example)
 
         def target(self, example):
             return "\u200b" if example == 24 else super().target(example)
@@ -117,9 +117,10 @@ def test_an_answer_of_which_no_token_is_left_is_left_out_by_name(tokenizer):
     bare = copy.deepcopy(tokenizer)
     bare.backend_tokenizer.normalizer = normalizers.Replace("\u200b", "")
     bare.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    result = encoded(bare, task=Unseen())  # one end-of-turn token after no prompt
-    assert result.left_out == {"left out: the tokenizer leaves nothing of the answer to learn": [0]}
-    assert [e.index for e in result.kept] == [1]
+    for Unseen.asked in ("", "24="):  # one end-of-turn token, after no prompt or after one
+        result = encoded(bare, task=Unseen())
+        assert result.left_out == {"left out: the tokenizer leaves nothing of the answer to learn": [0]}
+        assert [e.index for e in result.kept] == [1]
 
 
 @pytest.mark.parametrize(

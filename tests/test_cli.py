@@ -1,6 +1,7 @@
 """The command line: names from metadata, options from fields, all problems at once, and how a failure ends."""
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import types
 from pathlib import Path
 
 import click
+import click.testing
 import pytest
 from fake_plugins import GOOD, accel_sft, install, only_plugins_of
 
@@ -18,6 +20,7 @@ from accel_sft.api import registry
 from accel_sft.api.config import EvaluateConfig, TrainConfig
 from accel_sft.api.options import settings
 from accel_sft.cli import cli
+from accel_sft.io import terminal
 
 LAUNCH_FILES = Path(__file__).parent.parent / "accelerate_configs"
 
@@ -117,6 +120,19 @@ def test_tasks_lists_good_and_broken_ones_and_succeeds(run, site):
     assert lines["good"].split(maxsplit=4)[1:] == ["accel-sft-good", "1.2", "ok", "Repeat the number."]
     assert lines["bad"].split()[1:4] == ["p-bad", "0.7", "broken"]
     assert "task 'bad' (p_bad:Good, p-bad 0.7): cannot be imported: ModuleNotFoundError" in result.stdout
+
+
+def test_tasks_fit_the_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(terminal, "terminal", Terminal)
+    result = click.testing.CliRunner().invoke(cli, ["tasks"])
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.output.splitlines())) <= 60
+    assert "  ok  Split a number" in result.output
 
 
 def test_a_broken_task_fails_alone_and_says_why(run, site):

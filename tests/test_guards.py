@@ -32,10 +32,11 @@ from accel_sft.commands.train import _explained
 from accel_sft.data.conversation import read_split
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.evaluation.generate import Generator
-from accel_sft.evaluation.scoring import check_scoring
+from accel_sft.evaluation.scoring import check_scoring, scored
 from accel_sft.io import lock
 from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import RunDir
+from accel_sft.resilience.signals import StopSignals
 from accel_sft.training import claim
 
 
@@ -126,6 +127,15 @@ def test_a_task_that_cannot_be_scored_is_refused_before_anything_is_made(tmp_pat
     assert run.status == 1
     assert f"Error: {told}" in run.output
     assert not (tmp_path / "run" / "base").exists()
+
+
+def test_a_row_that_cannot_be_read_again_is_not_blamed_on_the_score():
+    class Gone(list):
+        def __getitem__(self, index):
+            raise OSError("stale file handle")
+
+    with pytest.raises(UserError, match="validation example 0: the task's dataset failed: OSError: stale file handle"):
+        scored(Sums(), Gone([40]), 0, "")
 
 
 def test_metrics_that_need_many_scores_are_left_to_the_first_evaluation():
@@ -415,7 +425,7 @@ def test_a_full_disk_is_named_with_the_way_out(tmp_path, size, told):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_write_that_the_disk_refuses_is_told_with_the_way_out(tmp_path, number):
-    error = _explained(RunDir(tmp_path), OSError(number, os.strerror(number), "model.safetensors"))
+    error = _explained(RunDir(tmp_path), StopSignals(), OSError(number, os.strerror(number), "model.safetensors"))
     assert isinstance(error, UserError)
     assert "then go on with --resume auto" in str(error)
 

@@ -23,8 +23,10 @@ MAY_IMPORT = {
     "resilience": "api io launch",
     "checkpoint": "api io launch resilience",
     "training": "api io launch data models batching tracking evaluation resilience checkpoint",
+    "diagnosis": "api io launch data",
     "comparison": "api io launch tracking",
-    "commands": "api io launch data models batching tracking evaluation resilience checkpoint training comparison",
+    "commands": "api io launch data models batching tracking evaluation resilience checkpoint training diagnosis "
+    "comparison",
 }
 ROOT = {"__init__", "__main__", "cli", "cli_compare", "cli_options", "cli_task"}
 """Modules outside the packages. They import from all of these, those with torch inside functions only."""
@@ -51,10 +53,12 @@ NO_TORCH = (
     "accel_sft.models.tiny",
     "accel_sft.cli",
     "accel_sft.commands.compare",
+    "accel_sft.commands.doctor",
     "accel_sft.commands.launch_file",
     "accel_sft.commands.new_task",
     "accel_sft.commands.tasks",
     "accel_sft.resilience.exit",
+    "accel_sft.diagnosis.checks",
     "accel_sft.launch.audit",
     "accel_sft.launch.info",
     "accel_sft.launch.rank_environment",
@@ -155,6 +159,7 @@ COMMANDS = {
     "version": ("--version", {}, "accel-sft, version"),
     "tasks": ("tasks", {}, "quick"),
     "launch-file": ("launch-file z2", {}, "zero_stage: 2"),
+    "help of doctor": ("doctor --help", {}, "--build"),
     "help of a task": ("quick --help", {}, "--learning-rate"),
     "help of evaluate": ("evaluate --help", {}, "quick"),
     "completion": ("", {**BASH, "COMP_WORDS": "accel-sft q", "COMP_CWORD": "1"}, "plain,quick"),

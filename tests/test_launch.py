@@ -321,6 +321,12 @@ def test_a_launch_from_its_yaml_needs_no_torch():
     assert (stdout, stderr) == ("cpu\n", "")
 
 
+def test_a_json_decides_no_precision_that_deepspeed_does_not_know():
+    json_content = {"fp8": {"enabled": False}}
+    launch = Launch({}, None, "", {}, Path("ds.json"), json_content, {"ACCELERATE_MIXED_PRECISION": "fp8"})
+    assert launch.precision[0] == "fp8"
+
+
 def test_command_line_wins(tmp_path, built):
     path = written(tmp_path, Z2)
     launch = seen_by_a_rank(path, "--mixed_precision", "no", "--num_processes", "1")
@@ -497,7 +503,7 @@ def test_of_the_operators_on_gpus_only_that_of_the_disk_needs_the_cuda_toolkit(
 
 
 def test_a_gpu_that_torch_does_not_see_is_an_error_unless_it_is_hidden_on_purpose(tmp_path, built, monkeypatch):
-    monkeypatch.setattr(auditing, "_NVIDIA", tmp_path)
+    monkeypatch.setattr(auditing, "NVIDIA", tmp_path)
     launch = seen_by_a_rank(written(tmp_path, DDP))
     assert "sees none of this machine's NVIDIA GPUs" in "\n".join(lines(audit(TrainConfig(), launch, 0), "error"))
     assert not lines(audit(TrainConfig(), launch, 2), "error")
@@ -773,6 +779,16 @@ def test_the_command_that_continues_a_run_is_the_one_that_began_it(launcher, typ
     monkeypatch.setattr(describe, "launcher_command", lambda: (launcher, Path()))
     monkeypatch.setattr(sys, "orig_argv", typed)
     assert describe.resume_command(Path.cwd() / "a", TrainConfig(**settings)) == expected
+
+
+@pytest.mark.parametrize(("activated", "expected"), [(True, "accelerate"), (False, "{scripts}/accelerate")])
+def test_the_command_that_continues_a_run_works_in_the_shell_that_began_it(activated, expected, monkeypatch):
+    scripts = sysconfig.get_path("scripts")
+    path = [scripts, *([scripts] if activated else []), "/usr/bin"]  # the first by `prepare_environment`
+    monkeypatch.setenv("PATH", os.pathsep.join(path))
+    monkeypatch.setattr(describe, "launcher_command", lambda: ([f"{scripts}/accelerate", "launch"], Path()))
+    command = describe.resume_command(Path.cwd() / "a", TrainConfig(output_dir="a"))
+    assert command == expected.format(scripts=scripts) + " launch --resume auto"
 
 
 def test_ranks_that_would_train_alone_are_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import architectures
 import pytest
@@ -19,7 +20,7 @@ from accel_sft.batching.forward_layouts import LAYOUTS
 from accel_sft.batching.verify import _layouts_for
 from accel_sft.checkpoint import checkpoint
 from accel_sft.models.architecture import limited_layers
-from accel_sft.models.load import load_model
+from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
 from accel_sft.models.pretrained import processor_files
 from accel_sft.models.source import find_source
 
@@ -213,3 +214,55 @@ def test_a_token_beyond_the_models_vocabulary_is_refused_in_a_line(made, tmp_pat
     assert run.status == 1
     assert "and the model's vocabulary ends at 255; use the tokenizer" in run.output
     assert "Traceback" not in run.output
+
+
+def test_weights_that_the_configuration_does_not_describe_are_told(made, tmp_path):
+    lines = []
+    loaded(changed(made("llama"), tmp_path / "fewer", lambda weights: None, num_hidden_layers=3), lines)
+    assert len(lines) == 1
+    assert "not loaded, as config.json describes no such weights: 9 in its files (model.layers.3." in lines[0]
+
+
+BROKEN = {
+    "a number's name": ("config.json", '{"model_type": "llama", "hidden_size": "big"}', "expected int, got str"),
+    "a list": ("config.json", "[]", "must be a mapping, not list"),
+    "nested": ("config.json", "[" * 100_000, "RecursionError"),
+    "weights": ("pytorch_model.bin", "PK\x03\x04 and no more", "cannot be loaded"),
+    "tokenizer settings": ("tokenizer_config.json", "[]", "'list' object has no attribute"),
+    "a template": ("tokenizer_config.json", '{"chat_template": 5, "eos_token": "<|im_end|>"}', "chat template is int"),
+    "generation": ("generation_config.json", "{", "not a valid JSON file"),
+    "generation list": ("generation_config.json", "[1]", "cannot be loaded"),
+    "an end": ("generation_config.json", '{"eos_token_id": "x"}', "generation_config.json: eos_token_id 'x' is no num"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "told"), BROKEN.values(), ids=BROKEN)
+def test_files_of_a_model_that_are_broken_are_told_in_a_line(made, tmp_path, name, content, told):
+    folder = tmp_path / "broken"
+    shutil.copytree(made("llama"), folder)
+    if "template" in content:
+        (folder / "chat_template.jinja").unlink()
+    if name.endswith(".bin"):
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_text(content)
+    config = TrainConfig(model=str(folder)).resolved({})
+
+    def load():
+        source = find_source(config)
+        encoding_rules(load_tokenizer(source, config), source, config)
+        loaded(folder)
+
+    with pytest.raises(UserError) as raised:
+        load()
+    (line,) = raised.value.problems
+    assert told in line
+    assert "\n" not in line
+
+
+def test_a_tokenizer_without_its_vocabulary_is_refused(made, tmp_path):
+    folder = tmp_path / "empty"
+    shutil.copytree(made("llama"), folder)
+    (folder / "tokenizer.json").unlink()
+    config = TrainConfig(model=str(folder)).resolved({})
+    with pytest.raises(UserError, match=r"its tokenizer has no vocabulary; is its tokenizer\.json there"):
+        load_tokenizer(find_source(config), config)

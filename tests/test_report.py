@@ -12,7 +12,8 @@ import yaml
 from rich.cells import cell_len
 from rich.console import Console
 
-from accel_sft.io.files import write_atomically
+from accel_sft import UserError
+from accel_sft.io.files import write_atomically, write_json_lines
 from accel_sft.io.run_dir import RunDir
 from accel_sft.tracking.model_card import model_card
 from accel_sft.tracking.report import comparison_rows, print_report, render_report, write_report
@@ -52,6 +53,24 @@ def test_the_result_is_json_whatever_the_numbers(tmp_path):
     assert json.loads(path.read_text()) == {"status": "finished", "before": {"eval_loss": None}, "list": [None, 1.5]}
 
 
+@pytest.mark.parametrize("text", ["a\u2028b", "a\u2029b", "a\x85b", "a\x0c\x1e\r\nb", ""])
+def test_answers_are_read_as_they_were_written(tmp_path, text):
+    run_dir, rows = RunDir(tmp_path), [sample(0, text), sample(1, "2 + 3")]
+    run_dir.samples.mkdir()
+    write_json_lines(run_dir.answers(4), rows)
+    assert run_dir.read_samples(4) == rows
+    assert run_dir.read_samples(8) == []
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\n", b"[" * 100_000])
+def test_answers_that_were_damaged_are_told_in_a_line(tmp_path, content):
+    run_dir = RunDir(tmp_path)
+    run_dir.samples.mkdir()
+    run_dir.answers(4).write_bytes(content)
+    with pytest.raises(UserError, match=r"step-000004.jsonl: cannot be read .*; take it away, and go on with --resume"):
+        run_dir.read_samples(4)
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "result.json"
     write_atomically(path, "old")
@@ -67,6 +86,20 @@ def test_metrics_come_first_then_loss_then_costs():
         ("time for all answers (s)", "19.7", "29.55", ""),  # of a moment of the process, not of a model
         ("generated tokens/s", "20.3", "12.1", ""),
     ]
+
+
+def test_a_run_s_report_tells_how_it_was_launched_and_what_is_not_at_its_default(tmp_path):
+    launch = {"yaml_path": "a/z2.yaml", "backend": "deepspeed", "zero_stage": 2, "processes": 2, "machines": 1}
+    config = {"seed": 42, "adapter": "lora", "thinking": "off"}
+    record = {"task": "math", "config": config, "task_options": {"max_number": 300, "train_file": None}}
+    record |= {"launch": {**launch, "precision": "bf16", "device": "cpu"}, "data": {"train examples": 1200}}
+    RunDir(tmp_path).record.write_text(json.dumps(record))
+    page = write_report(RunDir(tmp_path), RESULT, [], []).read_text()
+    assert "| launch | z2.yaml, deepspeed stage 2, 2 process(es) on 1 machine(s), cpu, bf16 |" in page
+    assert "| data | 1,200 train examples |" in page
+    assert "| --adapter | lora |\n| --max-number | 300 |" in page.replace("| --thinking | off |\n", "")
+    assert "--seed" not in page
+    assert "--train-file" not in page
 
 
 def test_what_one_side_lacks_is_an_empty_cell():

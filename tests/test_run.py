@@ -319,6 +319,19 @@ def test_evaluate_alone_gives_the_runs_numbers(launched, tmp_path):
     assert "load_peak_host_memory_gib" in alone.result()["after"]
 
 
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [
+        (["--model", "tiny"], "--model: name what to evaluate"),
+        (["--model", "r", "--base", "tiny"], "--base tiny: the built-in model is made for a run"),
+    ],
+)
+def test_evaluate_needs_weights_that_exist(models, said):
+    run = accel_sft("evaluate", "math", *models)
+    assert run.status == 1
+    assert f"Error: {said}" in run.output
+
+
 def test_dry_run_stops_before_anything_is_made(tmp_path):
     run = accel_sft(*JOB, "--dry-run", yaml="z3", run_dir=tmp_path / "run")
     assert run.status == 0, run.output

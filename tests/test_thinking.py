@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from accelerate import Accelerator
 from conftest import accel_sft, stopped
+from fake_plugins import GOOD, install
 from families import FAMILIES
 from models import Sums, encode, make_tiny
 from test_templates import Answered, by_characters
@@ -29,6 +30,7 @@ from accel_sft.data.rendering import Rendering
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.evaluator import Evaluator
+from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.models.load import load_tokenizer
 from accel_sft.models.source import Source
 
@@ -130,7 +132,14 @@ def test_every_family_learns_the_targets_thinking_and_scores_the_answer_alone(an
         assert text.count("</think>") <= 1
     evaluation = scored(own, encoding, THOUGHTS, learnt(encoding), "keep")
     assert [sample["generated"] for sample in evaluation.samples] == ["odd", "<b>odd</b>"]
+    assert [sample["expected"] for sample in evaluation.samples] == ["odd", "<b>odd</b>"]
     assert evaluation.metrics["right"] == 1.0
+
+
+def test_a_task_is_tried_on_targets_without_the_thinking_that_is_kept():
+    check_scoring(Says(), THOUGHTS, "keep")
+    with pytest.raises(UserError, match=r"score\(\) failed on '<think>two"):
+        check_scoring(Says(), THOUGHTS, "template")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -146,6 +155,34 @@ def test_thinking_without_an_end_scores_as_nothing(tokenizer, name):
 JOB = ("--max-steps", "6", "--global-batch-size", "8", "--train-examples", "24", "--validation-examples", "5")
 JOB += ("--learning-rate", "1e-3", "--save-every", "3", "--keep-checkpoints", "5", "--eval-every", "3", "--seed", "5")
 JOB += ("--max-length", "256", "--micro-batch-size", "4", "--batching", "padded")
+
+
+THINKS = GOOD.replace("return str(example)", "return f'<think>{example}?</think>{example}'").replace(
+    'return {"accuracy"', 'assert "think" not in text\n        return {"accuracy"'
+)
+
+
+def test_thinking_in_targets_is_trained_evaluated_and_generated_with(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "model")
+    own, _ = of_family(AutoTokenizer.from_pretrained(tiny), "Qwen2.5")
+    own.save_pretrained(tmp_path / "model")
+    (tmp_path / "site").mkdir()
+    install(tmp_path / "site", "accel-sft-good", "good = accel_sft_good:Good", THINKS)
+    plugin, size = {"PYTHONPATH": str(tmp_path / "site")}, ("--size", "4")
+    job = ("good", *size, "--thinking", "keep", "--model", str(tmp_path / "model"), "--max-steps", "60")
+    job += ("--global-batch-size", "4", "--learning-rate", "1e-2", "--eval-every", "60")
+    run = accel_sft(*job, run_dir=tmp_path / "run", environment=plugin)
+    assert run.status == 0, run.output
+    after = run.result()["after"]
+    assert after["accuracy"] == 1.0
+    command = ("evaluate", "good", *size, "--model", str(run.run_dir))
+    evaluated = accel_sft(*command, run_dir=tmp_path / "own", environment=plugin)
+    assert evaluated.status == 0, evaluated.output
+    assert evaluated.result()["after"]["accuracy"] == 1.0
+    assert evaluated.result()["after"]["eval_loss"] == pytest.approx(after["eval_loss"], rel=1e-4)
+    lines = re.search(r"```python\n(.*?)```", (run.run_dir / "final" / "README.md").read_text(), re.S)[1]
+    done = subprocess.run([sys.executable, "-c", lines], cwd=run.run_dir / "final", capture_output=True, text=True)
+    assert re.fullmatch(r"<think>(\d)\?</think>\1", done.stdout.strip()), done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")

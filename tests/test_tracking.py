@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
@@ -205,10 +206,11 @@ def test_a_resumed_run_has_no_doubled_points(tracked, capsys):
             tracker.evaluation(step, {"eval_loss": 1.0, "accuracy": 0.1}, SAMPLES)
     tracker.close()
     with open(tracker.run_dir.path / "metrics.jsonl", "a") as file:
+        file.write("[" * 100_000 + "\n")
         file.write('{"step": 11, "lo')  # as a machine that lost power leaves it
     resumed = tracked()
     resumed.rewind(6)
-    assert "1 unreadable line" in capsys.readouterr().out
+    assert "2 unreadable line" in capsys.readouterr().out
     for step in range(7, 11):
         resumed.step(record(step, loss=-1.0))
     resumed.evaluation(8, {"eval_loss": 2.0, "accuracy": 0.9}, SAMPLES)
@@ -412,6 +414,34 @@ def test_means_and_peaks_of_a_rank_are_those_of_its_samples_after_the_first():
     assert first["mean"] == {"cpu_percent": 150.0, "process_memory_gib": 1.5, "host_memory_gib": 7.0}
     assert first["peak"]["process_memory_gib"] == 2.0
     assert second["peak"]["gpu_memory_gib"] == 3.0
+
+
+class Driver:
+    """NVML as of a MIG slice: it knows the memory in use and no utilisation, until it fails."""
+
+    NVMLError = RuntimeError
+    failed = False
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        if self.failed:
+            raise RuntimeError("Driver/library version mismatch")
+        return types.SimpleNamespace(used=2**30)
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        raise RuntimeError("Not Supported")
+
+
+def test_a_gpu_that_cannot_be_read_any_more_is_told_once(tracked, capsys):
+    tracker, driver = tracked(), Driver()
+    sampler = tracker._system
+    sampler._nvml, sampler._seconds_between = (driver, None), 0.0
+    assert tracker.system()[5] == 1.0
+    assert "no GPU curves" not in capsys.readouterr().out
+    driver.failed = True
+    for _ in range(2):
+        assert math.isnan(tracker.system()[5])
+    told = capsys.readouterr().out
+    assert told.count("no GPU curves from here on: NVML says Driver/library version mismatch") == 1
 
 
 def test_the_peak_is_this_process_own(tracked):

@@ -55,8 +55,9 @@ def read(accelerator: Accelerator, run_dir: RunDir, job: list[Any]) -> dict[str,
 
     def found() -> dict[str, Any] | None:
         try:
-            record = json.loads(run_dir.batching.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # not there, or broken: the choice is made again, and its line shown
+            text = run_dir.batching.read_text(encoding="utf-8") if run_dir.batching.is_file() else "null"
+            record = json.loads(text)
+        except (OSError, ValueError, RecursionError):  # broken: the choice is made again, and its line shown
             return None
         here = {"layout": parallelism(accelerator), "job": job}
         return record if isinstance(record, dict) and here.items() <= record.items() else None

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from accel_sft.api.config import EvaluateConfig, TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.batching.autotune import Trial
 from accel_sft.data.conversation import read_split
@@ -29,7 +28,6 @@ from accel_sft.io.text import printable
 from accel_sft.launch.accelerator import shard_for_evaluation
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, largest
 from accel_sft.launch.info import device_count
-from accel_sft.launch.recordable import recordable
 from accel_sft.launch.start import start
 from accel_sft.models.source import Source, find_source
 from accel_sft.resilience.exit import leave_together
@@ -47,6 +45,11 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     """
     if config.model == "tiny":
         raise UserError("--model: name what to evaluate: a run's folder, saved weights, an adapter or a hub id")
+    if config.base == "tiny" and not Path("tiny").exists():
+        raise UserError(
+            "--base tiny: the built-in model is made for a run, from the task's text; name the run's folder base/, "
+            "which holds it as it was before training"
+        )
     if trained := RunDir.record_around(config.model):  # as it was trained and evaluated, unless asked otherwise
         own = {"max_length": trained["config"].get("max_length")}
         own["max_new_tokens"] = trained["config"].get("max_new_tokens") or trained.get("max_new_tokens")
@@ -63,7 +66,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     for source in sources if config.generate_with == "vllm" else ():
         vllm.check(source)
     with Watchdog(config.hang_timeout) as watch:
-        accelerator = start(config, train=False)
+        accelerator = start(config, task, train=False)
         if config.generate_with == "vllm":
             decided_by_main(accelerator, vllm.find_python)
         if config.dry_run:
@@ -71,7 +74,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
         day = decided_by_main(accelerator, lambda: config.template_date or time.strftime("%Y-%m-%d"))
         config = dataclasses.replace(config, template_date=day)
         if accelerator.is_main_process:
-            for line in (*_options(task), *_differences(config.model, task_name, accelerator.mixed_precision)):
+            for line in _differences(config.model, task_name, accelerator.mixed_precision):
                 print(terminal.wrapped(printable(line)), file=terminal.terminal())
         if config.output_dir:
             decided_by_main(accelerator, lambda: _claim(Path(config.output_dir)))
@@ -124,13 +127,6 @@ def _precision_of(run: Mapping[str, Any]) -> str | None:
     return found if found in ("no", "bf16", "fp16") else None
 
 
-def _options(task: Task) -> list[str]:
-    """A line with the task's settings that differ from its defaults; a run's settings count as given."""
-    mine = [setting for setting in settings(type(task)) if getattr(task, setting.name) != setting.default]
-    values = recordable({setting.name: getattr(task, setting.name) for setting in mine})
-    return ["task      " + ", ".join(f"{s.flag[2:]} {values[s.name]}" for s in mine)] if mine else []
-
-
 def _differences(model: str, task_name: str, precision: str) -> list[str]:
     """Notes on how this evaluation differs from the one that the run made of itself."""
     if (run := RunDir.record_around(model)) is None:
@@ -142,8 +138,7 @@ def _differences(model: str, task_name: str, precision: str) -> list[str]:
         before, now = ("float32" if name == "no" else name for name in (trained, precision))
         found.append(
             f"note: the run computed in {before}, this evaluation does in {now} and may answer differently; for "
-            f"the run's own numbers: accelerate launch --mixed_precision {trained} "
-            "--num_processes 1 -m accel_sft evaluate ..."
+            f"the run's own numbers start it without accelerate launch, or with its --mixed_precision {trained}"
         )
     return found
 
@@ -161,7 +156,7 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, source: 
     """Load a model, evaluate it, and free it. ZeRO-3 and FSDP shard it; otherwise every rank has all of it."""
     reset_peak_memory(accelerator.device)
     examples = read_split(task, "validation")
-    by_each_rank(lambda: check_scoring(task, examples))
+    by_each_rank(lambda: check_scoring(task, examples, config.thinking))
     assembly = Assembly(accelerator, task, config, source)
     encoding = assembly.encode(examples, "validation")
     if accelerator.is_main_process:

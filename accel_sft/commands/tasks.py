@@ -4,6 +4,7 @@ import click
 
 from accel_sft.api import registry
 from accel_sft.api.errors import UserError
+from accel_sft.io.terminal import wrapped
 
 
 @click.command()
@@ -22,7 +23,8 @@ def tasks() -> None:
         rows.append((plugin.name, f"{plugin.distribution} {plugin.version}", status, summary))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        click.echo(wrapped(line, indent=sum(widths[:-1]) + 2 * len(widths[:-1])))
     if broken:
         click.echo("\nBroken, and why:")
-        click.echo("\n".join(f"  {line}" for line in broken))
+        click.echo("\n".join(wrapped(f"  {line}") for line in broken))

@@ -16,10 +16,11 @@ from accel_sft.batching.memory import out_of_memory
 from accel_sft.io import terminal
 from accel_sft.io.lock import release
 from accel_sft.io.run_dir import RunDir
+from accel_sft.launch.describe import resume_command
 from accel_sft.launch.start import start
 from accel_sft.models.source import is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS
-from accel_sft.resilience.exit import leave_together, lost_peers
+from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.signals import Interruption, StopSignals
 from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tracking.tracker import Tracker
@@ -47,7 +48,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
     with StopSignals() as signals, contextlib.ExitStack() as at_end:
         at_end.callback(release)
         with Watchdog(config.hang_timeout):
-            accelerator = start(config)
+            accelerator = start(config, task)
             if config.dry_run:
                 return
             run_dir, config, finished = claim_run_dir(accelerator, task_name, task, config)
@@ -55,7 +56,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
             accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir.report}")
             return
         accelerator.print(terminal.wrapped(f"folder    {run_dir}", 10))
-        signals.run_dir = run_dir
+        signals.run_dir, signals.to_continue = run_dir, resume_command(run_dir.path, config)
         watch, log = Watchdog(config.hang_timeout, run_dir), run_dir.log(accelerator.process_index)
         with _ending(accelerator, run_dir, config, signals), terminal.quiet(log, config.debug), watch:
             prepared = prepare_data(accelerator, run_dir, task, config)
@@ -81,7 +82,7 @@ def _ending(accelerator: Accelerator, run_dir: RunDir, config: TrainConfig, sign
         yield
     except BaseException as raised:
         signals.failing()  # ranks whose launcher is gone lose each other; their errors are no causes
-        error = _explained(run_dir, raised)
+        error = _explained(run_dir, signals, raised)
         begun = run_dir.record.exists() or config.output_dir is not None
         if not begun and isinstance(error, UserError) and accelerator.is_main_process:
             shutil.rmtree(run_dir.path, ignore_errors=True)  # nobody named it, and nothing in it is needed
@@ -93,7 +94,7 @@ def _ending(accelerator: Accelerator, run_dir: RunDir, config: TrainConfig, sign
         raise error from raised
 
 
-def _explained(run_dir: RunDir, error: BaseException) -> BaseException:
+def _explained(run_dir: RunDir, signals: StopSignals, error: BaseException) -> BaseException:
     """A UserError that says what can be done, where the cause is known; otherwise the error itself."""
     if isinstance(error, SystemExit):  # the other ranks would wait for a rank that left with status 0
         frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -101,7 +102,7 @@ def _explained(run_dir: RunDir, error: BaseException) -> BaseException:
             f"{frame.filename}:{frame.lineno}: sys.exit({error.code!r}) during the run; raise an error instead"
         )
     interrupted = isinstance(error, KeyboardInterrupt) and not isinstance(error, Interruption)
-    if interrupted and (lost := lost_peers()):
+    if interrupted and (lost := signals.lost_peers()):
         return UserError(lost)  # a launcher that misses a rank sends the others SIGTERM
     if isinstance(error, UserError) or not isinstance(error, Exception):
         return error
@@ -124,6 +125,6 @@ def _explained(run_dir: RunDir, error: BaseException) -> BaseException:
         trouble = "a file may not be that large here (`ulimit -f`, or the file system); raise the limit"
     if trouble:
         return UserError(f"{run_dir}: {trouble}, then go on with --resume auto")
-    if lost := lost_peers():  # a collective that broke cannot name them
+    if lost := signals.lost_peers():  # a collective that broke cannot name them
         return UserError(lost)
     return error

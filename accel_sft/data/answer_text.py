@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from accel_sft.data.conversation import Turns
-from accel_sft.data.form import Form, split_thinking
+from accel_sft.data.form import Form, wanted
 from accel_sft.data.rendering import Rendering
 from accel_sft.data.template import MARK
 
@@ -37,16 +37,16 @@ class AnswerText:
             answer: the generated token ids, end-of-turn included.
         """
         form = self.rendering.form(turns, "validation")
-        lead, wanted = self.rendering.lead(form), split_thinking(target)[1] if self._keeps else target
-        text = self._said(form, answer, lead, wanted)
-        if text == wanted:
+        lead, right = self.rendering.lead(form), wanted(target, self.rendering.thinking)
+        text = self._said(form, answer, lead, right)
+        if text == right:
             return text
         (example,) = self.rendering.examples([turns], [target], "validation")
         learnt = self.tokenizer(example.rest or "", add_special_tokens=False)["input_ids"]
-        expected = self._said(form, learnt, lead, wanted)
+        expected = self._said(form, learnt, lead, right)
         if not expected:  # this tokenizer decodes the lead otherwise than the template writes it: it stays in the text
-            return self._said(form, answer, "", wanted)
-        return wanted if text == expected else text
+            return self._said(form, answer, "", right)
+        return right if text == expected else text
 
     def _said(self, form: Form, answer: Sequence[int], lead: str, target: str) -> str:
         ids, tail = list(answer), form.tail

@@ -168,7 +168,7 @@ def _encode_part(rendering: Rendering, part: list[tuple[int, Turns, str]], split
                 result.left_out[rules.too_long].append(index)
                 continue
         example = Encoded(index, ids[: rules.max_length], len(prompt))
-        if not example.supervised_tokens:
+        if not (ids[len(prompt) : -1] if prompt else example.supervised_tokens):  # beside the end-of-turn token
             result.left_out["left out: the tokenizer leaves nothing of the answer to learn"].append(index)
         elif not prompt:
             result.left_out["left out: the chat template writes no prompt"].append(index)

@@ -23,6 +23,11 @@ def split_thinking(target: str) -> tuple[str | None, str]:
     return (found[1], target[found.end() :]) if found else (None, target)
 
 
+def wanted(target: str, thinking: str | None) -> str:
+    """The text that an answer is scored against under `--thinking`: of a target's thinking, keep leaves nothing."""
+    return split_thinking(target)[1] if thinking == "keep" else target
+
+
 @dataclasses.dataclass(frozen=True)
 class Form:
     """How conversations of one order of roles are given to the template, and what it writes around their answers.

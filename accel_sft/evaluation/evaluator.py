@@ -18,6 +18,7 @@ from accel_sft.batching.memory import out_of_memory
 from accel_sft.data.answer_text import AnswerText
 from accel_sft.data.chat import Encoded, end_of_turn_ids
 from accel_sft.data.conversation import conversation
+from accel_sft.data.form import wanted
 from accel_sft.data.rendering import Rendering
 from accel_sft.evaluation.backend import AnswerBackend
 from accel_sft.evaluation.generate import Generator
@@ -155,7 +156,7 @@ class Evaluator:
         return {
             "index": encoded.index,
             "prompt": "\n".join(turn["content"] for turn in turns if turn["role"] == "user"),
-            "expected": target,
+            "expected": wanted(target, self.config.thinking),
             "generated": text,
             "scores": scored(self.task, self.examples, encoded.index, text),
             "tokens": len(answer),

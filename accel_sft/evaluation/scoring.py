@@ -6,7 +6,8 @@ from typing import Any
 
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
-from accel_sft.data.conversation import conversation
+from accel_sft.data.conversation import conversation, from_task
+from accel_sft.data.form import wanted
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.tracking.report import COSTS
 
@@ -14,15 +15,17 @@ _TRIED = 8
 """Validation examples whose own targets are scored before anything is loaded."""
 
 
-def check_scoring(task: Task, examples: Sequence[Any]) -> None:
+def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = None) -> None:
     """Score the targets of the first validation examples, or a mistake in the task would end the first evaluation.
 
+    Args:
+        thinking: `--thinking`, which decides what of a target is scored.
     Raises:
         UserError: as `scored` and `aggregated`. An aggregate() that fails on so few scores is not refused: some
             metrics need more.
     """
     indices = range(min(len(examples), _TRIED))
-    targets = [conversation(task, examples, "validation", index)[1] for index in indices]
+    targets = [wanted(conversation(task, examples, "validation", index)[1], thinking) for index in indices]
     scores = [scored(task, examples, *answer) for answer in zip(indices, targets, strict=True)]
     try:
         metrics = task.aggregate(scores)
@@ -40,8 +43,9 @@ def scored(task: Task, examples: Sequence[Any], index: int, text: str) -> dict[s
         UserError: score() failed, or gave something else than a dict that JSON can hold.
     """
     where = f"validation example {index}"
+    example = from_task(f"{where}: the task's dataset failed", lambda: examples[index])
     try:
-        scores = task.score(examples[index], text)
+        scores = task.score(example, text)
     except UserError:
         raise
     except Exception as error:

@@ -129,9 +129,18 @@ class RunDir:
             return None
 
     def read_samples(self, step: int) -> list[dict[str, Any]]:
-        """The answers of the evaluation at `step`; empty if there was none."""
+        """The answers of the evaluation at `step`; empty if there was none.
+
+        Raises:
+            UserError: the file was damaged.
+        """
         path = self.answers(step)
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        try:  # not splitlines(): an answer may hold the other characters at which that breaks lines
+            return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"{path}: cannot be read ({error}); take it away, and go on with --resume auto") from None
 
 
 def _by_step(folder: Path, suffix: str) -> list[Path]:

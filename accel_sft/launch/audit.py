@@ -14,7 +14,7 @@ from accel_sft.launch.info import LEVELS, Finding, Launch, device_count, error, 
 
 _ACCELERATE = (1, 15)
 """The version of accelerate whose keys these are. A newer one may read others too."""
-_NVIDIA = Path("/dev/nvidiactl")
+NVIDIA = Path("/dev/nvidiactl")
 """There where the NVIDIA driver runs and has given this machine, or this container, a GPU."""
 _YAML_DEEPSPEED = """
     deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter
@@ -121,7 +121,7 @@ def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
         what = "ACCELERATE_USE_CPU is set: Accelerate would drop DeepSpeed in silence"
         yield error(what, "unset it; DeepSpeed finds the CPU by itself")
     hidden = launch.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or dropped or launch.yaml.get("use_cpu")
-    if not devices and not hidden and _NVIDIA.exists():
+    if not devices and not hidden and NVIDIA.exists():
         what = f"torch {importlib.metadata.version('torch')} sees none of this machine's NVIDIA GPUs"
         mend = "update the driver (nvidia-smi shows it), or install torch for it: delete .venv and run setup.sh again"
         yield error(what, f'{mend}; to train on the CPU, set CUDA_VISIBLE_DEVICES=""')

@@ -39,8 +39,13 @@ def operators(launch: Launch, devices: int) -> list[str]:
 
 
 def audit_operators(launch: Launch, devices: int) -> Iterator[Finding]:
-    """Whether this machine can compile the operators: otherwise ninja would fail minutes later."""
-    if not (needed := operators(launch, devices)):
+    """Whether this machine can compile what the launch needs: otherwise ninja would fail minutes later."""
+    yield from audit_compilers(operators(launch, devices), devices)
+
+
+def audit_compilers(needed: list[str], devices: int) -> Iterator[Finding]:
+    """What this machine lacks to compile these operators."""
+    if not needed:
         return
     here = f"DeepSpeed compiles {', '.join(needed)} here, and"
     compiler = os.environ.get("CXX", "c++")
@@ -66,33 +71,40 @@ def audit_operators(launch: Launch, devices: int) -> Iterator[Finding]:
 
 
 def audit_compilation(launch: Launch, devices: int) -> Iterator[Finding]:
-    """What this launch will wait for: operators not compiled yet, and other launches that compile them.
-
-    The lock of a compilation that was killed is removed: torch would wait for it for ever.
-    """
+    """What this launch will wait for: operators not compiled yet, and other launches that compile them."""
     uncompiled = []
     for name in operators(launch, devices):
-        lock = _library(name).with_name("lock")
-        if _abandoned(lock):
-            lock.unlink(missing_ok=True)
-            yield note(f"{lock}: a compilation of {name} was killed and left it behind", "it is removed")
-        if lock.exists() and time.time() - lock.stat().st_mtime > 60:  # younger: another rank of this launch
-            mend = "delete the file if no other launch is running"
-            yield warning(f"{lock}: another process compiles {name}; this run will wait for it", mend)
-        elif not _library(name).is_file():
+        locks = [*audit_locks(name)]
+        yield from locks
+        waits = any(finding.level == "warning" for finding in locks)
+        if not waits and not library(name).is_file():
             uncompiled.append(f"{name} ({OPERATORS[name]})")
     if uncompiled:
         what = f"DeepSpeed compiles on first use, once per machine, {', '.join(uncompiled)}"
         yield note(what, "the first run waits for it, later ones do not")
 
 
+def audit_locks(name: str) -> Iterator[Finding]:
+    """Whether another process compiles this operator.
+
+    The lock of a compilation that was killed is removed: torch would wait for it for ever.
+    """
+    lock = library(name).with_name("lock")
+    if _abandoned(lock):
+        lock.unlink(missing_ok=True)
+        yield note(f"{lock}: a compilation of {name} was killed and left it behind", "it is removed")
+    if lock.exists() and time.time() - lock.stat().st_mtime > 60:  # younger: another rank of this launch
+        mend = "delete the file if no other launch is running"
+        yield warning(f"{lock}: another process compiles {name}; this run will wait for it", mend)
+
+
 def compiling(launch: Launch, devices: int) -> contextlib.AbstractContextManager[None]:
     """Inside, DeepSpeed may compile what this launch needs and is not there yet: how long it takes is told."""
-    names = [name for name in operators(launch, devices) if not _library(name).is_file()]
+    names = [name for name in operators(launch, devices) if not library(name).is_file()]
     return waiting(f"DeepSpeed compiles {', '.join(names)}") if names else contextlib.nullcontext()
 
 
-def _library(name: str) -> Path:
+def library(name: str) -> Path:
     """The compiled operator; torch keeps it beside the lock of its compilation, in a folder that is made here."""
     from torch.utils.cpp_extension import _get_build_directory
 
@@ -117,17 +129,24 @@ def _abandoned(lock: Path) -> bool:
         time.sleep(pause)
         try:
             mine = lock.stat().st_uid == os.getuid()
-            around = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
         except OSError:  # there is no lock
             return False
-        around.sort(key=lambda part: len(part.mountpoint))
-        if not mine or not around or around[-1].fstype not in _LOCAL:
+        if not mine or not is_local(folder):
             return False
         for process in psutil.process_iter(["cwd", "open_files"]):
             opened = [file.path for file in process.info["open_files"] or []]
             if process.info["cwd"] == str(folder) or str(folder / lock.name) in opened:
                 return False
     return True
+
+
+def is_local(folder: Path) -> bool:
+    """Whether this machine alone writes the file system of this folder, as far as its type tells."""
+    import psutil
+
+    folder = folder.resolve()
+    around = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
+    return bool(around) and max(around, key=lambda part: len(part.mountpoint)).fstype in _LOCAL
 
 
 def _gcc_major(compiler: str) -> float:

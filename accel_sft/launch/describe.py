@@ -5,6 +5,7 @@ import platform
 import shlex
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,11 @@ def resume_command(run_dir: Path, config: TrainConfig) -> str:
         more += ["--output-dir", os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)]
     if "--resume auto" not in " ".join(words).replace("=", " "):
         more += ["--resume", "auto"]
-    short = Path(words[0]).name
-    return shlex.join([short if shutil.which(short) == words[0] else words[0], *words[1:], *more])
+    short, path = Path(words[0]).name, os.environ.get("PATH", "").split(os.pathsep)
+    if path[0] == sysconfig.get_path("scripts"):  # put there by `prepare_environment`, and not in the user's shell
+        path = path[1:]
+    found = shutil.which(short, path=os.pathsep.join(path))
+    return shlex.join([short if found == words[0] else words[0], *words[1:], *more])
 
 
 def parallelism(accelerator: Accelerator) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import sysconfig
 from pathlib import Path
 
 from accel_sft.api.errors import UserError
+from accel_sft.launch import host_memory
 from accel_sft.launch.info import launcher_command
 from accel_sft.launch.rank_environment import launcher_flags
 
@@ -96,7 +97,7 @@ def usable_cores() -> int:
     limits = [psutil.cpu_count(logical=False) or os.cpu_count() or 1]
     if hasattr(os, "sched_getaffinity"):
         limits.append(len(os.sched_getaffinity(0)))
-    quota = Path("/sys/fs/cgroup/cpu.max")
+    quota = host_memory.SYSTEM / "sys/fs/cgroup/cpu.max"
     if quota.is_file():
         allowed, period = quota.read_text().split()
         limits += [] if allowed == "max" else [math.ceil(int(allowed) / int(period))]

@@ -140,7 +140,7 @@ class Launch:
             if self.json_enabled(name) == "true":
                 return name, f"{self.json_file}"
         value = self.environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-        if self.json_enabled(value) == "false":
+        if value in ("bf16", "fp16") and self.json_enabled(value) == "false":  # DeepSpeed knows no other key
             return "no", f"{self.json_file}"
         if "mixed_precision" in self.arguments:
             return value, "--mixed_precision"

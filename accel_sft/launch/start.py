@@ -8,13 +8,15 @@ from accel_sft.api.adapters import launch_problem
 from accel_sft.api.config import EVAL, MODEL, TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
+from accel_sft.api.task import Task
 from accel_sft.io.terminal import quiet, wrapped
+from accel_sft.io.text import printable
 from accel_sft.launch.accelerator import create_accelerator
 from accel_sft.launch.audit import audit, refuse
-from accel_sft.launch.describe import describe
+from accel_sft.launch.describe import describe, recordable
 
 
-def start(config: TrainConfig, *, train: bool = True) -> Accelerator:
+def start(config: TrainConfig, task: Task, *, train: bool = True) -> Accelerator:
     """Audit the launch, build its Accelerator, and print the resolved launch and settings once.
 
     Args:
@@ -36,6 +38,8 @@ def start(config: TrainConfig, *, train: bool = True) -> Accelerator:
             for finding in findings:
                 print(wrapped(f"{finding.level}: {finding}"), file=terminal)
             print(wrapped("settings  " + _settings_line(config, train), 10), file=terminal)
+            if line := _task_line(task):
+                print(wrapped(printable("task      " + line), 10), file=terminal)
             if config.dry_run:
                 print("the launch is valid; data and model were not checked", file=terminal)
     return accelerator
@@ -46,6 +50,14 @@ def _settings_line(config: TrainConfig, train: bool) -> str:
     usual, values = TrainConfig(), config.as_dict()
     if not train:
         used = {setting.name for setting in settings(TrainConfig) if setting.section in (MODEL, EVAL)}
-        values = {k: v for k, v in values.items() if k in used | {"max_length", "output_dir"}}
+        used |= {"max_length", "thinking", "output_dir"}
+        values = {k: v for k, v in values.items() if k in used}
     differing = {k: v for k, v in values.items() if v != getattr(usual, k) or k in ("model", "seed")}
     return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in differing.items())
+
+
+def _task_line(task: Task) -> str:
+    """The task's settings that differ from its defaults; when a run is evaluated, the run's count as given."""
+    mine = [setting for setting in settings(type(task)) if getattr(task, setting.name) != setting.default]
+    values = recordable({setting.name: getattr(task, setting.name) for setting in mine})
+    return ", ".join(f"{setting.flag[2:]} {values[setting.name]}" for setting in mine)

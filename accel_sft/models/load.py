@@ -12,7 +12,7 @@ from accel_sft.data.chat import Rules, end_of_turn_ids
 from accel_sft.io.files import read_json
 from accel_sft.launch.info import device_count
 from accel_sft.models.adapters import new_adapter, saved_adapter
-from accel_sft.models.pretrained import freeze_beyond_text, pretrained
+from accel_sft.models.pretrained import OR_NONE, freeze_beyond_text, pretrained
 from accel_sft.models.source import Source, errors_explained
 
 
@@ -20,7 +20,7 @@ def load_tokenizer(source: Source, config: TrainConfig) -> Any:
     """The tokenizer, with a pad token (its end-of-turn token if it has none of its own).
 
     Raises:
-        UserError: it cannot be loaded, or has no chat template or end-of-turn token.
+        UserError: it cannot be loaded, or has no vocabulary, chat template or end-of-turn token.
     """
     from transformers import AutoTokenizer
 
@@ -33,8 +33,13 @@ def load_tokenizer(source: Source, config: TrainConfig) -> Any:
             f"--model {source.tokenizer}: its tokenizer has no chat template; use an instruction-tuned model, "
             "or save the tokenizer with a chat_template of yours"
         )
+    if not isinstance(tokenizer.chat_template, (str, dict)):
+        kind = type(tokenizer.chat_template).__name__
+        raise UserError(f"--model {source.tokenizer}: its chat template is {kind}, expected text; mend the tokenizer")
     if tokenizer.eos_token_id is None:
         raise UserError(f"--model {source.tokenizer}: its tokenizer names no eos_token to end an answer with")
+    if not tokenizer("The answer is 1.", add_special_tokens=False)["input_ids"]:
+        raise UserError(f"--model {source.tokenizer}: its tokenizer has no vocabulary; is its tokenizer.json there?")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -150,10 +155,13 @@ def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
 def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules:
     """The rules of tokenization besides the tokenizer: ids that end a turn, and what happens to long examples."""
     from transformers import GenerationConfig
+    from transformers.utils import cached_file
 
-    try:
-        generation = GenerationConfig.from_pretrained(source.weights, trust_remote_code=config.trust_remote_code)
-    except OSError:  # a model need not have one; the tokenizer's eos then stands alone
-        generation = None
+    generation = None  # a model need not have any settings; the tokenizer's eos then stands alone
+    with errors_explained(source.weights):
+        if cached_file(source.weights, "generation_config.json", **OR_NONE):
+            generation = GenerationConfig.from_pretrained(source.weights)
     ends = frozenset(end_of_turn_ids(tokenizer, generation))
+    if wrong := [token for token in ends if type(token) is not int]:
+        raise UserError(f"--model {source.weights}: generation_config.json: eos_token_id {wrong[0]!r} is no number")
     return Rules(ends, config.max_length, config.truncation, config.thinking, config.template_date)

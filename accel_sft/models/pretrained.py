@@ -15,6 +15,8 @@ _NAMED = 4
 _DEQUANTIZED = ("mxfp4", "fp8", "compressed-tensors")
 """Kinds of quantized checkpoints that transformers can make whole as it loads them, so that they can be trained."""
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+OR_NONE = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+"""Arguments of transformers' cached_file for files that a model need not have."""
 
 
 def pretrained(
@@ -61,6 +63,8 @@ def pretrained(
         vars(model).pop("_weight_conversions", None)
     if text is not settings and not isinstance(model.config, type(settings)):
         log("multimodal weights are loaded as their language model alone; what is exported, an adapter too, fits that")
+    elif unused := sorted(found["unexpected_keys"]):
+        log(f"not loaded, as config.json describes no such weights: {len(unused)} in its files ({_named(unused)})")
     return model
 
 
@@ -87,13 +91,16 @@ def _refuse_incomplete(name: str, found: dict[str, Any]) -> None:
     defects = {"lack": sorted(found["missing_keys"]), "have in another shape than config.json says": sorted(shapes)}
     wrong = [
         f"--model {name}: its files {what} {len(keys)} of the model's weights, which would start random "
-        f"({', '.join(keys[:_NAMED])}{', ...' if len(keys) > _NAMED else ''}); name files that are whole, or mend its "
-        "config.json"
+        f"({_named(keys)}); name files that are whole, or mend its config.json"
         for what, keys in defects.items()
         if keys
     ]
     if wrong:
         raise UserError(*wrong)
+
+
+def _named(keys: list[str]) -> str:
+    return f"{', '.join(keys[:_NAMED])}{', ...' if len(keys) > _NAMED else ''}"
 
 
 def freeze_beyond_text(model: torch.nn.Module, log: Callable[[str], None]) -> None:
@@ -111,6 +118,5 @@ def processor_files(name: str, model: torch.nn.Module) -> list[Path]:
 
     if not beyond_text(model):
         return []
-    or_none = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    found = (cached_file(name, file, **or_none) for file in _PROCESSOR_FILES)
+    found = (cached_file(name, file, **OR_NONE) for file in _PROCESSOR_FILES)
     return [Path(file) for file in found if file]

@@ -10,10 +10,11 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.api.errors import UserError
+from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.io.files import expanded, read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import waiting
+from accel_sft.io.text import LONGEST_ERROR, one_line
 
 _SAMPLES, _SAMPLE_BYTES = 1 << 14, 1 << 12
 
@@ -114,8 +115,15 @@ def errors_explained(name: str) -> Iterator[None]:
     try:
         with contextlib.nullcontext() if Path(name).exists() else waiting(f"waiting for {name} from the hub"):
             yield
-    except (OSError, ValueError, KeyError, ImportError, UserWarning, SafetensorError, pickle.UnpicklingError) as error:
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # files may hold anything, and libraries fail on it in ways of their own
+        of_file = isinstance(error, RecursionError) or "PytorchStreamReader" in str(error)
+        if isinstance(error, RuntimeError) and not of_file:
+            raise  # of memory, or of a rank that was lost
         cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if not isinstance(error, (OSError, ValueError, ImportError, UserWarning, SafetensorError)):
+            cause = one_line(" ".join(what_and_where(error).split()), LONGEST_ERROR)
         if isinstance(error, pickle.UnpicklingError):  # torch's own text suggests to run what is in the file
             cause = "its weights hold more than numbers, which could run code; use safetensors, from someone you trust"
         if "trust_remote_code" in str(error):

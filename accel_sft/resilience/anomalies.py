@@ -84,7 +84,7 @@ def _step_in(line: str) -> float:
     """The step of a record; of one that was cut off, none that is kept."""
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return math.inf
 
 

@@ -97,6 +97,11 @@ def lost_peers() -> str:
     return lost_ranks(own.parent.parent) if own and not _earlier_failures() else ""
 
 
+def a_peer_failed() -> bool:
+    """Whether a rank of this machine has ended or recorded an error; the launcher then sends the others SIGTERM."""
+    return bool(_earlier_failures() or lost_peers())
+
+
 def record_end(run_dir: RunDir, message: str) -> None:
     """Write into the run's result why this rank is ended from a thread; the disk may hang too."""
     recording = threading.Thread(target=run_dir.write_ended, args=("failed", message), daemon=True)

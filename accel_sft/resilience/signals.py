@@ -13,7 +13,7 @@ from types import FrameType
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import terminal
 from accel_sft.launch.info import PARENT, under_launcher
-from accel_sft.resilience.exit import lost_peers, record_end, report
+from accel_sft.resilience.exit import a_peer_failed, lost_peers, record_end, report
 
 WATCH_SECONDS = 1.0
 """Between looks at whether the launcher is still there."""
@@ -43,6 +43,7 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
         self.asked = 0  # number of the signal that came while `deferred`
         self.deferred = False  # whether signals are noted, for a loop that looks at `asked`
         self.run_dir: RunDir | None = None  # whose result says why the watching thread ended this rank
+        self.to_continue = ""  # the command that does, once there is a folder
         self._launcher = PARENT if under_launcher() else None
         self._before: dict[int, object] = {}
         self._ended = threading.Event()
@@ -87,16 +88,24 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
             self._before.pop(signal.SIGTERM, None)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
+    def lost_peers(self) -> str:
+        """`exit.lost_peers`, with the command that continues the run."""
+        lost = lost_peers()
+        return f"{lost}; to continue: {self.to_continue}" if lost and self.to_continue else lost
+
     def _watch(self, arriving: int) -> None:
         came: dict[int, float] = {}
         while not self._ended.is_set():
             if select.select([arriving], [], [], WATCH_SECONDS)[0]:
-                came |= {number: time.monotonic() for number in os.read(arriving, 64) if number in self._before}
+                new = {number: time.monotonic() for number in os.read(arriving, 64) if number in self._before}
+                if new and not came and self.deferred and not a_peer_failed():
+                    self._announce(min(new))
+                came |= new
             for number, then in came.items():
                 if time.monotonic() - then < UNHANDLED_SECONDS:
                     continue
                 # a collective of a GPU waits for a lost rank in C, where neither an error nor a signal reaches Python
-                if lost := lost_peers():
+                if lost := self.lost_peers():
                     report(f"Error: {lost}", lost, terminal())
                     if self.run_dir:
                         record_end(self.run_dir, lost)
@@ -109,10 +118,15 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             os._exit(128 + number)
-        self.asked, name = number, signal.Signals(number).name
+        self.asked = number
         if not self.deferred:
-            raise KeyboardInterrupt(f"interrupted by {name}")
+            raise KeyboardInterrupt(f"interrupted by {signal.Signals(number).name}")
+        if self._launcher is None:
+            self._announce(number)
+
+    def _announce(self, number: int) -> None:
         if os.environ.get("RANK", "0") == "0":
+            name = signal.Signals(number).name
             _log(f"{name}: the run will write a checkpoint and end; a second signal ends it at once\n")
 
 

@@ -41,7 +41,7 @@ class MetricsFile:
                 record = json.loads(line)
                 wanted = record["step"] <= step
                 undone = record["step"] == step and "loss" not in record and not evaluated
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, RecursionError):
                 unreadable += 1
                 continue
             dropped = dropped or undone

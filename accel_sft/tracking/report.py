@@ -1,5 +1,6 @@
 """Renders a run's report: base beside tuned, memory at start-up, and answers side by side. No torch."""
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from accel_sft.api.config import TrainConfig
 from accel_sft.io.files import write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import markdown_cell, markdown_table, one_line, shown
@@ -68,16 +70,25 @@ def comparison_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
     return rows
 
 
-def render_report(result: Mapping[str, Any], before_samples: Samples, after_samples: Samples) -> str:
+def render_report(
+    result: Mapping[str, Any],
+    before_samples: Samples,
+    after_samples: Samples,
+    record: Mapping[str, Any] | None = None,
+) -> str:
     """The report as markdown: training, base beside tuned, memory at start-up, and the first answers side by side.
 
-    The result is that of result.json; `before`, `after`, `phases` and `task` may be missing.
+    Args:
+        result: that of result.json; `before`, `after`, `phases` and `task` may be missing.
+        record: that of run.json: how the run was launched and with what settings.
     """
     title = " ".join(str(result[key]) for key in ("task", "model") if result.get(key))
     parts = [f"# {markdown_cell(title)}" if title else "# Report"]
     training = [(label, shown(result[key])) for key, label in _TRAINING.items() if result.get(key) is not None]
     trained = "steps" in result  # `evaluate` writes a report too
     parts += ["## Training", markdown_table(["", ""], training)] if trained else []
+    if record:
+        parts += ["## Launch, data and settings", markdown_table(["", ""], _settings_rows(record))]
     if result.get("before") or result.get("after"):  # neither with --eval-every off
         parts += ["## Base and tuned", comparison_table(result)]
     if result.get("phases"):
@@ -91,9 +102,27 @@ def render_report(result: Mapping[str, Any], before_samples: Samples, after_samp
     return "\n\n".join(parts) + "\n"
 
 
+def _settings_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The launch and the data, each in a cell, and every setting of trainer and task that is not at its default."""
+    launch, usual = record.get("launch", {}), dataclasses.asdict(TrainConfig())
+    stage = f" stage {launch['zero_stage']}" if launch.get("zero_stage") is not None else ""
+    ranks = f"{launch.get('processes')} process(es) on {launch.get('machines')} machine(s)"
+    precision = {"no": "float32"}.get(launch.get("precision"), launch.get("precision"))
+    how = [Path(launch["yaml_path"]).name] if launch.get("yaml_path") else []
+    how += [f"{launch.get('backend')}{stage}", ranks, str(launch.get("device")), str(precision)]
+    rows = [
+        ("launch", ", ".join(how)),
+        ("data", ", ".join(f"{n:,} {what}" for what, n in record.get("data", {}).items())),
+    ]
+    config = {key: value for key, value in record["config"].items() if value != usual.get(key)}
+    task = {key: value for key, value in record["task_options"].items() if value is not None}
+    return rows + [(f"--{key.replace('_', '-')}", str(value)) for key, value in {**config, **task}.items()]
+
+
 def write_report(run_dir: RunDir, result: Mapping[str, Any], before_samples: Samples, after_samples: Samples) -> Path:
     """Write `render_report` to the run's report.md."""
-    write_atomically(run_dir.report, render_report(result, before_samples, after_samples))
+    record = run_dir.read_record() if run_dir.record.exists() else None  # `evaluate` leaves none
+    write_atomically(run_dir.report, render_report(result, before_samples, after_samples, record))
     return run_dir.report
 
 

@@ -38,7 +38,7 @@ class SystemSampler:
         self._latest = [0.0] + [math.nan] * (len(SYSTEM_FIELDS) - 1)
         self._nvml: Any = None
         self.problem: str | None = None
-        """Why there are no GPU readings although there is a GPU."""
+        """Why there are no GPU readings, or no more, although there is a GPU."""
         if device.type == "cuda":
             self._open_nvml(device)
 
@@ -77,9 +77,13 @@ class SystemSampler:
         if self._nvml is None:
             return math.nan, math.nan
         pynvml, handle = self._nvml
-        percent = memory_gib = math.nan
-        with contextlib.suppress(pynvml.NVMLError):  # a MIG slice has memory but no utilisation
+        percent = math.nan
+        try:
             memory_gib = pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB
+        except pynvml.NVMLError as error:  # the driver was updated below the run, say; it is not asked again
+            self._nvml, self.problem = None, f"no GPU curves from here on: NVML says {error}"
+            return math.nan, math.nan
+        with contextlib.suppress(pynvml.NVMLError):  # a MIG slice has memory but no utilisation
             percent = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
         return percent, memory_gib
 

@@ -72,8 +72,8 @@ class Tracker(contextlib.AbstractContextManager):
             run_dir.path.mkdir(parents=True, exist_ok=True)
         self._trackers = Trackers(names if self._writes else (), run_dir.path, config.as_dict(), self.log)
         self._show_settings()
-        if self._system.problem:
-            self.log(self._system.problem)
+        self._told: str | None = None
+        self._tell_problem()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -110,7 +110,9 @@ class Tracker(contextlib.AbstractContextManager):
 
     def system(self) -> list[float]:
         """This rank's readings in the order of `system.SYSTEM_FIELDS`, at most a second old; NaN if unavailable."""
-        return self._system.sample()
+        readings = self._system.sample()
+        self._tell_problem()
+        return readings
 
     def step(self, record: Mapping[str, Any], system: Sequence[Sequence[float]] = ()) -> None:
         """Record one optimizer step.
@@ -217,6 +219,11 @@ class Tracker(contextlib.AbstractContextManager):
         self._line.close()
         self._metrics.close()
         self._trackers.close()
+
+    def _tell_problem(self) -> None:
+        if self._system.problem != self._told:
+            self._told = self._system.problem
+            self.log(f"{self._told}")
 
     def _show_settings(self) -> None:
         rows = list(self.config.as_dict().items())

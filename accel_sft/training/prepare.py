@@ -147,7 +147,7 @@ def _read(task: Task, config: TrainConfig) -> Iterator[Sequence[Any]]:
     yield read_split(task, "train")
     validation = read_split(task, "validation")
     if config.eval_every != "off":
-        check_scoring(task, validation)
+        check_scoring(task, validation, config.thinking)
     yield validation
 
 

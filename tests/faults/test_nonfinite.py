@@ -153,6 +153,13 @@ def test_a_run_that_only_leaves_out_ends(tmp_path):
     assert len(said) == MOST_IN_A_ROW - 1
 
 
+def test_records_that_were_damaged_are_dropped_at_a_resume(tmp_path):
+    file = RunDir(tmp_path).nonfinite
+    file.write_text('{"step": 3}\n{"step": 9}\n{"step": 1e999}\n{"st\n' + "[" * 100_000 + "\n")
+    health(tmp_path, []).rewind(5)
+    assert file.read_text() == '{"step": 3}\n'
+
+
 def test_an_overflow_under_fp16_is_the_search_for_its_scale(tmp_path):
     watched = Anomalies(RunDir(tmp_path), TrainConfig(), "fp16", print, writes=True)
     watched.look(1, 2.0, math.inf, [Example(1)])

@@ -303,3 +303,6 @@ def test_a_rank_that_was_killed_is_named_with_the_memory_there_was(tmp_path):
     result = json.loads((run_dir / "result.json").read_text())
     assert result["status"] == "failed"
     assert result["error"].startswith("rank 1 was killed (signal 9")
+    assert "; to continue: " in result["error"]
+    assert result["error"].endswith("--resume auto")
+    assert "will write a checkpoint" not in said, "nothing will be written: rank 1 is missing"

@@ -22,6 +22,8 @@ from pathlib import Path
 from launches import ROOT, Failed, Machine
 from suite import CHECKS
 
+from accel_sft.io.files import write_atomically
+
 
 def table(found: dict[str, dict]) -> str:
     """The checks in order as Markdown: whether each holds, what was measured, its seconds."""
@@ -49,6 +51,24 @@ def about(machine: Machine) -> str:
     return said.stdout.splitlines()[-1]
 
 
+def read(kept: Path) -> dict[str, dict]:
+    """The results in a state file that can be written, those of checks that are still there; {} before there are any.
+
+    Raises:
+        SystemExit: it is broken, or its folder cannot be used.
+    """
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        found = json.loads(kept.read_text()) if kept.exists() else {}
+        found = {check.name: found[check.name] for check in CHECKS if "holds" in found.get(check.name, {})}
+        write_atomically(kept, json.dumps(found, indent=1, ensure_ascii=False))
+        return found
+    except OSError as error:
+        raise SystemExit(f"{kept}: cannot be kept there ({error.strerror}); name another folder with --state") from None
+    except (ValueError, TypeError, AttributeError):
+        raise SystemExit(f"{kept}: holds no results of these checks; remove it, or name another --state") from None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10, help="No check begins that would not end within these.")
@@ -59,9 +79,8 @@ def main() -> None:
     args = parser.parse_args()
 
     until = time.monotonic() + 60 * args.minutes
-    args.state.mkdir(parents=True, exist_ok=True)
     kept = args.state / ("tiny.json" if args.tiny else "results.json")
-    found: dict[str, dict] = json.loads(kept.read_text()) if kept.exists() else {}
+    found = read(kept)
     # on /tmp: runs hold copies of large models, and nobody wants them kept
     with tempfile.TemporaryDirectory(prefix="gpu-checks-") as folder:
         machine = Machine(folder=Path(folder), tiny=args.tiny)
@@ -81,13 +100,15 @@ def main() -> None:
                 holds, measured = "yes", check.run(machine)
             except Failed as failure:
                 holds, measured = "NO", str(failure)
+            except Exception as error:  # noqa: BLE001 - the other checks go on; what stopped this one is its result
+                holds, measured = "NO", f"{type(error).__name__}: {error}"
             found[check.name] = {
                 "holds": holds,
                 "measured": measured,
                 "seconds": time.monotonic() - began,
                 "card": card,
             }
-            kept.write_text(json.dumps(found, indent=1, ensure_ascii=False))
+            write_atomically(kept, json.dumps(found, indent=1, ensure_ascii=False))
             print(f"{check.name}: {holds} · {measured}", flush=True)
     print(f"\n{table(found)}")
     sys.exit(os.EX_OK if all(result["holds"] == "yes" for result in found.values()) else 1)

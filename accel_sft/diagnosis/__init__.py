@@ -1,0 +1,1 @@
+"""What this machine can run: the checks of `accel-sft doctor`, and the launch files that work here."""

@@ -1,0 +1,20 @@
+"""A process that compiles one of DeepSpeed's operators as a launch would, or finds it compiled, and loads it."""
+
+import os
+import sys
+
+BUILDERS = {"deepspeed_shm_comm": "ShareMemCommBuilder", "cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
+
+
+def main(name: str) -> None:
+    from accel_sft.launch.info import device_count
+
+    if not device_count():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as a launch does
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().create_op_builder(BUILDERS[name]).load()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,43 @@
+"""A rank that adds up numbers with the others once, and says how far it came: a line for each step it has done."""
+
+import json
+import os
+import signal
+import sys
+
+ELEMENTS = 1 << 20
+FAILED = 1
+"""The exit status of a rank that has said why."""
+
+
+def tell(step: str, trouble: str = "") -> None:
+    print(json.dumps({"step": step, "trouble": trouble}), flush=True)
+
+
+def main(backend: str, seconds: int) -> None:
+    import datetime
+
+    import torch
+    from torch import distributed
+
+    tell("imported torch")
+    signal.alarm(seconds)  # whose default ends this process, also where it waits in C++
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        distributed.init_process_group(backend, timeout=datetime.timedelta(seconds=2 * seconds))
+        tell("joined the others")
+        device = "cuda" if backend == "nccl" else "cpu"
+        numbers = torch.full((ELEMENTS,), float(rank + 1), device=device)
+        distributed.all_reduce(numbers)
+        right = bool((numbers == ranks * (ranks + 1) / 2).all())
+        distributed.destroy_process_group()
+    except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
+        tell("failed", next(filter(None, str(error).splitlines()), type(error).__name__))
+        sys.exit(FAILED)
+    tell("done" if right else "failed", "" if right else "the sum is wrong")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
