@@ -49,11 +49,10 @@ def charts(runs: Sequence[Run], readings: Sequence[Readings]) -> list[dict[str, 
         for (field, rank), curve in readings[place].items():
             if field in MEASURED:
                 _curve(found, field, place, rank).update({s: n for s, n in curve.items() if math.isfinite(n)})
-    main = next((run.result["main_metric"] for run in runs if run.result.get("main_metric")), None)
-    metrics = sorted(found.keys() - MEASURED.keys(), key=lambda key: (key != main, key))
-    main = main if main in metrics else next(iter(metrics), None)
-    order = ["loss", "eval_loss", *([main] if main else []), *MEASURED, *metrics]
-    return [_chart(key, found[key], key == main) for key in dict.fromkeys(order) if key in found]
+    metrics = sorted(found.keys() - MEASURED.keys())
+    main = [key for key in metrics if any(run.result.get("main_metric") == key for run in runs)] or metrics[:1]
+    order = ["loss", "eval_loss", *main, *MEASURED, *metrics]
+    return [_chart(key, found[key], key in main) for key in dict.fromkeys(order) if key in found]
 
 
 def _curve(found: dict[str, list[dict[str, Any]]], key: str, run: int, rank: int | None) -> dict[int, float]:

@@ -23,6 +23,7 @@ CONFIG = {
         "tickColor": FAINT,
         "labelFontSize": 11,
         "titleFontSize": 12,
+        "titleLimit": 200,
         "titleFontWeight": "normal",
         "labelOverlap": "greedy",
         "labelSeparation": 8,
@@ -69,7 +70,7 @@ def curves(title: str, unit: str, series: Sequence[str], few: bool) -> dict[str,
     Args:
         few: whether each curve is a handful of points, which are then drawn.
     """
-    x = {"field": "x", "type": "quantitative", "title": "step", "axis": {"tickMinStep": 1}}
+    x = {"field": "x", "type": "quantitative", "title": "step", "axis": {"tickMinStep": 1, "format": ",.6~g"}}
     x["scale"] = {"zero": False, "nice": False, "domainMin": {"expr": "low"}, "domainMax": {"expr": "high"}}
     y = {"field": "value", "type": "quantitative", "title": unit, "scale": {"zero": False}}
     y["axis"] = {"format": ",.6~g"}
