@@ -213,10 +213,10 @@ def hostile(two, tmp_path_factory) -> Path:
     record = json.loads((run / "run.json").read_text())
     record["config"] |= {"model": HOSTILE, HOSTILE: HOSTILE}
     change(run / "run.json", task=HOSTILE, task_options={HOSTILE: HOSTILE}, config=record["config"])
-    predicted = {"host": {HOSTILE: {HOSTILE: 1e9}}}
+    predicted = {"host": {HOSTILE: {"predicted_gib": 1.0, "components_gib": {HOSTILE: 1.0}}}}
     phases = [{"phase": HOSTILE, "rank": HOSTILE, "process_memory_gib": 1.0}]
     hurt = {"status": "failed", "error": HOSTILE, "main_metric": HOSTILE, "after": {HOSTILE: 1.0}}
-    change(run / "result.json", **hurt, phases=phases, memory={"predicted": predicted})
+    change(run / "result.json", **hurt, phases=phases, memory=predicted)
     for path in (run / "samples").iterdir():
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         texts = {"prompt": HOSTILE, "expected": HOSTILE, "generated": f"{HOSTILE}\ud800\x1b[31m"}
@@ -312,9 +312,10 @@ def test_no_point_of_the_front_is_beaten_and_every_other_is(points):
 
 def test_predicted_memory_stands_beside_measured_and_either_may_be_missing(two, tmp_path):
     run = copy(two[0], tmp_path / "planned")
-    predicted = {"host": {"step": {"overhead": 2**30, "weights": 2**29}, "load": {"weights": 2**28}}, "device": {}}
+    step = {"predicted_gib": 1.5, "measured_gib": 1.25, "components_gib": {"overhead": 1.0, "weights": 0.5}}
+    load = {"predicted_gib": 0.25, "components_gib": {"weights": 0.25}}
     measured = {"step": {"peak_host_memory_gib": 1.25}, "save": {"peak_host_memory_gib": 1.0}}
-    change(run / "result.json", memory={"predicted": predicted, "measured": measured})
+    change(run / "result.json", memory={"host": {"step": step, "load": load}}, memory_by_phase=measured)
     rows = memory.predicted_and_measured([read_run(run, "planned")])
     assert [(row["phase"], row["predicted"], row["measured"]) for row in rows] == [
         ("load", 0.25, None),

@@ -12,7 +12,6 @@ COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "buf
 """Of a prediction, in the order in which they are stacked."""
 PHASES = ("load", "shard", "first_step", "step", "evaluate", "save", "export")
 """Of a run, in their order."""
-GIB = 2**30
 
 
 def against_speed(runs: Sequence[Run], cells: Sequence[Cell], place: str) -> list[dict[str, Any]]:
@@ -75,20 +74,19 @@ def predicted_and_measured(runs: Sequence[Run]) -> list[dict[str, Any]]:
     without a prediction), `predicted` and `measured` GiB; either may be None. A run without both has no row."""
     rows = []
     for number, run in enumerate(runs):
-        predicted, measured = run.section("memory", "predicted"), run.section("memory", "measured")
-        measured = measured or run.section("memory_by_phase")
+        measured = run.section("memory_by_phase")
         for place, key in PLACES.items():
-            mine = predicted.get(place)
-            mine = mine if isinstance(mine, dict) else {}
-            for phase in sorted({*mine, *measured}, key=_in_order):
-                components = _components(mine.get(phase))
-                peak = measured.get(phase, {})
-                peak = peak.get(key) if isinstance(peak, dict) else None
-                if components or is_number(peak):
-                    total = sum(components.values()) if components else None
+            predicted = run.section("memory", place)
+            for phase in sorted({*predicted, *measured}, key=_in_order):
+                pair = predicted.get(phase)
+                pair = pair if isinstance(pair, dict) else {}
+                peaks = measured.get(phase)
+                peak = peaks.get(key) if isinstance(peaks, dict) else None
+                total, peak = pair.get("predicted_gib"), pair.get("measured_gib", peak)
+                if is_number(total) or is_number(peak):
                     found = {
-                        "components": components,
-                        "predicted": total,
+                        "components": _components(pair.get("components_gib")),
+                        "predicted": total if is_number(total) else None,
                         "measured": peak if is_number(peak) else None,
                     }
                     rows.append({"run": number, "place": place, "phase": str(phase), **found})
@@ -100,8 +98,8 @@ def _in_order(phase: str) -> tuple[int, str]:
 
 
 def _components(predicted: Any) -> dict[str, float]:
-    """GiB by component of a phase's prediction in bytes."""
+    """GiB by component of a phase's prediction, in the order in which they are stacked."""
     if not isinstance(predicted, dict):
         return {}
     names = sorted(predicted, key=lambda name: COMPONENTS.index(name) if name in COMPONENTS else len(COMPONENTS))
-    return {str(name): predicted[name] / GIB for name in names if is_number(predicted[name])}
+    return {str(name): predicted[name] for name in names if is_number(predicted[name])}

@@ -114,13 +114,18 @@ def _misfits(job: Job, force: bool) -> list[str]:
     ]
 
 
-def _beside(found: Estimate, measured: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Torch counts what its allocator gave out, so that on a device `overhead` is left out of what is predicted."""
+def _beside(found: Estimate, measured: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Predicted and measured GiB by place and phase, and the predicted ones by component.
+
+    Torch counts what its allocator gave out, so that on a device `overhead` is left out of what is predicted.
+    """
     inside = {phase: {**parts, "overhead": 0.0} for phase, parts in found.device.items()}
     places = {"device": (inside, "peak_device_memory_gib"), "host": (found.host, "peak_host_memory_gib")}
-    compared: dict[str, dict[str, dict[str, float]]] = {}
+    compared: dict[str, dict[str, dict[str, Any]]] = {}
     for place, (memory, key) in places.items():
         for phase, size in totals(memory).items():
             if (peak := measured.get(phase, {}).get(key)) is not None:
-                compared.setdefault(place, {})[phase] = {"predicted_gib": size / GIB, "measured_gib": peak}
+                parts = {name: part / GIB for name, part in memory[phase].items()}
+                numbers = {"predicted_gib": size / GIB, "measured_gib": peak, "components_gib": parts}
+                compared.setdefault(place, {})[phase] = numbers
     return compared
