@@ -46,7 +46,7 @@ def pretrained(
     quantized = getattr(settings, "quantization_config", None)
     if train and isinstance(quantized, dict) and quantized.get("quant_method") in _DEQUANTIZED:
         quantized["dequantize"] = True
-    model, found = _class_of(settings).from_pretrained(
+    model, found = class_of(settings).from_pretrained(
         name,
         config=settings,
         dtype=dtype,
@@ -66,10 +66,10 @@ def pretrained(
 
 def auto_class(model: torch.nn.Module) -> Any:
     """The class of transformers that loads this model's saved weights."""
-    return _class_of(model.config)
+    return class_of(model.config)
 
 
-def _class_of(settings: Any) -> Any:
+def class_of(settings: Any) -> Any:
     """Of a multimodal model without a causal class it is the one for images and text."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

@@ -1,5 +1,7 @@
 """The closed form: a job's memory by phase and component, from its shape alone; no torch, no measurement."""
 
+from collections.abc import Mapping
+
 from accel_sft.planning.activations import forward_bytes, logits_bytes
 from accel_sft.planning.cpu import on_cpu
 from accel_sft.planning.estimate import Estimate
@@ -30,20 +32,22 @@ def estimate(job: Job) -> Estimate:
     Raises:
         UserError: the adapter's target modules are not in the model.
     """
-    device, host = placed(job)
-    if job.on_cpu:
-        return Estimate(
-            method="closed form",
-            device={},
-            host=on_cpu(job, device.plus(host), _file_bytes(job)),
-            local_ranks=job.local_ranks,
-        )
-    return Estimate(
-        method="closed form",
-        device=_on_gpu(job, device),
-        host=_beside_gpu(job, host),
-        local_ranks=job.local_ranks,
-    )
+    forward = {"activations": forward_bytes(job), "logits": logits_bytes(job)}
+    return assemble(job, placed(job), forward, "closed form")
+
+
+def assemble(job: Job, states: tuple[Placed, Placed], forward: Mapping[str, float], method: str) -> Estimate:
+    """The phases of a job.
+
+    Args:
+        states: what a rank keeps on its device and in host memory.
+        forward: bytes of `activations` and `logits` at the peak of its largest forward and backward.
+        method: by which these were found.
+    """
+    device, host = states
+    on_gpu = {} if job.on_cpu else _on_gpu(job, device, forward)
+    beside = on_cpu(job, device.plus(host), forward, _file_bytes(job)) if job.on_cpu else _beside_gpu(job, host)
+    return Estimate(method=method, device=on_gpu, host=beside, local_ranks=job.local_ranks)
 
 
 def _resident(at: Placed, moments: bool) -> dict[str, float]:
@@ -58,7 +62,7 @@ def _resident(at: Placed, moments: bool) -> dict[str, float]:
     }
 
 
-def _on_gpu(job: Job, at: Placed) -> dict[str, dict[str, float]]:
+def _on_gpu(job: Job, at: Placed, forward: Mapping[str, float]) -> dict[str, dict[str, float]]:
     base = {"overhead": CUDA_BYTES}
     loaded = at.weights if job.launch.stage == 3 else 0.0
     none = dict.fromkeys(_resident(at, False), 0.0)
@@ -66,17 +70,18 @@ def _on_gpu(job: Job, at: Placed) -> dict[str, dict[str, float]]:
     sharded = _resident(at, False) | base
     phases["shard"] = _add(sharded, optimizer=at.sharding)
 
+    gradients = at.gradients + at.in_flight
+
     def step(moments: bool) -> dict[str, float]:
         resident = _resident(at, True) | base
         backward = _add(
             _resident(at, moments) | base,
-            activations=forward_bytes(job),
-            logits=logits_bytes(job),
+            **forward,
             buffers=at.gathered,
-            gradients=at.gradients if job.launch.backend != "deepspeed" or job.launch.stage else 0.0,
+            gradients=gradients if job.launch.backend != "deepspeed" or job.launch.stage else 0.0,
         )
-        late = _add(_resident(at, moments) | base, gradients=at.gradients, buffers=at.gathered)
-        update = _add(resident, gradients=at.gradients + at.update)
+        late = _add(_resident(at, moments) | base, gradients=gradients, buffers=at.gathered)
+        update = _add(resident, gradients=gradients + at.update)
         most = max((backward, late, update), key=lambda each: sum(each.values()))
         came = sum(most.values()) - sum(_resident(at, moments).values()) - CUDA_BYTES
         return _add(most, overhead=GAPS * max(came, 0.0))

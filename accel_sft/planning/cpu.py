@@ -6,7 +6,8 @@ stays so was measured by benchmarks/plan_accuracy.py; the constants below are fi
 hold for the others within what it prints.
 """
 
-from accel_sft.planning.activations import forward_bytes, logits_bytes
+from collections.abc import Mapping
+
 from accel_sft.planning.job import Job
 from accel_sft.planning.states import Placed
 
@@ -55,8 +56,11 @@ def kept_bytes(job: Job) -> float:
     return constant_gib * GIB + each * job.shape.parameters
 
 
-def on_cpu(job: Job, at: Placed, checkpoint_bytes: float) -> dict[str, dict[str, float]]:
-    """The phases of a rank whose device and host are one memory, `at` having both."""
+def on_cpu(
+    job: Job, at: Placed, forward: Mapping[str, float], checkpoint_bytes: float
+) -> dict[str, dict[str, float]]:
+    """The phases of a rank whose device and host are one memory, `at` having both; `forward` as `closed.assemble` has
+    it."""
     backend = "deepspeed" if job.launch.backend == "deepspeed" else "ddp"
     start = PROCESS_BYTES[backend]
     converts = job.loaded_bytes != job.stored_bytes
@@ -68,10 +72,10 @@ def on_cpu(job: Job, at: Placed, checkpoint_bytes: float) -> dict[str, dict[str,
         replaced = job.stored_bytes * job.shape.parameters
     later, kept = start + GROWTH_BYTES, kept_bytes(job)
     resident = {"weights": at.weights, "gradients": at.held, "optimizer": at.master + at.moments, "buffers": kept}
-    forward = {"activations": HEAP * forward_bytes(job), "logits": HEAP * logits_bytes(job)}
-    after = _phase(later, resident, forward)
-    step = _add(after, gradients=at.gradients, buffers=at.buffers + at.gathered)
-    update = _add(after, gradients=at.gradients + at.update)
+    after = _phase(later, resident, {name: HEAP * size for name, size in forward.items()})
+    gradients = at.gradients + at.in_flight
+    step = _add(after, gradients=gradients, buffers=at.buffers + at.gathered)
+    update = _add(after, gradients=gradients + at.update)
     most = max(step, update, key=lambda each: sum(each.values()))
     before = {**resident, "optimizer": at.master + at.sharding, "buffers": replaced}
     phases = {

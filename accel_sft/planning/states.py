@@ -32,6 +32,7 @@ class Placed:
         moments: AdamW's, from the first step on.
         held: gradients that outlive the update (DDP's buckets, offloaded partitions).
         gradients: of one step, at the end of its last backward, besides `held`.
+        in_flight: of the largest tensor, before it has gone where gradients are kept.
         update: further gradients while the optimizer steps: copies, casts, flattened ones.
         gathered: whole weights that a forward or backward has collected, or cast.
         buffers: for exchange, staging and swapping, allocated once.
@@ -43,6 +44,7 @@ class Placed:
     moments: float = 0.0
     held: float = 0.0
     gradients: float = 0.0
+    in_flight: float = 0.0
     update: float = 0.0
     gathered: float = 0.0
     buffers: float = 0.0
@@ -124,11 +126,11 @@ def _stages_1_and_2(job: Job) -> tuple[Placed, Placed]:
     device = Placed(weights=e * job.parameters, buffers=buffers)
     if job.launch.offload("optimizer") == "none":
         device.master, device.moments = MASTER * share, MOMENTS * share
-        device.gradients = e * (trained if whole else share) + largest
+        device.gradients, device.in_flight = e * (trained if whole else share), largest
         device.update = e * share + FLOAT32 * share
         device.sharding = flattening
         return device, Placed()
-    device.gradients, device.buffers, device.sharding = largest, buffers + largest, flattening
+    device.in_flight, device.buffers, device.sharding = largest, buffers + largest, flattening
     host = Placed(master=MASTER * share, moments=MOMENTS * share, held=FLOAT32 * share + e * share)
     host.buffers = e * share + largest
     return device, host
@@ -144,7 +146,7 @@ def _stage_3(job: Job) -> tuple[Placed, Placed]:
     live = min(job.parameters, live_parameters(job))
     sub_group = min(share, _zero(job, "sub_group_size", _SUB_GROUP))
     device = Placed(gathered=e * live, buffers=e * (min(bucket, trained) if job.on_cpu else bucket))
-    device.gradients = e * min(job.shape.largest_tensor, trained)
+    device.in_flight = e * min(job.shape.largest_tensor, trained)
     host = Placed()
     param, optimizer = (job.launch.offload(what) for what in ("param", "optimizer"))
     weights = e * job.parameters / n

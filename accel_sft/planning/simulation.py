@@ -1,0 +1,280 @@
+"""The simulation: the real model's forward, backward and first optimizer step on fake tensors, which have shapes and no
+memory. Imports torch.
+
+What is simulated are activations, logits, what a backward needs besides and, where nothing shards them, weights and
+optimizer state; states that DeepSpeed or FSDP divide among ranks are the closed form's.
+
+Tensors are fake ones of the CPU, for a torch that was built without CUDA ends the process where autograd meets a fake
+CUDA tensor. The operators that torch chooses there keep what those of a GPU keep (fused attention, grouped products of
+experts), with two exceptions that are put right: dropout's mask, and a mask that attention on a GPU is not given.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from accelerate.utils.operations import convert_outputs_to_fp32
+from torch._subclasses import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
+from transformers import AutoConfig, AttentionInterface
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.batching.collate import Batch
+from accel_sft.batching.loss import HEADS, nll_sum
+from accel_sft.models.adapters import new_adapter
+from accel_sft.models.prefix_attention import rows_attention
+from accel_sft.models.pretrained import class_of, freeze_beyond_text
+from accel_sft.planning.closed import assemble
+from accel_sft.planning.estimate import Estimate
+from accel_sft.planning.job import Job
+from accel_sft.planning.states import placed
+
+_ATTENTION = "accel_sft_simulated"
+"""The name of attention as batching gives it its inputs; transformers makes no mask for a name it does not know."""
+_RESIDENT = (_MemRefType.PARAM, _MemRefType.BUFFER, _MemRefType.GRAD, _MemRefType.OPT)
+_DTYPES = {4: torch.float32, 2: torch.bfloat16}
+_FP16 = "fp16"
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulated:
+    """Bytes of a job's largest forward and backward, and of one rank's model if nothing shards it.
+
+    Attributes:
+        kept: by the blocks at the end of their forward.
+        in_head: at the peak within head and loss, `kept` and gradients of the head's weights in flight among it.
+        in_blocks: at the peak elsewhere: `kept`, what is computed again, and gradients on their way.
+        weights: parameters and buffers.
+        gradients: of all trained parameters.
+        optimizer: AdamW's state after its first step.
+    """
+
+    kept: float
+    in_head: float
+    in_blocks: float
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def logits(self) -> float:
+        """What head and loss take at the peak of both; 0 where it is in the blocks."""
+        return max(self.in_head - self.kept, 0.0) if self.in_head >= self.in_blocks else 0.0
+
+    @property
+    def activations(self) -> float:
+        """The rest of that peak."""
+        return max(self.in_head, self.in_blocks) - self.logits
+
+
+def simulate(job: Job, config: Mapping[str, Any]) -> Estimate:
+    """The memory of a job's ranks, its largest forward simulated; phases and components as in the closed form.
+
+    Args:
+        config: the content of the model's config.json.
+    Raises:
+        UserError: transformers cannot build the model, or an operator of it depends on its input's values, of which
+            fake tensors have none.
+    """
+    found = forward_backward(job, config)
+    device, host = placed(job)
+    device = dataclasses.replace(device, in_flight=0.0)  # it is among what was simulated
+    notes = ["simulated: activations, logits and what a backward takes besides, of the model that transformers builds"]
+    if job.launch.backend in ("deepspeed", "fsdp"):
+        library = {"deepspeed": "DeepSpeed", "fsdp": "FSDP"}[job.launch.backend]
+        notes.append(f"weights, gradients and optimizer state are the closed form's: {library} is not simulated")
+    else:
+        gradients = {"gradients": found.gradients} if device.gradients else {"held": found.gradients}
+        # weights that autocast has cast are among the activations
+        states = {"weights": found.weights, "moments": found.optimizer, "gathered": 0.0, **gradients}
+        device = dataclasses.replace(device, **states)
+        notes.append("weights, gradients and AdamW's state are simulated; exchange between ranks is the closed form's")
+    if job.head == "fused":
+        notes.append("the fused kernel of head and loss is not simulated: its part is the closed form's")
+    notes.append("not simulated: workspaces inside of operators, and gaps between the allocator's blocks")
+    forward = {"activations": found.activations, "logits": found.logits}
+    return dataclasses.replace(assemble(job, (device, host), forward, "simulation"), notes=tuple(notes))
+
+
+def forward_backward(job: Job, config: Mapping[str, Any]) -> Simulated:
+    """What one forward and backward of a job's largest forward takes; as `simulate`, in bytes."""
+    name = str(config.get("model_type"))
+    try:
+        model = _on_meta(job, config)
+        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+            warnings.simplefilter("ignore")
+            return _run(job, _made_fake(job, model))
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - what a library says of a stranger's model is the user's to read
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"--simulate: model_type {name} cannot be simulated ({reason}); use --probe") from error
+
+
+def _on_meta(job: Job, config: Mapping[str, Any]) -> Any:
+    """The model as `models.load.load_model` makes it, without weights."""
+    AttentionInterface.register(_ATTENTION, _attention)
+    settings = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = class_of(settings).from_config(settings, dtype=_loaded(job))
+        if job.is_frozen:
+            chosen = TrainConfig(
+                model="simulated",
+                adapter=job.adapter,
+                lora_r=job.lora_r,
+                lora_dropout=job.lora_dropout,
+                lora_target_modules=job.target_modules,
+            )
+            model = new_adapter(model, chosen, 100, lambda line: None)
+    freeze_beyond_text(model, lambda line: None)
+    if job.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if job.is_frozen:
+            model.enable_input_require_grads()
+    return model.to(_computes(job)) if job.launch.backend == "deepspeed" else model
+
+
+def _made_fake(job: Job, model: Any) -> Any:
+    """The model on fake tensors, in training, computing in the launch's precision."""
+    model.to_empty(device="cpu")
+    base = model.get_base_model() if job.is_frozen else model
+    base.tie_weights()
+    if base.config._attn_implementation == "sdpa":
+        base.set_attn_implementation(_ATTENTION)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout) and module.p:
+            module.forward = _dropout(module.p)
+    if job.autocast:  # as accelerate prepares a model
+        forward = torch.autocast("cpu", dtype=_computes(job))(model.forward)
+        model.forward = convert_outputs_to_fp32(forward)
+    return model.train()
+
+
+def _run(job: Job, model: Any) -> Simulated:
+    tracker = _Peaks(model)
+    tracker.track_external(model)
+    head = model.get_output_embeddings()
+    kept: list[int] = []
+
+    def enter_head(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        kept.append(tracker.passing())
+        tracker.begin("head")
+        inputs[0].register_hook(lambda gradient: tracker.begin("blocks"))
+
+    handle = head.register_forward_pre_hook(enter_head)
+    batch = _batch(job)
+    if job.head == "fused":  # its hidden states and their gradient, which is all that the kernel takes
+        batch = dataclasses.replace(batch, head="pieces")
+    with tracker:
+        nll_sum(model, batch).backward()
+    handle.remove()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, fused=True)
+    with tracker:
+        optimizer.step()
+    resident = tracker.resident()
+    return Simulated(
+        kept=kept[0],
+        in_head=tracker.peaks["head"],
+        in_blocks=tracker.peaks["blocks"],
+        weights=resident[_MemRefType.PARAM] + resident[_MemRefType.BUFFER],
+        gradients=resident[_MemRefType.GRAD],
+        optimizer=resident[_MemRefType.OPT],
+    )
+
+
+class _Peaks(MemTracker):
+    """Peaks of what comes and goes, by the part of a forward and backward in which they are: `blocks` or `head`.
+
+    Gradients of weights count while they are on their way, and no more once they are where gradients are kept: those of
+    earlier forwards are there from the start. Peaks by module, the most of the tracker's work, are left out.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.shapes = {parameter.shape for parameter in model.parameters() if parameter.requires_grad}
+        self.part, self.peaks = "blocks", {"blocks": 0, "head": 0}
+
+    def begin(self, part: str) -> None:
+        """From here on it is this part's peak."""
+        self.part = part
+
+    def passing(self) -> int:
+        """Bytes of what comes and goes, now."""
+        kinds = _MemRefType.ACT, _MemRefType.TEMP
+        return sum(of_device[kind] for of_device in self._curr_mem_snap.values() for kind in kinds)
+
+    def resident(self) -> Mapping[_MemRefType, int]:
+        """Bytes of what stays, by kind."""
+        found = self.get_tracker_snapshot("current").values()
+        return {kind: sum(of_device[kind] for of_device in found) for kind in _RESIDENT}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # a weight's gradients from several uses are added up in place, which autograd does not do to fake tensors
+        if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled() and args[0].shape in self.shapes:
+            return args[0]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _track_module_params_and_buffers(
+        self, module: torch.nn.Module, install_grad_hooks: bool = True
+    ) -> tuple[int, int]:
+        """Without the tracker's own hooks on gradients, which fail on frozen parameters."""
+        hooked = self._param_to_grad_hook_handles
+        for parameter in module.parameters() if install_grad_hooks else ():
+            if parameter.requires_grad and parameter not in hooked:
+                marks = parameter.register_hook(self._is_gradient)
+                hooked[parameter] = (
+                    marks,
+                    parameter.register_post_accumulate_grad_hook(lambda parameter: self._is_gradient(parameter.grad)),
+                )
+        return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
+
+    def _is_gradient(self, gradient: torch.Tensor) -> None:
+        self._update_and_maybe_create_winfos(gradient, _MemRefType.GRAD)
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        self.peaks[self.part] = max(self.peaks[self.part], self.passing())
+
+
+def _batch(job: Job) -> Batch:
+    """The largest forward as one sequence, its last tokens supervised."""
+    tokens, supervised = job.tokens, min(job.supervised_tokens, job.tokens - 1)
+    inputs: dict[str, Any] = {"input_ids": torch.zeros(1, tokens, dtype=torch.long), "attention_mask": None}
+    inputs["position_ids"] = torch.arange(tokens)[None]
+    if job.dense_mask:
+        inputs["attention_mask"] = torch.ones(1, 1, tokens, tokens, dtype=torch.bool)
+    keep = torch.arange(tokens - 1 - supervised, tokens - 1)
+    return Batch(inputs, keep, None, torch.zeros(supervised, dtype=torch.long), torch.ones(supervised), job.head)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    *args: Any,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    more.pop("is_causal", None)
+    return rows_attention(module, query, key, value, mask, *args, **more)
+
+
+def _dropout(share: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """As on a GPU, where the mask is a byte an element."""
+    return lambda hidden: torch.native_dropout(hidden, share, True)[0]
+
+
+def _loaded(job: Job) -> torch.dtype:
+    return _DTYPES[4] if job.loaded_bytes == 4 else _reduced(job)
+
+
+def _computes(job: Job) -> torch.dtype:
+    return _DTYPES[4] if job.computes_bytes == 4 else _reduced(job)
+
+
+def _reduced(job: Job) -> torch.dtype:
+    return torch.float16 if _FP16 in (job.precision, job.dtype) else torch.bfloat16

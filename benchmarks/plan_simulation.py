@@ -1,0 +1,131 @@
+"""The closed form of `accel-sft plan` against its simulation on fake tensors: models for GPUs, of which none is needed.
+
+    python benchmarks/plan_simulation.py [--models 0.5B 7B ...] [--tokens 1024 ...] [--layers 4] [--smoke]
+
+Compared is what a forward and backward add to the model states at their peak (activations, logits, gradients on their
+way), in which the two answers differ; and with it the peak of one GPU of eight under ZeRO-2, without overhead.
+`--layers` cuts the models, which a machine in a hurry takes; both answers are about the same cut model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import smoke
+from accel_sft.launch.info import Launch
+from accel_sft.planning.activations import forward_bytes, logits_bytes
+from accel_sft.planning.closed import estimate
+from accel_sft.planning.estimate import Estimate
+from accel_sft.planning.job import Job
+from accel_sft.planning.simulation import simulate
+from accel_sft.planning.source import read_shape
+from accel_sft.planning.states import placed
+
+GIB = 2**30
+MARK = 0.10
+LAUNCH = Path(__file__).parent.parent / "accelerate_configs/z2.yaml"
+
+
+def _qwen(hidden: int, inner: int, layers: int, heads: int, key_value: int, vocabulary: int, tied: bool) -> dict:
+    return {
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+    }
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "0.5B": _qwen(896, 4864, 24, 14, 2, 151936, True),
+    "1.5B": _qwen(1536, 8960, 28, 12, 2, 151936, True),
+    "7B": _qwen(3584, 18944, 28, 28, 4, 152064, False),
+    "14B": _qwen(5120, 13824, 48, 40, 8, 152064, False),
+    "30B-A3B": _qwen(2048, 6144, 48, 32, 4, 151936, False)
+    | {
+        "model_type": "qwen3_moe",
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+}
+"""Of the shapes of Qwen2.5's and Qwen3's published configurations."""
+
+
+def compare(name: str, adapter: str, recomputed: bool, tokens: int, layers: int | None) -> dict[str, Any]:
+    """One case: both answers in GiB, and the seconds that the simulation took."""
+    config = dict(MODELS[name])
+    config["num_hidden_layers"] = min(config["num_hidden_layers"], layers or config["num_hidden_layers"])
+    job = Job(
+        shape=read_shape(config, name),
+        launch=Launch.from_yaml(LAUNCH, "--num_processes", "8"),
+        device="cuda",
+        adapter=adapter,
+        gradient_checkpointing=recomputed,
+        tokens=tokens,
+        supervised_tokens=tokens // 2,
+    )
+    begun = time.perf_counter()
+    simulated = simulate(job, config)
+    seconds = time.perf_counter() - begun
+    states = placed(job)[0]
+    resident = states.weights + states.master + states.moments + states.held + states.buffers + states.gradients
+    closed = estimate(job)
+    found = {"closed form": _peak(closed) / GIB, "simulation": _peak(simulated) / GIB}
+    return {
+        "case": (name, adapter, "recomputed" if recomputed else "kept", tokens),
+        **found,
+        "forward closed form": found["closed form"] - resident / GIB,
+        "forward simulation": found["simulation"] - resident / GIB,
+        "seconds": seconds,
+    }
+
+
+def _peak(found: Estimate) -> float:
+    return sum(size for name, size in found.device["step"].items() if name != "overhead")
+
+
+def error(case: dict[str, Any], prefix: str = "") -> float:
+    return case[f"{prefix}closed form"] / case[f"{prefix}simulation"] - 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 4096, 16384])
+    parser.add_argument("--layers", type=int, help="cut models to so many layers")
+    parser.add_argument("--smoke", action="store_true", help="one small case, to see that it runs")
+    asked = parser.parse_args()
+    if asked.smoke:
+        asked.models, asked.tokens, asked.layers = ["0.5B"], [1024], 2
+    adapters = ["none"] if asked.smoke else ["none", "lora"]
+    print("| model | adapter | activations | tokens | forward: closed | simulated | | peak: closed | simulated | | s |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    cases = []
+    for name, adapter, recomputed, tokens in itertools.product(asked.models, adapters, (False, True), asked.tokens):
+        case = compare(name, adapter, recomputed, tokens, asked.layers)
+        cases.append(case)
+        cells = [*map(str, case["case"])]
+        for prefix in ("forward ", ""):
+            cells += [f"{case[f'{prefix}{which}']:.2f}" for which in ("closed form", "simulation")]
+            cells += [f"{error(case, prefix):+.0%}"]
+        print("| " + " | ".join([*cells, f"{case['seconds']:.0f}"]) + " |", flush=True)
+    for prefix, what in (("forward ", "forward and backward"), ("", "peak of a GPU")):
+        errors = [abs(error(case, prefix)) for case in cases]
+        mean = statistics.mean(errors)
+        within = "within" if mean <= MARK else "beyond"
+        print(f"{what}: mean difference {mean:.1%}, worst {max(errors):.1%}; {within} {MARK:.0%} (GiB)")
+
+
+if __name__ == "__main__":
+    main()
