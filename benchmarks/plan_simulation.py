@@ -10,16 +10,13 @@ way), in which the two answers differ; and with it the peak of one GPU of eight 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-import smoke
 from accel_sft.launch.info import Launch
-from accel_sft.planning.activations import forward_bytes, logits_bytes
 from accel_sft.planning.closed import estimate
 from accel_sft.planning.estimate import Estimate
 from accel_sft.planning.job import Job

@@ -18,12 +18,12 @@ import torch
 from accelerate.utils.operations import convert_outputs_to_fp32
 from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
-from transformers import AutoConfig, AttentionInterface
+from transformers import AttentionInterface, AutoConfig
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.batching.collate import Batch
-from accel_sft.batching.loss import HEADS, nll_sum
+from accel_sft.batching.loss import nll_sum
 from accel_sft.models.adapters import new_adapter
 from accel_sft.models.prefix_attention import rows_attention
 from accel_sft.models.pretrained import class_of, freeze_beyond_text
@@ -109,7 +109,7 @@ def forward_backward(job: Job, config: Mapping[str, Any]) -> Simulated:
             return _run(job, _made_fake(job, model))
     except UserError:
         raise
-    except Exception as error:  # noqa: BLE001 - what a library says of a stranger's model is the user's to read
+    except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"--simulate: model_type {name} cannot be simulated ({reason}); use --probe") from error
 
