@@ -1,5 +1,9 @@
 """Bytes that a forward keeps for its backward: activations of the blocks, and logits.
 
+`forward_bytes` and `logits_bytes` are what is there in all: on a CPU, whose heap keeps what was freed, they add up. A
+GPU's allocator uses it again, and there `peak_bytes` is the most at one time, gradients on their way included; its
+terms were read off the simulation, and benchmarks/plan_simulation.py compares.
+
 What autograd saves was counted tensor by tensor (`saved_tensors_hooks`) on small models of transformers 5.23 in
 bfloat16, float32 and float32 under autocast, full and with an adapter; the formulas below meet it to 1%, and
 tests/test_plan.py counts again.
@@ -10,6 +14,11 @@ from accel_sft.planning.shape import Block
 
 _FLOAT32_NORMS = ("gemma",)
 """Families whose norms multiply by their weight in float32, and keep that."""
+LOGIT = 12
+"""Bytes of a logit in the loss's backward: its log-softmax, that one's gradient and its own, in float32; logits in a
+narrower type are gone by then."""
+_NORM_BACKWARD = 16
+"""Bytes an element of a norm's backward, besides what it has kept; half as many where autocast keeps more."""
 _INNER_NORM = 8
 """Bytes an element of a norm behind which no matrix stands: its input and what it was normed to, in float32."""
 
@@ -40,20 +49,23 @@ def block_bytes(job: Job, block: Block) -> float:
 
 
 def _norms(job: Job, block: Block) -> float:
-    hidden = job.shape.hidden_size
-    autocast, e = job.autocast and not job.is_frozen, job.computes_bytes
-    if job.is_frozen:
-        each = 9 if job.autocast else 4 + e  # the input in float32, and the matrices' input
-    elif job.shape.family.startswith(_FLOAT32_NORMS):
-        each = 13 if autocast else 8 + (e if e < 4 else 4)
-    else:
-        each = 13 if autocast else 4 + 2 * e
+    hidden, e, each = job.shape.hidden_size, job.computes_bytes, _norm_bytes(job)
     count = block.vectors // hidden
     kept = hidden * (2 * each + max(count - 2, 0) * _INNER_NORM)
     if block.vectors % hidden == 2 * job.shape.head_dim:  # of each head's queries and keys
         heads = job.shape.heads + job.shape.key_value_heads
         kept += heads * job.shape.head_dim * (4 + (e if not job.autocast else 2))
     return kept
+
+
+def _norm_bytes(job: Job) -> int:
+    """Of an element of a norm in front of a matrix, the matrix's input included."""
+    autocast, e = job.autocast and not job.is_frozen, job.computes_bytes
+    if job.is_frozen:
+        return 9 if job.autocast else 4 + e  # the input in float32, and the matrices' input
+    if job.shape.family.startswith(_FLOAT32_NORMS):
+        return 13 if autocast else 8 + (e if e < 4 else 4)
+    return 13 if autocast else 4 + 2 * e
 
 
 def _adapter(job: Job, block: Block) -> float:
@@ -95,7 +107,7 @@ def forward_bytes(job: Job) -> float:
 
 def logits_bytes(job: Job) -> float:
     """Held at once by head and loss: logits as they are computed, in float32, their softmax and its gradient."""
-    each = 12 + (job.computes_bytes if job.computes_bytes < 4 else 0)
+    each = LOGIT
     vocabulary, e, hidden = job.shape.vocab_size, job.computes_bytes, job.shape.hidden_size
     if job.head == "fused":
         return e * hidden * job.supervised_tokens
@@ -105,3 +117,73 @@ def logits_bytes(job: Job) -> float:
     if job.head == "pieces" and job.supervised_tokens > most:
         return e * hidden * job.supervised_tokens + each * vocabulary * most
     return each * vocabulary * job.supervised_tokens
+
+
+def peak_bytes(job: Job) -> dict[str, float]:
+    """`activations` and `logits` at the peak of the largest forward and backward, whichever of its moments that is:
+    in the head, in the last norm's backward, in a block's, or when a tied head's gradient meets the embedding's."""
+    shape, t, e, frozen = job.shape, job.tokens, job.computes_bytes, job.is_frozen
+    cast = job.autocast and not frozen
+    stream = t * shape.hidden_size * (4 if cast else e)
+    head_weights = shape.vocab_size * shape.hidden_size
+    held = 0 if frozen or not shape.tied else (4 if cast else e) * head_weights  # from the head to the embedding
+    inside = e * sum(block.count * block.parameters for block in shape.blocks) if cast else 0  # weights that were cast
+    casts = {"forward": inside, "backward": inside}
+    if job.gradient_checkpointing:
+        casts["backward"] = e * shape.largest_block if cast else 0
+    mask = e * t**2 if job.dense_mask else 0
+    blocks = [(t * block_bytes(job, block), _merged_bytes(job, block), block) for block in shape.blocks]
+    if job.gradient_checkpointing:
+        kept = stream * shape.layers
+        again = max((size + merged + _block_backward(job, block) for size, merged, block in blocks), default=0)
+    else:
+        kept = sum(block.count * (size + merged) for size, merged, block in blocks)
+        again = max((_block_backward(job, block) for *_, block in blocks), default=0)
+    at_end = kept + mask + t * shape.hidden_size * _norm_bytes(job) + e * shape.hidden_size * job.supervised_tokens
+    before, behind = _head_bytes(job, e * head_weights * (not frozen))
+    before, behind = (size + (e * head_weights if cast else 0) for size in (before, behind))
+    backward = at_end + (0 if job.gradient_checkpointing else inside)
+    norm = t * shape.hidden_size * _NORM_BACKWARD / (2 if cast else 1)
+    in_head = max(at_end + casts["forward"] + before, backward + behind)
+    elsewhere = max(backward + norm + held, kept + mask + casts["backward"] + again + held, 2 * held)
+    if in_head >= elsewhere:
+        activations = backward if in_head == backward + behind else at_end + casts["forward"]
+        return {"activations": activations, "logits": in_head - activations}
+    return {"activations": elsewhere, "logits": 0.0}
+
+
+def _head_bytes(job: Job, gradient: float) -> tuple[float, float]:
+    """Of head and loss in the forward, and in the backward with its weights' `gradient` of so many bytes, which each
+    piece adds to that of those before."""
+    vocabulary, e, s = job.shape.vocab_size, job.computes_bytes, job.supervised_tokens
+    narrow = e if e < 4 else 0
+    most = max(MOST_LOGITS // vocabulary, 1)
+    if job.head == "fused":
+        return 0.0, gradient
+    if job.head == "pieces" and s > most:
+        logits = vocabulary * most
+        return (8 + narrow) * logits, max(gradient + LOGIT * logits, 2 * gradient + e * logits)
+    logits, every = vocabulary * s, vocabulary * job.tokens * (job.head == "everywhere")
+    return (8 + narrow) * logits + e * every, max(LOGIT * logits, e * logits + e * every + gradient)
+
+
+def _block_backward(job: Job, block: Block) -> float:
+    """Gradients of the widest part of a block, besides what it keeps."""
+    e, hidden = job.computes_bytes, job.shape.hidden_size
+    adapts_in_float32 = job.is_frozen and job.autocast
+    wide = copied = 0.0
+    for group in ("feed_forward", "experts"):
+        into = [m for m in block.matrices if m.group == group and m.inputs == hidden and m.name != "gate"]
+        out = sum(m.active * m.outputs for m in into if m.outputs > 1)
+        wide = max(wide, out * (2 if adapts_in_float32 else 1))
+        copied = max([copied, *(m.active * hidden for m in into if m.copies > 1)])
+    stream = hidden * (4 if job.autocast and not job.is_frozen else e)
+    return job.tokens * (e * (wide + copied) + stream) + _experts_gradient(job, block)
+
+
+def _experts_gradient(job: Job, block: Block) -> float:
+    """Of a block's largest fused experts, also where an adapter is in a copy of them; the others' copies are gone."""
+    sizes = sorted(job.computes_bytes * m.parameters for m in block.matrices if m.copies > 1)
+    if not sizes or (job.is_frozen and not _merged_bytes(job, block)):
+        return 0.0
+    return sizes[-1] - (sum(sizes[:-1]) if job.is_frozen else 0)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from accel_sft.planning.activations import forward_bytes, logits_bytes
+from accel_sft.planning.activations import forward_bytes, logits_bytes, peak_bytes
 from accel_sft.planning.cpu import on_cpu
 from accel_sft.planning.estimate import Estimate
 from accel_sft.planning.job import Job
@@ -32,7 +32,9 @@ def estimate(job: Job) -> Estimate:
     Raises:
         UserError: the adapter's target modules are not in the model.
     """
-    forward = {"activations": forward_bytes(job), "logits": logits_bytes(job)}
+    forward = peak_bytes(job)
+    if job.on_cpu:
+        forward = {"activations": forward_bytes(job), "logits": logits_bytes(job)}
     return assemble(job, placed(job), forward, "closed form")
 
 
@@ -41,7 +43,8 @@ def assemble(job: Job, states: tuple[Placed, Placed], forward: Mapping[str, floa
 
     Args:
         states: what a rank keeps on its device and in host memory.
-        forward: bytes of `activations` and `logits` at the peak of its largest forward and backward.
+        forward: bytes of `activations` and `logits` at the peak of its largest forward and backward, on a GPU with
+            gradients on their way and weights that autocast has cast; on a CPU of all that is there at some time.
         method: by which these were found.
     """
     device, host = states
@@ -70,17 +73,17 @@ def _on_gpu(job: Job, at: Placed, forward: Mapping[str, float]) -> dict[str, dic
     sharded = _resident(at, False) | base
     phases["shard"] = _add(sharded, optimizer=at.sharding)
 
-    gradients = at.gradients + at.in_flight
+    gradients, gathered = at.gradients, 0.0 if job.autocast else at.gathered
 
     def step(moments: bool) -> dict[str, float]:
         resident = _resident(at, True) | base
         backward = _add(
             _resident(at, moments) | base,
             **forward,
-            buffers=at.gathered,
+            buffers=gathered,
             gradients=gradients if job.launch.backend != "deepspeed" or job.launch.stage else 0.0,
         )
-        late = _add(_resident(at, moments) | base, gradients=gradients, buffers=at.gathered)
+        late = _add(_resident(at, moments) | base, gradients=gradients, buffers=gathered)
         update = _add(resident, gradients=gradients + at.update)
         most = max((backward, late, update), key=lambda each: sum(each.values()))
         came = sum(most.values()) - sum(_resident(at, moments).values()) - CUDA_BYTES

@@ -56,9 +56,7 @@ def kept_bytes(job: Job) -> float:
     return constant_gib * GIB + each * job.shape.parameters
 
 
-def on_cpu(
-    job: Job, at: Placed, forward: Mapping[str, float], checkpoint_bytes: float
-) -> dict[str, dict[str, float]]:
+def on_cpu(job: Job, at: Placed, forward: Mapping[str, float], checkpoint_bytes: float) -> dict[str, dict[str, float]]:
     """The phases of a rank whose device and host are one memory, `at` having both; `forward` as `closed.assemble` has
     it."""
     backend = "deepspeed" if job.launch.backend == "deepspeed" else "ddp"

@@ -81,21 +81,22 @@ def simulate(job: Job, config: Mapping[str, Any]) -> Estimate:
     """
     found = forward_backward(job, config)
     device, host = placed(job)
-    device = dataclasses.replace(device, in_flight=0.0)  # it is among what was simulated
     notes = ["simulated: activations, logits and what a backward takes besides, of the model that transformers builds"]
     if job.launch.backend in ("deepspeed", "fsdp"):
         library = {"deepspeed": "DeepSpeed", "fsdp": "FSDP"}[job.launch.backend]
         notes.append(f"weights, gradients and optimizer state are the closed form's: {library} is not simulated")
     else:
         gradients = {"gradients": found.gradients} if device.gradients else {"held": found.gradients}
-        # weights that autocast has cast are among the activations
-        states = {"weights": found.weights, "moments": found.optimizer, "gathered": 0.0, **gradients}
+        states = {"weights": found.weights, "moments": found.optimizer, **gradients}
         device = dataclasses.replace(device, **states)
         notes.append("weights, gradients and AdamW's state are simulated; exchange between ranks is the closed form's")
     if job.head == "fused":
         notes.append("the fused kernel of head and loss is not simulated: its part is the closed form's")
     notes.append("not simulated: workspaces inside of operators, and gaps between the allocator's blocks")
     forward = {"activations": found.activations, "logits": found.logits}
+    if job.on_cpu:  # whose heap keeps what was freed
+        device = dataclasses.replace(device, in_flight=0.0)
+        forward = {"activations": max(found.kept, found.in_blocks), "logits": found.in_head - found.kept}
     return dataclasses.replace(assemble(job, (device, host), forward, "simulation"), notes=tuple(notes))
 
 
@@ -134,7 +135,7 @@ def _on_meta(job: Job, config: Mapping[str, Any]) -> Any:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if job.is_frozen:
             model.enable_input_require_grads()
-    return model.to(_computes(job)) if job.launch.backend == "deepspeed" else model
+    return model.to(_computes(job)) if job.launch.backend in ("deepspeed", "fsdp") else model
 
 
 def _made_fake(job: Job, model: Any) -> Any:
