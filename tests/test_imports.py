@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "resilience": "api io launch",
     "checkpoint": "api io launch resilience",
     "training": "api io launch data models batching tracking evaluation resilience checkpoint planning",
-    "planning": "api io launch data",
+    "planning": "api io launch data models batching comparison",
     "commands": "api io launch data models batching tracking evaluation resilience checkpoint training planning",
 }
 ROOT = {"__init__", "__main__", "cli", "cli_options"}
