@@ -22,10 +22,10 @@ MAY_IMPORT = {
     "evaluation": "api io launch data models batching tracking",
     "resilience": "api io launch",
     "checkpoint": "api io launch resilience",
-    "planning": "api io launch data",
+    "comparison": "api io launch tracking",
+    "planning": "api io launch data models batching comparison",
     "training": "api io launch data models batching tracking evaluation resilience checkpoint planning",
     "diagnosis": "api io launch data",
-    "comparison": "api io launch tracking",
     "reporting": "api io tracking",
     "checking": "api io data models batching evaluation",
     "commands": "api io launch data models batching tracking evaluation resilience checkpoint training"

@@ -166,7 +166,7 @@ class PlanConfig(TrainConfig):
         ("model", "init_from", "trust_remote_code", "dtype", "gradient_checkpointing", "adapter", "lora_r")
     ) | {"lora_dropout", "lora_target_modules", "max_length", "truncation", "thinking", "global_batch_size"}
     OFFERED |= {"micro_batch_size", "batching", "eval_every", "eval_batch_size", "save_every", "hang_timeout", "debug"}
-    OFFERED |= {"gpus", "gpu_memory", "host_memory", "launch", "details", "json"}
+    OFFERED |= {"gpus", "gpu_memory", "host_memory", "launch", "details", "json", "simulate", "probe"}
     gpus: int | None = _plan(None, min=0, help="GPUs of a machine, 0: its CPU; default: this machine's.")
     gpu_memory: float | None = _plan(None, min=0, help="GiB of one GPU; default: this machine's.")
     host_memory: float | None = _plan(None, min=0, help="GiB of host memory; default: what is free here.")
@@ -174,6 +174,10 @@ class PlanConfig(TrainConfig):
         None, help="Launch file: a shipped one's name, or a path; may be repeated. Default: every shipped one."
     )
     details: bool = _plan(False, help="Each phase's memory by component; one launch file always shows them.")
+    simulate: bool = _plan(
+        False, help="Beside it the model's forward and backward on fake tensors: seconds, no memory."
+    )
+    probe: bool = _plan(False, help="Beside it two real steps on this machine: loads the model; minutes.")
     json: bool = _plan(False, help="Print JSON.")
 
 

@@ -1,8 +1,10 @@
 """`accel-sft plan`: will a task's training fit, under which launch file, and how fast about? No torch."""
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 from accel_sft.api.config import PLAN, PlanConfig
 from accel_sft.api.errors import UserError
@@ -14,6 +16,7 @@ from accel_sft.launch.info import Launch
 from accel_sft.models.source import errors_explained, find_source, is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS, TINY_SHAPE, TINY_VOCABULARY
 from accel_sft.planning import table
+from accel_sft.planning.estimate import Estimate
 from accel_sft.planning.job import Job
 from accel_sft.planning.lengths import Lengths, read
 from accel_sft.planning.machine import Machine, machine
@@ -28,49 +31,87 @@ _EVAL_ROWS = 64
 
 
 def run(task_name: str, task: Task, config: PlanConfig) -> None:
-    """Print the plan and leave with status 0 if a launch file fits, 1 if none does.
+    """Print the plan and leave with status 0 if a launch file fits, 1 if none does or every probe failed.
 
     Raises:
-        UserError: a model or launch file that cannot be read, or an option that does not fit the model.
+        UserError: a model or launch file that cannot be read, an option that does not fit the model, or a simulation
+            or probe that cannot be made.
     """
     asked, config = config, config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
-    shape, stored_bytes = model_shape(config)
+    content, name, folder = model_config(config)
+    shape, stored = read_shape(content, name, folder), stored_bytes(content)
     here = machine(config.gpus, config.gpu_memory, config.host_memory)
     lengths = read(task, config)
     plans = []
     for name, file in launch_files(config.launch):
         launch = launch_of(file, here)
-        job = job_of(config, shape, stored_bytes, launch, here, lengths)
+        job = job_of(config, shape, stored, launch, here, lengths)
         step_tokens = config.global_batch_size * lengths.mean / job.ranks
         plans.append(plan(name, file, job, here, step_tokens))
     best, why = recommended(plans)
     command = command_of(task_name, task, asked, best, here) if best else None
-    if config.json:
-        print(json.dumps(table.as_json(plans, shape, here, lengths, best, why, command), indent=2))
-    else:
+    if not config.json:
         for line in table.lines(plans, shape, here, lengths, config, best, why, command):
             print(line)
-    raise SystemExit(0 if best else 1)
+    asked_more = config.simulate or config.probe
+    chosen = [each for each in plans if each.job and (config.launch or each is best)] if asked_more else []
+    if asked_more and not chosen:
+        raise UserError("--simulate, --probe: no launch file fits; name one by --launch to look at it all the same")
+    found = {each.name: answers(each, content, config, here, [task_name, *_given(asked, task)]) for each in chosen}
+    if config.json:
+        as_json = table.as_json(plans, shape, here, lengths, best, why, command)
+        answered = {name: [dataclasses.asdict(each) for each in of_launch] for name, of_launch in found.items()}
+        print(json.dumps({**as_json, "answers": answered}, indent=2))
+    for name, of_launch in () if config.json else found.items():
+        for line in table.side_by_side(name, of_launch):
+            print(line)
+    failed = bool(found) and all(any(each.failure for each in of_launch) for of_launch in found.values())
+    raise SystemExit(0 if best and not failed else 1)
 
 
-def model_shape(config: PlanConfig) -> tuple[ModelShape, int]:
-    """The shape of the model that the settings name, and bytes of an element in its files.
+def answers(plan: Plan, content: dict[str, Any], config: PlanConfig, here: Machine, words: list[str]) -> list[Estimate]:
+    """The closed form's estimate of a plan, and those of the simulation and the probe where they are asked for.
+
+    Args:
+        content: of the model's config.json.
+        words: the task and the options of its run.
+    Raises:
+        UserError: the model cannot be simulated, or the plan is for another machine than this one.
+    """
+    assert plan.job is not None
+    assert plan.estimate is not None
+    found = [plan.estimate]
+    if config.simulate:
+        from accel_sft.planning.simulation import simulate
+
+        found.append(simulate(plan.job, content))
+    if config.probe:
+        from accel_sft.planning.probe import probe
+
+        this = machine(None, None, None)
+        if this.gpus != here.gpus:
+            raise UserError(f"--probe: the plan is for {here.describe()}; this machine: {this.describe()}")
+        found.append(probe(plan.job, plan.file, words))
+    return found
+
+
+def model_config(config: PlanConfig) -> tuple[dict[str, Any], str, Path | None]:
+    """The content of the model's config.json, its name for errors, and its folder if it has one.
 
     Raises:
-        UserError: there is no such model, or its parameters cannot be counted.
+        UserError: there is no such model.
     """
     if is_tiny(config):
-        content = {"model_type": "qwen2", "vocab_size": TINY_VOCABULARY, **TINY_SHAPE, "dtype": "float32"}
-        return read_shape(content, "tiny"), 4
+        shape = {"model_type": "qwen2", "vocab_size": TINY_VOCABULARY, **TINY_SHAPE, "dtype": "float32"}
+        return shape, "tiny", None
     source = find_source(config)
-    folder: Path | None = Path(source.weights)
+    folder = Path(source.weights)
     if not folder.is_dir():
         from huggingface_hub import hf_hub_download
 
         with errors_explained(source.weights):
             folder = Path(hf_hub_download(source.weights, "config.json")).parent
-    content = read_config(folder)
-    return read_shape(content, source.weights, folder), stored_bytes(content)
+    return read_config(folder), source.weights, folder
 
 
 def launch_files(asked: str | None) -> list[tuple[str, Path]]:

@@ -24,6 +24,7 @@ class Estimate:
             their libraries' code.
         local_ranks: on one machine, for `host_peak_bytes`.
         notes: on what the numbers rest, a sentence each.
+        failure: why a probe measured nothing: then nothing is known to fit.
     """
 
     method: str
@@ -31,6 +32,7 @@ class Estimate:
     host: Memory
     local_ranks: int = 1
     notes: tuple[str, ...] = ()
+    failure: str = ""
 
     @property
     def device_peak_bytes(self) -> float:
@@ -50,7 +52,7 @@ class Estimate:
 
     def fits(self, gpu_memory: float | None, host_memory: float | None) -> bool:
         """Whether a machine with these bytes of an accelerator and of host memory is enough; None: not known."""
-        return not self.over(gpu_memory, host_memory)
+        return not self.failure and not self.over(gpu_memory, host_memory)
 
     def over(self, gpu_memory: float | None, host_memory: float | None) -> tuple[str, ...]:
         """Which of `device` and `host` are not enough."""

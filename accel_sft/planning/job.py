@@ -79,8 +79,8 @@ class Job:
 
     @property
     def autocast(self) -> bool:
-        """Whether float32 weights compute in a reduced precision: one process and DDP train them so. Under DeepSpeed
-        and FSDP2 a forward's weights are of that precision."""
+        """Whether float32 weights compute in a reduced precision: one process and DDP train so. Under DeepSpeed and
+        FSDP2 a forward's weights are of that precision."""
         return self.launch.backend not in ("deepspeed", "fsdp") and self.computes_bytes < 4
 
     @property

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from accelerate.utils.operations import convert_outputs_to_fp32
 from torch._subclasses import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from transformers import AttentionInterface, AutoConfig
 
 from accel_sft.api.config import TrainConfig
@@ -30,13 +29,11 @@ from accel_sft.models.pretrained import class_of, freeze_beyond_text
 from accel_sft.planning.closed import assemble
 from accel_sft.planning.estimate import Estimate
 from accel_sft.planning.job import Job
+from accel_sft.planning.peak_tracker import PeakTracker
 from accel_sft.planning.states import placed
 
 _ATTENTION = "accel_sft_simulated"
 """The name of attention as batching gives it its inputs; transformers makes no mask for a name it does not know."""
-_RESIDENT = (_MemRefType.PARAM, _MemRefType.BUFFER, _MemRefType.GRAD, _MemRefType.OPT)
-_DTYPES = {4: torch.float32, 2: torch.bfloat16}
-_FP16 = "fp16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +88,7 @@ def simulate(job: Job, config: Mapping[str, Any]) -> Estimate:
         device = dataclasses.replace(device, **states)
         notes.append("weights, gradients and AdamW's state are simulated; exchange between ranks is the closed form's")
     if job.head == "fused":
-        notes.append("the fused kernel of head and loss is not simulated: its part is the closed form's")
+        notes.append("the fused kernel of head and loss is not simulated: its weights' gradient stands for it")
     notes.append("not simulated: workspaces inside of operators, and gaps between the allocator's blocks")
     forward = {"activations": found.activations, "logits": found.logits}
     if job.on_cpu:  # whose heap keeps what was freed
@@ -120,7 +117,7 @@ def _on_meta(job: Job, config: Mapping[str, Any]) -> Any:
     AttentionInterface.register(_ATTENTION, _attention)
     settings = AutoConfig.for_model(**config)
     with torch.device("meta"):
-        model = class_of(settings).from_config(settings, dtype=_loaded(job))
+        model = class_of(settings).from_config(settings, dtype=_dtype(job, job.loaded_bytes))
         if job.is_frozen:
             chosen = TrainConfig(
                 model="simulated",
@@ -135,7 +132,7 @@ def _on_meta(job: Job, config: Mapping[str, Any]) -> Any:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if job.is_frozen:
             model.enable_input_require_grads()
-    return model.to(_computes(job)) if job.launch.backend in ("deepspeed", "fsdp") else model
+    return model.to(_dtype(job, job.computes_bytes)) if job.launch.backend in ("deepspeed", "fsdp") else model
 
 
 def _made_fake(job: Job, model: Any) -> Any:
@@ -149,13 +146,13 @@ def _made_fake(job: Job, model: Any) -> Any:
         if isinstance(module, torch.nn.Dropout) and module.p:
             module.forward = _dropout(module.p)
     if job.autocast:  # as accelerate prepares a model
-        forward = torch.autocast("cpu", dtype=_computes(job))(model.forward)
+        forward = torch.autocast("cpu", dtype=_dtype(job, job.computes_bytes))(model.forward)
         model.forward = convert_outputs_to_fp32(forward)
     return model.train()
 
 
 def _run(job: Job, model: Any) -> Simulated:
-    tracker = _Peaks(model)
+    tracker = PeakTracker(model)
     tracker.track_external(model)
     head = model.get_output_embeddings()
     kept: list[int] = []
@@ -167,7 +164,7 @@ def _run(job: Job, model: Any) -> Simulated:
 
     handle = head.register_forward_pre_hook(enter_head)
     batch = _batch(job)
-    if job.head == "fused":  # its hidden states and their gradient, which is all that the kernel takes
+    if job.head == "fused":  # a kernel has no fake tensors; what it leaves are the gradients of the head's weights
         batch = dataclasses.replace(batch, head="pieces")
     with tracker:
         nll_sum(model, batch).backward()
@@ -176,73 +173,16 @@ def _run(job: Job, model: Any) -> Simulated:
     optimizer = torch.optim.AdamW(trained, fused=True)
     with tracker:
         optimizer.step()
-    resident = tracker.resident()
-    return Simulated(
-        kept=kept[0],
-        in_head=tracker.peaks["head"],
-        in_blocks=tracker.peaks["blocks"],
-        weights=resident[_MemRefType.PARAM] + resident[_MemRefType.BUFFER],
-        gradients=resident[_MemRefType.GRAD],
-        optimizer=resident[_MemRefType.OPT],
-    )
-
-
-class _Peaks(MemTracker):
-    """Peaks of what comes and goes, by the part of a forward and backward in which they are: `blocks` or `head`.
-
-    Gradients of weights count while they are on their way, and no more once they are where gradients are kept: those of
-    earlier forwards are there from the start. Peaks by module, the most of the tracker's work, are left out.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.shapes = {parameter.shape for parameter in model.parameters() if parameter.requires_grad}
-        self.part, self.peaks = "blocks", {"blocks": 0, "head": 0}
-
-    def begin(self, part: str) -> None:
-        """From here on it is this part's peak."""
-        self.part = part
-
-    def passing(self) -> int:
-        """Bytes of what comes and goes, now."""
-        kinds = _MemRefType.ACT, _MemRefType.TEMP
-        return sum(of_device[kind] for of_device in self._curr_mem_snap.values() for kind in kinds)
-
-    def resident(self) -> Mapping[_MemRefType, int]:
-        """Bytes of what stays, by kind."""
-        found = self.get_tracker_snapshot("current").values()
-        return {kind: sum(of_device[kind] for of_device in found) for kind in _RESIDENT}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # a weight's gradients from several uses are added up in place, which autograd does not do to fake tensors
-        if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled() and args[0].shape in self.shapes:
-            return args[0]
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _track_module_params_and_buffers(
-        self, module: torch.nn.Module, install_grad_hooks: bool = True
-    ) -> tuple[int, int]:
-        """Without the tracker's own hooks on gradients, which fail on frozen parameters."""
-        hooked = self._param_to_grad_hook_handles
-        for parameter in module.parameters() if install_grad_hooks else ():
-            if parameter.requires_grad and parameter not in hooked:
-                marks = parameter.register_hook(self._is_gradient)
-                hooked[parameter] = (
-                    marks,
-                    parameter.register_post_accumulate_grad_hook(lambda parameter: self._is_gradient(parameter.grad)),
-                )
-        return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
-
-    def _is_gradient(self, gradient: torch.Tensor) -> None:
-        self._update_and_maybe_create_winfos(gradient, _MemRefType.GRAD)
-
-    def _update_peak_stats(self, peak_state: Any) -> None:
-        self.peaks[self.part] = max(self.peaks[self.part], self.passing())
+    in_head = tracker.peaks["head"]
+    if job.head == "fused":
+        in_head = kept[0] + head.weight.requires_grad * head.weight.numel() * job.computes_bytes
+    return Simulated(kept=kept[0], in_head=in_head, in_blocks=tracker.peaks["blocks"], **tracker.resident())
 
 
 def _batch(job: Job) -> Batch:
     """The largest forward as one sequence, its last tokens supervised."""
-    tokens, supervised = job.tokens, min(job.supervised_tokens, job.tokens - 1)
+    tokens = max(job.tokens, 2)
+    supervised = min(max(job.supervised_tokens, 1), tokens - 1)
     inputs: dict[str, Any] = {"input_ids": torch.zeros(1, tokens, dtype=torch.long), "attention_mask": None}
     inputs["position_ids"] = torch.arange(tokens)[None]
     if job.dense_mask:
@@ -269,13 +209,8 @@ def _dropout(share: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda hidden: torch.native_dropout(hidden, share, True)[0]
 
 
-def _loaded(job: Job) -> torch.dtype:
-    return _DTYPES[4] if job.loaded_bytes == 4 else _reduced(job)
-
-
-def _computes(job: Job) -> torch.dtype:
-    return _DTYPES[4] if job.computes_bytes == 4 else _reduced(job)
-
-
-def _reduced(job: Job) -> torch.dtype:
-    return torch.float16 if _FP16 in (job.precision, job.dtype) else torch.bfloat16
+def _dtype(job: Job, itemsize: int) -> torch.dtype:
+    """The type of this many bytes that the launch's precision or `--dtype` names."""
+    if itemsize == 4:
+        return torch.float32
+    return torch.float16 if "fp16" in (job.precision, job.dtype.replace("float", "fp")) else torch.bfloat16

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from accel_sft.api.config import PlanConfig
-from accel_sft.planning.estimate import COMPONENTS, Estimate, Memory, totals
+from accel_sft.planning.estimate import COMPONENTS, PHASES, Estimate, Memory, totals
 from accel_sft.planning.lengths import Lengths
 from accel_sft.planning.machine import Machine
 from accel_sft.planning.plans import MARGIN, Plan
@@ -79,6 +79,26 @@ def as_json(
         "reason": why,
         "command": command,
     }
+
+
+def side_by_side(name: str, answers: Sequence[Estimate]) -> Iterator[str]:
+    """Several answers to what a launch takes, phase by phase."""
+    for place, attribute in (("one GPU", "device"), ("one rank's host memory", "host")):
+        columns = {each.method: totals(getattr(each, attribute)) for each in answers}
+        phases = [phase for phase in PHASES if any(phase in column for column in columns.values())]
+        if phases:
+            yield f"{name}: GiB of {place}, by"
+            yield f"{'':<10} " + "  ".join(f"{method:>11}" for method in columns)
+        for phase in phases:
+            cells = [_gib(column[phase]) if phase in column else "-" for column in columns.values()]
+            yield f"{phase:<10} " + "  ".join(f"{cell:>11}" for cell in cells)
+        if phases:
+            yield ""
+    for each in answers:
+        if each.failure:
+            yield _text(f"{each.method}: failed: {each.failure}", 2)
+        for note in each.notes:
+            yield _text(f"{each.method}: {note}", 2)
 
 
 def _plan_json(plan: Plan) -> dict[str, Any]:
