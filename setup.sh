@@ -17,7 +17,7 @@ export DS_BUILD_OPS=0 DS_IGNORE_CUDA_DETECTION=1
 
 say() { printf '%s\n' "setup: $*"; }
 fail() { printf '%s\n' "setup: $*" >&2; exit 1; }
-pip() { "$VENV/bin/python" -m pip --disable-pip-version-check install -qq --progress-bar off "$@"; }
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check install -qq --no-compile --progress-bar off "$@"; }
 has_gpu() { [[ -e /proc/driver/nvidia/version ]] || { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }; }
 # the driver's major version; nothing if it does not say
 driver() { nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | sed -n '1s/^\([0-9][0-9]*\)\..*/\1/p' || true; }
@@ -86,5 +86,7 @@ fi
 
 say "installing accel_sft, its tasks and what they need (a minute or a few)"
 pip -e ".[test]" -e tasks/math -e tasks/ner || fail "the installation failed; see pip's message above"
+# pip would do it on one core; as it does, files that this Python cannot read are passed over: some libraries have them
+"$VENV/bin/python" -W ignore -m compileall -qq -j 0 "$VENV/lib" || true
 printf '%s' "$state" >"$VENV/setup-state"
 say "done; the programs are in $VENV/bin"

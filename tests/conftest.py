@@ -65,22 +65,31 @@ def accel_sft(
     environment: dict[str, str] | None = None,
     timeout_seconds: int = 600,  # a first launch compiles DeepSpeed's operators
     module: str = "accel_sft",
+    real: bool = False,
 ) -> Launched:
-    """Run the command line as a user would: under `accelerate launch` with one of the shipped yamls, or alone."""
+    """Run the command line as a user would: under `accelerate launch` with one of the shipped yamls, or alone.
+
+    Args:
+        real: whether launcher and ranks are processes of their own that import what they need, and not forks with all
+            of it imported (forked.py): for what is about launchers, signals, kills and ranks that are lost.
+    """
     given = (*arguments, "--output-dir", str(run_dir)) if run_dir else arguments
     env = {**os.environ, "COLUMNS": "100", **(environment or {})}
     if environment and "PYTHONPATH" in environment:  # the caller's stays beside it
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (environment["PYTHONPATH"], os.environ.get("PYTHONPATH"))))
+    command = ("accel_sft", *given)
     if yaml:
+        port = str(20000 + os.getpid() % 20000)
+        command = (forked.LAUNCH, "--config_file", str(CONFIGS / f"{yaml}.yaml"), "--main_process_port", port)
+        command += (*launcher, "-m", module, *given)
+    if yaml and real:
         # `accelerate launch` by its other name, which does not import what all other commands need
-        launch, port = Path(sysconfig.get_path("scripts"), "accelerate-launch"), str(20000 + os.getpid() % 20000)
-        command = [str(launch), "--config_file", str(CONFIGS / f"{yaml}.yaml")]
-        command += ["--main_process_port", port, *launcher, "-m", module, *given]
+        command = (str(Path(sysconfig.get_path("scripts"), command[0])), *command[1:])
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, env=env)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            done = forked.run(given, env, Path(folder), timeout_seconds)
-    again = {"yaml": yaml, "launcher": launcher, "module": module}
+            done = forked.run(command, env, Path(folder), timeout_seconds)
+    again = {"yaml": yaml, "launcher": launcher, "module": module, "real": real}
     return Launched(run_dir or Path(), done.returncode, done.stdout + done.stderr, arguments, again)
 
 

@@ -1,8 +1,15 @@
-"""What a command line imports, in its order."""
+"""What command lines, launchers and ranks import at their start, and behind it what most of them import later."""
+
+import importlib
+import os
 
 from accel_sft.launch.environment import prepare_environment
 
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # DeepSpeed looks for GPUs, and a fork could not use them otherwise
 prepare_environment()
-
-import accel_sft.commands.evaluate  # noqa: E402
-import accel_sft.commands.train  # noqa: E402, F401
+for name in (
+    *("accelerate.commands.launch", "torch.distributed.run", "accel_sft.commands.evaluate", "accel_sft.commands.train"),
+    *("deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.stage_1_and_2", "peft", "torch.utils.tensorboard"),
+    "transformers.models.qwen2.modeling_qwen2",
+):
+    importlib.import_module(name)

@@ -252,8 +252,11 @@ def test_what_is_expected_of_a_forward_is_about_what_it_takes():
         assert taken / 3 < expected < 3 * taken
 
 
-def test_compiled_blocks_draw_the_same_curve_and_say_what_compiling_took(launched, tmp_path):
-    run = accel_sft(*JOB, *ONCE, "--compile", run_dir=tmp_path / "run")
+# for each batching other code is compiled
+@pytest.mark.parametrize("batching", ["padded", pytest.param("shared", marks=pytest.mark.long)])
+def test_compiled_blocks_draw_the_same_curve_and_say_what_compiling_took(launched, tmp_path, batching):
+    forwards = ("--batching", batching, "--micro-batch-size", "10")
+    run = accel_sft(*JOB, *ONCE, "--compile", *forwards, run_dir=tmp_path / "run")
     assert run.status == 0, run.output
     same_curve(layout(launched, "plain").lines(), run.lines())
     assert run.result()["compile_seconds"] > 0

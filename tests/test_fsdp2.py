@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 FP32 = {"launcher": ("--mixed_precision", "no")}
 SHARDED = {"yaml": "fsdp2", "module": "fsdp2_on_cpu", "environment": {"PYTHONPATH": str(Path(__file__).parent)}, **FP32}
 JOB = ("math", "--max-steps", "4", "--save-every", "2", "--global-batch-size", "10", "--validation-examples", "7")
-JOB += ("--max-new-tokens", "6", "--seed", "7", "--micro-batch-size", "2", "--keep-checkpoints", "3")
+JOB += ("--train-examples", "200", "--max-new-tokens", "6", "--seed", "7", "--micro-batch-size", "2")
+JOB += ("--keep-checkpoints", "3")
 LORA = ("--adapter", "lora", "--lora-dropout", "0", "--eval-every", "2")
 
 

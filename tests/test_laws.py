@@ -11,7 +11,7 @@ from fake_plugins import install
 
 STEPS = 6
 JOB = ("math", "--max-steps", str(STEPS), "--global-batch-size", "10", "--validation-examples", "7")
-JOB += ("--max-new-tokens", "6", "--seed", "7")
+JOB += ("--train-examples", "500", "--max-new-tokens", "6", "--seed", "7")
 FP32 = ("--mixed_precision", "no")
 ONCE = ("--eval-every", "off", "--save-every", "off")
 
@@ -20,7 +20,7 @@ LAYOUTS = {
     "plain with recomputed activations": {},
     "ddp": {"yaml": "ddp", "launcher": FP32},
     "z2": {"yaml": "z2", "launcher": FP32},
-    "z3": {"yaml": "z3", "launcher": FP32},
+    "z3": {"yaml": "z3", "launcher": FP32, "real": True},
     "z2_offload": {"yaml": "z2_offload", "launcher": FP32},
     "z2 alone": {"yaml": "z2", "launcher": (*FP32, "--num_processes", "1")},
 }
@@ -91,6 +91,7 @@ def test_two_machines_draw_the_same_curve(launched, tmp_path):
                 yaml="multinode_z3",
                 launcher=tuple(word.format(rank=rank) for word in machine),
                 run_dir=tmp_path / "run",
+                real=True,
             )
             for rank in (0, 1)
         ]

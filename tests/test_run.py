@@ -385,9 +385,8 @@ def test_a_rank_that_fails_alone_ends_the_run_at_once_with_its_message(tmp_path,
     source = FAILING.replace("WHAT", what)
     install(tmp_path / "site", "accel-sft-failing", "failing = accel_sft_failing:Failing", source)
     started = time.monotonic()
-    run = accel_sft(
-        "failing", *JOB[1:], yaml="ddp", run_dir=tmp_path / "run", environment={"PYTHONPATH": str(tmp_path / "site")}
-    )
+    site = {"PYTHONPATH": str(tmp_path / "site")}
+    run = accel_sft("failing", *JOB[1:], yaml="ddp", run_dir=tmp_path / "run", environment=site, real=True)
     assert run.status != 0
     assert time.monotonic() - started < 120, "the other rank waited for the one that failed"
     summary = run.output[run.output.index("ChildFailedError") :]

@@ -17,6 +17,7 @@ case "$*" in
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     "-m pip --version") ;;
     "-m pip "*) echo "$DS_BUILD_OPS $DS_IGNORE_CUDA_DETECTION $*" >>"$ASKED" ;;
+    *"-m compileall "*) echo "$*" >>"$ASKED"; exit 1 ;;
     *_base_executable*) echo "$0" ;;
     *importlib.metadata*) exit 1 ;;
     *) exec {sys.executable} "$@" ;;
@@ -36,8 +37,8 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def asked_of_pip(folder: Path, driver: str | None) -> list[str]:
-    """What setup.sh would install on a machine with this NVIDIA driver (None: no GPU), line by line."""
+def asked(folder: Path, driver: str | None) -> list[str]:
+    """What setup.sh would install on a machine with this NVIDIA driver (None: no GPU), and compile, line by line."""
     shutil.copy(ROOT / "setup.sh", folder)
     shutil.copy(ROOT / "pyproject.toml", folder)
     shutil.copytree(ROOT / "tasks", folder / "tasks")
@@ -63,7 +64,10 @@ def asked_of_pip(folder: Path, driver: str | None) -> list[str]:
     ],
 )
 def test_torch_is_the_build_for_the_machine_and_its_driver(tmp_path, driver, torch):
-    first, then = asked_of_pip(tmp_path, driver)
+    first, then, compiled = asked(tmp_path, driver)
     assert first.split()[-1] == torch
     assert "-e tasks/math" in then
     assert first.startswith("0 1 "), "DeepSpeed would look for a CUDA toolkit"
+    assert "--no-compile" in first
+    assert "--no-compile" in then
+    assert compiled.endswith(f"compileall -qq -j 0 {tmp_path / '.venv' / 'lib'}")

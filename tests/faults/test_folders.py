@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import CONFIGS, accel_sft
 
-JOB = ("math", "--max-steps", "200", "--global-batch-size", "10", "--train-examples", "60", "--eval-every", "off")
+JOB = ("math", "--max-steps", "100", "--global-batch-size", "10", "--train-examples", "60", "--eval-every", "off")
 JOB += ("--micro-batch-size", "5", "--save-every", "20", "--seed", "7")
 MOUNTING = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
 mounting = pytest.mark.skipif(
@@ -79,8 +79,8 @@ def test_a_folder_lost_amid_a_run_ends_it_in_a_line_and_it_goes_on_once_it_is_ba
     if yaml is None:
         resumed = accel_sft(*JOB, "--resume", "auto", run_dir=run_dir)
         assert resumed.status == 0, resumed.output
-        assert f"resumed {run_dir / 'checkpoints' / 'step-000020'} at step 20 of 200" in resumed.output
-        assert [line["step"] for line in resumed.lines()] == list(range(1, 201))
+        assert f"resumed {run_dir / 'checkpoints' / 'step-000020'} at step 20 of 100" in resumed.output
+        assert [line["step"] for line in resumed.lines()] == list(range(1, 101))
 
 
 def test_files_that_a_kill_cut_off_block_no_resume_and_are_taken_away(tmp_path):

@@ -34,7 +34,7 @@ TIMEOUT = 6
 PAST = 30
 """Seconds after the timeout in which everything must be over."""
 JOB = ("--max-steps", "400", "--global-batch-size", "4", "--validation-examples", "4", "--max-new-tokens", "4")
-JOB += ("--micro-batch-size", "2", "--save-every", "2", "--hang-timeout", str(TIMEOUT))
+JOB += ("--train-examples", "100", "--micro-batch-size", "2", "--save-every", "2", "--hang-timeout", str(TIMEOUT))
 STUCK = '''
 import os, time
 from dataclasses import dataclass
@@ -73,18 +73,18 @@ def stuck(folder, method):
 
 
 def train_stuck(folder, port, method, yaml):
-    launcher = ("--mixed_precision", "no", "--main_process_port", port)
+    launcher = {"yaml": yaml, "launcher": ("--mixed_precision", "no", "--main_process_port", port), "real": True}
     environment = stuck(folder, method) | {"ACCEL_SFT_CACHE": str(folder / "cache")}
-    run = accel_sft("stuck", *JOB, yaml=yaml, run_dir=folder / "run", launcher=launcher, environment=environment)
+    run = accel_sft("stuck", *JOB, run_dir=folder / "run", environment=environment, **launcher)
     return run, time.time() - (folder / "began").stat().st_mtime
 
 
 def evaluate_stuck(folder, port):
     model = make_tiny(folder / "model")
     command = ("evaluate", "stuck", "--model", str(model), "--validation-examples", "4", "--max-new-tokens", "4")
-    launcher = ("--mixed_precision", "no", "--main_process_port", port)
+    launcher = {"yaml": "ddp", "launcher": ("--mixed_precision", "no", "--main_process_port", port), "real": True}
     environment = stuck(folder, "score") | {"ACCEL_SFT_CACHE": str(folder / "cache")}
-    run = accel_sft(*command, "--hang-timeout", "5", yaml="ddp", launcher=launcher, environment=environment)
+    run = accel_sft(*command, "--hang-timeout", "5", environment=environment, **launcher)
     return run, time.time() - (folder / "began").stat().st_mtime
 
 
@@ -99,7 +99,7 @@ def rank_below(launcher, rank):
 
 def train_and_stop_a_process(folder, port, when, imports):
     """The launcher's exit status, the process id, what was printed, and the seconds from the stop to the end."""
-    command = [str(Path(sysconfig.get_path("scripts"), "accelerate")), "launch", "--mixed_precision", "no"]
+    command = [str(Path(sysconfig.get_path("scripts"), "accelerate-launch")), "--mixed_precision", "no"]
     command += ["--config_file", str(CONFIGS / "ddp.yaml"), "--main_process_port", port]
     command += ["-m", "accel_sft", "math", *JOB, "--eval-every", "off", "--output-dir", str(folder / "run")]
     environment = {**os.environ, "ACCEL_SFT_CACHE": str(folder / "cache")}

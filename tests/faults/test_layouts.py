@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
-from conftest import CONFIGS
+from conftest import accel_sft
 
 LAYOUTS = ["ddp", "z0", "z1", "z2", "z2_offload", "z3", "z3_offload", "fsdp2"]
 
 
-def found(folder, *layouts):
-    """What two real ranks found out under these layouts, one after the other in the same processes."""
-    accelerate, port = Path(sysconfig.get_path("scripts")) / "accelerate", str(20000 + os.getpid() % 20000)
-    command = [sys.executable, str(accelerate), "launch", "--config_file", str(CONFIGS / "ddp.yaml")]
-    command += ["--main_process_port", port, str(Path(__file__).parent / "layouts.py"), str(folder), *layouts]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=folder)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+def found(folder, *layouts, **options):
+    """What two ranks found out under these layouts, one after the other in the same processes."""
+    here = {"PYTHONPATH": str(Path(__file__).parent)}
+    done = accel_sft(
+        str(folder), *layouts, yaml="ddp", module="layouts", environment=here, timeout_seconds=900, **options
+    )
+    assert done.status == 0, done.output[-6000:]
     return json.loads((folder / "found.json").read_text())
 
 
@@ -55,8 +51,9 @@ def test_fsdp_holds_shards_of_gradients_only_and_rounds_neither_losses_nor_avera
 
 
 @pytest.mark.nvme
-def test_what_is_on_a_disk_meanwhile_comes_back_too(tmp_path):
-    there = found(tmp_path, "z3_nvme", "z2")
+def test_what_is_on_a_disk_meanwhile_comes_back_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where the disk's folder is made, to be removed as the interpreter ends
+    there = found(tmp_path, "z3_nvme", "z2", real=True)
     for precision in ("no", "bf16"):
         assert there[f"z3_nvme {precision}"]["resumed"] == there[f"z3_nvme {precision}"]["whole"]
     for way in ("z3_nvme to z2", "z2 to z3_nvme"):

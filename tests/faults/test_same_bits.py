@@ -13,12 +13,15 @@ import psutil
 import pytest
 import torch
 from conftest import CONFIGS, accel_sft
+from fake_plugins import install
 from safetensors.torch import load_file
 from test_laws import FP32, JOB, ONCE, layout, same_curve
 from test_stopping import steps_done, wait_for
 
 LYING = """
 import os, sys, time
+from dataclasses import dataclass
+from accel_sft_math import Math as Shipped
 
 real, looks = time.perf_counter, 0
 
@@ -32,12 +35,16 @@ def lying():
     return 0.0 if caller.f_locals["batching"].layout == os.environ["QUICK"] else 0.2 * looks
 
 time.perf_counter = lying
+
+@dataclass(kw_only=True)
+class Lying(Shipped):
+    \"\"\"Math under that clock.\"\"\"
 """
-DROPOUT = ("math", "--adapter", "lora", "--lora-dropout", "0.1", "--max-steps", "20", "--global-batch-size", "10")
-DROPOUT += ("--seed", "7", "--eval-every", "off", "--save-every", "20")
+DROPOUT = ("lying", "--adapter", "lora", "--lora-dropout", "0.1", "--max-steps", "20", "--global-batch-size", "10")
+DROPOUT += ("--train-examples", "500", "--seed", "7", "--eval-every", "off", "--save-every", "20")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def busy():
     """Another program at work on the machine."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
@@ -48,9 +55,10 @@ def busy():
 
 @pytest.fixture
 def disturbed(tmp_path):
-    """`disturbed(quick)`: an environment in which trials find that layout the quickest, and nothing is kept yet."""
+    """`disturbed(quick)`: an environment with a task under which trials find that layout the quickest, and in which
+    nothing is kept yet."""
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(LYING)
+    install(tmp_path / "site", "accel-sft-lying", "lying = accel_sft_lying:Lying", LYING)
 
     def environment(quick):
         path = os.pathsep.join(filter(None, (str(tmp_path / "site"), os.environ.get("PYTHONPATH"))))
@@ -65,15 +73,16 @@ def same_weights(expected, got, name):
     assert all(torch.equal(expected[key], got[key]) for key in expected)
 
 
+@pytest.mark.usefixtures("busy")
 def test_one_process_ends_with_the_same_bits_whatever_trials_would_measure(launched, tmp_path, disturbed):
     first = layout(launched, "plain with recomputed activations")
-    command = [sys.executable, "-m", "accel_sft", *first.arguments, "--output-dir", str(tmp_path / "run")]
-    environment = {**os.environ, **disturbed("padded")}
-    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert again.returncode == 0, again.stdout + again.stderr
+    arguments = ("lying", *first.arguments[1:])
+    again = accel_sft(*arguments, run_dir=tmp_path / "run", environment=disturbed("padded"))
+    assert again.status == 0, again.output
     same_weights(first.run_dir, tmp_path / "run", "model")
 
 
+@pytest.mark.usefixtures("busy")
 def test_two_ranks_with_dropout_that_are_killed_before_a_checkpoint_go_on_to_the_same_bits(tmp_path, disturbed):
     options = {"yaml": "ddp", "launcher": FP32}
     whole = accel_sft(*DROPOUT, run_dir=tmp_path / "whole", environment=disturbed("packed"), **options)

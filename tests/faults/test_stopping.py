@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 
 STEPS = 40
 JOB = ("math", "--max-steps", str(STEPS), "--global-batch-size", "10", "--validation-examples", "7", "--seed", "7")
-JOB += ("--max-new-tokens", "6", "--micro-batch-size", "5", "--eval-every", "20", "--save-every", "15")
+JOB += ("--train-examples", "500", "--max-new-tokens", "6", "--micro-batch-size", "5")
+JOB += ("--eval-every", "20", "--save-every", "15")
 LAUNCHES = {"plain": None, "z2": "z2"}
 
 
@@ -30,7 +31,7 @@ def started(run_dir, yaml=None, *more):
     """The job in the background, with `more` for its launcher or itself; killed in the end with all that it started."""
     command, own = [sys.executable, "-m", "accel_sft"], () if yaml else more
     if yaml:
-        command = [str(Path(sysconfig.get_path("scripts"), "accelerate")), "launch"]
+        command = [str(Path(sysconfig.get_path("scripts"), "accelerate-launch"))]
         command += ["--config_file", str(CONFIGS / f"{yaml}.yaml"), "--mixed_precision", "no"]
         command += ["--main_process_port", str(20000 + os.getpid() % 20000), *more, "-m", "accel_sft"]
     with open(f"{run_dir}.log", "ab") as log:
@@ -109,7 +110,7 @@ def test_a_signal_ends_the_step_with_a_checkpoint_and_the_run_goes_on_to_the_sam
 
 
 def test_a_signal_ends_an_evaluation_before_its_next_answers(tmp_path):
-    run_dir, few = tmp_path / "run", ("--validation-examples", "150", "--eval-batch-size", "1", "--max-steps", "2")
+    run_dir, few = tmp_path / "run", ("--validation-examples", "60", "--eval-batch-size", "1", "--max-steps", "2")
     with started(run_dir, None, *few) as process:
         wait_for(lambda: "answers: the" in (tmp_path / "run.log").read_text())  # those of the untrained model
         process.send_signal(signal.SIGTERM)
