@@ -81,6 +81,7 @@ class CheckCommand(TaskCommand):
 
     def __init__(self, name: str, task_class: type[Task] | None, summary: str) -> None:
         super().__init__(name, task_class, summary)
+        self.sections = {CHECK: self.sections.pop(CHECK), **self.sections}
         unlisted = self.offered - CheckConfig.OFFERED - {s.name for s in settings(CheckConfig) if s.section == CHECK}
         for option in self.params:
             option.hidden = option.name in unlisted

@@ -51,7 +51,7 @@ TEMPLATE = (
 MAX_LENGTH = 60
 
 
-def make_model(folder: Path, *, positions: int = 128, vocabulary: int = 0) -> Path:
+def make_model(folder: Path, *, positions: int = 128, vocabulary: int = 0, template: str = TEMPLATE) -> Path:
     """A tokenizer of single characters and a configuration; there are no weights, and none are needed."""
     pieces = ["<unk>", "<s>", "</s>", "<pad>", *string.printable[:95], "\n", "Ã", "©"]
     spelling = Tokenizer(models.BPE({piece: at for at, piece in enumerate(pieces)}, [], unk_token="<unk>"))
@@ -59,7 +59,7 @@ def make_model(folder: Path, *, positions: int = 128, vocabulary: int = 0) -> Pa
     spelling.decoder = decoders.Fuse()
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=spelling, **special)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     GPTNeoXConfig(vocab_size=vocabulary or len(pieces), max_position_embeddings=positions).save_pretrained(folder)
     return folder

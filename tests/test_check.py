@@ -139,6 +139,33 @@ def test_examples_are_marked_without_colour_and_special_tokens_are_seen(site, mo
     assert run.output.splitlines()[-1] == "planted: nothing was found that needs mending"
 
 
+def test_with_colour_there_are_no_marks_and_with_no_color_there_are(site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    for environment, marked in (({"FORCE_COLOR": "1", "TERM": "xterm-256color"}, False), ({"NO_COLOR": "1"}, True)):
+        output = check(site, *files, model=model, environment={"FORCE_COLOR": "1", **environment}).output
+        assert "\x1b[" in output
+        assert ("⟦0</s>⟧" in output) is marked
+        assert ("\x1b[30;42m" in output) is not marked
+
+
+def test_a_metric_that_no_single_answer_has_is_not_judged_and_that_is_said(model, tmp_path):
+    needs_two = """
+    def aggregate(self, scores):
+        if len(scores) < 3:
+            raise ValueError("three at least")
+        return super().aggregate(scores)
+
+def parse("""
+    site = tmp_path / "site"
+    site.mkdir()
+    install(site, "accel-sft-planted", planted.ENTRY, planted.TASK.replace("\ndef parse(", needs_two))
+    wrong = [fault for fault in planted.FAULTS["train"] if fault[0] == "D501"]
+    files, _ = planted.write(tmp_path, {"train": wrong})
+    report = report_of(check(site, *files, "--json", model=model))
+    assert report["findings"] == []
+    assert any("aggregate() gives no right of one answer (ValueError: three at least)" in n for n in report["notes"])
+
+
 def test_rows_that_a_program_makes_may_repeat_and_have_several_right_answers():
     run = accel_sft("check", "math", "--json", "--train-examples", "3000", "--max-number", "900")
     report = report_of(run)
@@ -239,19 +266,76 @@ def test_the_documentation_lists_every_code_with_its_grade():
     assert set(listed.values()) == set(GRADES)
 
 
-def test_hashes_of_rows_in_arrays_tell_prompts_and_rows_apart(tmp_path):
-    from accel_sft.checking.tokens import token_facts
+def test_rows_without_entities_are_perfect_and_a_leak_that_is_allowed_is_found(tmp_path):
+    """Their F1 is 0 by itself; with one more entity than there is, an answer is not perfect."""
+    rows = [{"text": f"Anna {n} is here", "label": {"name": {"Anna": [[0, 3]]}}} for n in range(6)]
+    rows += [{"text": f"nobody {n} is here", "label": {}} for n in range(6)]
+    rows += [{"text": "nobody 2 is here", "label": {"name": {"nobody": [[0, 5]]}}}]
+    for split, some in (("train", rows), ("validation", [rows[0], {"text": "who is here", "label": {}}])):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in some))
+    files = [part for split in planted.CLEAN for part in (f"--{split}-file", str(tmp_path / f"{split}.jsonl"))]
+    found = places(report_of(accel_sft("check", "ner", *files, "--allow-overlap", "--json")))
+    assert found == {"D403": {f"{tmp_path}/train.jsonl:13"}, "D404": {f"{tmp_path}/validation.jsonl:1"}}
+    refused = places(report_of(accel_sft("check", "ner", *files, "--json")))
+    assert refused["D102"] == {f"{tmp_path}/train.jsonl:1"}, "the task's own reader refuses the leak"
+
+
+def test_a_template_that_takes_no_row_is_given_up_after_200(site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    ask = [{"role": "system", "content": "Answer."}, {"role": "tool", "content": "5?"}]
+    Path(files[1]).write_text("".join(planted.row(ask, f"{n}") + "\n" for n in range(600)))
+    report = report_of(check(site, *files, "--no-score", "--json", model=model))
+    assert {(each["code"], each["count"]) for each in report["findings"] if each["grade"] == "error"} == {
+        ("D202", 200),
+        ("D205", 0),
+    }
+    assert report["steps"] is None
+
+
+def test_a_row_of_which_the_template_writes_no_prompt_is_found(site, tmp_path):
+    bare = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    files, expected = planted.write(tmp_path, {"train": [("D309", planted.row("\u200b", "5"))]})
+    run = check(site, *files, "--json", model=planted.make_model(tmp_path / "bare", template=bare))
+    assert places(report_of(run)) == expected
+
+
+def test_labels_that_are_not_the_answer_or_lack_its_end_are_found(tmp_path, monkeypatch):
+    from accel_sft.batching import collate
+    from accel_sft.checking.findings import Findings
+    from accel_sft.checking.tokens import report_labels, report_tokens, token_facts
+
+    special = type("Special", (), {"bos_token_id": None, "unk_token_id": None, "pad_token_id": 0})
+    store = stored(tmp_path, [([1, 5, 6, 2], 2), ([1, 5, 6, 7], 2)])
+    found, same = Findings(), np.arange(2)
+    report_tokens(store, token_facts(store, special, frozenset({2})), "train", same, [], special, found)
+    assert report_labels(store, "train", same, 0, found) == 2
+    assert [(each.code, [row.index for row in each.rows]) for each in found.placed({})] == [("D304", [1])]
+    padded = collate.padded
+    monkeypatch.setattr(
+        collate, "padded", lambda rows, pad: padded([row._replace(prompt_length=1) for row in rows], pad)
+    )
+    report_labels(store, "train", same, 0, found)
+    assert [each.count for each in found.placed({}) if each.code == "D308"] == [2]
+
+
+def stored(folder, rows):
+    """A store of these tokens and prompt lengths."""
     from accel_sft.data.chat import Encoded, Encoding
     from accel_sft.data.token_store import TokenStore, merge, write_part
+
+    kept = [Encoded(number, ids, prompt) for number, (ids, prompt) in enumerate(rows)]
+    write_part(folder / "part", [Encoding("train", kept)], "train")
+    return TokenStore(folder / "tokens.arrow", merge([folder / "part"], folder / "tokens.arrow"))
+
+
+def test_hashes_of_rows_in_arrays_tell_prompts_and_rows_apart(tmp_path):
+    from accel_sft.checking.tokens import token_facts
 
     class Special:
         bos_token_id, unk_token_id, pad_token_id = 1, 9, 0
 
     rows = [([1, 5, 6, 2], 2), ([1, 5, 6, 2], 2), ([1, 5, 7, 2], 2), ([1, 1, 6, 2], 2), ([1, 5, 9, 6], 3)]
-    kept = [Encoded(number, ids, prompt) for number, (ids, prompt) in enumerate(rows)]
-    write_part(tmp_path / "part", [Encoding("train", kept)], "train")
-    fingerprint = merge([tmp_path / "part"], tmp_path / "tokens.arrow")
-    facts = token_facts(TokenStore(tmp_path / "tokens.arrow", fingerprint), Special, frozenset({2}))
+    facts = token_facts(stored(tmp_path, rows), Special, frozenset({2}))
     assert len(np.unique(facts.rows)) == 4
     assert len(np.unique(facts.prompts)) == 3
     assert facts.bos_twice.tolist() == [False, False, False, True, False]

@@ -26,7 +26,7 @@ CODES = {
         "the task's reader refuses the row, and training the file",
         "give the field what is expected there, or take the row out",
     ),
-    "D103": Code("error", "the examples cannot be read", "mend what the line says; nothing else could be checked"),
+    "D103": Code("error", "the examples cannot be read", "mend what is said here; the split could not be checked"),
     "D201": Code(
         "error",
         "messages() or target() fails, or gives what is no conversation",
@@ -47,7 +47,7 @@ CODES = {
         "the chat template drops or changes the answer",
         "--thinking keep if it is thinking; else change target(), or give the tokenizer another chat template",
     ),
-    "D205": Code("error", "training refuses these examples", "mend what the line says"),
+    "D205": Code("error", "training refuses these examples", "mend what is said here"),
     "D206": Code("warning", "the answer is empty, and the row is left out", "write the answer, or take the row out"),
     "D207": Code(
         "warning", "no turn but the system's has text", "write the question; a model learns to answer nothing from it"

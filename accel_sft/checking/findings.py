@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from accel_sft.checking.codes import CODES, GRADES, Code
@@ -13,7 +13,8 @@ from accel_sft.io.text import one_line
 
 NAMED = 1000
 """Rows of one finding that are named at most; the others are counted."""
-DETAIL_CHARACTERS = 300
+DETAIL_CHARACTERS, DESCRIBED = 300, 200
+"""Of what a row's line says, and rows of a finding that are shown by their text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,10 @@ class Finding:
         return {**about, "split": self.split, "count": self.count, "also": self.also, "rows": rows}
 
 
+def _order(row: Row) -> tuple[Any, ...]:
+    return (row.place.file, row.place.line, row.place.row or 0) if row.place else ("", 0, row.index or 0)
+
+
 class Findings:
     """What is found, by code and split; memory does not grow with the number of rows."""
 
@@ -109,6 +114,14 @@ class Findings:
         finding = self._found.get((code, split))
         return finding.count if finding else 0
 
+    def describe(self, beginning: Callable[[str, int], str]) -> None:
+        """Give rows that have no detail the beginning of their text, which shows which ones they are."""
+        for finding in self._found.values():
+            for at, row in enumerate(finding.rows[:DESCRIBED]):
+                if row.index is not None and not row.detail:
+                    detail = one_line(beginning(row.split, row.index), DETAIL_CHARACTERS)
+                    finding.rows[at] = dataclasses.replace(row, detail=detail)
+
     def placed(self, splits: Mapping[str, Sequence[Any]]) -> list[Finding]:
         """All findings, the gravest first, their rows in order and with their places in files.
 
@@ -117,7 +130,7 @@ class Findings:
         """
         wanted: dict[str, set[int]] = {split: set() for split in splits}
         for finding in self._found.values():
-            finding.rows.sort(key=lambda row: (row.place or Place("", 0), -1 if row.index is None else row.index))
+            finding.rows.sort(key=_order)
             for row in finding.rows:
                 for split, index in filter(None, [(row.split, row.index), row.like]):
                     if index is not None and split in wanted:

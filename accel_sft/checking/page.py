@@ -11,8 +11,8 @@ from accel_sft.checking.examples import Piece
 from accel_sft.checking.report import Report
 from accel_sft.io.text import one_line
 
-_ROWS = 200
-"""Of a finding that the page lists."""
+_FEW, _ROWS = 5, 200
+"""Of a finding that are seen at once, and that the page lists."""
 
 
 def rendered(report: Report) -> str:
@@ -23,7 +23,7 @@ def rendered(report: Report) -> str:
     environment.filters["number"] = lambda value: "-" if value is None else f"{value:,.0f}"
     environment.filters["visible"] = _visible
     text = resources.files("accel_sft.checking").joinpath("page.html").read_text(encoding="utf-8")
-    return environment.from_string(text).render(report=report, version=accel_sft.__version__, most_rows=_ROWS)
+    return environment.from_string(text).render(report=report, version=accel_sft.__version__, few=_FEW, most_rows=_ROWS)
 
 
 def _visible(piece: Piece) -> str:

@@ -14,50 +14,35 @@ from accel_sft.checking.texts import shortened, without_index
 from accel_sft.data.conversation import conversation
 from accel_sft.data.form import split_thinking
 from accel_sft.evaluation.scoring import scored
+from accel_sft.io.text import LONGEST_ERROR, one_line
 
 
 class OwnScores:
-    """The task's score of answers, by its main metric, one at a time.
+    """The task's score of answers, by its main metric.
+
+    An answer is perfect if its metric is the best that there is: 1 where all are between 0 and 1 and higher is better,
+    else the best of the split. An F1 of nothing to be found is 0 by itself, so an answer that is not perfect alone is
+    judged once more together with one that is.
 
     Args:
         thinking: as `--thinking` has it; what is kept of thinking is learnt but not scored.
+    Attributes:
+        unjudged: why the task's answers cannot be judged one by one; empty if they can.
     """
 
     def __init__(self, task: Task, splits: dict[str, Sequence[Any]], thinking: str) -> None:
         self.task, self.splits, self._keeps = task, splits, thinking == "keep"
-        self.perfect: dict[str, float] = {}
         self.unjudged = ""
-
-    def value(self, split: str, index: int, text: str) -> float | None:
-        """The main metric of one answer; None where the task cannot say it of a single one.
-
-        Raises:
-            UserError: score() fails.
-        """
-        task, main = self.task, self.task.main_metric
-        scores = scored(task, self.splits[split], index, text, split)
-        if not isinstance(value := scores.get(main), (int, float)):
-            try:
-                value = task.aggregate([scores])[main]
-            except Exception as error:  # noqa: BLE001 - some metrics need more than one answer
-                self.unjudged = f"aggregate() gives no {main} of a single answer ({type(error).__name__})"
-                return None
-        return float(value)
-
-    def answer(self, split: str, index: int) -> str:
-        target = conversation(self.task, self.splits[split], split, index)[1]
-        return split_thinking(target)[1] if self._keeps else target
+        self._perfect: dict[str, float] = {}
+        self._beside: dict[str, dict[str, Any]] = {}
 
     def audit(self, split: str, usable: np.ndarray, found: Findings) -> None:
-        """Score each usable example's own answer, and report those that are not perfect.
-
-        Perfect is 1 where every score lies within 0 and 1 and higher is better, else the best that any answer gets.
-        """
+        """Score each usable example's own answer, and report those that are not perfect."""
         grade = "error" if split == "validation" else "warning"  # training rows are not scored in training
         values = np.full(len(usable), np.nan)
         for index in np.flatnonzero(usable).tolist():
             try:
-                value = self.value(split, index, self.answer(split, index))
+                value = self._metric([self._score(split, index, self._answer(split, index))])
             except UserError as error:
                 found.add("D502", split, index, without_index(str(error), split, index), grade=grade)
                 continue
@@ -69,19 +54,44 @@ class OwnScores:
             return
         higher = self.task.higher_is_better
         best = float(known.max() if higher else known.min())
-        perfect = 1.0 if higher and best <= 1 and known.min() >= 0 else best
-        self.perfect[split] = perfect
-        for index in np.flatnonzero(values < perfect if higher else values > perfect).tolist():
-            score = f"{self.task.main_metric} {values[index]:.4g}, not {perfect:.4g}"
-            found.add("D501", split, index, f"{score}: {shortened(self.answer(split, index))}", grade=grade)
+        self._perfect[split] = 1.0 if higher and best <= 1 and known.min() >= 0 else best
+        if len(perfect := np.flatnonzero(values == self._perfect[split])):
+            self._beside[split] = self._score(split, int(perfect[0]), self._answer(split, int(perfect[0])))
+        for index in np.flatnonzero(~np.isnan(values) & (values != self._perfect[split])).tolist():
+            answer = self._answer(split, index)
+            if not self._is_perfect(split, self._score(split, index, answer)):
+                score = f"{self.task.main_metric} {values[index]:.4g}, not {self._perfect[split]:.4g}"
+                found.add("D501", split, index, f"{score}: {shortened(answer)}", grade=grade)
 
     def accepts(self, split: str, index: int, other: int) -> bool:
         """Whether the answer of `other` is perfect for the example `index` too."""
-        if split not in self.perfect:
-            return False
         try:
-            value = self.value(split, index, self.answer(split, other))
+            return split in self._perfect and self._is_perfect(
+                split, self._score(split, index, self._answer(split, other))
+            )
         except UserError:
             return False
-        perfect = self.perfect[split]
-        return value is not None and (value >= perfect if self.task.higher_is_better else value <= perfect)
+
+    def _answer(self, split: str, index: int) -> str:
+        target = conversation(self.task, self.splits[split], split, index)[1]
+        return split_thinking(target)[1] if self._keeps else target
+
+    def _score(self, split: str, index: int, text: str) -> dict[str, Any]:
+        """Raises UserError if score() fails."""
+        return scored(self.task, self.splits[split], index, text, split)
+
+    def _metric(self, scores: list[dict[str, Any]]) -> float | None:
+        """The main metric of these answers; None where the task gives none of so few."""
+        try:
+            return float(self.task.aggregate(scores)[self.task.main_metric])
+        except Exception as error:  # noqa: BLE001 - some metrics need more than one answer
+            cause = f"{type(error).__name__}: {error}".strip(": ")
+            self.unjudged = one_line(
+                f"aggregate() gives no {self.task.main_metric} of one answer ({cause})", LONGEST_ERROR
+            )
+            return None
+
+    def _is_perfect(self, split: str, scores: dict[str, Any]) -> bool:
+        alone, best = self._metric([scores]), self._perfect[split]
+        beside = self._beside.get(split)
+        return alone == best or (beside is not None and self._metric([beside, scores]) == best)

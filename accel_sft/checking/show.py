@@ -30,7 +30,10 @@ def print_report(report: Report, stream: TextIO) -> None:
     width = terminal.columns() if stream.isatty() else _UNWRAPPED
     console = Console(file=stream, highlight=False, width=width, soft_wrap=False)
     rows = " and ".join(f"{split.rows:,} {split.split}" for split in report.splits)
-    console.print(Text(f"check {report.task} with {report.model}: {rows or 'no'} rows", "bold"))
+    worst = next((finding.grade for finding in report.findings), "")
+    verdict = Text(report.verdict, _STYLES.get(worst, "bold green"))
+    _print_indented(console, Text(f"check {report.task} with {report.model}: {rows or 'no'} rows", "bold"), 0, 2)
+    console.print(verdict)
     for finding in report.findings:
         console.print()
         _print_finding(console, finding)
@@ -45,8 +48,7 @@ def print_report(report: Report, stream: TextIO) -> None:
     if report.examples:
         _print_examples(console, report.examples)
     console.print()
-    worst = next((finding.grade for finding in report.findings), "")
-    console.print(Text(f"{report.task}: {report.verdict}", _STYLES.get(worst, "bold green")))
+    console.print(Text(f"{report.task}: ") + verdict)
 
 
 def _heading(console: Console, text: str) -> None:
@@ -65,7 +67,7 @@ def _print_indented(console: Console, text: Text, cells: int = 2, hanging: int =
 def _print_finding(console: Console, finding: Finding) -> None:
     style = _STYLES[finding.grade]
     about = f"{finding.split}: " if finding.split else ""
-    about += f"{finding.count:,} row{'s' * (finding.count != 1)}: " if finding.rows and finding.rows[0].where else ""
+    about += f"{_counted(finding.count, 'row')}: " if finding.rows and finding.rows[0].where else ""
     also = f" ({finding.also})" if finding.also else ""
     title = Text.assemble((f"{finding.grade} {finding.code}", style), f"  {about}{finding.about.what}{also}")
     _print_indented(console, title, 0, 2)
@@ -125,14 +127,21 @@ def _print_steps(console: Console, steps: StepFigures) -> None:
     _heading(console, "Training")
     epochs = f"{steps.epochs:.3g} epoch{'s' * (steps.epochs != 1)}"
     for text in (
-        f"{steps.steps:,} steps of {steps.global_batch_size:,} rows, {epochs}",
+        f"{_counted(steps.steps, 'step')} of {steps.global_batch_size:,} rows, {epochs}",
         f"an epoch: {steps.tokens_per_epoch:,} tokens, {steps.supervised_tokens_per_epoch:,} with loss",
         f"a step: {steps.step_tokens:,.0f} tokens, {steps.step_supervised_tokens:,.0f} with loss",
     ):
         _print_indented(console, Text(text))
-    _heading(console, f"Tokens computed for {steps.counted_steps} steps, in forwards of {steps.forward}, on one rank")
+    _heading(
+        console,
+        f"Tokens computed for {_counted(steps.counted_steps, 'step')}, in forwards of {steps.forward}, on one rank",
+    )
     rows = [[each.name, f"{each.computed_tokens:,}", f"{each.of_padded:.0%} of padded rows"] for each in steps.layouts]
     console.print(_table(["", "", ""], rows))
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def _table(header: list[str], rows: list[list[str]], left: int = 1) -> Table:

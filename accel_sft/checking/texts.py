@@ -114,6 +114,15 @@ def shortened(text: str, length: int = 48) -> str:
     return text if len(text) <= length else text[:length] + "..."
 
 
+def beginning_of(task: Task, examples: Sequence[Any], split: str, index: int) -> str:
+    """The beginning of what an example asks; nothing where the task fails on it."""
+    try:
+        turns, _ = conversation(task, examples, split, index)
+    except UserError:
+        return ""
+    return shortened(turns[-1]["content"])
+
+
 def around(text: str, match: re.Match[str], length: int = 24) -> str:
     """What was found, with a few characters before and behind it."""
     begin, end = max(match.start() - length, 0), match.end() + length
@@ -122,4 +131,4 @@ def around(text: str, match: re.Match[str], length: int = 24) -> str:
 
 def without_index(message: str, split: str, index: int) -> str:
     """A message without the example's number that it begins with: the finding names the row."""
-    return message.removeprefix(f"{split} example {index}: ")
+    return message.removeprefix(f"{split} example {index}: ").removeprefix(f"{split}: ")

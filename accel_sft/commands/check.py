@@ -26,7 +26,7 @@ from accel_sft.checking.findings import Findings
 from accel_sft.checking.reading import Selection, bad_rows_of, read_splits, readable_rows
 from accel_sft.checking.report import Report
 from accel_sft.checking.scores import OwnScores
-from accel_sft.checking.texts import SpecialTokens, Texts, read_texts
+from accel_sft.checking.texts import SpecialTokens, Texts, beginning_of, read_texts
 from accel_sft.data.chat import Encoding
 from accel_sft.data.rows import Rows
 from accel_sft.io import terminal
@@ -99,6 +99,7 @@ class Audit:
             steps = self._steps()
             shown = self._shown(assembly.tokenizer)
         figures = [self._figures(split, counts.get(split)) for split in self.splits]
+        self.found.describe(lambda split, index: beginning_of(self.task, self.splits[split], split, index))
         placed = self.found.placed(self.splits)
         return Report(
             self.task_name, self.config.init_from or self.config.model, placed, figures, steps, self.notes, shown
