@@ -68,6 +68,7 @@ def test_wheels_hold_every_module_and_data_file(wheels):
     for name, folder in PROJECTS.items():
         files = [*(folder / name).rglob("*.py"), *(folder / name).rglob("*.yaml")]
         expected |= {path.relative_to(folder).as_posix() for path in files}
+    expected.add("accel_sft/checking/page.html")
     for folder in ("page", "vega"):
         expected |= {f"accel_sft/reporting/{folder}/{path.name}" for path in (REPORTING / folder).iterdir()}
     expected |= {f"accel_sft/launch_files/{path.name}" for path in LAUNCH_FILES.iterdir()}

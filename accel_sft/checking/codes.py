@@ -79,8 +79,8 @@ CODES = {
         "raise --max-length, or leave them out with --truncation drop",
     ),
     "D303": Code(
-        "error",
-        "no token of the answer carries loss, only the end of the turn",
+        "warning",
+        "no token of the answer is left to carry loss; left out",
         "write an answer that the tokenizer has tokens for",
     ),
     "D304": Code(
@@ -102,8 +102,8 @@ CODES = {
     "D308": Code("error", "the collator supervises other tokens than the answer's", "report this as a defect"),
     "D309": Code(
         "warning",
-        "nothing to ask or to learn is left behind the template and the tokenizer; left out",
-        "see what the chat template makes of these rows",
+        "the chat template writes no prompt; left out",
+        "see what the chat template makes of these rows, and what the tokenizer leaves of it",
     ),
     "D401": Code(
         "warning",

@@ -12,7 +12,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.checking.findings import Findings
 from accel_sft.checking.reading import Selection, selected
 from accel_sft.checking.texts import without_index
-from accel_sft.data.chat import EMPTY_ANSWER, Encoding, encode_parts
+from accel_sft.data.chat import EMPTY_ANSWER, NO_PROMPT, NOTHING_TO_LEARN, Encoding, encode_parts
 from accel_sft.data.template import AnswerDropped, NotAPrefix, Rejected
 from accel_sft.data.tokenization import SplitEncoder
 
@@ -100,10 +100,10 @@ def _report_left_out(
     """Report what is left out and cut; that of empty answers is known from the texts."""
     split, rules = encoding.split, encode.rules
     for reason, rows in encoding.left_out.items():
-        code = "D301" if reason == rules.too_long else "D309"
+        code = {rules.too_long: "D301", NOTHING_TO_LEARN: "D303", NO_PROMPT: "D309"}.get(reason, "D205")
         for row in rows if reason != EMPTY_ANSWER else ():
             grade = "error" if code == "D301" and truncation == "error" else None
-            found.add(code, split, int(indices[row]), "" if code == "D301" else reason, grade=grade)
+            found.add(code, split, int(indices[row]), reason if code == "D205" else "", grade=grade)
     for row in encoding.cut:
         found.add("D302", split, int(indices[row]))
     too_long = [int(indices[row]) for row in (*encoding.left_out.get(rules.too_long, ()), *encoding.cut)]

@@ -1,4 +1,4 @@
-"""The part of the audit that every training run makes at its start, from its tokens alone: leaks, lost answers."""
+"""The part of the audit that every training run makes at its start, from its tokens alone: leaks, doubled tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def quick_findings(train: Encoding, validation: Encoding, tokenizer: Any, eos_id
         split = encoding.split
         facts[split] = token_facts(encoding.kept, tokenizer, eos_ids)
         same = np.arange(int(facts[split].indices.max()) + 1)
-        report_tokens(encoding.kept, facts[split], split, same, encoding.cut, tokenizer, found)
+        report_tokens(facts[split], split, same, encoding.cut, tokenizer, found)
     held_out, trained = facts["validation"], facts["train"]
     for row in np.flatnonzero((first := first_with_same(held_out.rows)) < np.arange(len(first))):
         like = "validation", int(held_out.indices[first[row]])

@@ -12,7 +12,7 @@ from accel_sft.api.task import Task
 from accel_sft.checking.findings import Findings
 from accel_sft.checking.texts import shortened, without_index
 from accel_sft.data.conversation import conversation
-from accel_sft.data.form import split_thinking
+from accel_sft.data.form import wanted
 from accel_sft.evaluation.scoring import scored
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
@@ -31,7 +31,7 @@ class OwnScores:
     """
 
     def __init__(self, task: Task, splits: dict[str, Sequence[Any]], thinking: str) -> None:
-        self.task, self.splits, self._keeps = task, splits, thinking == "keep"
+        self.task, self.splits, self._thinking = task, splits, thinking
         self.unjudged = ""
         self._perfect: dict[str, float] = {}
         self._beside: dict[str, dict[str, Any]] = {}
@@ -74,7 +74,7 @@ class OwnScores:
 
     def _answer(self, split: str, index: int) -> str:
         target = conversation(self.task, self.splits[split], split, index)[1]
-        return split_thinking(target)[1] if self._keeps else target
+        return wanted(target, self._thinking)
 
     def _score(self, split: str, index: int, text: str) -> dict[str, Any]:
         """Raises UserError if score() fails."""

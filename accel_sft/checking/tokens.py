@@ -89,7 +89,6 @@ def _facts_of(
 
 
 def report_tokens(
-    store: TokenStore,
     facts: TokenFacts,
     split: str,
     indices: np.ndarray,
@@ -104,15 +103,11 @@ def report_tokens(
         cut: encoded examples that were cut, which are reported as that.
     """
     unended = ~facts.ends & ~np.isin(facts.indices, np.array(cut, dtype=np.int64))
-    # what an answer has left when its end of turn is not counted
-    nothing = (store.supervised <= 1) & facts.ends
-    faults = {"D303": nothing, "D304": unended, "D305": facts.bos_twice, "D306": facts.unknown}
+    faults = {"D304": unended, "D305": facts.bos_twice, "D306": facts.unknown}
     for code, rows in faults.items():
         for row in np.flatnonzero(rows):
             index = int(indices[facts.indices[row]])
-            detail = ""
-            if code == "D305":
-                detail = f"{tokenizer.bos_token} {tokenizer.bos_token}"
+            detail = f"{tokenizer.bos_token} {tokenizer.bos_token}" if code == "D305" else ""
             found.add(code, split, index, detail)
 
 

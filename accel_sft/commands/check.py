@@ -127,7 +127,7 @@ class Audit:
             return
         self.notes += [note for note in encoding.notes if note not in self.notes]
         facts = tokens.token_facts(encoding.kept, tokenizer, assembly.encode.rules.eos_ids)
-        tokens.report_tokens(encoding.kept, facts, split, indices, encoding.cut, tokenizer, self.found)
+        tokens.report_tokens(facts, split, indices, encoding.cut, tokenizer, self.found)
         looked = tokens.report_labels(encoding.kept, split, indices, tokenizer.pad_token_id, self.found)
         self.notes.append(f"{split}: the collator's labels of {looked:,} rows were compared with their answers")
 
