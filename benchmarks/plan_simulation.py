@@ -9,13 +9,13 @@ way), in which the two answers differ; and with it the peak of one GPU of eight 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
+import smoke
 from accel_sft.launch.info import Launch
 from accel_sft.planning.closed import estimate
 from accel_sft.planning.estimate import Estimate
@@ -97,19 +97,19 @@ def error(case: dict[str, Any], prefix: str = "") -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = smoke.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--adapters", nargs="+", choices=("none", "lora"), default=["none", "lora"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 4096, 16384])
-    parser.add_argument("--layers", type=int, help="cut models to so many layers")
-    parser.add_argument("--smoke", action="store_true", help="one small case, to see that it runs")
-    asked = parser.parse_args()
-    if asked.smoke:
-        asked.models, asked.tokens, asked.layers = ["0.5B"], [1024], 2
-    adapters = ["none"] if asked.smoke else ["none", "lora"]
-    print("| model | adapter | activations | tokens | forward: closed | simulated | | peak: closed | simulated | | s |")
+    parser.add_argument("--layers", type=int, help="Cut models to so many layers.")
+    asked = smoke.parse(parser, models=["0.5B"], adapters=["none"], tokens=[1024], layers=2)
+    print("| model | adapter | activations | tokens | forward: closed form | forward: simulated | difference |", end="")
+    print(" peak: closed form | peak: simulated | difference of peaks | s |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     cases = []
-    for name, adapter, recomputed, tokens in itertools.product(asked.models, adapters, (False, True), asked.tokens):
+    for name, adapter, recomputed, tokens in itertools.product(
+        asked.models, asked.adapters, (False, True), asked.tokens
+    ):
         case = compare(name, adapter, recomputed, tokens, asked.layers)
         cases.append(case)
         cells = [*map(str, case["case"])]

@@ -52,6 +52,7 @@ def number(cell: str) -> float:
         ("startup.py", "no launcher, again", {"in all", "imports of the libraries", "layout trials"}),
         ("gpu.py", "tokens/s", {"0.5B full"}),
         ("plan_accuracy.py", "measured", {"20 million"}),
+        ("plan_simulation.py", "forward: simulated", {"0.5B"}),
     ],
 )
 def test_a_benchmark_prints_its_table(script, heading, rows, tmp_path):

@@ -174,9 +174,7 @@ class PlanConfig(TrainConfig):
         None, help="Launch file: a shipped one's name, or a path; may be repeated. Default: every shipped one."
     )
     details: bool = _plan(False, help="Each phase's memory by component; one launch file always shows them.")
-    simulate: bool = _plan(
-        False, help="Beside it the model's forward and backward on fake tensors: seconds, no memory."
-    )
+    simulate: bool = _plan(False, help="Beside it a forward and backward on fake tensors: seconds, no memory.")
     probe: bool = _plan(False, help="Beside it two real steps on this machine: loads the model; minutes.")
     json: bool = _plan(False, help="Print JSON.")
 

@@ -12,6 +12,11 @@ tests/test_plan.py counts again.
 from accel_sft.planning.job import MOST_LOGITS, Job
 from accel_sft.planning.shape import Block
 
+_CAPPED = ("gemma2",)
+"""Families that cap scores and logits softly, for which transformers 5.23 has no fused attention: scores are kept."""
+_SCORE, _SCORE_BACKWARD = 8, 6
+"""Bytes of a score of attention that is not fused: capped, its softmax in float32 and in the type that computes; and of
+its backward besides."""
 _FLOAT32_NORMS = ("gemma",)
 """Families whose norms multiply by their weight in float32, and keep that."""
 LOGIT = 12
@@ -89,16 +94,24 @@ def _merged_bytes(job: Job, block: Block) -> float:
     return job.computes_bytes * sum(m.parameters for m in block.matrices if m.copies > 1 and m in adapted)
 
 
+def _scores(job: Job) -> float:
+    """Of queries and keys in all heads of one block, where attention keeps them; rows are padded then."""
+    return job.shape.heads * job.tokens**2 / max(job.rows, 1) if job.shape.family.startswith(_CAPPED) else 0.0
+
+
 def forward_bytes(job: Job) -> float:
     """Kept by all blocks for the largest forward, at its end."""
+    scores = _SCORE * _scores(job)
     if not job.gradient_checkpointing:
         kept = sum(
-            block.count * (job.tokens * block_bytes(job, block) + _merged_bytes(job, block))
+            block.count * (job.tokens * block_bytes(job, block) + scores + _merged_bytes(job, block))
             for block in job.shape.blocks
         )
     else:
         e = 4 if job.autocast and not job.is_frozen else job.computes_bytes
-        whole = [job.tokens * block_bytes(job, block) + _merged_bytes(job, block) for block in job.shape.blocks]
+        whole = [
+            job.tokens * block_bytes(job, block) + scores + _merged_bytes(job, block) for block in job.shape.blocks
+        ]
         kept = job.tokens * e * job.shape.hidden_size * job.shape.layers + max(whole, default=0.0)
     if job.dense_mask:
         kept += job.computes_bytes * job.tokens**2
@@ -107,14 +120,14 @@ def forward_bytes(job: Job) -> float:
 
 def logits_bytes(job: Job) -> float:
     """Held at once by head and loss: logits as they are computed, in float32, their softmax and its gradient."""
-    each = LOGIT
+    each = LOGIT + _cap_bytes(job)
     vocabulary, e, hidden = job.shape.vocab_size, job.computes_bytes, job.shape.hidden_size
     if job.head == "fused":
         return e * hidden * job.supervised_tokens
     if job.head == "everywhere":
         return each * vocabulary * job.tokens
     most = max(MOST_LOGITS // vocabulary, 1)
-    if job.head == "pieces" and job.supervised_tokens > most:
+    if _in_pieces(job):
         return e * hidden * job.supervised_tokens + each * vocabulary * most
     return each * vocabulary * job.supervised_tokens
 
@@ -132,7 +145,10 @@ def peak_bytes(job: Job) -> dict[str, float]:
     if job.gradient_checkpointing:
         casts["backward"] = e * shape.largest_block if cast else 0
     mask = e * t**2 if job.dense_mask else 0
-    blocks = [(t * block_bytes(job, block), _merged_bytes(job, block), block) for block in shape.blocks]
+    blocks = [
+        (t * block_bytes(job, block) + _SCORE * _scores(job), _merged_bytes(job, block), block)
+        for block in shape.blocks
+    ]
     if job.gradient_checkpointing:
         kept = stream * shape.layers
         again = max((size + merged + _block_backward(job, block) for size, merged, block in blocks), default=0)
@@ -144,8 +160,9 @@ def peak_bytes(job: Job) -> dict[str, float]:
     before, behind = (size + (e * head_weights if cast else 0) for size in (before, behind))
     backward = at_end + (0 if job.gradient_checkpointing else inside)
     norm = t * shape.hidden_size * _NORM_BACKWARD / (2 if cast else 1)
+    met = (2 if _in_pieces(job) else 3) * held
     in_head = max(at_end + casts["forward"] + before, backward + behind)
-    elsewhere = max(backward + norm + held, kept + mask + casts["backward"] + again + held, 2 * held)
+    elsewhere = max(backward + norm + held, kept + mask + casts["backward"] + again + held, met)
     if in_head >= elsewhere:
         activations = backward if in_head == backward + behind else at_end + casts["forward"]
         return {"activations": activations, "logits": in_head - activations}
@@ -153,18 +170,28 @@ def peak_bytes(job: Job) -> dict[str, float]:
 
 
 def _head_bytes(job: Job, gradient: float) -> tuple[float, float]:
-    """Of head and loss in the forward, and in the backward with its weights' `gradient` of so many bytes, which each
-    piece adds to that of those before."""
+    """Of head and loss in the forward, and in the backward with its weights' `gradient` of so many bytes. Those of
+    the first two pieces are added into a third tensor, and the others to that."""
     vocabulary, e, s = job.shape.vocab_size, job.computes_bytes, job.supervised_tokens
     narrow = e if e < 4 else 0
     most = max(MOST_LOGITS // vocabulary, 1)
+    logit = LOGIT + _cap_bytes(job)
     if job.head == "fused":
         return 0.0, gradient
-    if job.head == "pieces" and s > most:
+    if _in_pieces(job):
         logits = vocabulary * most
-        return (8 + narrow) * logits, max(gradient + LOGIT * logits, 2 * gradient + e * logits)
+        return (8 + narrow) * logits, max(gradient + logit * logits, 2 * gradient + e * logits, 3 * gradient)
     logits, every = vocabulary * s, vocabulary * job.tokens * (job.head == "everywhere")
-    return (8 + narrow) * logits + e * every, max(LOGIT * logits, e * logits + e * every + gradient)
+    return (8 + narrow) * logits + e * every, max(logit * logits, e * logits + e * every + gradient)
+
+
+def _cap_bytes(job: Job) -> int:
+    """What a soft cap keeps of a logit."""
+    return job.computes_bytes if job.shape.family.startswith(_CAPPED) else 0
+
+
+def _in_pieces(job: Job) -> bool:
+    return job.head == "pieces" and job.supervised_tokens > max(MOST_LOGITS // job.shape.vocab_size, 1)
 
 
 def _block_backward(job: Job, block: Block) -> float:
@@ -178,7 +205,8 @@ def _block_backward(job: Job, block: Block) -> float:
         wide = max(wide, out * (2 if adapts_in_float32 else 1))
         copied = max([copied, *(m.active * hidden for m in into if m.copies > 1)])
     stream = hidden * (4 if job.autocast and not job.is_frozen else e)
-    return job.tokens * (e * (wide + copied) + stream) + _experts_gradient(job, block)
+    scores = _SCORE_BACKWARD * _scores(job) - 2 * job.tokens * e * wide  # the feed-forward's part is gone by then
+    return max(job.tokens * e * (wide + copied), scores) + job.tokens * stream + _experts_gradient(job, block)
 
 
 def _experts_gradient(job: Job, block: Block) -> float:

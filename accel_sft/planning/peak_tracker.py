@@ -25,6 +25,7 @@ class PeakTracker(MemTracker):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.shapes = {parameter.shape for parameter in model.parameters() if parameter.requires_grad}
+        self.added: set[torch.Size] = set()
         self.part, self.peaks = "blocks", {"blocks": 0, "head": 0}
 
     def begin(self, part: str) -> None:
@@ -44,9 +45,12 @@ class PeakTracker(MemTracker):
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # a weight's gradients from several uses are added up in place, which autograd does not do to fake tensors
+        # Gradients of a weight that is used more than once are added up: the first two into a new tensor, for the
+        # linear layer's is a view, then in place, which autograd does not do to fake tensors.
         if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled() and args[0].shape in self.shapes:
-            return args[0]
+            if args[0].shape in self.added:
+                return args[0]
+            self.added.add(args[0].shape)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _track_module_params_and_buffers(

@@ -24,6 +24,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.batching.collate import Batch
 from accel_sft.batching.loss import nll_sum
 from accel_sft.models.adapters import new_adapter
+from accel_sft.models.architecture import without_adapter
 from accel_sft.models.prefix_attention import rows_attention
 from accel_sft.models.pretrained import class_of, freeze_beyond_text
 from accel_sft.planning.closed import assemble
@@ -68,7 +69,8 @@ class Simulated:
 
 
 def simulate(job: Job, config: Mapping[str, Any]) -> Estimate:
-    """The memory of a job's ranks, its largest forward simulated; phases and components as in the closed form.
+    """The memory of a job's ranks in its steps, the largest forward simulated; components as in the closed form. Host
+    memory is not simulated where ranks train on GPUs.
 
     Args:
         config: the content of the model's config.json.
@@ -78,7 +80,7 @@ def simulate(job: Job, config: Mapping[str, Any]) -> Estimate:
     """
     found = forward_backward(job, config)
     device, host = placed(job)
-    notes = ["simulated: activations, logits and what a backward takes besides, of the model that transformers builds"]
+    notes = ["activations, logits and what a backward takes besides are those of the model that transformers builds"]
     if job.launch.backend in ("deepspeed", "fsdp"):
         library = {"deepspeed": "DeepSpeed", "fsdp": "FSDP"}[job.launch.backend]
         notes.append(f"weights, gradients and optimizer state are the closed form's: {library} is not simulated")
@@ -94,17 +96,21 @@ def simulate(job: Job, config: Mapping[str, Any]) -> Estimate:
     if job.on_cpu:  # whose heap keeps what was freed
         device = dataclasses.replace(device, in_flight=0.0)
         forward = {"activations": max(found.kept, found.in_blocks), "logits": found.in_head - found.kept}
-    return dataclasses.replace(assemble(job, (device, host), forward, "simulation"), notes=tuple(notes))
+    whole = assemble(job, (device, host), forward, "simulation")
+    steps = {phase: (whole.host if job.on_cpu else whole.device)[phase] for phase in ("first_step", "step")}
+    device_steps, host_steps = ({}, steps) if job.on_cpu else (steps, {})
+    return dataclasses.replace(whole, device=device_steps, host=host_steps, notes=tuple(notes))
 
 
 def forward_backward(job: Job, config: Mapping[str, Any]) -> Simulated:
     """What one forward and backward of a job's largest forward takes; as `simulate`, in bytes."""
     name = str(config.get("model_type"))
     try:
-        model = _on_meta(job, config)
-        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _run(job, _made_fake(job, model))
+            model = _on_meta(job, config)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                return _run(job, _made_fake(job, model))
     except UserError:
         raise
     except Exception as error:
@@ -138,7 +144,7 @@ def _on_meta(job: Job, config: Mapping[str, Any]) -> Any:
 def _made_fake(job: Job, model: Any) -> Any:
     """The model on fake tensors, in training, computing in the launch's precision."""
     model.to_empty(device="cpu")
-    base = model.get_base_model() if job.is_frozen else model
+    base = without_adapter(model)
     base.tie_weights()
     if base.config._attn_implementation == "sdpa":
         base.set_attn_implementation(_ATTENTION)
@@ -163,7 +169,9 @@ def _run(job: Job, model: Any) -> Simulated:
         inputs[0].register_hook(lambda gradient: tracker.begin("blocks"))
 
     handle = head.register_forward_pre_hook(enter_head)
-    batch = _batch(job)
+    # behind one another, as they are packed; attention that is not fused takes rows that are padded
+    in_one = without_adapter(model).config._attn_implementation == _ATTENTION
+    batch = _batch(job, 1 if in_one else max(job.rows, 1))
     if job.head == "fused":  # a kernel has no fake tensors; what it leaves are the gradients of the head's weights
         batch = dataclasses.replace(batch, head="pieces")
     with tracker:
@@ -179,16 +187,16 @@ def _run(job: Job, model: Any) -> Simulated:
     return Simulated(kept=kept[0], in_head=in_head, in_blocks=tracker.peaks["blocks"], **tracker.resident())
 
 
-def _batch(job: Job) -> Batch:
-    """The largest forward as one sequence, its last tokens supervised."""
-    tokens = max(job.tokens, 2)
-    supervised = min(max(job.supervised_tokens, 1), tokens - 1)
-    inputs: dict[str, Any] = {"input_ids": torch.zeros(1, tokens, dtype=torch.long), "attention_mask": None}
-    inputs["position_ids"] = torch.arange(tokens)[None]
+def _batch(job: Job, rows: int) -> Batch:
+    """The largest forward as so many rows of one length, the last tokens of each supervised."""
+    length = max(job.tokens // rows, 2)
+    supervised = min(max(job.supervised_tokens // rows, 1), length - 1)
+    inputs: dict[str, Any] = {"input_ids": torch.zeros(rows, length, dtype=torch.long), "attention_mask": None}
+    inputs["position_ids"] = torch.arange(length)[None].expand(rows, -1)
     if job.dense_mask:
-        inputs["attention_mask"] = torch.ones(1, 1, tokens, tokens, dtype=torch.bool)
-    keep = torch.arange(tokens - 1 - supervised, tokens - 1)
-    return Batch(inputs, keep, None, torch.zeros(supervised, dtype=torch.long), torch.ones(supervised), job.head)
+        inputs["attention_mask"] = torch.ones(1, 1, length, length, dtype=torch.bool)
+    keep, count = torch.arange(length - 1 - supervised, length - 1), rows * supervised
+    return Batch(inputs, keep, None, torch.zeros(count, dtype=torch.long), torch.ones(count), job.head)
 
 
 def _attention(

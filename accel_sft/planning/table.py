@@ -87,13 +87,13 @@ def side_by_side(name: str, answers: Sequence[Estimate]) -> Iterator[str]:
         columns = {each.method: totals(getattr(each, attribute)) for each in answers}
         phases = [phase for phase in PHASES if any(phase in column for column in columns.values())]
         if phases:
+            yield ""
             yield f"{name}: GiB of {place}, by"
             yield f"{'':<10} " + "  ".join(f"{method:>11}" for method in columns)
         for phase in phases:
             cells = [_gib(column[phase]) if phase in column else "-" for column in columns.values()]
             yield f"{phase:<10} " + "  ".join(f"{cell:>11}" for cell in cells)
-        if phases:
-            yield ""
+    yield ""
     for each in answers:
         if each.failure:
             yield _text(f"{each.method}: failed: {each.failure}", 2)
