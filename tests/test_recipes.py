@@ -34,7 +34,8 @@ def ended(record):
     return {cell["name"]: cell["status"] for cell in record["cells"]}
 
 
-def test_series_a_compares_launches_and_shows_the_base_beside_the_tuned_model(tmp_path):
+def a(tmp_path):
+    """Launches are compared, and the base stands beside the tuned model."""
     printed, found = run("series-a", tmp_path / "a", LAUNCH="z2,z2_offload")
     (folder, record), *_ = found.items()
     assert ended(record) == {"z2": "complete", "z2_offload": "complete"}
@@ -45,16 +46,16 @@ def test_series_a_compares_launches_and_shows_the_base_beside_the_tuned_model(tm
     assert "## Answers (20 of 20" in (folder / "base-and-tuned" / "report.md").read_text()
 
 
-@pytest.mark.long
-def test_series_b_has_a_cell_for_each_launch_and_number_of_rows(tmp_path):
+def b(tmp_path):
+    """There is a cell for each launch and number of rows."""
     _, found = run("series-b", tmp_path / "b")
     ((_, record),) = found.items()
     names = ("single", "ddp", "z0", "z1", "z2", "z2_offload", "z3", "z3_offload")
     assert ended(record) == {f"{name}, micro-batch-size {rows}": "complete" for name in names for rows in (1, 32)}
 
 
-@pytest.mark.long
-def test_series_c_says_which_adapter_goes_with_zero_and_the_memory_of_each_phase(tmp_path):
+def c(tmp_path):
+    """It is told which adapter goes with ZeRO, and the memory of each phase."""
     _, found = run("series-c", tmp_path / "c")
     ((folder, record),) = found.items()
     assert ended(record) == {
@@ -69,8 +70,8 @@ def test_series_c_says_which_adapter_goes_with_zero_and_the_memory_of_each_phase
     assert "| single, adapter lora | sharded |" in (folder / "comparison.md").read_text()
 
 
-@pytest.mark.long
-def test_series_d_says_by_its_trace_what_making_batches_takes(tmp_path):
+def d(tmp_path):
+    """A trace tells what making batches takes."""
     _, found = run("series-d", tmp_path / "d", STEPS="6")
     assert {folder.name for folder in found} == {"math", "ner"}
     for record in found.values():
@@ -79,6 +80,11 @@ def test_series_d_says_by_its_trace_what_making_batches_takes(tmp_path):
         assert traced["steps"] == 3
         assert 0 < traced["batch_seconds"] < traced["step_seconds"]
         assert any("loader workers, prefetching and pinned batches could save" in line for line in record["findings"])
+
+
+@pytest.mark.parametrize("holds", [a, *(pytest.param(series, marks=pytest.mark.long) for series in (b, c, d))])
+def test_a_series_runs_to_its_tables(holds, tmp_path):
+    holds(tmp_path)
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.sh")), ids=lambda path: path.name)

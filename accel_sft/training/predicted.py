@@ -39,7 +39,8 @@ class Prediction:
     def __init__(self, accelerator: Accelerator, config: TrainConfig, weights: str, log: Callable[[str], None]) -> None:
         self.job: Job | None = None
         try:
-            self.job = _job(config, weights, read_launch(), accelerator.device)
+            job = _job(config, weights, read_launch(), accelerator.device)
+            self.job = job if job.trained else None  # names of modules that are not there are the model's to refuse
         except (UserError, OSError, ValueError) as error:
             log(f"no memory is predicted: {error}")
         lines = by_each_rank(lambda: _misfits(self.job, config.force) if self.job else [])

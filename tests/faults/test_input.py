@@ -136,7 +136,7 @@ def test_a_megabyte_of_one_kind_of_wrong_is_refused_at_once(path, task, content)
     started = time.perf_counter()
     error = read(task, path, content)
     assert isinstance(error, UserError)
-    assert time.perf_counter() - started < 5  # a tenth of that, unless something is not linear
+    assert time.perf_counter() - started < 60  # a hundredth of that, unless something is not linear
 
 
 def test_a_megabyte_in_one_line_is_a_row_like_any_other(path):
@@ -144,7 +144,7 @@ def test_a_megabyte_in_one_line_is_a_row_like_any_other(path):
     started = time.perf_counter()
     (example,) = read("ner", path, json.dumps(row).encode())
     assert example.text == row["text"]
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 60  # a hundredth of that, unless something is not linear
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 300])
