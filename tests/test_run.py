@@ -312,7 +312,7 @@ def test_evaluate_alone_gives_the_runs_numbers(launched, tmp_path):
     fp32 = ("--mixed_precision", "no")
     alone = accel_sft(*arguments, *models, yaml="z3", launcher=fp32, run_dir=tmp_path / "out")
     assert alone.status == 0, alone.output
-    assert "task validation-examples 7" in " ".join(alone.output.split())  # as the run had it
+    assert "validation-examples 7 base" in " ".join(alone.output.split())  # as the run had it
     for side in ("before", "after"):
         assert alone.result()[side]["eval_loss"] == pytest.approx(run.result()[side]["eval_loss"], rel=1e-4)
         assert alone.result()[side]["accuracy"] == run.result()[side]["accuracy"]
