@@ -817,13 +817,14 @@ from accel_sft.launch.environment import prepare_environment
 from accel_sft.launch.accelerator import create_accelerator, prepare_model
 from accel_sft.launch.describe import describe, launch_record
 from accel_sft.io.terminal import quiet
+from accel_sft.resilience.exit import ExitHandler, leave_together
 
 prepare_environment()
 from accel_sft.launch.audit import audit, refuse
 from accel_sft.api.config import TrainConfig
 
 folder = Path(sys.argv[1])
-with quiet(folder / f"rank-{os.environ['RANK']}.log"):
+with ExitHandler(), quiet(folder / f"rank-{os.environ['RANK']}.log"):
     config = TrainConfig(max_grad_norm=0.25)
     refuse(audit(config))
     accelerator = create_accelerator(config)
@@ -847,7 +848,7 @@ with quiet(folder / f"rank-{os.environ['RANK']}.log"):
     if accelerator.is_main_process:
         answer = {"record": launch_record(accelerator), "rows": describe(accelerator, config), "weights": everyone}
         (folder / "answer.json").write_text(json.dumps(answer, allow_nan=False))
-    accelerator.end_training()
+    leave_together()
 """
 
 

@@ -393,3 +393,27 @@ def test_a_rank_that_fails_alone_ends_the_run_at_once_with_its_message(tmp_path,
     assert told in summary
     assert "the judge is ill" in summary or "sys.exit(0) during the run; raise an error instead" in summary
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
+
+
+ENDING = """
+import atexit, os, pathlib, sys
+from accel_sft_math import Math as Ending
+
+class Held:
+    def __del__(self):
+        if sys.is_finalizing():
+            os.abort()  # as a thread of gloo that drops its last tensor while Python takes its modules apart
+
+held = Held()
+atexit.register(lambda: pathlib.Path(os.environ["SAID"], os.environ["RANK"]).touch())
+"""
+
+
+def test_ranks_that_are_done_run_their_exit_handlers_and_skip_the_teardown(tmp_path):
+    (tmp_path / "site").mkdir()
+    install(tmp_path / "site", "accel-sft-ending", "ending = accel_sft_ending:Ending", ENDING)
+    environment = {"PYTHONPATH": str(tmp_path / "site"), "SAID": str(tmp_path)}
+    run = accel_sft("ending", "--dry-run", *JOB[1:], yaml="ddp", environment=environment, real=True)
+    assert run.status == 0, run.output
+    assert (tmp_path / "0").exists()
+    assert (tmp_path / "1").exists()

@@ -1,5 +1,6 @@
 """How a command that failed ends: its message, the rank that prints it, its exit status, torchrun's record of it."""
 
+import atexit
 import contextlib
 import hashlib
 import io
@@ -31,12 +32,14 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
     """
 
     def __init__(self) -> None:
-        self.debug = False
+        self.debug = self._succeeded = False
+        atexit.register(self._skip_teardown)  # early: the first that is registered runs last
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, click.exceptions.Exit):  # --help and --version
             _leave(error.exit_code)
         if error is None or (isinstance(error, SystemExit) and not error.code):
+            self._succeeded = True
             return
         if isinstance(error, SystemExit):
             if isinstance(error.code, str):
@@ -73,6 +76,14 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
             rank = os.environ.get("RANK", "0")
             return f"Error: rank {rank} ended after another rank had failed ({one_line(summary, 100)})", message
         return f"{trace}Error: unexpected in {place}: {summary}", message
+
+    def _skip_teardown(self) -> None:
+        """End a rank that succeeded before Python takes its modules apart.
+
+        A thread of gloo that drops its last tensor meanwhile would abort the process (pytorch/pytorch#179291).
+        """
+        if self._succeeded and os.environ.get("WORLD_SIZE", "1") != "1":
+            _leave(0)
 
 
 def use_utf8() -> None:
