@@ -1,5 +1,6 @@
 """The command of a task: its options made from settings, read and checked together. Only running it imports torch."""
 
+import collections
 import re
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -41,6 +42,7 @@ class TaskCommand(click.Command):
         config = click.Option(["--config", "config_file"], type=click.Path(), metavar="FILE", help=help)
         self.sections[RUN].append(config)
         params = [option for options in self.sections.values() for option in options]
+        _refuse_clashes(name, params)
         completing = {"ignore_unknown_options": True} if task_class is None else None
         super().__init__(name, params=params, help=f"{summary}\n\n{self.does}", context_settings=completing)
 
@@ -110,3 +112,17 @@ class TaskCommand(click.Command):
         if problems:
             raise UserError(*dict.fromkeys(problems))
         return tuple(built)
+
+
+def _refuse_clashes(task: str, params: Iterable[click.Option]) -> None:
+    """An option of training is never a task's (`api/contract.py`); one that a tool adds may be, and only it suffers.
+
+    Raises:
+        UserError: two options of the command have the same name.
+    """
+    flags = collections.Counter(flag for option in params for flag in (*option.opts, *option.secondary_opts))
+    if clash := " and ".join(flag for flag, times in flags.items() if times > 1):
+        raise UserError(
+            f"task {task}: option {clash} is this command's own and the task's too: rename it in the task to use this "
+            "command"
+        )

@@ -534,3 +534,22 @@ def test_a_new_task_overwrites_nothing(tmp_path, run):
 def test_command_groups_and_options_render_without_a_terminal():
     with click.Context(cli) as context:
         assert "Tools" in cli.get_help(context)
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "flag"),
+    [
+        ("check", "strict: bool = option(False, help='')", "--strict"),
+        ("plan", "gpus: int = option(1, help='')", "--gpus"),
+        ("compare", "repeat: int = option(1, help='')", "--repeat"),
+    ],
+)
+def test_a_task_s_option_that_is_a_tool_s_own_is_refused_by_that_tool_alone(run, site, command, option, flag):
+    clashing = GOOD.replace("    limit: float", f"    {option}\n    limit: float")
+    install(site, "accel-sft-clashing", "clashing = accel_sft_clashing:Good", clashing)
+    assert handed_over(run("clashing"))["task"] == "clashing"
+    refused = run(command, "clashing")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(f"Error: task clashing: option {flag} ")
+    assert "is this command's own and the task's too" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1

@@ -29,6 +29,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.batching.layouts import Batching
 from accel_sft.data.chat import Encoded, end_of_turn_ids
 from accel_sft.evaluation import generate
+from accel_sft.evaluation.decoder import Decoder
 from accel_sft.evaluation.evaluator import Evaluator, answer_backend
 from accel_sft.evaluation.generate import Generator, common_prefix, divide
 from accel_sft.io.heartbeat import heartbeat_count
@@ -152,6 +153,27 @@ def test_answers_behind_a_shared_prefix_are_those_of_separate_questions(kind, ba
     prefix = common_prefix(examples)
     assert generator.message == f"answers: the {prefix} tokens that all prompts begin with are computed once"
     assert answers == expected
+
+
+def test_under_autocast_keys_are_kept_in_the_type_that_attention_computes_in(tiny, tokenizer, examples, monkeypatch):
+    """Rotary positions make them float32; a cache of those would be cast for every token, to the same scores."""
+    model = build("llama", tiny, len(tokenizer))
+    prefix = common_prefix(examples)
+    rows = [example.input_ids[prefix : example.prompt_length] for example in examples]
+
+    def decoded():
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            decoder = Decoder(model, examples[0].input_ids[:prefix], torch.device("cpu"))
+            logits = [decoder.start(rows), decoder.step(torch.arange(len(rows)))]
+            return decoder, torch.cat(logits)
+
+    decoder, logits = decoded()
+    kept = [decoder.shared["prefix"].keys[0], decoder.cache.layers[0].keys, decoder.cache.layers[0].values]
+    assert {states.dtype for states in kept} == {torch.bfloat16}
+    monkeypatch.setattr("accel_sft.evaluation.decoder.as_attended", lambda states: states)
+    decoder, cast_at_every_token = decoded()
+    assert decoder.cache.layers[0].keys.dtype == torch.float32
+    assert torch.equal(logits, cast_at_every_token)
 
 
 def test_long_answers_to_questions_read_in_several_forwards_are_the_same(tiny, tokenizer, examples, monkeypatch):

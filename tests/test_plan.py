@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from conftest import CONFIGS, accel_sft
+from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -26,7 +27,7 @@ from accel_sft.planning.machine import GIB, Machine, machine
 from accel_sft.planning.shape import GROUPS
 from accel_sft.planning.source import on_meta_device, read_shape, stored_parameters
 from accel_sft.planning.speed import speed
-from accel_sft.planning.states import least_bytes, placed
+from accel_sft.planning.states import Placed, least_bytes, placed
 
 QWEN_14B = {
     "model_type": "qwen2",
@@ -201,6 +202,51 @@ def test_stage_2_is_deepspeed_s_own_estimate_and_a_flat_copy_of_the_gradients(ra
     flat_copy = 2 * parameters / ranks
     ours = device.weights + device.master + device.moments + device.gradients + device.update - flat_copy
     assert ours == pytest.approx(theirs)
+
+
+def largest_layer(job):
+    """Parameters of the module that holds most of its own: an embedding or a feed-forward matrix."""
+    return max(job.shape.largest_tensor, job.shape.vocab_size * job.shape.hidden_size)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_model_states_of_stage_3_are_deepspeed_s_own_estimate_without_its_largest_layer(ranks):
+    """It says 18P/N, as of what stage 2 shards, and so leaves out the shard of the weights, 2P/N. The float32 gradients
+    among the 18 exist while the optimizer steps only, for a group of parameters at a time. In place of its largest
+    layer in float32 stands what stage 3 keeps gathered."""
+    asked = job_of(QWEN_14B, "z3", ranks)
+    device, host = placed(asked)
+    _, theirs, layer = estimate_zero3_model_states_mem_needs(
+        asked.shape.parameters, largest_layer(asked), ranks, cpu_offload=False
+    )
+    states = device.weights + device.master + device.moments + device.held
+    float32_gradients = 4 * asked.shape.parameters / ranks
+    assert states + float32_gradients == pytest.approx(theirs - layer + 2 * asked.shape.parameters / ranks)
+    assert device.gathered >= layer / 2
+    assert host == Placed()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_offloaded_model_states_are_deepspeed_s_own_estimates_without_their_factor(ranks):
+    """Theirs count no gradients in bf16 at stage 2 and, again, no weights at stage 3; the buffers for which they then
+    add a half are named one by one here. Their 4P a rank, from five ranks on, is loading: a phase of its own here."""
+    asked = job_of(QWEN_14B, "z2_offload", ranks)
+    parameters = asked.shape.parameters
+    device, host = placed(asked)
+    theirs, on_device = estimate_zero2_model_states_mem_needs(parameters, ranks, additional_buffer_factor=1)
+    assert device.weights == on_device
+    states = ranks * (host.master + host.moments + host.held)
+    assert states == pytest.approx(16 * parameters + 2 * parameters)
+    assert theirs == max(4 * ranks, 16) * parameters
+
+    asked = job_of(QWEN_14B, "z3_offload", ranks)
+    device, host = placed(asked)
+    theirs, _, _ = estimate_zero3_model_states_mem_needs(
+        parameters, largest_layer(asked), ranks, additional_buffer_factor=1
+    )
+    assert (device.weights, device.master, device.moments) == (0, 0, 0)
+    states = ranks * (host.weights + host.master + host.moments + host.held + host.gradients)
+    assert states == pytest.approx(theirs + 2 * parameters)
 
 
 def test_states_of_the_stages():

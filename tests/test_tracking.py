@@ -198,13 +198,17 @@ def test_answers_stand_in_tensorboard_as_they_are(tracked):
     assert "<td><|im_start|>a|b<br>**王大**</td>" in html.unescape(page)
 
 
-def test_a_resumed_run_has_no_doubled_points(tracked, capsys):
+@pytest.mark.parametrize("clock_set_back_seconds", [0, 3600])
+def test_a_resumed_run_has_no_doubled_points(tracked, capsys, clock_set_back_seconds):
     tracker = tracked()
     for step in range(1, 11):
         tracker.step(record(step))
         if step % 4 == 0:
             tracker.evaluation(step, {"eval_loss": 1.0, "accuracy": 0.1}, SAMPLES)
     tracker.close()
+    (events_file,) = tracker.run_dir.path.glob("events.*")
+    *head, second, rest = events_file.name.split(".", 4)
+    events_file.rename(events_file.with_name(".".join([*head, str(int(second) + clock_set_back_seconds), rest])))
     with open(tracker.run_dir.path / "metrics.jsonl", "a") as file:
         file.write("[" * 100_000 + "\n")
         file.write('{"step": 11, "lo')  # as a machine that lost power leaves it

@@ -5,7 +5,7 @@ import inspect
 import re
 from typing import Any
 
-from accel_sft.api.config import CheckConfig, EvaluateConfig
+from accel_sft.api.config import EvaluateConfig
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 
@@ -62,7 +62,7 @@ def _option_faults(cls: type[Task]) -> list[str]:
         own = settings(cls)
     except (TypeError, NameError) as error:
         return [str(error)]
-    taken = {"--help", "--config", "--version"}.union(*map(_flags, settings(EvaluateConfig) + settings(CheckConfig)))
+    taken = {"--help", "--config", "--version"}.union(*map(_flags, settings(EvaluateConfig)))
     causes = []
     for setting in own:
         if not re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]|[a-z]", setting.name):

@@ -40,8 +40,8 @@ class Decoder:
         if prefix:
             cache = DynamicCache()
             self.model(input_ids=torch.tensor([prefix], device=device), past_key_values=cache, **self.shared)
-            keys, values = zip(*((layer.keys, layer.values) for layer in cache.layers), strict=True)
-            self.shared["prefix"] = Prefix(list(keys), list(values))
+            keys, values = ([as_attended(kept) for kept in of_layers] for of_layers in _kept(cache))
+            self.shared["prefix"] = Prefix(keys, values)
 
     def start(self, rows: Sequence[Sequence[int]], forwards: int = 1) -> torch.Tensor:
         """Read the rows' tokens behind the prefix, at least one each; logits of the next token, (B, vocabulary).
@@ -125,6 +125,18 @@ class Decoder:
             logits = self.step(tokens)
 
 
+def as_attended(states: torch.Tensor) -> torch.Tensor:
+    """Keys or values in the type that attention computes in. Rotary positions leave keys float32 under autocast, which
+    would cast the whole cache again for every token."""
+    kind = states.device.type
+    return states.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else states
+
+
+def _kept(cache: DynamicCache) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The keys and the values of each layer."""
+    return [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
+
+
 class _Columns(DynamicLayer):
     """A layer's keys and values in buffers with spare columns, so that a new token is written without a copy.
 
@@ -143,7 +155,7 @@ class _Columns(DynamicLayer):
 
     def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         # filled up with zeros: uninitialised memory may hold NaN, which a mask does not remove
-        return torch.cat([pad(part, (0, 0, self.length - part.shape[2], GROWTH)) for part in parts])
+        return torch.cat([pad(as_attended(part), (0, 0, self.length - part.shape[2], GROWTH)) for part in parts])
 
     def _show(self) -> None:
         self.keys, self.values = (buffer[:, :, : self.length] for buffer in self._buffers)

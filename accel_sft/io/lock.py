@@ -39,6 +39,23 @@ def lock(path: Path) -> None:
             return None
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process of this machine works in the folder; False too on a file system without locks."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def release() -> None:
     """Unlock the folder that this process claimed."""
     while _locked:

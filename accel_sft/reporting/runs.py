@@ -1,15 +1,14 @@
 """A run's folder as a page shows it: what is there is read, and what is missing or broken is said."""
 
 import dataclasses
-import fcntl
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.io.files import expanded, read_json
+from accel_sft.io.lock import is_locked
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import one_line
 from accel_sft.tracking.report import is_number
@@ -155,7 +154,7 @@ def _status(run: Run) -> tuple[str, str]:
         return "stopped", reason or "interrupted"
     if said in ("complete", "failed"):
         return said, reason
-    if locked(run.folder.path):
+    if is_locked(run.folder.path):
         return "running", ""
     files = [path for path in (run.folder.metrics, run.folder.result) if path.exists()]
     when = max((path.stat().st_mtime for path in files), default=None)
@@ -163,23 +162,6 @@ def _status(run: Run) -> tuple[str, str]:
         "" if when is None else f"; its last line was written {time.strftime('%Y-%m-%d %H:%M', time.localtime(when))}"
     )
     return "stopped", f"no end is recorded, and no process here works in its folder: it was killed{written}"
-
-
-def locked(path: Path) -> bool:
-    """Whether a process of this machine trains in the folder; False too on a file system without locks."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def named(paths: list[str]) -> dict[str, Path]:

@@ -1,5 +1,6 @@
 """Sends curves and texts to TensorBoard and to Accelerate's trackers by name; one that Accelerate lacks goes here."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,21 @@ class Trackers:
 
 
 def _tensorboard(run_dir: Path) -> Any:
+    _name_as_older(run_dir)
     tracker = LOGGER_TYPE_TO_CLASS["tensorboard"]("", run_dir, max_queue=1000, flush_secs=FLUSH_SECONDS)
     tracker.start()
     return tracker.tracker
+
+
+def _name_as_older(run_dir: Path) -> None:
+    """Give the files that are there the names of older ones, if this second's would not be the last among them.
+
+    TensorBoard reads a folder's files in the order of their names, which begin with the second they were made in: after
+    a clock was set back, what a resumed run writes would come first, and the steps it repeats would be shown twice.
+    """
+    files = {path: path.name.split(".") for path in run_dir.glob("events.out.tfevents.*.*")}
+    seconds = {path: int(parts[3]) for path, parts in files.items() if parts[3].isdecimal()}
+    back = max(seconds.values(), default=0) - int(time.time()) + 1
+    for path in sorted(seconds) if back > 0 else ():
+        head, rest = files[path][:3], files[path][4:]
+        path.rename(path.with_name(".".join([*head, f"{max(seconds[path] - back, 0):010d}", *rest])))
