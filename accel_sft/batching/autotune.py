@@ -30,7 +30,8 @@ LOOKS, LONG_SECONDS = 3, 2.0
 ALIKE = 0.03
 """Times, or work, that differ by less than this share are the same."""
 CPU_FORWARD_TOKENS, FORWARD_TOKENS = 64, 1024
-"""What a forward and its backward cost beside what they compute, in tokens, on a CPU and elsewhere."""
+"""What a forward and its backward cost beside what they compute, in tokens: of one thread of a CPU, whose other threads
+wait meanwhile, and elsewhere."""
 USUAL_WIDTH = 1024
 """Hidden size assumed of a model whose configuration does not name it."""
 
@@ -115,7 +116,8 @@ class Trial(Room):
         some, ranks = self.spread(), self.accelerator.num_processes
         base = self.accelerator.unwrap_model(self.model).config.get_text_config(decoder=True)
         width = getattr(base, "hidden_size", None) or USUAL_WIDTH
-        each = CPU_FORWARD_TOKENS if self.accelerator.device.type == "cpu" else FORWARD_TOKENS
+        on_cpu = self.accelerator.device.type == "cpu"
+        each = CPU_FORWARD_TOKENS * torch.get_num_threads() if on_cpu else FORWARD_TOKENS
         return batching.work(some, ranks, width, each)
 
     def _step_seconds(self, batching: Batching) -> tuple[float, float]:
