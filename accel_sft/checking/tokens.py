@@ -12,7 +12,7 @@ import torch
 from accel_sft.batching.layouts import Batching
 from accel_sft.checking.findings import Findings
 from accel_sft.data.chat import Encoded
-from accel_sft.data.token_store import TokenStore
+from accel_sft.data.token_store import Columns, TokenStore
 
 _CHUNK_TOKENS = 1 << 18
 """Looked at together: a few arrays of two megabytes."""
@@ -39,6 +39,11 @@ class TokenFacts:
     unknown: np.ndarray
     ends: np.ndarray
 
+    def of_last_rows(self) -> TokenFacts:
+        """Those of each example's last row, which has all its turns."""
+        last = np.append(self.indices[1:] != self.indices[:-1], True)
+        return TokenFacts(*(getattr(self, field.name)[last] for field in dataclasses.fields(self)))
+
 
 def token_facts(store: TokenStore, tokenizer: Any, eos_ids: frozenset[int]) -> TokenFacts:
     """Read all tokens of a split once, some megabytes at a time."""
@@ -50,12 +55,13 @@ def token_facts(store: TokenStore, tokenizer: Any, eos_ids: frozenset[int]) -> T
     if unknown_id in {bos, tokenizer.pad_token_id, *eos_ids}:  # GPT-2's has every role
         unknown_id = None
     parts = [
-        _facts_of(*columns, factors, bos, unknown_id, stops) for batch in store.columns() for columns in _chunks(*batch)
+        _facts_of(*columns, factors, bos, unknown_id, stops) for batch in store.columns() for columns in _chunks(batch)
     ]
     return TokenFacts(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def _chunks(prompts: np.ndarray, indices: np.ndarray, offsets: np.ndarray, ids: np.ndarray) -> Iterator[Any]:
+def _chunks(columns: Columns) -> Iterator[Any]:
+    prompts, indices, offsets, ids, *_ = columns
     row, rows = 0, len(prompts)
     while row < rows:
         end = int(np.searchsorted(offsets, offsets[row] + _CHUNK_TOKENS, side="right")) - 1
@@ -117,7 +123,7 @@ def report_labels(store: TokenStore, split: str, indices: np.ndarray, pad_token_
     for at in range(0, len(some), _TOGETHER):
         rows = some[at : at + _TOGETHER]
         for row, positions in zip(rows, supervised_positions(rows, pad_token_id), strict=True):
-            if positions != list(range(max(row.prompt_length, 1), len(row.input_ids))):
+            if positions != [at for span in row.learnt for at in span]:
                 found.add("D308", split, int(indices[row.index]))
     return len(some)
 
