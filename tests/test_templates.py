@@ -266,7 +266,7 @@ def test_rows_that_an_earlier_version_kept_are_looked_at_again(tiny, monkeypatch
         Accelerator(cpu=True), own, Says(), Rules(frozenset([own.eos_token_id]), 99, "drop")
     )
     with monkeypatch.context() as earlier:  # which looked at nothing, and whose code was another
-        earlier.setattr("accel_sft.data.chat.holds", lambda *_: True)
+        earlier.setattr("accel_sft.data.answer_tokens.holds", lambda *_: True)
         earlier.setattr(encoder, "_decided", [*encoder._decided, "earlier"])
         assert len(encoder(["odd", "even"], "train").kept) == 2
         assert "tokens from the cache" in encoder(["odd", "even"], "train").lines()[0]

@@ -29,7 +29,7 @@ class TokenFacts:
         indices: in the encoded split.
         prompts, rows: hashes of the prompt's and of all tokens.
         bos_twice, unknown, ends: whether it begins with two tokens that begin a text, has one that stands for what the
-            tokenizer does not know, and ends with one that ends the turn.
+            tokenizer does not know, and has one that ends the turn at the end of each answer.
     """
 
     indices: np.ndarray
@@ -55,32 +55,33 @@ def token_facts(store: TokenStore, tokenizer: Any, eos_ids: frozenset[int]) -> T
     if unknown_id in {bos, tokenizer.pad_token_id, *eos_ids}:  # GPT-2's has every role
         unknown_id = None
     parts = [
-        _facts_of(*columns, factors, bos, unknown_id, stops) for batch in store.columns() for columns in _chunks(batch)
+        _facts_of(columns, factors, bos, unknown_id, stops) for batch in store.columns() for columns in _chunks(batch)
     ]
     return TokenFacts(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def _chunks(columns: Columns) -> Iterator[Any]:
-    prompts, indices, offsets, ids, *_ = columns
+def _chunks(columns: Columns) -> Iterator[Columns]:
+    prompts, indices, offsets, ids, earlier_offsets, earlier = columns
     row, rows = 0, len(prompts)
     while row < rows:
         end = int(np.searchsorted(offsets, offsets[row] + _CHUNK_TOKENS, side="right")) - 1
         end = min(max(end, row + 1), rows)
-        begin = offsets[row]
-        yield prompts[row:end], indices[row:end], offsets[row : end + 1] - begin, ids[begin : offsets[end]]
+        of_ids, of_earlier = (each[row : end + 1] - each[row] for each in (offsets, earlier_offsets))
+        yield Columns(
+            prompts[row:end],
+            indices[row:end],
+            of_ids,
+            ids[offsets[row] : offsets[end]],
+            of_earlier,
+            earlier[earlier_offsets[row] : earlier_offsets[end]],
+        )
         row = end
 
 
 def _facts_of(
-    prompts: np.ndarray,
-    indices: np.ndarray,
-    offsets: np.ndarray,
-    ids: np.ndarray,
-    factors: np.ndarray,
-    bos: int | None,
-    unknown_id: int | None,
-    stops: np.ndarray,
+    columns: Columns, factors: np.ndarray, bos: int | None, unknown_id: int | None, stops: np.ndarray
 ) -> tuple[np.ndarray, ...]:
+    prompts, indices, offsets, ids, earlier_offsets, earlier = columns
     starts, lengths = offsets[:-1], np.diff(offsets)
     positions = np.arange(len(ids)) - np.repeat(starts, lengths)
     # a sum of tokens times random factors, modulo 2**64, is a universal hash of rows of the same length
@@ -91,6 +92,8 @@ def _facts_of(
     bos_twice = (ids[starts] == bos) & (second == bos) & (lengths > 1) if bos is not None else starts < 0
     unknown = np.logical_or.reduceat(ids == unknown_id, starts) if unknown_id is not None else starts < 0
     ends = np.isin(ids[offsets[1:] - 1], stops)
+    row_of = np.repeat(np.arange(len(starts)), np.diff(earlier_offsets) // 2)  # of each earlier answer
+    np.logical_and.at(ends, row_of, np.isin(ids[starts[row_of] + earlier[1::2] - 1], stops))
     return indices.copy(), np.add.reduceat(weighed, starts), rows, bos_twice, unknown, ends
 
 
