@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
+from accel_sft.batching.verify import Subject, exact_batchings
 from accel_sft.data.chat import Rules
 from accel_sft.data.conversation import conversation
 from accel_sft.data.tokenization import SplitEncoder
@@ -350,6 +351,15 @@ def test_the_gradient_of_three_turns_is_that_of_their_single_rows(tokenizer, mod
     largest = max(gradient.abs().max() for gradient in expected_gradients.values())
     for name, gradient in expected_gradients.items():
         assert (gradients[name] - gradient).abs().max() <= 1e-5 * largest, name
+
+
+def test_a_chat_after_some_of_its_turns_is_no_row_that_another_sees(tokenizer, model):
+    own = chatml(tokenizer)
+    rows = encoded(own, [(CHAT[:2], CHAT[2:at]) for at in (3, 5, 7)]).kept
+    assert rows[2].input_ids[: len(rows[0].input_ids)] == rows[0].input_ids
+    config = TrainConfig(batching="shared").resolved({})
+    found, reasons, _ = exact_batchings(Subject(Accelerator(cpu=True), model, config, rows, 0), rows)
+    assert {each.attention for each in found} == {"rows", "mask"}, reasons
 
 
 # --- evaluation ---
