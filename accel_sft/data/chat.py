@@ -96,7 +96,7 @@ class Encoding:
 
     def lines(self) -> list[str]:
         """The notes, and one line for each reason that examples were left out or cut."""
-        found = [*self.left_out.items(), ("cut to --max-length, their end-of-turn token is not learnt", self.cut)]
+        found = [*self.left_out.items(), ("cut to --max-length; their end, an end-of-turn token at least, is not learnt", self.cut)]
         named = [f"{self.split}: {len(indices)} {reason} ({_named(indices)})" for reason, indices in found if indices]
         return [*self.notes, *named]
 
