@@ -182,7 +182,7 @@ def test_stored_examples_are_those_encoded_on_the_spot(tokenizer, truncation):
     assert stored.kept[:3] == stored.kept.some(10**6)[:3] == direct.kept[:3]
     assert len(stored.kept.some(20)) < 30
     gone = next((index for indices in direct.left_out.values() for index in indices), None)
-    assert gone is None or stored.kept.find(gone) is None
+    assert gone is None or stored.kept.of(gone) == []
     with pytest.raises(IndexError):
         stored.kept[len(direct.kept)]
 
@@ -195,7 +195,7 @@ def test_parts_of_which_nothing_is_left_harm_no_other(tokenizer, monkeypatch):
     stored = encoder(tokenizer, task)(EXAMPLES, "train")
     assert list(stored.kept) == direct.kept
     assert stored.left_out == direct.left_out == {"left out: the answer is empty": [*range(14), *range(427, 460)]}
-    assert [stored.kept.find(index) for index in (0, 14, 426, 427)] == [None, direct.kept[0], direct.kept[-1], None]
+    assert [stored.kept.of(index) for index in (0, 14, 426, 427)] == [[], direct.kept[:1], direct.kept[-1:], []]
 
 
 def test_a_second_start_reads_what_the_first_kept(tokenizer, own_cache):

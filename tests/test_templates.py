@@ -17,6 +17,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.data import tokenization
 from accel_sft.data.answer_text import AnswerText
 from accel_sft.data.chat import Rules
+from accel_sft.data.conversation import Conversation
 from accel_sft.data.rendering import Rendering
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.evaluator import Evaluator
@@ -166,7 +167,8 @@ def test_a_tokenizer_that_decodes_blanks_behind_special_tokens_scores_no_answer_
     generated = {"assistant\nyes": "yes", "assistant\nno": "no", "rubbish": "", "": ""}
     for text, scored in generated.items():
         ids = tokenizer(f"<|im_start|>{text}<|im_end|>", add_special_tokens=False)["input_ids"]
-        assert AnswerText(Rendering(tokenizer))([{"role": "user", "content": "hello"}], "yes", ids) == scored
+        asked = Conversation([{"role": "user", "content": "hello"}], {"role": "assistant", "content": "yes"})
+        assert AnswerText(Rendering(tokenizer))(asked, ids) == scored
 
 
 @pytest.mark.parametrize("name", ["an empty thinking block", "a thinking block that is filled in", "an element"])
@@ -264,7 +266,7 @@ def test_rows_that_an_earlier_version_kept_are_looked_at_again(tiny, monkeypatch
         Accelerator(cpu=True), own, Says(), Rules(frozenset([own.eos_token_id]), 99, "drop")
     )
     with monkeypatch.context() as earlier:  # which looked at nothing, and whose code was another
-        earlier.setattr("accel_sft.data.chat.holds", lambda *_: True)
+        earlier.setattr("accel_sft.data.answer_tokens.holds", lambda *_: True)
         earlier.setattr(encoder, "_decided", [*encoder._decided, "earlier"])
         assert len(encoder(["odd", "even"], "train").kept) == 2
         assert "tokens from the cache" in encoder(["odd", "even"], "train").lines()[0]

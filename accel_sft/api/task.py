@@ -30,12 +30,20 @@ class Task(abc.ABC):
         """
 
     @abc.abstractmethod
-    def messages(self, example: Any) -> list[dict[str, str]]:
+    def messages(self, example: Any) -> list[dict[str, Any]]:
         """The prompt as chat messages, [{"role": "system" | "user" | "assistant", "content": ...}, ...]."""
 
     @abc.abstractmethod
-    def target(self, example: Any) -> str:
-        """The answer: the only text (with its end-of-turn token) that carries loss."""
+    def target(self, example: Any) -> str | list[dict[str, Any]]:
+        """The answer: the only text (with its end-of-turn token) that carries loss.
+
+        Or the turns that follow the prompt, as messages, an assistant's last: of these every assistant turn is learnt
+        that has no `"weight": 0`, and `score` gets what is generated in the place of the last one that is.
+        """
+
+    def tools(self, example: Any) -> list[dict[str, Any]] | None:
+        """Schemas of the tools that the chat template offers, where an example has any."""
+        return None
 
     @abc.abstractmethod
     def score(self, example: Any, text: str) -> dict[str, Any]:

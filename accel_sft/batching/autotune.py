@@ -145,7 +145,7 @@ class Trial(Room):
         model, config = self.accelerator.unwrap_model(self.model), self.config
         tokens = hashlib.sha256()
         for example in self.examples:
-            tokens.update(json.dumps([example.prompt_length, example.input_ids]).encode())
+            tokens.update(json.dumps([example.prompt_length, example.input_ids, *example.earlier]).encode())
         parameters = [
             [name, list(getattr(each, "ds_shape", each.shape)), str(each.dtype), each.requires_grad]
             for name, each in model.named_parameters()

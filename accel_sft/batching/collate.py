@@ -69,7 +69,8 @@ def tree(rows: Sequence[Encoded], common: Sequence[int], mask: Callable[[torch.T
         ids[new] = row.input_ids[shared:]
         position[new] = np.arange(shared, length)
         source[new] = path[np.arange(shared, length) - 1]
-        weight[path[max(row.prompt_length, 1) : length]] += 1
+        for span in row.learnt:
+            weight[path[span.start : span.stop]] += 1
         at = new.stop
     batch = _in_one_sequence(ids, position, source, weight)
     if mask and (end < total).any():  # else a single row, which plain causal attention serves, without a mask
@@ -96,6 +97,10 @@ def behind_prefix(rows: Sequence[Encoded], prefix: int) -> Batch:
     weight = np.empty(total, dtype=np.float32)
     weight[:prefix] = (prompts[:, None] <= np.arange(prefix)).sum(0)
     weight[prefix:] = position[prefix:] >= np.repeat(prompts, own)
+    for row, start in zip(rows, starts, strict=True):
+        for begin, end in row.earlier:
+            weight[begin : min(end, prefix)] += 1
+            weight[start + max(begin - prefix, 0) : start + max(end - prefix, 0)] = 1
     batch = _in_one_sequence(ids, position, source, weight)
     batch.inputs["rows"] = _rows(own, starts, prefix)
     # stands for a mask that is ready, so that the model makes none; a model that knows no `rows` is found out
@@ -172,11 +177,12 @@ def padded(rows: Sequence[Encoded], pad_token_id: int) -> Batch:
     input_ids, attention_mask = np.full(shape, pad_token_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     keep, targets = np.zeros(shape, dtype=bool), []
     for number, row in enumerate(rows):
-        length, begin = len(row.input_ids), max(row.prompt_length, 1)
+        length = len(row.input_ids)
         input_ids[number, :length] = row.input_ids
         attention_mask[number, :length] = 1
-        keep[number, begin - 1 : length - 1] = True
-        targets += row.input_ids[begin:]
+        for span in row.learnt:
+            keep[number, span.start - 1 : span.stop - 1] = True
+            targets += row.input_ids[span.start : span.stop]
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
     return _tensors(inputs, keep, None, np.asarray(targets, np.int64), np.ones(len(targets), np.float32))
 

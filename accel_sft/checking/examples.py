@@ -41,18 +41,39 @@ def pieces_of(tokenizer: Any, example: Encoded, pad_token_id: int) -> list[Piece
     """The example's tokens as text; which of them carry loss is asked of the collator."""
     (positions,) = supervised_positions([example], pad_token_id)
     learnt, ids = set(positions), example.input_ids
-    first = min(learnt, default=len(ids))
-    spans = [range(min(_BEGINNING, first)), range(max(first - _BEFORE_ANSWER, min(_BEGINNING, first)), first)]
-    spans += [range(first, min(first + _OF_ANSWER, len(ids))), range(max(first + _OF_ANSWER, len(ids) - 2), len(ids))]
+    spans = _spans(sorted(learnt), len(ids))
     special = set(tokenizer.all_special_ids)
     special |= {at for at, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
     found: list[Piece] = []
     at = 0
     for span in spans:
-        if len(span) and span.start > at:
+        if span.start > at:
             found.append(Piece(f"{span.start - at:,} tokens", span.start - 1 in learnt, gap=True))
         found += _decoded(tokenizer, ids, span, learnt, special)
         at = max(at, span.stop)
+    return found
+
+
+def _spans(learnt: Sequence[int], length: int) -> list[range]:
+    """The tokens that are shown: the beginning, and what stands before, at the beginning and at the end of each run of
+    tokens with a loss."""
+    begins = [at for place, at in enumerate(learnt) if not place or learnt[place - 1] != at - 1]
+    ends = [at + 1 for place, at in enumerate(learnt) if place + 1 == len(learnt) or learnt[place + 1] != at + 1]
+    found, shown = [], 0
+
+    def show(begin: int, end: int) -> None:
+        nonlocal shown
+        if max(begin, shown) < end:
+            found.append(range(max(begin, shown), end))
+            shown = end
+
+    show(0, min(_BEGINNING, *begins[:1], length))
+    for begin, end in zip(begins, ends, strict=True):
+        show(begin - _BEFORE_ANSWER, begin)
+        show(begin, min(begin + _OF_ANSWER, end))
+        show(end - 2, end)
+    if not learnt:
+        show(length - _BEFORE_ANSWER, length)
     return found
 
 

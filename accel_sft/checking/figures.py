@@ -94,14 +94,14 @@ def split_figures(encoding: Encoding | None, split: str, rows: int, repeats: dic
     return SplitFigures(
         split,
         rows,
-        len(encoding.kept),
-        rows - len(encoding.kept),
+        encoding.kept.examples,
+        rows - encoding.kept.examples,
         len(encoding.cut),
         **repeats,
         tokens=int(lengths.sum(dtype=np.int64)),
         supervised_tokens=int(supervised.sum(dtype=np.int64)),
         lengths=at,
-        longest_answer=int(supervised.max()),
+        longest_answer=int(encoding.kept.answers.max()),
         histogram=_histogram(lengths),
     )
 

@@ -23,7 +23,7 @@ def quick_findings(train: Encoding, validation: Encoding, tokenizer: Any, eos_id
         facts[split] = token_facts(encoding.kept, tokenizer, eos_ids)
         same = np.arange(int(facts[split].indices.max()) + 1)
         report_tokens(facts[split], split, same, encoding.cut, tokenizer, found)
-    held_out, trained = facts["validation"], facts["train"]
+    held_out, trained = facts["validation"].of_last_rows(), facts["train"].of_last_rows()
     for row in np.flatnonzero((first := first_with_same(held_out.rows)) < np.arange(len(first))):
         like = "validation", int(held_out.indices[first[row]])
         found.add("D401", "validation", int(held_out.indices[row]), like=like)

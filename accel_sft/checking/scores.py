@@ -41,8 +41,11 @@ class OwnScores:
         grade = "error" if split == "validation" else "warning"  # training rows are not scored in training
         values = np.full(len(usable), np.nan)
         for index in np.flatnonzero(usable).tolist():
+            answer = self._answer(split, index)
+            if answer is None:
+                continue
             try:
-                value = self._metric([self._score(split, index, self._answer(split, index))])
+                value = self._metric([self._score(split, index, answer)])
             except UserError as error:
                 found.add("D502", split, index, without_index(str(error), split, index), grade=grade)
                 continue
@@ -56,25 +59,28 @@ class OwnScores:
         best = float(known.max() if higher else known.min())
         self._perfect[split] = 1.0 if higher and best <= 1 and known.min() >= 0 else best
         if len(perfect := np.flatnonzero(values == self._perfect[split])):
-            self._beside[split] = self._score(split, int(perfect[0]), self._answer(split, int(perfect[0])))
+            best_answer = self._answer(split, int(perfect[0])) or ""
+            self._beside[split] = self._score(split, int(perfect[0]), best_answer)
         for index in np.flatnonzero(~np.isnan(values) & (values != self._perfect[split])).tolist():
-            answer = self._answer(split, index)
+            answer = self._answer(split, index) or ""
             if not self._is_perfect(split, self._score(split, index, answer)):
                 score = f"{self.task.main_metric} {values[index]:.4g}, not {self._perfect[split]:.4g}"
                 found.add("D501", split, index, f"{score}: {shortened(answer)}", grade=grade)
 
     def accepts(self, split: str, index: int, other: int) -> bool:
         """Whether the answer of `other` is perfect for the example `index` too."""
+        answer = self._answer(split, other)
+        if split not in self._perfect or answer is None:
+            return False
         try:
-            return split in self._perfect and self._is_perfect(
-                split, self._score(split, index, self._answer(split, other))
-            )
+            return self._is_perfect(split, self._score(split, index, answer))
         except UserError:
             return False
 
-    def _answer(self, split: str, index: int) -> str:
-        target = conversation(self.task, self.splits[split], split, index)[1]
-        return wanted(target, self._thinking)
+    def _answer(self, split: str, index: int) -> str | None:
+        """The text of an example's answer; None where it calls tools, which the chat template alone writes as text."""
+        chat = conversation(self.task, self.splits[split], split, index)
+        return None if chat.calls else wanted(chat, self._thinking)
 
     def _score(self, split: str, index: int, text: str) -> dict[str, Any]:
         """Raises UserError if score() fails."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.checking.findings import Findings
 from accel_sft.data.answer_text import special_tokens
-from accel_sft.data.conversation import Turns, conversation
+from accel_sft.data.conversation import Conversation, Turn, conversation
 
 DAMAGED = re.compile("[\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
 """The replacement character, control characters, and what UTF-8 looks like that was read as Latin-1 or cp1252."""
@@ -52,11 +53,13 @@ class SpecialTokens:
         self._any = special_tokens(tokenizer)
         self._ends = {tokenizer.decode([token]) for token in eos_ids}
 
-    def faults(self, turns: Turns, target: str) -> list[tuple[str, str]]:
-        """The code and the place in the text of the first in the answer and in the messages."""
-        for text in (target, *(turn["content"] for turn in turns)):
+    def faults(self, chat: Conversation) -> list[tuple[str, str]]:
+        """The code and the place in the text of the first in the answers and in the other messages."""
+        answers = [each.target for each in chat.each()]
+        others = [turn["content"] for at, turn in enumerate(chat.turns) if at not in chat.learnt]
+        for at, text in enumerate((*answers, *others)):
             if match := self._any.search(text):
-                code = "D209" if text is target and match[0] in self._ends else "D208"
+                code = "D209" if at < len(answers) and match[0] in self._ends else "D208"
                 return [(code, around(text, match))]
         return []
 
@@ -68,32 +71,41 @@ def read_texts(task: Task, examples: Sequence[Any], split: str, special: Special
     readable, answered = np.ones(count, dtype=bool), np.ones(count, dtype=bool)
     for index in range(count):
         try:
-            turns, target = conversation(task, examples, split, index)
+            chat = conversation(task, examples, split, index)
         except UserError as error:
             found.add("D201", split, index, without_index(str(error), split, index))
             readable[index] = False
             continue
-        answered[index] = bool(target.strip())
-        for code, detail in (*_faults(turns, target), *special.faults(turns, target)):
+        faults = _faults(chat)
+        answered[index] = "D206" not in faults
+        for code, detail in (*faults.items(), *special.faults(chat)):
             found.add(code, split, index, detail)
-        prompt = "\x1e".join(f"{turn['role']}\x1f{turn['content']}" for turn in turns)
+        prompt = "\x1e".join(f"{turn['role']}\x1f{turn['content']}{_calls(turn)}" for turn in chat.turns)
+        target = chat.target + _calls(chat.answer)
         loose = normalised(prompt)
         texts = prompt, f"{prompt}\x1d{target}", loose, f"{loose}\x1d{normalised(target)}"
         hashes[:, index] = [text_hash(text) for text in texts]
     return Texts(*hashes, readable, answered)
 
 
-def _faults(turns: Turns, target: str) -> list[tuple[str, str]]:
-    faults = []
-    if not target.strip():
-        faults.append(("D206", f"asked: {shortened(turns[-1]['content'])}"))
-    elif target != target.strip():
-        faults.append(("D211", repr(shortened(target))))
-    if not any(turn["content"].strip() for turn in turns if turn["role"] != "system"):
-        faults.append(("D207", f"answer: {shortened(target)}"))
-    for text in (*(turn["content"] for turn in turns), target):
+def _calls(turn: Turn) -> str:
+    return json.dumps(turn["tool_calls"], sort_keys=True) if turn.get("tool_calls") else ""
+
+
+def _faults(chat: Conversation) -> dict[str, str]:
+    """What is wrong with an example's texts, by code: the first place of each."""
+    faults: dict[str, str] = {}
+    for each in chat.each():
+        target = each.target
+        if not (target.strip() or each.calls):
+            faults.setdefault("D206", f"asked: {shortened(each.turns[-1]['content'])}")
+        elif target != target.strip():
+            faults.setdefault("D211", repr(shortened(target)))
+        if not any(turn["content"].strip() for turn in each.turns if turn["role"] != "system"):
+            faults.setdefault("D207", f"answer: {shortened(target)}")
+    for text in chat.texts():
         if not (text.isascii() and text.isprintable()) and (damage := DAMAGED.search(text)):
-            faults.append(("D210", around(text, damage)))
+            faults["D210"] = around(text, damage)
             break
     return faults
 
@@ -117,7 +129,7 @@ def shortened(text: str, length: int = 48) -> str:
 def beginning_of(task: Task, examples: Sequence[Any], split: str, index: int) -> str:
     """The beginning of what an example asks; nothing where the task fails on it."""
     try:
-        turns, _ = conversation(task, examples, split, index)
+        turns = conversation(task, examples, split, index).turns
     except UserError:
         return ""
     return shortened(turns[-1]["content"])

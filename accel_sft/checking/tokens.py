@@ -12,7 +12,7 @@ import torch
 from accel_sft.batching.layouts import Batching
 from accel_sft.checking.findings import Findings
 from accel_sft.data.chat import Encoded
-from accel_sft.data.token_store import TokenStore
+from accel_sft.data.token_store import Columns, TokenStore
 
 _CHUNK_TOKENS = 1 << 18
 """Looked at together: a few arrays of two megabytes."""
@@ -29,7 +29,7 @@ class TokenFacts:
         indices: in the encoded split.
         prompts, rows: hashes of the prompt's and of all tokens.
         bos_twice, unknown, ends: whether it begins with two tokens that begin a text, has one that stands for what the
-            tokenizer does not know, and ends with one that ends the turn.
+            tokenizer does not know, and has one that ends the turn at the end of each answer.
     """
 
     indices: np.ndarray
@@ -38,6 +38,11 @@ class TokenFacts:
     bos_twice: np.ndarray
     unknown: np.ndarray
     ends: np.ndarray
+
+    def of_last_rows(self) -> TokenFacts:
+        """Those of each example's last row, which has all its turns."""
+        last = np.append(self.indices[1:] != self.indices[:-1], True)
+        return TokenFacts(*(getattr(self, field.name)[last] for field in dataclasses.fields(self)))
 
 
 def token_facts(store: TokenStore, tokenizer: Any, eos_ids: frozenset[int]) -> TokenFacts:
@@ -50,31 +55,33 @@ def token_facts(store: TokenStore, tokenizer: Any, eos_ids: frozenset[int]) -> T
     if unknown_id in {bos, tokenizer.pad_token_id, *eos_ids}:  # GPT-2's has every role
         unknown_id = None
     parts = [
-        _facts_of(*columns, factors, bos, unknown_id, stops) for batch in store.columns() for columns in _chunks(*batch)
+        _facts_of(columns, factors, bos, unknown_id, stops) for batch in store.columns() for columns in _chunks(batch)
     ]
     return TokenFacts(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def _chunks(prompts: np.ndarray, indices: np.ndarray, offsets: np.ndarray, ids: np.ndarray) -> Iterator[Any]:
+def _chunks(columns: Columns) -> Iterator[Columns]:
+    prompts, indices, offsets, ids, earlier_offsets, earlier = columns
     row, rows = 0, len(prompts)
     while row < rows:
         end = int(np.searchsorted(offsets, offsets[row] + _CHUNK_TOKENS, side="right")) - 1
         end = min(max(end, row + 1), rows)
-        begin = offsets[row]
-        yield prompts[row:end], indices[row:end], offsets[row : end + 1] - begin, ids[begin : offsets[end]]
+        of_ids, of_earlier = (each[row : end + 1] - each[row] for each in (offsets, earlier_offsets))
+        yield Columns(
+            prompts[row:end],
+            indices[row:end],
+            of_ids,
+            ids[offsets[row] : offsets[end]],
+            of_earlier,
+            earlier[earlier_offsets[row] : earlier_offsets[end]],
+        )
         row = end
 
 
 def _facts_of(
-    prompts: np.ndarray,
-    indices: np.ndarray,
-    offsets: np.ndarray,
-    ids: np.ndarray,
-    factors: np.ndarray,
-    bos: int | None,
-    unknown_id: int | None,
-    stops: np.ndarray,
+    columns: Columns, factors: np.ndarray, bos: int | None, unknown_id: int | None, stops: np.ndarray
 ) -> tuple[np.ndarray, ...]:
+    prompts, indices, offsets, ids, earlier_offsets, earlier = columns
     starts, lengths = offsets[:-1], np.diff(offsets)
     positions = np.arange(len(ids)) - np.repeat(starts, lengths)
     # a sum of tokens times random factors, modulo 2**64, is a universal hash of rows of the same length
@@ -85,6 +92,8 @@ def _facts_of(
     bos_twice = (ids[starts] == bos) & (second == bos) & (lengths > 1) if bos is not None else starts < 0
     unknown = np.logical_or.reduceat(ids == unknown_id, starts) if unknown_id is not None else starts < 0
     ends = np.isin(ids[offsets[1:] - 1], stops)
+    row_of = np.repeat(np.arange(len(starts)), np.diff(earlier_offsets) // 2)  # of each earlier answer
+    np.logical_and.at(ends, row_of, np.isin(ids[starts[row_of] + earlier[1::2] - 1], stops))
     return indices.copy(), np.add.reduceat(weighed, starts), rows, bos_twice, unknown, ends
 
 
@@ -117,7 +126,7 @@ def report_labels(store: TokenStore, split: str, indices: np.ndarray, pad_token_
     for at in range(0, len(some), _TOGETHER):
         rows = some[at : at + _TOGETHER]
         for row, positions in zip(rows, supervised_positions(rows, pad_token_id), strict=True):
-            if positions != list(range(max(row.prompt_length, 1), len(row.input_ids))):
+            if positions != [at for span in row.learnt for at in span]:
                 found.add("D308", split, int(indices[row.index]))
     return len(some)
 

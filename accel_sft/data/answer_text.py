@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from accel_sft.data.conversation import Turns
+from accel_sft.data.conversation import Conversation
 from accel_sft.data.form import Form, wanted
 from accel_sft.data.rendering import Rendering
 from accel_sft.data.template import MARK
@@ -31,28 +31,37 @@ class AnswerText:
         self._keeps = rendering.thinking == "keep"
         self._special = special_tokens(self.tokenizer)
 
-    def __call__(self, turns: Turns, target: str, answer: Sequence[int]) -> str:
+    def __call__(self, chat: Conversation, answer: Sequence[int]) -> str:
         """The text to be scored.
 
         What the template and the tokenizer make of the target is read as the target, so an answer that is reproduced
         to the token is right where one of the two strips, moves or normalises a character.
 
         Args:
-            turns: the example's messages.
-            target: its expected answer.
             answer: the generated token ids, end-of-turn included.
         """
-        form = self.rendering.form(turns, "validation")
-        lead, right = self.rendering.lead(form), wanted(target, self.rendering.thinking)
+        form, right = self._form(chat), wanted(chat, self.rendering.thinking)
+        lead = self.rendering.lead(form)
         text = self._said(form, answer, lead, right)
-        if text == right:
+        if text == right or chat.calls:
             return text
-        (example,) = self.rendering.examples([turns], [target], "validation")
-        learnt = self.tokenizer(example.rest or "", add_special_tokens=False)["input_ids"]
-        expected = self._said(form, learnt, lead, right)
+        expected = self._learnt(chat)
         if not expected:  # this tokenizer decodes the lead otherwise than the template writes it: it stays in the text
             return self._said(form, answer, "", right)
         return right if text == expected else text
+
+    def expected(self, chat: Conversation) -> str:
+        """The text of the right answer: its target or, where it calls tools, what the template writes of it."""
+        return self._learnt(chat) if chat.calls else wanted(chat, self.rendering.thinking)
+
+    def _learnt(self, chat: Conversation) -> str:
+        (example,) = self.rendering.examples([chat], "validation")
+        ids = self.tokenizer(example.rest or "", add_special_tokens=False)["input_ids"]
+        form = self._form(chat)
+        return self._said(form, ids, self.rendering.lead(form), wanted(chat, self.rendering.thinking))
+
+    def _form(self, chat: Conversation) -> Form:
+        return self.rendering.form(chat.turns, "validation", chat.tools)
 
     def _said(self, form: Form, answer: Sequence[int], lead: str, target: str) -> str:
         ids, tail = list(answer), form.tail

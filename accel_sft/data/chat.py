@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.data.conversation import Turns, conversation
-from accel_sft.data.form import split_thinking
-from accel_sft.data.rendering import Rendering
-from accel_sft.data.template import holds, not_a_prefix, refusal
+from accel_sft.data.answer_tokens import AnswerTokens
+from accel_sft.data.conversation import Conversation, conversation
+from accel_sft.data.rendering import Rendered, Rendering
+from accel_sft.data.template import Rejected
 
 EMPTY_ANSWER = "left out: the answer is empty"
 NOTHING_TO_LEARN = "left out: the tokenizer leaves nothing of the answer to learn"
@@ -23,19 +24,38 @@ _PART_EXAMPLES, _PART_CHARACTERS = 512, 1 << 18
 
 
 class Encoded(NamedTuple):
-    """One example as token ids: the first `prompt_length` are the prompt, the rest carry loss.
+    """One example as token ids: the first `prompt_length` are what its answer is generated from, the rest carry loss.
 
-    The last id is the end-of-turn token unless the example was cut (`--truncation right`).
+    Of an example whose task gives several turns to be learnt, `earlier` has begin and end of the answers within the
+    prompt, which carry loss too. Where a template writes them otherwise once others follow, it is several rows with the
+    same index, each with an answer, in order. The last id is the end-of-turn token unless the example was cut
+    (`--truncation right`).
     """
 
     index: int
     input_ids: list[int]
     prompt_length: int
+    earlier: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Begin and end of each answer."""
+        return (*self.earlier, (self.prompt_length, len(self.input_ids)))
+
+    @property
+    def learnt(self) -> list[range]:
+        """Positions of the tokens with a loss; the first token of all has no predecessor to be predicted from."""
+        return [range(max(begin, 1), end) for begin, end in self.spans]
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens with a loss of the last answer."""
+        return len(self.input_ids) - max(self.prompt_length, 1)
 
     @property
     def supervised_tokens(self) -> int:
-        """Tokens with a loss; the first token of all has no predecessor to be predicted from."""
-        return len(self.input_ids) - max(self.prompt_length, 1)
+        """Tokens with a loss."""
+        return sum(map(len, self.learnt)) if self.earlier else self.answer_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +96,10 @@ class Encoding:
 
     def lines(self) -> list[str]:
         """The notes, and one line for each reason that examples were left out or cut."""
-        found = [*self.left_out.items(), ("cut to --max-length, their end-of-turn token is not learnt", self.cut)]
+        found = [
+            *self.left_out.items(),
+            ("cut to --max-length; their end, an end-of-turn token at least, is not learnt", self.cut),
+        ]
         named = [f"{self.split}: {len(indices)} {reason} ({_named(indices)})" for reason, indices in found if indices]
         return [*self.notes, *named]
 
@@ -110,87 +133,113 @@ def end_of_turn_ids(tokenizer: Any, generation_config: Any = None) -> set[int]:
     return {token for token in ids if token is not None}
 
 
+def first_examples(rows: Sequence[Encoded], count: int | None) -> list[Encoded]:
+    """The rows of the first examples; all rows, where `count` is None."""
+    if count is None:
+        return list(rows[:])
+    indices: set[int] = set()
+    found = []
+    for row in rows:
+        indices.add(row.index)
+        if len(indices) > count:
+            break
+        found.append(row)
+    return found
+
+
 def encode_parts(
     rendering: Rendering, task: Task, examples: Sequence[Any], indices: Sequence[int], split: str, rules: Rules
 ) -> Iterator[Encoding]:
-    """Render and tokenize some of a split's examples, a few at a time, and find where each answer begins and ends.
-
-    What a template writes behind the end-of-turn token (Qwen's newline) is cut: no answer contains it.
+    """Render and tokenize some of a split's examples, a few at a time, and find where answers begin and end.
 
     Raises:
         UserError: a template that rejects the messages, that drops or cuts an answer, a task that returns nonsense, a
             prompt that does not begin the rendering with an answer, in a template for which no sound way is known.
     """
-    waiting, characters = [], 0
+    tokens = AnswerTokens(rendering, rules.eos_ids)
+    waiting: list[tuple[int, Conversation]] = []
+    characters = 0
     for index in indices:
-        turns, target = conversation(task, examples, split, index)
-        waiting.append((index, turns, target))
-        characters += len(target) + sum(len(turn["content"]) for turn in turns)
+        chat = conversation(task, examples, split, index)
+        waiting.append((index, chat))
+        characters += sum(len(text) for each in chat.each() for text in each.texts())
         if len(waiting) == _PART_EXAMPLES or characters >= _PART_CHARACTERS or index == indices[-1]:
-            yield _encode_part(rendering, waiting, split, rules)
+            yield _encode_part(tokens, waiting, split, rules)
             waiting, characters = [], 0
 
 
-def _encode_part(rendering: Rendering, part: list[tuple[int, Turns, str]], split: str, rules: Rules) -> Encoding:
-    tokenizer = rendering.tokenizer
-    every = rendering.examples([turns for _, turns, _ in part], [target for _, _, target in part], split)
-    prompts, wholes = (
-        tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-        for texts in ([each.prompt for each in every], [each.prompt + (each.rest or "") for each in every])
-    )
+def _encode_part(tokens: AnswerTokens, part: list[tuple[int, Conversation]], split: str, rules: Rules) -> Encoding:
+    every = [each for _, chat in part for each in chat.each()]
+    texts = _rendered(tokens.rendering, part, every, split)
+    counts = [len(chat.learnt) + 1 for _, chat in part]
+    answers = zip(every, texts, tokens.of_texts(texts, counts), strict=True)
     kept: list[Encoded] = []
-    result, closers = Encoding(split, kept), {}  # how many end tokens are in what follows an answer
-    for (index, turns, target), text, prompt, whole in zip(part, every, prompts, wholes, strict=True):
-        form = rendering.form(turns, split)
-        thinking, answer = split_thinking(target)
-        if not (answer if rendering.thinking == "keep" else target).strip():
+    result = Encoding(split, kept)
+    for (index, _), count in zip(part, counts, strict=True):
+        its = list(itertools.islice(answers, count))
+        if any(tokens.is_empty(each) for each, *_ in its):
             result.left_out[EMPTY_ANSWER].append(index)
             continue
-        mendable = rendering.thinking != "keep" and thinking is not None
-        if text.rest is None and not mendable:
-            raise not_a_prefix(tokenizer, split, index, text.prompt, text.whole)
-        wanted = [thinking or "", answer] if rendering.thinking == "keep" else [target]
-        if text.rest is None or form.lead is None or not all(holds(text.prompt, text.rest, each) for each in wanted):
-            raise refusal(split, index, text.prompt, text.whole, target, thinks=mendable)
-        if whole[: len(prompt)] != prompt:
-            rendering.note(
-                "chat template: an answer's first characters change the prompt's last token; answers are tokenized "
-                "apart from prompts, as they are generated"
-            )
-            whole = prompt + _apart(tokenizer, prompt, whole, text.rest)
-        # the template's own end tokens alone end an answer, which may name one too
-        tail = form.tail if text.rest.endswith(form.tail) else tokenizer.eos_token
-        if tail not in closers:
-            closers[tail] = sum(token in rules.eos_ids for token in _tokens(tokenizer, tail))
-        ends = [at + 1 for at in range(len(prompt), len(whole)) if whole[at] in rules.eos_ids][-closers[tail] :]
-        ids = whole[: ends[0]] if closers[tail] and ends else [*whole, tokenizer.eos_token_id]
-        if len(ids) > rules.max_length:
-            if rules.truncation == "right" and len(prompt) < rules.max_length:
-                result.cut.append(index)
-            else:
-                result.left_out[rules.too_long].append(index)
-                continue
-        example = Encoded(index, ids[: rules.max_length], len(prompt))
-        if not (ids[len(prompt) : -1] if prompt else example.supervised_tokens):  # beside the end-of-turn token
+        rows: list[Encoded] = []
+        for each, text, (prompt, whole) in its:
+            _append(rows, Encoded(index, tokens.ids(split, index, each, text, prompt, whole), len(prompt)))
+        short = _limited(rows, split, rules)
+        if not short:
+            result.left_out[rules.too_long].append(index)
+        elif not all(row.input_ids[begin : end - 1] for row in rows for begin, end in row.spans):  # beside its end
             result.left_out[NOTHING_TO_LEARN].append(index)
-        elif not prompt:
+        elif not all(row.spans[0][0] for row in rows):
             result.left_out[NO_PROMPT].append(index)
         else:
-            kept.append(example)
+            kept += short
+            if short != rows:
+                result.cut.append(index)
     return result
 
 
-def _apart(tokenizer: Any, prompt: list[int], whole: list[int], rest: str) -> list[int]:
-    """The tokens of what follows a prompt, without it. Some tokenizers write a blank before any text: then behind a
-    line break or a special token, where they do not."""
-    read = tokenizer.decode(whole)
-    for anchor in ("", "\n", tokenizer.eos_token):
-        before, ids = _tokens(tokenizer, anchor), _tokens(tokenizer, anchor + rest)
-        found = ids[len(before) :]
-        if ids[: len(before)] == before and tokenizer.decode(prompt + found) == read:
-            return found
-    return _tokens(tokenizer, rest)
+def _rendered(
+    rendering: Rendering, part: list[tuple[int, Conversation]], every: list[Conversation], split: str
+) -> list[Rendered]:
+    """All conversations as text. Raises the error of the first example that the template rejects."""
+    try:
+        return rendering.examples(every, split)
+    except Rejected:
+        for index, chat in part:
+            try:
+                rendering.examples(chat.each(), split)
+            except Rejected as error:
+                raise Rejected(f"{split} example {index}: {str(error).removeprefix(f'{split}: ')}") from error
+        raise
 
 
-def _tokens(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+def _append(rows: list[Encoded], row: Encoded) -> None:
+    """Add a conversation's next answer to its rows: to the last of them, if what it is generated from begins with it.
+
+    Else the template writes earlier answers otherwise once others follow, and no one row has what both are generated
+    from.
+    """
+    before = rows[-1] if rows else None
+    if before and row.input_ids[: min(len(before.input_ids), row.prompt_length)] == before.input_ids:
+        rows[-1] = row._replace(earlier=before.spans)
+    else:
+        rows.append(row)
+
+
+def _limited(rows: list[Encoded], split: str, rules: Rules) -> list[Encoded]:
+    """An example's rows within `--max-length`; none, if it is to be left out."""
+    if all(len(row.input_ids) <= rules.max_length for row in rows):
+        return rows
+    kept = [row for row in (_cut(row, rules.max_length) for row in rows) if row] if rules.truncation == "right" else []
+    # in an evaluation the last answer is generated: it needs its prompt
+    if kept and split != "train" and kept[-1].prompt_length != rows[-1].prompt_length:
+        return []
+    return kept
+
+
+def _cut(row: Encoded, length: int) -> Encoded | None:
+    """A row's first tokens, up to the last that carries loss; None if none does."""
+    spans = [(begin, min(end, length)) for begin, end in row.spans if begin < length]
+    if not spans:
+        return None
+    *earlier, (begin, end) = spans
+    return row._replace(input_ids=row.input_ids[:end], prompt_length=begin, earlier=tuple(earlier))

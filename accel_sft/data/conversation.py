@@ -1,16 +1,60 @@
-"""What a task gives, checked: the examples of a split, and the messages and target of an example."""
+"""What a task gives, checked: the examples of a split, and the turns of an example, with those that are learnt."""
 
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
 Given = TypeVar("Given")
-Turns = list[dict[str, str]]
-"""A chat: each turn's `role` and `content`."""
+Turn = dict[str, Any]
+"""`role` and `content`; an assistant's may have `tool_calls` and `reasoning_content`."""
+Turns = list[Turn]
+_EXPECTED = 'a list of {"role": ..., "content": ...}'
+
+
+class Conversation(NamedTuple):
+    """What is asked and the answer to it.
+
+    Attributes:
+        turns: all that precedes the answer; at least one.
+        answer: the assistant's turn that is learnt, and generated at an evaluation.
+        learnt: places in `turns` of answers that are learnt too.
+        tools: schemas for the chat template.
+    """
+
+    turns: Turns
+    answer: Turn
+    learnt: tuple[int, ...] = ()
+    tools: list[dict[str, Any]] | None = None
+
+    @property
+    def target(self) -> str:
+        """The answer's text, with its thinking."""
+        content, thinking = self.answer["content"], self.answer.get("reasoning_content")
+        return content if thinking is None else f"<think>\n{thinking}\n</think>\n\n{content}"
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The calls of tools in the answer."""
+        return self.answer.get("tool_calls") or []
+
+    def each(self) -> list["Conversation"]:
+        """A conversation for each answer that is learnt, which is its last turn, in order."""
+        earlier = [Conversation(self.turns[:at], self.turns[at], tools=self.tools) for at in self.learnt]
+        return [*earlier, self._replace(learnt=())]
+
+    def texts(self) -> Iterator[str]:
+        """Every text of it, those of calls as JSON."""
+        for turn in (*self.turns, self.answer):
+            yield from (turn[name] for name in ("reasoning_content", "content") if name in turn)
+            if turn.get("tool_calls"):
+                yield json.dumps(turn["tool_calls"], ensure_ascii=False)
+        if self.tools:
+            yield json.dumps(self.tools, ensure_ascii=False)
 
 
 def from_task(failed: str, call: Callable[[], Given]) -> Given:
@@ -43,7 +87,7 @@ def read_split(task: Task, split: str) -> Sequence[Any]:
     return examples
 
 
-def conversation(task: Task, examples: Sequence[Any], split: str, index: int) -> tuple[Turns, str]:
+def conversation(task: Task, examples: Sequence[Any], split: str, index: int) -> Conversation:
     """An example's messages and target.
 
     Raises:
@@ -51,23 +95,99 @@ def conversation(task: Task, examples: Sequence[Any], split: str, index: int) ->
     """
     where = f"{split} example {index}"
 
-    def given() -> tuple[Any, Any]:
+    def given() -> tuple[Any, Any, Any]:
         example = examples[index]
-        return task.messages(example), task.target(example)
+        return task.messages(example), task.target(example), task.tools(example)
 
-    turns, target = from_task(f"{where}: the task failed", given)
-    if not isinstance(target, str):
-        raise UserError(f"{where}: target() gave {type(target).__name__}, expected text")
-    valid = isinstance(turns, list) and all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-        for turn in turns
-    )
-    if not valid or not turns:
-        expected = 'a list of {"role": ..., "content": ...}'
-        raise UserError(f"{where}: messages() gave {str(turns)[:80]!r}, expected {expected}")
-    if turns[-1]["role"] == "assistant":
-        raise UserError(f"{where}: messages() ends with an assistant turn; the answer belongs in target()")
-    texts = (target, *(turn["content"] for turn in turns))
-    if any(not text.isprintable() and re.search("[\ud800-\udfff]", text) for text in texts):
+    turns, target, tools = from_task(f"{where}: the task failed", given)
+    if not isinstance(target, (str, list)):
+        raise UserError(f"{where}: target() gave {type(target).__name__}, expected text, or a list of turns")
+    turns = _checked(turns, f"{where}: messages()")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise UserError(f"{where}: tools() gave {str(tools)[:80]!r}, expected a list of schemas, or None")
+    if isinstance(target, list):
+        found = _with_turns(turns, target, where)._replace(tools=tools or None)
+    else:
+        if not turns:
+            raise UserError(f"{where}: messages() gave '[]', expected {_EXPECTED}")
+        if turns[-1]["role"] == "assistant":
+            raise UserError(f"{where}: messages() ends with an assistant turn; the answer belongs in target()")
+        found = Conversation(turns, {"role": "assistant", "content": target}, tools=tools or None)
+    if any(not text.isprintable() and re.search("[\ud800-\udfff]", text) for text in found.texts()):
         raise UserError(f"{where}: a lone surrogate (\\ud800-\\udfff) is not text; remove it")
-    return turns, target
+    return found
+
+
+def _checked(turns: Any, what: str) -> Turns:
+    """Turns as chat templates expect them: a `content` in each, no key without a value, arguments of calls as dicts."""
+    if not isinstance(turns, list):
+        raise UserError(f"{what} gave {str(turns)[:80]!r}, expected {_EXPECTED}")
+    found = []
+    for turn in turns:
+        called = isinstance(turn, dict) and turn.get("role") == "assistant" and bool(turn.get("tool_calls"))
+        content = turn.get("content") if isinstance(turn, dict) else None
+        text = isinstance(content, str) or (content is None and called)
+        if not text or not isinstance(turn.get("role"), str):
+            raise UserError(f"{what} gave {str(turns)[:80]!r}, expected {_EXPECTED}")
+        turn = {"role": turn["role"], "content": content or "", **_given(turn)}
+        if "tool_calls" in turn:
+            if not called:
+                raise UserError(f"{what} gave tool_calls in a turn of role {turn['role']!r}; only an assistant calls")
+            turn["tool_calls"] = [_call(call, what) for call in _listed(turn["tool_calls"])]
+        if not isinstance(turn.get("reasoning_content", ""), str):
+            raise UserError(f"{what} gave reasoning_content {str(turn['reasoning_content'])[:80]!r}, expected text")
+        found.append(turn)
+    return found
+
+
+def _given(turn: Turn) -> Turn:
+    """What a turn has besides its role and content; several formats write null, or no calls, where there is nothing."""
+    rest = {name: value for name, value in turn.items() if name not in ("role", "content") and value is not None}
+    return {name: value for name, value in rest.items() if name != "tool_calls" or value != []}
+
+
+def _listed(calls: Any) -> list[Any]:
+    return calls if isinstance(calls, list) else [calls]
+
+
+def _call(call: Any, what: str) -> dict[str, Any]:
+    """A call of a tool; its arguments are JSON in a text, as OpenAI's format has them, or the object itself."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
+        raise UserError(
+            f'{what} gave the call {str(call)[:80]!r}, expected {{"function": {{"name": ..., "arguments": ...}}}}, the '
+            "arguments an object, or JSON of one"
+        )
+    whole = {**function, "arguments": arguments}
+    return {**call, "function": whole} if "function" in call else {"type": "function", "function": whole}
+
+
+def _with_turns(turns: Turns, target: list[Any], where: str) -> Conversation:
+    """The conversation of messages and the turns that follow them; what is behind the last one learnt is left."""
+    if any("weight" in turn for turn in turns):
+        raise UserError(f'{where}: messages() gave a turn with "weight"; only turns of target() are learnt')
+    following = _checked(target, f"{where}: target()")
+    if not following or following[-1]["role"] != "assistant":
+        raise UserError(f"{where}: target() gave turns of which the last is not an assistant's")
+    for turn in following:
+        if turn.get("weight", 1) not in (0, 1):
+            raise UserError(f'{where}: target() gave a turn with "weight": {turn["weight"]!r}, expected 0 or 1')
+    learnt = [
+        len(turns) + at
+        for at, turn in enumerate(following)
+        if turn["role"] == "assistant" and turn.get("weight", 1) == 1
+    ]
+    whole = [*turns, *({name: value for name, value in turn.items() if name != "weight"} for turn in following)]
+    if not learnt:
+        raise UserError(f'{where}: every assistant turn of target() has "weight": 0; leave the example out')
+    if not learnt[0]:
+        raise UserError(
+            f'{where}: the first turn of all is an answer; put the turn it answers before it, or give it "weight": 0'
+        )
+    return Conversation(whole[: learnt[-1]], whole[learnt[-1]], tuple(learnt[:-1]))

@@ -4,8 +4,9 @@ import dataclasses
 import re
 from typing import Any
 
-from accel_sft.data.conversation import Turns
+from accel_sft.data.conversation import Conversation, Turn, Turns
 from accel_sft.data.template import MARK, common_length
+from accel_sft.io.text import one_line
 
 _THINKS = re.compile(r"\s*<think>(.*?)</think>\s*", re.S)
 _OPENED = re.compile(
@@ -23,9 +24,15 @@ def split_thinking(target: str) -> tuple[str | None, str]:
     return (found[1], target[found.end() :]) if found else (None, target)
 
 
-def wanted(target: str, thinking: str | None) -> str:
+def divided(chat: Conversation) -> tuple[str | None, str]:
+    """The thinking of a conversation's answer, None if it has none, and the answer behind it."""
+    thinking = chat.answer.get("reasoning_content")
+    return split_thinking(chat.target) if thinking is None else (thinking, chat.answer["content"])
+
+
+def wanted(chat: Conversation, thinking: str | None) -> str:
     """The text that an answer is scored against under `--thinking`: of a target's thinking, keep leaves nothing."""
-    return split_thinking(target)[1] if thinking == "keep" else target
+    return divided(chat)[1] if thinking == "keep" else chat.target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +92,16 @@ class Form:
             return [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
         return turns
 
-    def with_answer(self, turns: Turns, answer: str, thinking: str | None = None) -> list[dict[str, Any]]:
-        """The turns and an answer, as the template takes them; `thinking` has a field of its own."""
-        given = self.given([*turns, {"role": "assistant", "content": answer}])
+    def with_answer(
+        self, turns: Turns, answer: str, thinking: str | None = None, more: Turn | None = None
+    ) -> list[dict[str, Any]]:
+        """The turns and an answer, as the template takes them.
+
+        Args:
+            thinking: has a field of its own.
+            more: what the answer's turn has besides, such as calls.
+        """
+        given = self.given([*turns, {**(more or {}), "role": "assistant", "content": answer}])
         if thinking is not None:
             given = [*given[:-1], {**given[-1], "reasoning_content": thinking}]
         return given
@@ -113,3 +127,37 @@ def parting(asked: str, head: str) -> int:
     for text in (asked, head):
         at = next((mark.start() for mark in MARK.finditer(text) if mark.start() < at < mark.end()), at)
     return at
+
+
+def remarks(form: Form, turns: Turns, asked: str, closing: str) -> list[str]:
+    """What is done beyond the template's own way, a line each.
+
+    Args:
+        asked: the prompt that the template writes of `turns`.
+        closing: what the trainer puts behind it.
+    """
+    lines = []
+    if form.folds_system:
+        lines.append("chat template: it takes no system message; its text is put before the first user turn's")
+    if form.parts:
+        lines.append("chat template: it takes lists of parts; each content is given as one text part")
+    if form.system_moves:
+        lines.append("chat template: it puts the system message elsewhere once an answer follows; it stays as asked")
+    if form.unwritten and form.lead is not None and (form.sound or form.system_moves):
+        lines.append(
+            f'chat template: prompts end with "{one_line(form.unwritten)}", which it leaves out once an answer '
+            "follows; what is learnt follows the prompt as it is generated from"
+        )
+    if closing:
+        lines.append(f'--thinking off: prompts end with an opened block; the trainer adds "{one_line(closing)}"')
+    elif form.closing:
+        lines.append(
+            f'chat template: prompts open a block that answers do not close; "{one_line(form.closing)}" is learnt '
+            "before an answer that has no thinking"
+        )
+    if form.thinking_as == "written":
+        lines.append("--thinking keep: the chat template drops thinking; it is written behind the prompt as it is")
+    if all(turn["role"] != "user" for turn in turns):
+        roles = "/".join(turn["role"] for turn in turns)
+        lines.append(f"warning: conversations without a user turn (roles {roles}): see that messages() means that")
+    return lines

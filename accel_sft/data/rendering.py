@@ -1,18 +1,24 @@
 """How a chat template is asked for prompts and answers: decided by probes, once for each order of roles."""
 
 import dataclasses
+import functools
+import itertools
 import re
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from accel_sft.api.errors import UserError
-from accel_sft.data.conversation import Turns
-from accel_sft.data.form import Form, closing_mark, parting, split_thinking
+from accel_sft.data.conversation import Conversation, Turns
+from accel_sft.data.form import Form, closing_mark, divided, parting, remarks
 from accel_sft.data.template import MARK, Rejected, dated, rendered
+from accel_sft.data.tool_calls import takes_text_only, with_text_arguments
 from accel_sft.io.text import one_line
 
 _ANSWER, _THOUGHT, _TURN = "\ue000\ue001", "\ue002\ue003", "\ue004{}\ue005"
 """Probes, which stand for an answer, its thinking and a turn: characters that no template strips or splits."""
+
+Tools = list[dict[str, Any]] | None
 
 
 class Rendered(NamedTuple):
@@ -47,46 +53,55 @@ class Rendering:
         names = () if on is None else ("enable_thinking", "thinking")
         self.arguments = {name: on for name in names if re.search(rf"\b{name}\b", self.template)}
         self.notes: list[str] = []
-        self._forms: dict[tuple[str, ...], Form] = {}
+        self._forms: dict[tuple[Any, ...], Form] = {}
 
     def note(self, line: str) -> None:
         """Add a line to `notes`, once."""
         if line not in self.notes:
             self.notes.append(line)
 
-    def examples(self, chats: Sequence[Turns], targets: Sequence[str], split: str) -> list[Rendered]:
-        """Each conversation's prompt and what is learnt behind it.
+    def examples(self, chats: Sequence[Conversation], split: str) -> list[Rendered]:
+        """Each conversation's prompt and what is learnt behind it: its answer.
 
         Raises:
             UserError: the template rejects the messages, or fails.
         """
-        forms = [self.form(turns, split) for turns in chats]
-        thoughts = [split_thinking(target) if self.thinking == "keep" else (None, target) for target in targets]
+        forms = [self.form(chat.turns, split, chat.tools) for chat in chats]
+        thoughts = [divided(chat) if self.thinking == "keep" else (None, chat.target) for chat in chats]
         full = []
-        for form, turns, target, (thinking, answer) in zip(forms, chats, targets, thoughts, strict=True):
-            as_field = form.thinking_as == "field" and thinking is not None
-            full.append(form.with_answer(turns, answer, thinking) if as_field else form.with_answer(turns, target))
-        asked = self._rendered([form.given(turns) for form, turns in zip(forms, chats, strict=True)], split, True)
-        whole = self._rendered(full, split, False)
+        for form, chat, (thinking, answer) in zip(forms, chats, thoughts, strict=True):
+            more = {name: value for name, value in chat.answer.items() if name not in ("content", "reasoning_content")}
+            if self.thinking != "keep":
+                answer, thinking = chat.answer["content"], chat.answer.get("reasoning_content")
+            elif form.thinking_as != "field":
+                answer, thinking = chat.target, None
+            full.append(form.with_answer(chat.turns, answer, thinking, more))
+        tools = [chat.tools for chat in chats]
+        given = [form.given(chat.turns) for form, chat in zip(forms, chats, strict=True)]
+        asked, whole = self._rendered(given, split, True, tools), self._rendered(full, split, False, tools)
         moved = [at for at, form in enumerate(forms) if form.system_moves]
-        probed = self._rendered([forms[at].with_answer(chats[at], _ANSWER) for at in moved], split, False)
+        probes = [forms[at].with_answer(chats[at].turns, _ANSWER) for at in moved]
+        probed = self._rendered(probes, split, False, [tools[at] for at in moved])
         heads = {at: text.partition(_ANSWER)[0] for at, text in zip(moved, probed, strict=True)}
         return [self._joined(forms[at], asked[at], whole[at], heads.get(at), *thoughts[at]) for at in range(len(forms))]
 
-    def form(self, turns: Turns, split: str) -> Form:
+    def form(self, turns: Turns, split: str, tools: Tools = None) -> Form:
         """How conversations with the roles of these turns are rendered.
 
         Raises:
             UserError: the template rejects the messages, or fails.
         """
-        roles = tuple(turn["role"] for turn in turns)
-        if roles not in self._forms:
-            probes = [{"role": role, "content": _TURN.format(at)} for at, role in enumerate(roles)]
+        # a turn that only calls says nothing in the probe either: templates ask for that
+        silent = ["tool_calls" in turn and not turn["content"] for turn in turns]
+        called = ("tool_calls" in turn for turn in turns)
+        shape = (tools is not None, *zip((turn["role"] for turn in turns), called, silent, strict=True))
+        if shape not in self._forms:
+            probes = [{**turn, "content": "" if silent[at] else _TURN.format(at)} for at, turn in enumerate(turns)]
             try:
-                self._forms[roles] = self._decided(probes, split)
+                self._forms[shape] = self._decided(probes, split, tools)
             except Rejected:  # some templates read contents, JSON of tools among them
-                self._forms[roles] = self._decided(turns, split)
-        return self._forms[roles]
+                self._forms[shape] = self._decided(turns, split, tools)
+        return self._forms[shape]
 
     def _joined(
         self, form: Form, asked: str, whole: str, head: str | None, thinking: str | None, answer: str
@@ -121,8 +136,8 @@ class Rendering:
             return (form.lead or "").removeprefix(form.closed_by_template)
         return form.closing + (form.lead or "")
 
-    def _decided(self, turns: Turns, split: str) -> Form:
-        form, asked, whole = self._accepted(turns, split)
+    def _decided(self, turns: Turns, split: str, tools: Tools) -> Form:
+        form, asked, whole = self._accepted(turns, split, tools)
         head, written, tail = whole.partition(_ANSWER)
         if not written:
             return dataclasses.replace(form, lead=None)
@@ -132,7 +147,7 @@ class Rendering:
         sound = not unwritten or (turns[-1]["content"] in asked[:at] and not MARK.sub("", lead).strip())
         others, moves = [turn for turn in turns if turn["role"] != "system"], False
         if not sound and not form.folds_system and 0 < len(others) < len(turns):
-            inner = self.form(others, split)
+            inner = self.form(others, split, tools)
             moves = inner.sound and inner.lead is not None
             moves = moves and asked.endswith(inner.unwritten) and head.endswith(inner.lead)
             if moves:
@@ -145,70 +160,65 @@ class Rendering:
             closing = "" if mark in lead else f"\n{mark}\n\n" if asked.endswith("\n") else mark
             form = dataclasses.replace(form, closing_mark=mark, closing=closing)
         if self.thinking == "keep":
-            form = self._with_thinking(form, turns, asked, split)
-        self._tell(form, turns, asked)
+            form = self._with_thinking(form, turns, asked, split, tools)
+        for line in remarks(form, turns, asked, self.closing(form)):
+            self.note(line)
+        if tools and not re.search(r"\btools\b", self.template):
+            self.note("warning: the chat template takes no tools; what tools() gives is not in the prompts")
         return form
 
-    def _accepted(self, turns: Turns, split: str) -> tuple[Form, str, str]:
+    def _accepted(self, turns: Turns, split: str, tools: Tools) -> tuple[Form, str, str]:
         """The first way of giving turns in which the template keeps every text; the prompt, and that with an answer."""
         folds = (False, True) if any(turn["role"] == "system" for turn in turns) else (False,)
         refused, first = None, None
         for form in (Form(folds_system=folds_system, parts=parts) for parts in (False, True) for folds_system in folds):
             try:
-                (asked,) = self._rendered([form.given(turns)], split, True)
-                (whole,) = self._rendered([form.with_answer(turns, _ANSWER)], split, False)
+                (asked,) = self._rendered([form.given(turns)], split, True, [tools])
+                (whole,) = self._rendered([form.with_answer(turns, _ANSWER)], split, False, [tools])
             except Rejected as error:
                 refused = refused or error
                 continue
             first = first or (form, asked, whole)
-            kept = _ANSWER in whole and all(turn["content"].strip() in asked for turn in turns)
+            told = (turn["content"].strip() for turn in turns if "tool_calls" not in turn)  # else often left out
+            kept = _ANSWER in whole and all(text in asked for text in told)
             if kept and not (form.parts and re.search(r"'text'|\"text\"", whole)):  # the list itself, printed
                 return form, asked, whole
         if first is None:
             raise refused
         return first
 
-    def _with_thinking(self, form: Form, turns: Turns, asked: str, split: str) -> Form:
+    def _with_thinking(self, form: Form, turns: Turns, asked: str, split: str, tools: Tools) -> Form:
         """The first way of giving a target's thinking in which the template keeps it."""
         begins = "" if form.system_moves else form.before_lead(asked)
         try:
-            (field,) = self._rendered([form.with_answer(turns, _ANSWER, _THOUGHT)], split, False)
+            (field,) = self._rendered([form.with_answer(turns, _ANSWER, _THOUGHT)], split, False, [tools])
         except Rejected:
             field = ""
         found = re.fullmatch(f"(.*?){_THOUGHT}(.*?){_ANSWER}.*", field[len(begins) :], re.S)
         if found and field.startswith(begins):
             before = "" if form.system_moves else found[1].strip()
             return dataclasses.replace(form, thinking_as="field", thinking_marks=(before, found[2].strip()))
-        (whole,) = self._rendered([form.with_answer(turns, f"<think>{_THOUGHT}</think>{_ANSWER}")], split, False)
+        thoughtful = form.with_answer(turns, f"<think>{_THOUGHT}</think>{_ANSWER}")
+        (whole,) = self._rendered([thoughtful], split, False, [tools])
         rest = whole[len(begins) :]
         twice = form.closing_mark and MARK.match(rest.lstrip())  # the prompt opened the block already
         kept = whole.startswith(begins) and _THOUGHT in rest and not twice
         return form if kept else dataclasses.replace(form, thinking_as="written")
 
-    def _tell(self, form: Form, turns: Turns, asked: str) -> None:
-        if form.folds_system:
-            self.note("chat template: it takes no system message; its text is put before the first user turn's")
-        if form.parts:
-            self.note("chat template: it takes lists of parts; each content is given as one text part")
-        if form.system_moves:
-            self.note("chat template: it puts the system message elsewhere once an answer follows; it stays as asked")
-        if form.unwritten and form.lead is not None and (form.sound or form.system_moves):
-            self.note(
-                f'chat template: prompts end with "{one_line(form.unwritten)}", which it leaves out once an answer '
-                "follows; what is learnt follows the prompt as it is generated from"
-            )
-        if closing := self.closing(form):
-            self.note(f'--thinking off: prompts end with an opened block; the trainer adds "{one_line(closing)}"')
-        elif form.closing:
-            self.note(
-                f'chat template: prompts open a block that answers do not close; "{one_line(form.closing)}" is learnt '
-                "before an answer that has no thinking"
-            )
-        if form.thinking_as == "written":
-            self.note("--thinking keep: the chat template drops thinking; it is written behind the prompt as it is")
-        if all(turn["role"] != "user" for turn in turns):
-            roles = "/".join(turn["role"] for turn in turns)
-            self.note(f"warning: conversations without a user turn (roles {roles}): see that messages() means that")
+    def _rendered(self, conversations: Sequence[Turns], split: str, prompt: bool, tools: Sequence[Tools]) -> list[str]:
+        """Each conversation as the template writes it with its tools; those that stand together have one batch."""
+        texts: list[str] = []
+        for offered, group in itertools.groupby(zip(conversations, tools, strict=True), key=itemgetter(1)):
+            given = self.arguments if offered is None else {**self.arguments, "tools": offered}
+            chats = [turns for turns, _ in group]
+            if any("tool_calls" in turn for turns in chats for turn in turns) and self._takes_text_only:
+                chats = [with_text_arguments(turns) for turns in chats]
+            texts += self._render(chats, split, prompt, given)
+        return texts
 
-    def _rendered(self, conversations: Sequence[Any], split: str, prompt: bool) -> list[str]:
-        return rendered(self.tokenizer, self.template, conversations, split, prompt=prompt, given=self.arguments)
+    def _render(self, chats: Sequence[Turns], split: str, prompt: bool, given: dict[str, Any]) -> list[str]:
+        return rendered(self.tokenizer, self.template, chats, split, prompt=prompt, given=given)
+
+    @functools.cached_property
+    def _takes_text_only(self) -> bool:
+        return takes_text_only(lambda turns: self._render([turns], "train", False, self.arguments))

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,21 @@ from accel_sft.data.chat import Encoded, Encoding
 from accel_sft.io.heartbeat import heartbeat
 
 _BATCH_BYTES = 1 << 23
-_SCHEMA = pa.schema([("index", pa.int32()), ("prompt_length", pa.int32()), ("input_ids", pa.list_(pa.int32()))])
+_IDS = pa.list_(pa.int32())
+_SCHEMA = pa.schema([("index", pa.int32()), ("prompt_length", pa.int32()), ("input_ids", _IDS), ("earlier", _IDS)])
+"""`earlier` has begin, end, begin, end, ..."""
+
+
+class Columns(NamedTuple):
+    """Of some examples, arrays of int32. The `ids` of row k are those from `offsets[k]` to `offsets[k + 1]`; so are
+    begin and end of its `earlier` answers, by offsets of their own."""
+
+    prompts: Any
+    indices: Any
+    offsets: Any
+    ids: Any
+    earlier_offsets: Any
+    earlier: Any
 
 
 class TokenStore(Sequence[Encoded]):
@@ -25,8 +39,9 @@ class TokenStore(Sequence[Encoded]):
         path: the file; it may be removed once it is open.
         fingerprint: as `merge` gave it.
     Attributes:
-        lengths: tokens of each example, int32.
-        supervised: tokens with a loss of each example, int32; see `Encoded.supervised_tokens`.
+        lengths: tokens of each row, int32.
+        supervised, answers: of each row, int32; see `Encoded.supervised_tokens` and `Encoded.answer_tokens`.
+        examples: of which the rows are; fewer than rows where some are several rows.
     """
 
     def __init__(self, path: Path, fingerprint: str) -> None:
@@ -35,10 +50,13 @@ class TokenStore(Sequence[Encoded]):
             self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         reader = pa.ipc.open_file(pa.py_buffer(self._map))
         batches = [_columns(reader.get_batch(number)) for number in range(reader.num_record_batches)]
-        self._batches = [tuple(map(memoryview, columns)) for columns in batches]  # whose elements are plain int
-        self._starts = [0, *np.cumsum([len(prompts) for prompts, *_ in batches], dtype=np.int64).tolist()]
-        self.lengths = np.concatenate([np.diff(offsets) for _, _, offsets, _ in batches])
-        self.supervised = self.lengths - np.maximum(np.concatenate([prompts for prompts, *_ in batches]), 1)
+        self._batches = [Columns(*map(memoryview, columns)) for columns in batches]  # whose elements are plain int
+        self._starts = [0, *np.cumsum([len(columns.prompts) for columns in batches], dtype=np.int64).tolist()]
+        self.lengths = np.concatenate([np.diff(columns.offsets) for columns in batches])
+        self.answers = self.lengths - np.maximum(np.concatenate([columns.prompts for columns in batches]), 1)
+        self.supervised = self.answers + np.concatenate([_earlier_tokens(columns) for columns in batches])
+        indices = np.concatenate([columns.indices for columns in batches])
+        self.examples = len(indices) - int((indices[1:] == indices[:-1]).sum())
         self._release_pages()
 
     def __len__(self) -> int:
@@ -53,9 +71,11 @@ class TokenStore(Sequence[Encoded]):
         found = []
         for row in rows:
             number = bisect_right(self._starts, row) - 1
-            prompts, indices, offsets, ids = self._batches[number]
-            at = row - self._starts[number]
-            found.append(Encoded(indices[at], ids[offsets[at] : offsets[at + 1]].tolist(), prompts[at]))
+            columns, at = self._batches[number], row - self._starts[number]
+            ids = columns.ids[columns.offsets[at] : columns.offsets[at + 1]].tolist()
+            bounds = columns.earlier[columns.earlier_offsets[at] : columns.earlier_offsets[at + 1]].tolist()
+            earlier = tuple(zip(bounds[::2], bounds[1::2], strict=True))
+            found.append(Encoded(columns.indices[at], ids, columns.prompts[at], earlier))
         self._release_pages()
         return found
 
@@ -66,22 +86,20 @@ class TokenStore(Sequence[Encoded]):
         """
         self._map.madvise(mmap.MADV_DONTNEED)
 
-    def find(self, index: int) -> Encoded | None:
-        """The example with this index in its split, None if it was left out."""
-        row = bisect_left(self, index, key=attrgetter("index"))
-        found = self[row : row + 1]
-        return found[0] if found and found[0].index == index else None
+    def of(self, index: int) -> list[Encoded]:
+        """The rows of the example with this index in its split, none if it was left out."""
+        first, behind = (side(self, index, key=attrgetter("index")) for side in (bisect_left, bisect_right))
+        return self[first:behind]
 
-    def columns(self) -> Iterator[tuple[np.ndarray, ...]]:
-        """Prompt lengths, indices, offsets and tokens, some megabytes at a time: views of the file, to be read only
-        until the next are asked for."""
+    def columns(self) -> Iterator[Columns]:
+        """Some megabytes at a time: views of the file, to be read only until the next are asked for."""
         for batch in self._batches:
-            yield tuple(map(np.asarray, batch))
+            yield Columns(*map(np.asarray, batch))
             self._release_pages()
 
     def largest_id(self) -> int:
         """The largest token id of all examples."""
-        largest = max((int(np.max(ids, initial=0)) for *_, ids in self._batches), default=0)
+        largest = max((int(np.max(batch.ids, initial=0)) for batch in self._batches), default=0)
         self._release_pages()
         return largest
 
@@ -94,15 +112,21 @@ class TokenStore(Sequence[Encoded]):
         return self.take(sorted({*first, *spread, *longest.tolist()}))
 
 
-def _columns(batch: Any) -> tuple[np.ndarray, ...]:
-    """Prompt lengths, indices, offsets and tokens of a record batch, as views of the file."""
-    ids = batch.column("input_ids")
-    return (
-        batch.column("prompt_length").to_numpy(),
-        batch.column("index").to_numpy(),
-        ids.offsets.to_numpy(),
-        ids.values.to_numpy(),
-    )
+def _columns(batch: Any) -> Columns:
+    """The columns of a record batch, as views of the file."""
+    ids, earlier = batch.column("input_ids"), batch.column("earlier")
+    parts = batch.column("prompt_length"), batch.column("index"), ids.offsets, ids.values
+    return Columns(*(part.to_numpy() for part in (*parts, earlier.offsets, earlier.values)))
+
+
+def _earlier_tokens(columns: Columns) -> np.ndarray:
+    """Tokens with a loss in front of each row's last answer."""
+    sums = np.concatenate([[0], np.cumsum(columns.earlier[1::2] - columns.earlier[::2])])
+    return np.diff(sums[columns.earlier_offsets // 2]).astype(np.int32)
+
+
+def _stored(example: Encoded) -> dict[str, Any]:
+    return {**example._asdict(), "earlier": [at for span in example.earlier for at in span]}
 
 
 def write_part(path: Path, parts: Iterable[Encoding], split: str) -> Encoding:
@@ -110,7 +134,7 @@ def write_part(path: Path, parts: Iterable[Encoding], split: str) -> Encoding:
     left_out = Encoding(split)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, _SCHEMA) as writer:
         for part in parts:
-            writer.write_batch(pa.RecordBatch.from_pylist([each._asdict() for each in part.kept], _SCHEMA))
+            writer.write_batch(pa.RecordBatch.from_pylist([_stored(each) for each in part.kept], _SCHEMA))
             left_out.note(part)
     return left_out
 
@@ -125,15 +149,19 @@ def merge(parts: Sequence[Path], path: Path) -> str:
 
 
 def fingerprint_of(path: Path) -> str:
-    """SHA-256 of the tokens in a file that `merge` wrote."""
-    digests = [hashlib.sha256() for _ in range(3)]
+    """SHA-256 of the tokens in a file that `merge` wrote, and of which of them carry loss."""
+    digests, answers = [hashlib.sha256() for _ in range(5)], 0
     with pa.OSFile(str(path), "rb") as file, pa.ipc.open_file(file) as reader:
         for number in range(reader.num_record_batches):
             heartbeat()
-            prompts, _, offsets, ids = _columns(reader.get_batch(number))
-            for digest, column in zip(digests, (prompts, np.diff(offsets), ids), strict=True):
+            prompts, _, offsets, ids, earlier_offsets, earlier = _columns(reader.get_batch(number))
+            columns = prompts, np.diff(offsets), ids, np.diff(earlier_offsets), earlier
+            for digest, column in zip(digests, columns, strict=True):
                 digest.update(np.ascontiguousarray(column, dtype="<i4"))
-    return hashlib.sha256(b"".join(digest.digest() for digest in digests)).hexdigest()
+            answers += len(earlier)
+    # rows with one answer each have the sum that versions without `earlier` made, whose runs may be resumed
+    deciding = digests if answers else digests[:3]
+    return hashlib.sha256(b"".join(digest.digest() for digest in deciding)).hexdigest()
 
 
 def _enough(parts: Sequence[Path]) -> Iterator[list[Any]]:

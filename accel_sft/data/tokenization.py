@@ -79,6 +79,13 @@ class SplitEncoder:
         """With what the rendering has to say that the split before it had not."""
         encoding.notes += self.rendering.notes[self._told :]
         self._told = len(self.rendering.notes)
+        rows, examples = len(encoding.kept), encoding.kept.examples
+        if rows > examples:
+            encoding.notes.append(
+                f"{encoding.split}: {examples:,} examples make {rows:,} rows: the chat template writes an answer "
+                "otherwise once other turns follow, so answers that no one row has as they are generated have rows of "
+                "their own"
+            )
         return encoding
 
     def key(self, examples: Sequence[Any], split: str, *, read: bool = False) -> str:
@@ -89,8 +96,8 @@ class SplitEncoder:
         """Whether this process makes the same tokens of some of the examples."""
         some = range(0, len(examples), -(-len(examples) // _COMPARED))
         parts = encode_parts(self.rendering, self.task, examples, some, encoding.split, self.rules)
-        stored = (encoding.kept.find(index) for index in some)
-        return [example for part in parts for example in part.kept] == [example for example in stored if example]
+        stored = [row for index in some for row in encoding.kept.of(index)]
+        return [row for part in parts for row in part.kept] == stored
 
     def _opened(self, folder: Path, about: dict[str, Any], split: str) -> Encoding:
         encodings: list[Encoding] = []

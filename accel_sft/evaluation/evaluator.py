@@ -16,9 +16,8 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.memory import out_of_memory
 from accel_sft.data.answer_text import AnswerText
-from accel_sft.data.chat import Encoded, end_of_turn_ids
+from accel_sft.data.chat import Encoded, end_of_turn_ids, first_examples
 from accel_sft.data.conversation import conversation
-from accel_sft.data.form import wanted
 from accel_sft.data.rendering import Rendering
 from accel_sft.evaluation.backend import AnswerBackend
 from accel_sft.evaluation.generate import Generator
@@ -77,7 +76,8 @@ class Evaluator:
     """Evaluates a model at any stage, on any number of ranks, without touching training's random state.
 
     Attributes:
-        encoded: the validation examples that can be used, by their index in `examples`.
+        encoded: the rows of the validation examples that can be used, by their index in `examples`.
+        answered: the last row of each, whose last answer is generated and scored.
         backend: what generates the answers.
         max_new_tokens: tokens generated at most; None: the longest answer's, its end-of-turn token included.
     """
@@ -90,10 +90,12 @@ class Evaluator:
     config: TrainConfig
     backend: AnswerBackend
     max_new_tokens: int | None = None
+    answered: Sequence[Encoded] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.answer_text = AnswerText(Rendering(self.tokenizer, self.config.thinking, self.config.template_date))
-        self.encoded = list(self.encoded[: self.config.eval_limit])
+        self.encoded = first_examples(self.encoded, self.config.eval_limit)
+        self.answered = list({row.index: row for row in self.encoded}.values())
 
     def __call__(self, model: torch.nn.Module, batching: Batching) -> Evaluation:
         """`loss`, then `score_answers`; for a backend that generates with this model."""
@@ -130,14 +132,14 @@ class Evaluator:
         Raises:
             UserError: out of device memory; or the task's score() or aggregate() returned something unusable.
         """
-        longest_answer = max(example.supervised_tokens for example in self.encoded)
+        longest_answer = max(row.answer_tokens for row in self.answered)
         most = self.config.max_new_tokens or self.max_new_tokens or longest_answer
         with torch.no_grad(), _out_of_memory_explained():
-            generated = self.backend(self.encoded, most)
+            generated = self.backend(self.answered, most)
         costs = largest({"seconds": generated.seconds, **generated.peaks}, "generate_")
         every = by_each_rank(lambda: [self._sample(*answer) for answer in generated.answers])
         samples = sorted(itertools.chain.from_iterable(every), key=lambda sample: sample["index"])
-        assert [s["index"] for s in samples] == sorted(e.index for e in self.encoded), "an example was lost or doubled"
+        assert [s["index"] for s in samples] == sorted(e.index for e in self.answered), "an example was lost or doubled"
         tokens = sum(sample.pop("tokens") for sample in samples)
         scores = [sample["scores"] for sample in samples]
         metrics = decided_by_main(
@@ -151,12 +153,12 @@ class Evaluator:
 
     def _sample(self, encoded: Encoded, answer: list[int]) -> dict[str, Any]:
         heartbeat()
-        turns, target = conversation(self.task, self.examples, "validation", encoded.index)
-        text = self.answer_text(turns, target, answer)
+        chat = conversation(self.task, self.examples, "validation", encoded.index)
+        text = self.answer_text(chat, answer)
         return {
             "index": encoded.index,
-            "prompt": "\n".join(turn["content"] for turn in turns if turn["role"] == "user"),
-            "expected": wanted(target, self.config.thinking),
+            "prompt": "\n".join(turn["content"] for turn in chat.turns if turn["role"] == "user"),
+            "expected": self.answer_text.expected(chat),
             "generated": text,
             "scores": scored(self.task, self.examples, encoded.index, text),
             "tokens": len(answer),

@@ -24,9 +24,10 @@ def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = No
         UserError: as `scored` and `aggregated`. An aggregate() that fails on so few scores is not refused: some
             metrics need more.
     """
-    indices = range(min(len(examples), _TRIED))
-    targets = [wanted(conversation(task, examples, "validation", index)[1], thinking) for index in indices]
-    scores = [scored(task, examples, *answer) for answer in zip(indices, targets, strict=True)]
+    chats = {index: conversation(task, examples, "validation", index) for index in range(min(len(examples), _TRIED))}
+    # how a call of a tool is written, the chat template decides
+    targets = {index: wanted(chat, thinking) for index, chat in chats.items() if not chat.calls}
+    scores = [scored(task, examples, *answer) for answer in targets.items()]
     try:
         metrics = task.aggregate(scores)
     except UserError:

@@ -75,15 +75,16 @@ class Prepared:
         """Lines for the console: which examples were left out or cut, then the size of the job."""
         train, validation, plan, config = self.train, self.validation, self.plan, self.assembly.config
         tokens, supervised = int(plan.lengths.sum()), int(plan.supervised.sum())
-        evaluated = f"{len(validation.kept):,}"
-        if (limit := config.eval_limit) and limit < len(validation.kept):
+        evaluated = f"{validation.kept.examples:,}"
+        if (limit := config.eval_limit) and limit < validation.kept.examples:
             evaluated = f"{limit:,} of {evaluated}"
+        examples = "examples" if len(train.kept) == train.kept.examples else "rows"
         merged = "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
         return [
             *([merged] if self.assembly.source.adapter and config.adapter == "none" else []),
             *train.lines(),
             *validation.lines(),
-            f"{len(train.kept):,} training examples ({tokens:,} tokens, {supervised:,} supervised), "
+            f"{len(train.kept):,} training {examples} ({tokens:,} tokens, {supervised:,} supervised), "
             f"{evaluated} validation; {plan.total_steps:,} steps of {plan.global_batch_size}",
         ]
 
@@ -91,7 +92,9 @@ class Prepared:
         """The data in numbers, for the run's record and the model card."""
         found = {}
         for encoding in (self.train, self.validation):
-            found[f"{encoding.split} examples"] = len(encoding.kept)
+            found[f"{encoding.split} examples"] = encoding.kept.examples
+            if len(encoding.kept) > encoding.kept.examples:
+                found[f"{encoding.split} rows"] = len(encoding.kept)
             for reason, indices in encoding.left_out.items():
                 found[f"{encoding.split} examples {reason}"] = len(indices)
             if encoding.cut:
@@ -103,7 +106,7 @@ class Prepared:
     @property
     def longest_answer(self) -> int:
         """Tokens of the longest answer in either split, end of turn included: as many are generated at most."""
-        return max(int(split.kept.supervised.max()) for split in (self.train, self.validation))
+        return max(int(split.kept.answers.max()) for split in (self.train, self.validation))
 
     def fingerprint(self) -> str:
         """SHA-256 of both splits' tokens, in order: a resumed run must read the same."""
@@ -165,5 +168,4 @@ def _read(task: Task, config: TrainConfig) -> Iterator[Sequence[Any]]:
 def texts_of(task: Task, examples: Sequence[Any]) -> list[str]:
     """Each message and target of the examples, or of enough of them from all over the data."""
     some = range(0, len(examples), -(-len(examples) // _TINY_EXAMPLES))
-    pairs = (conversation(task, examples, "train", index) for index in some)
-    return [text for turns, target in pairs for text in (*(turn["content"] for turn in turns), target)]
+    return [text for index in some for text in conversation(task, examples, "train", index).texts()]

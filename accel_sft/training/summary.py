@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from accel_sft.data.conversation import conversation
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import columns, terminal
 from accel_sft.launch.recordable import recordable, versions
@@ -19,15 +20,15 @@ from accel_sft.training.state import TrainState
 def card(task_name: str, prepared: Prepared, state: TrainState, model_class: str) -> str:
     """The README.md beside the weights of this state, whose newest evaluation stands beside the untrained ones'."""
     config, task, rendering = prepared.assembly.config, prepared.assembly.task, prepared.assembly.encode.rendering
-    turns = task.messages(prepared.validation_examples[prepared.validation.kept[0].index])
-    form = rendering.form(turns, "validation")
+    chat = conversation(task, prepared.validation_examples, "validation", prepared.validation.kept[0].index)
+    form = rendering.form(chat.turns, "validation", chat.tools)
     return model_card(
         base_model=config.init_from or config.model,
         task=task_name,
         adapter=config.adapter,
         model_class=model_class,
-        messages=form.given(turns),
-        template_arguments=rendering.arguments,
+        messages=form.given(chat.turns),
+        template_arguments={**rendering.arguments, **({"tools": chat.tools} if chat.tools else {})},
         prompt_end=rendering.closing(form),
         max_new_tokens=config.max_new_tokens or prepared.longest_answer,
         data=prepared.counts(),

@@ -1,0 +1,97 @@
+"""The token ids of a prompt with its answer, from the template's texts: where the answer begins and ends."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from accel_sft.data.conversation import Conversation
+from accel_sft.data.form import divided
+from accel_sft.data.pieces import PieceTokenizer
+from accel_sft.data.rendering import Rendered, Rendering
+from accel_sft.data.template import holds, not_a_prefix, refusal
+from accel_sft.data.tool_calls import lost
+
+
+class AnswerTokens:
+    """Finds each answer's tokens behind its prompt's.
+
+    Args:
+        eos_ids: tokens that end an answer; the tokenizer's eos is added where the template closes it with none of them.
+    """
+
+    def __init__(self, rendering: Rendering, eos_ids: frozenset[int]) -> None:
+        self.rendering, self.tokenizer, self.eos_ids = rendering, rendering.tokenizer, eos_ids
+        self._tokenize = PieceTokenizer(self.tokenizer)
+        self._closers: dict[str, int] = {}  # how many end tokens are in what follows an answer
+
+    def of_texts(self, texts: Sequence[Rendered], counts: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+        """The tokens of each prompt, and those of the prompt with what is learnt behind it.
+
+        Args:
+            counts: how many of the texts, in their order, are of one chat.
+        """
+        written = [part for text in texts for part in (text.prompt, text.prompt + (text.rest or ""))]
+        ends = itertools.accumulate(counts)
+        chats = [range(2 * (end - count), 2 * end) for end, count in zip(ends, counts, strict=True) if count > 1]
+        ids = self._tokenize(written, chats)
+        return list(zip(ids[::2], ids[1::2], strict=True))
+
+    def is_empty(self, chat: Conversation) -> bool:
+        """Whether the answer says nothing."""
+        said = divided(chat)[1] if self.rendering.thinking == "keep" else chat.target
+        return not (said.strip() or chat.calls)
+
+    def ids(
+        self, split: str, index: int, chat: Conversation, text: Rendered, prompt: list[int], whole: list[int]
+    ) -> list[int]:
+        """The prompt's tokens and, behind them, the answer's up to the one that ends the turn.
+
+        What a template writes behind the end-of-turn token (Qwen's newline) is cut: no answer contains it.
+
+        Args:
+            prompt, whole: as `of_texts` gave them.
+        Raises:
+            UserError: the template drops or cuts the answer; the prompt does not begin the rendering with an answer.
+        """
+        form, keeps = self.rendering.form(chat.turns, split, chat.tools), self.rendering.thinking == "keep"
+        thinking, answer = divided(chat)
+        mendable = not keeps and thinking is not None
+        if text.rest is None and not mendable:
+            raise not_a_prefix(self.tokenizer, split, index, text.prompt, text.whole)
+        wanted = [thinking or "", answer] if keeps or "reasoning_content" in chat.answer else [chat.target]
+        whole_answer = text.rest is not None and form.lead is not None
+        if not whole_answer or not all(holds(text.prompt, text.rest, each) for each in wanted):
+            raise refusal(split, index, text.prompt, text.whole, chat.target, thinks=mendable)
+        if name := lost(chat.calls, text.rest):
+            raise refusal(split, index, text.prompt, text.whole, f"the call of a tool, with {name}", thinks=False)
+        if whole[: len(prompt)] != prompt:
+            self.rendering.note(
+                "chat template: an answer's first characters change the prompt's last token; answers are tokenized "
+                "apart from prompts, as they are generated"
+            )
+            whole = prompt + _apart(self.tokenizer, prompt, whole, text.rest)
+        # the template's own end tokens alone end an answer, which may name one too
+        tail = form.tail if text.rest.endswith(form.tail) else self.tokenizer.eos_token
+        if tail not in self._closers:
+            self._closers[tail] = sum(token in self.eos_ids for token in _tokens(self.tokenizer, tail))
+        closers = self._closers[tail]
+        ends = [at + 1 for at in range(len(prompt), len(whole)) if whole[at] in self.eos_ids][-closers:]
+        return whole[: ends[0]] if closers and ends else [*whole, self.tokenizer.eos_token_id]
+
+
+def _apart(tokenizer: Any, prompt: list[int], whole: list[int], rest: str) -> list[int]:
+    """The tokens of what follows a prompt, without it. Some tokenizers write a blank before any text: then behind a
+    line break or a special token, where they do not."""
+    read = tokenizer.decode(whole)
+    for anchor in ("", "\n", tokenizer.eos_token):
+        before, ids = _tokens(tokenizer, anchor), _tokens(tokenizer, anchor + rest)
+        found = ids[len(before) :]
+        if ids[: len(before)] == before and tokenizer.decode(prompt + found) == read:
+            return found
+    return _tokens(tokenizer, rest)
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
