@@ -375,10 +375,14 @@ def test_findings_name_the_fastest_the_leanest_and_what_offload_costs(tmp_path):
 
 def test_a_difference_below_the_spread_is_called_undecided_and_one_round_unknown(tmp_path):
     cells = [("z0", "32", (1000, 1100), 10.0, LOSSES), ("z1", "32", (990, 1090), 10.0, LOSSES)]
-    told = "\n".join(made_record(tmp_path, cells)["findings"])
+    record = made_record(tmp_path, cells)
+    told = "\n".join(record["findings"])
     assert "Undecided: z1, micro-batch-size 32 may be as fast. The difference is 1.0% at most" in told
     assert "differ by up to 10%" in told
     assert "No cell needs noticeably less memory of a GPU than the fastest" in told
+    assert "same precision" not in told
+    record["cells"][1]["launch"]["precision"] = "no"
+    assert any(line.startswith("Not all cells compute in the same precision (bf16, no)") for line in findings(record))
     once = [(name, size, speeds[:1], *rest) for name, size, speeds, *rest in cells]
     (tmp_path / "once").mkdir()
     record = made_record(tmp_path / "once", once)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from accel_sft.planning.job import Job
 from accel_sft.planning.machine import GIB, Machine, machine
 from accel_sft.planning.shape import GROUPS
 from accel_sft.planning.source import on_meta_device, read_shape, stored_parameters
-from accel_sft.planning.speed import speed
+from accel_sft.planning.speed import Speed, speed
 from accel_sft.planning.states import Placed, least_bytes, placed
 
 QWEN_14B = {
@@ -386,6 +387,26 @@ def test_the_table_names_every_launch_file_and_recommends_one(models):
     assert "Recommended: fsdp2, the fastest that fits" in head
     assert "-m accel_sft math --model" in command
     assert "--adapter lora" in command
+
+
+def fitting(name, seconds, *, tight=False, machines=1):
+    return plans.Plan(
+        name=name,
+        file=CONFIGS / f"{name}.yaml",
+        job=SimpleNamespace(launch=SimpleNamespace(machines=machines)),
+        estimate=SimpleNamespace(),
+        speed=Speed(seconds=seconds, sent_bytes=0.0, host_bytes=0.0, forwards=1),
+        tight=tight,
+    )
+
+
+def test_one_machine_s_plan_is_recommended_and_what_barely_fits_is_named():
+    offload, barely = fitting("z3_offload", 2.0), fitting("z2", 1.0, tight=True)
+    best, why = plans.recommended([fitting("multinode_z3", 1.0, machines=2), offload, barely])
+    assert best is offload
+    assert why == "the fastest that fits with room to spare, for z2 barely would"
+    best, why = plans.recommended([fitting("multinode_z3", 1.0, machines=2)])
+    assert why == "which fits; it needs 2 such machines"
 
 
 def test_exit_status_1_says_that_nothing_fits(models):

@@ -200,7 +200,7 @@ def _describe(record: Mapping[str, Any], folder: Path, cells: Sequence[Cell]) ->
         stage = "" if launch["zero_stage"] is None else f" ZeRO-{launch['zero_stage']}"
         count = f"{launch['processes']} process{'es' if launch['processes'] > 1 else ''}"
         offloads = f", {' and '.join(offload)} offloaded" if offload else ""
-        how = f"{launch['backend']}{stage}{offloads}, {count}, {launch['precision']}"
+        how = f"{launch['backend']}{stage}{offloads}, {count}, precision {launch['precision']}"
         share = f"{entry['global_batch_size']} examples a step, {shown(entry['examples_per_rank'])} on a rank"
         rows.append(("cell", f"{entry['name']}: {how}; {share}"))
     for name, text in rows:

@@ -74,6 +74,11 @@ def _loss(cells: Sequence[Cell]) -> Iterator[str]:
             f"{100 * at['relative']:.2g}% at most ({worst['name']} from {at['to']}, step {at['step']})."
         )
     done = [cell for cell in cells if completed(cell)]
+    if len(precisions := sorted({str(cell["launch"]["precision"]) for cell in done})) > 1:
+        yield (
+            f"Not all cells compute in the same precision ({', '.join(precisions)}), on which time and memory depend: "
+            f"--mixed-precision {precisions[0]} gives it to all of them."
+        )
     if any(not learns_alike(done[0], cell) for cell in done):
         yield "Not all cells learn the same: their settings differ in more than how a step is executed."
 

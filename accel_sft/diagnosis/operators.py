@@ -43,8 +43,12 @@ def _operator(machine: Machine, name: str, users: list[str]) -> Iterator[Finding
     level = problem if name == "deepspeed_shm_comm" else warning
     if state is None:  # torch or DeepSpeed cannot be imported, which is a finding of its own
         return
+    built_now = machine.build and not state["compiled"]  # which waits for another process's lock, until it is gone
     for kind, what, mend in state["locks"]:
-        yield warning(what, mend) if kind == "warning" else ok(what, mend)
+        if kind != "warning":
+            yield ok(what, mend)
+        elif not built_now:
+            yield warning(what, mend)
     obstacles = [*audit_compilers([name], machine.devices)]
     if state["failure"]:
         machine.unusable[name] = f"{name} cannot be loaded"

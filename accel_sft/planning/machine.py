@@ -16,15 +16,17 @@ class Machine:
         gpus: 0: ranks train on the CPU.
         gpu_bytes: of one GPU; None without one.
         host_bytes: of memory that training may take.
+        is_free: whether that is what is free of it at present, and not what the user gave.
     """
 
     gpus: int
     gpu_bytes: float | None
     host_bytes: float
+    is_free: bool = False
 
     def describe(self) -> str:
         """In words, for the head of a table."""
-        host = f"{self.host_bytes / GIB:.0f} GiB of host memory"
+        host = f"{self.host_bytes / GIB:.0f} GiB of host memory{' free' * self.is_free}"
         if not self.gpus:
             return f"no GPU, {host}"
         return f"{self.gpus} GPU{'s' * (self.gpus > 1)} of {(self.gpu_bytes or 0) / GIB:.0f} GiB, {host}"
@@ -48,6 +50,7 @@ def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> 
         gpus=count,
         gpu_bytes=smallest if gpu_gib is None else gpu_gib * GIB,
         host_bytes=host_memory.free_bytes() if host_gib is None else host_gib * GIB,
+        is_free=host_gib is None,
     )
 
 

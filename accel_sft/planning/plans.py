@@ -105,27 +105,46 @@ def with_tokens(job: Job, tokens: int) -> Job:
 
 
 def recommended(plans: Sequence[Plan]) -> tuple[Plan | None, str]:
-    """The plan to run, and why, in a sentence: the fastest that fits, of those alike the simplest."""
-    fitting = [each for each in plans if each.fits and each.speed]
-    if not fitting:
+    """The plan to run, and why, in a sentence: the fastest that fits, of those alike the simplest.
+
+    One with room to spare before one without, and one of this machine before one that needs others.
+    """
+    every = [each for each in plans if each.fits and each.speed]
+    if not every:
         return None, "no launch file fits"
+    fitting = [each for each in every if each.job and each.job.launch.machines <= 1] or every
     roomy = [each for each in fitting if not each.tight] or fitting
     least = min(each.speed.seconds for each in roomy if each.speed)
     alike = [each for each in roomy if each.speed and each.speed.seconds <= (1 + ALIKE) * least]
     best = min(alike, key=_simplicity)
     simpler = [each for each in plans if not each.fits and not each.problem and _simplicity(each) < _simplicity(best)]
     if len(plans) == 1:
-        return best, "which fits" + _barely(best)
+        return best, "which fits" + _but(best)
     why = "the fastest that fits" if len(alike) == 1 else "the simplest of the fastest that fit"
+    if faster := [each.name for each in fitting if each.tight and each not in roomy and _speedup(each, best) > ALIKE]:
+        why += f" with room to spare, for {', '.join(faster)} barely would"
     if simpler:
         why += f"; {', '.join(each.name for each in simpler)} would not"
-    return best, why + _barely(best)
+    return best, why + _but(best)
 
 
-def _barely(plan: Plan) -> str:
-    if not plan.tight:
-        return ""
-    return f"; it comes within {1 - MARGIN:.0%} of the memory there is, and a prediction may err by as much"
+def _speedup(plan: Plan, other: Plan) -> float:
+    assert plan.speed is not None
+    assert other.speed is not None
+    return other.speed.seconds / plan.speed.seconds - 1
+
+
+def _but(plan: Plan) -> str:
+    """What else is to be known of a plan that is recommended."""
+    assert plan.job is not None
+    told = ""
+    if plan.job.launch.machines > 1:
+        told += f"; it needs {plan.job.launch.machines} such machines"
+    if plan.eval_rows is not None:
+        told += f"; {plan.eval_rows} answers are generated at once, as more do not fit"
+    if plan.tight:
+        told += f"; it comes within {1 - MARGIN:.0%} of the memory there is, and a prediction may err by as much"
+    return told
 
 
 def _simplicity(plan: Plan) -> int:

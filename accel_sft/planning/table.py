@@ -58,6 +58,8 @@ def lines(
         return
     yield _text(f"Recommended: {best.name}, {why}.", 0)
     yield from f"{command}".splitlines()
+    if here.gpus and not config.gradient_checkpointing and any(each.tight or "device" in each.over for each in plans):
+        yield _text("With --gradient-checkpointing forwards take less memory, and a third more time.", 0)
 
 
 def as_json(
@@ -162,6 +164,7 @@ def _notes(plans: Sequence[Plan], here: Machine) -> Iterator[str]:
     what = f"a forward of {jobs[0].tokens:,} tokens" + (f" ({rows})" if here.gpus else "")
     where = "one GPU" if here.gpus else "all ranks of this machine"
     yield _text(f"memory   at its peak phase, with {what}; host: of all ranks of a machine; !: too little", 9)
+    yield _text("fits     in memory; accel-sft doctor says what else a launch file needs", 9)
     yield _text("forward  the largest that fits, up to a rank's part of a step", 9)
     if any(each.tight for each in plans):
         yield _text(f"barely   within {1 - MARGIN:.0%} of {where}'s memory; a prediction may err by as much", 9)

@@ -46,7 +46,10 @@ def _flat(run: Run) -> dict[tuple[str, str], str]:
     for key in ("data_sha256", "task_code"):
         if key in run.record:
             flat["data", key] = _shown(run.record[key])[:12]
-    _flatten(flat, "chosen batching", "", run.section("batching"))
+    batching = run.section("batching")
+    limits = ("tokens", "rows")  # of which one decides, and the other is none
+    unlimited = {key: "no limit" for key in limits if batching.get(key) in (None, 2**31)}
+    _flatten(flat, "chosen batching", "", {**batching, **unlimited})
     return flat
 
 
