@@ -186,10 +186,9 @@ def read(task: Math | Ner, path: Path) -> Sequence[Any] | UserError:
         return error
     assert examples
     for index in range(len(examples)):
-        turns, target = conversation(task, examples, "validation", index)
-        assert all(type(turn["content"]) is str for turn in turns)
-        assert type(target) is str
-        for text in (target, *(turn["content"] for turn in turns)):
+        chat = conversation(task, examples, "validation", index)
+        assert all(type(turn["content"]) is str for turn in (*chat.turns, chat.answer))
+        for text in chat.texts():
             text.encode()  # a lone surrogate could not be written down
     return examples
 

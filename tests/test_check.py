@@ -299,6 +299,37 @@ def test_a_row_of_which_the_template_writes_no_prompt_is_found(site, tmp_path):
     assert places(report_of(run)) == expected
 
 
+def test_each_answer_of_a_chat_is_looked_at(site, model, tmp_path):
+    def chat(first, second="4", **more):
+        turns = [("user", "What is 1 and 1?"), ("assistant", first), ("user", "And twice?"), ("assistant", second)]
+        turns = [{"role": role, "content": text} for role, text in turns]
+        turns[1].update(more)
+        return planted.row([], turns)
+
+    files, _ = planted.write(tmp_path, {})
+    faults = {
+        "D201": chat("2", weight=0.5),
+        "D202": planted.row([], [{"role": "tool", "content": "2"}, {"role": "assistant", "content": "2"}]),
+        "D204": chat("<think>two</think>2"),
+        "D206": chat(" "),
+        "D209": chat("2</s>"),
+        "D211": chat("2 ", "8"),
+        "D301": chat("2" * 60),
+        "D303": chat("\u200b"),
+        "D401": chat("2"),
+        "D402": chat("2", "4."),
+        "D403": chat("2", "5"),
+    }
+    Path(files[1]).write_text("\n".join([chat("2"), *faults.values()]) + "\n")
+    run = check(site, *files, "--no-score", "--json", model=model)
+    report = report_of(run)
+    assert places(report) == {code: {f"{files[1]}:{line}"} for line, code in enumerate(faults, 2)}
+    assert "train: the collator's labels of 6 rows were compared with their answers" in report["notes"]
+    pieces = report["examples"][0]["pieces"]
+    learnt = "".join(piece["text"] if piece["supervised"] else "|" for piece in pieces)
+    assert re.sub(r"\|+", "|", learnt) == "|2</s>|4</s>"
+
+
 def test_labels_that_are_not_the_answer_or_lack_its_end_are_found(tmp_path, monkeypatch):
     from accel_sft.batching import collate
     from accel_sft.checking.findings import Findings

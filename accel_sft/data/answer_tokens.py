@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from accel_sft.data.conversation import Conversation
 from accel_sft.data.form import divided
+from accel_sft.data.pieces import PieceTokenizer
 from accel_sft.data.rendering import Rendered, Rendering
 from accel_sft.data.template import holds, not_a_prefix, refusal
 from accel_sft.data.tool_calls import lost
@@ -21,15 +23,20 @@ class AnswerTokens:
 
     def __init__(self, rendering: Rendering, eos_ids: frozenset[int]) -> None:
         self.rendering, self.tokenizer, self.eos_ids = rendering, rendering.tokenizer, eos_ids
+        self._tokenize = PieceTokenizer(self.tokenizer)
         self._closers: dict[str, int] = {}  # how many end tokens are in what follows an answer
 
-    def of_texts(self, texts: Sequence[Rendered]) -> list[tuple[list[int], list[int]]]:
-        """The tokens of each prompt, and those of the prompt with what is learnt behind it."""
-        prompts, wholes = (
-            self.tokenizer(each, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-            for each in ([text.prompt for text in texts], [text.prompt + (text.rest or "") for text in texts])
-        )
-        return list(zip(prompts, wholes, strict=True))
+    def of_texts(self, texts: Sequence[Rendered], counts: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+        """The tokens of each prompt, and those of the prompt with what is learnt behind it.
+
+        Args:
+            counts: how many of the texts, in their order, are of one chat.
+        """
+        written = [part for text in texts for part in (text.prompt, text.prompt + (text.rest or ""))]
+        ends = itertools.accumulate(counts)
+        chats = [range(2 * (end - count), 2 * end) for end, count in zip(ends, counts, strict=True) if count > 1]
+        ids = self._tokenize(written, chats)
+        return list(zip(ids[::2], ids[1::2], strict=True))
 
     def is_empty(self, chat: Conversation) -> bool:
         """Whether the answer says nothing."""

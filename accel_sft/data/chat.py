@@ -168,10 +168,11 @@ def _encode_part(rendering: Rendering, part: list[tuple[int, Conversation]], spl
     tokens, kept = AnswerTokens(rendering, rules.eos_ids), list[Encoded]()
     every = [each for _, chat in part for each in chat.each()]
     texts = _rendered(rendering, part, every, split)
-    answers = zip(every, texts, tokens.of_texts(texts), strict=True)
+    counts = [len(chat.learnt) + 1 for _, chat in part]
+    answers = zip(every, texts, tokens.of_texts(texts, counts), strict=True)
     result = Encoding(split, kept)
-    for index, chat in part:
-        its = list(itertools.islice(answers, len(chat.learnt) + 1))
+    for (index, _), count in zip(part, counts, strict=True):
+        its = list(itertools.islice(answers, count))
         if any(tokens.is_empty(each) for each, *_ in its):
             result.left_out[EMPTY_ANSWER].append(index)
             continue

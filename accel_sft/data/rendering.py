@@ -91,9 +91,12 @@ class Rendering:
         Raises:
             UserError: the template rejects the messages, or fails.
         """
-        shape = (tools is not None, *((turn["role"], "tool_calls" in turn) for turn in turns))
+        # a turn that only calls says nothing in the probe either: templates ask for that
+        silent = ["tool_calls" in turn and not turn["content"] for turn in turns]
+        called = ("tool_calls" in turn for turn in turns)
+        shape = (tools is not None, *zip((turn["role"] for turn in turns), called, silent, strict=True))
         if shape not in self._forms:
-            probes = [{**turn, "content": _TURN.format(at)} for at, turn in enumerate(turns)]
+            probes = [{**turn, "content": "" if silent[at] else _TURN.format(at)} for at, turn in enumerate(turns)]
             try:
                 self._forms[shape] = self._decided(probes, split, tools)
             except Rejected:  # some templates read contents, JSON of tools among them
@@ -207,18 +210,14 @@ class Rendering:
         texts: list[str] = []
         for offered, group in itertools.groupby(zip(conversations, tools, strict=True), key=itemgetter(1)):
             given = self.arguments if offered is None else {**self.arguments, "tools": offered}
-            chats = [self._calls_as_taken(turns) for turns, _ in group]
+            chats = [turns for turns, _ in group]
+            if any("tool_calls" in turn for turns in chats for turn in turns) and self._takes_text_only:
+                chats = [with_text_arguments(turns) for turns in chats]
             texts += self._render(chats, split, prompt, given)
         return texts
 
     def _render(self, chats: Sequence[Turns], split: str, prompt: bool, given: dict[str, Any]) -> list[str]:
         return rendered(self.tokenizer, self.template, chats, split, prompt=prompt, given=given)
-
-    def _calls_as_taken(self, turns: Turns) -> Turns:
-        """The turns with the arguments of calls as JSON in a text, where the template takes no objects."""
-        if not any("tool_calls" in turn for turn in turns) or not self._takes_text_only:
-            return turns
-        return with_text_arguments(turns)
 
     @functools.cached_property
     def _takes_text_only(self) -> bool:

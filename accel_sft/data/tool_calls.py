@@ -1,4 +1,4 @@
-"""Calls of tools as chat templates take them: arguments as objects or as text; and whether a rendering has them."""
+"""Calls of tools as a chat template takes them, which is found out by a probe; and whether a rendering has them."""
 
 import json
 from collections.abc import Callable
@@ -14,29 +14,29 @@ _AS_PYTHON = str(_PROBE["function"]["arguments"])
 def with_text_arguments(turns: Turns) -> Turns:
     """The turns with the arguments of calls as JSON in a text."""
     return [
-        {**turn, "tool_calls": [_as_text(call) for call in turn["tool_calls"]]} if "tool_calls" in turn else turn
+        {**turn, "tool_calls": [_with_text(call) for call in turn["tool_calls"]]} if "tool_calls" in turn else turn
         for turn in turns
     ]
 
 
-def _as_text(call: dict[str, Any]) -> dict[str, Any]:
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def takes_text_only(render: Callable[[Turns], list[str]]) -> bool:
-    """Whether a template writes the arguments of a call as JSON only if they are given as a text: with an object it
-    fails, or writes what Python prints of it (DeepSeek's add a text to them)."""
+    """Whether a template writes the arguments of a call only if they are given as a text: of an object it writes
+    nothing, or what Python prints, or it fails (DeepSeek's add a text to them)."""
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [_PROBE]}]
-    try:
-        if _AS_PYTHON not in render(turns)[0]:
+
+    def writes(given: Turns) -> bool:
+        try:
+            (text,) = render(given)
+        except Rejected:
             return False
-    except Rejected:
-        pass
-    try:
-        return _AS_PYTHON not in render(with_text_arguments(turns))[0]
-    except Rejected:
-        return False
+        return not lost([_PROBE], text) and _AS_PYTHON not in text
+
+    return not writes(turns) and writes(with_text_arguments(turns))
 
 
 def lost(calls: list[dict[str, Any]], rest: str) -> str | None:
