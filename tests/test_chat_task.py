@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 
 import chats
 import pytest
 from conftest import accel_sft
 
-from accel_sft import UserError
+from accel_sft import RowLeftOut, RowProblem, UserError
 from accel_sft.api.contract import contract_faults
 from accel_sft.data.chat import Rules, encode_parts
+from accel_sft.data.conversation import conversation
 from accel_sft.data.rendering import Rendering
 from accel_sft.training.prepare import texts_of
 from accel_sft_chat import Chat
 from accel_sft_chat.metrics import METRICS
+from accel_sft_chat.task import parse_row
+from accel_sft_chat.turns import LEARN, Dialogue
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
 TOOL = {"type": "function", "function": chats.WEATHER}
@@ -285,6 +290,58 @@ def test_malformed_rows_are_named_by_line_and_field(rows, tmp_path):
         assert problem.startswith(f"{tmp_path}/rows.jsonl:{line}: field {field!r}: expected {expected}")
 
 
+VALUES = (
+    None,
+    0,
+    1,
+    0.5,
+    True,
+    "",
+    "x",
+    "[",
+    "[{}]",
+    "assistant",
+    [],
+    {},
+    [[]],
+    [{}],
+    {"role": "user"},
+    {"type": "text"},
+)
+KEYS = ("weight", "train", "from", "content", "tool_calls", "function_call", "reasoning_content", "tools", "messages")
+
+
+def changed(row, draw):
+    """The row with one value at any depth removed or replaced, or one added."""
+    whole = row = json.loads(json.dumps(row))
+    while True:
+        key = draw.choice(list(row) if isinstance(row, dict) else range(len(row)))
+        if not isinstance(row[key], (dict, list)) or not row[key] or draw.random() < 0.3:
+            break
+        row = row[key]
+    how = draw.random()
+    if how < 0.25:
+        del row[key]
+    elif how < 0.7 or isinstance(row, list):
+        row[key] = draw.choice(VALUES)
+    else:
+        row[draw.choice(KEYS)] = draw.choice(VALUES)
+    return whole
+
+
+@pytest.mark.parametrize("form", chats.FORMS)
+def test_whatever_a_row_holds_it_is_a_chat_or_is_refused_by_field(form):
+    draw, examples = random.Random(0), []
+    for row in chats.rows(form, 400) * 4:
+        with contextlib.suppress(RowProblem, RowLeftOut):
+            examples.append(parse_row((), draw.choice(LEARN), None, changed(row, draw)).example)
+    assert 200 < len(examples) < 1600
+    for index, example in enumerate(examples):
+        chat = conversation(Chat(train_file="x"), examples, "train", index)
+        assert chat.turns
+        assert Chat(train_file="x").score(example, chat.target)
+
+
 def test_columns_by_other_names(rows):
     row = {"question": "u", "answer": "a", "persona": "s", "messages": "not meant"}
     (found,), notes = rows(row, columns="prompt=question, completion=answer, system=persona")
@@ -352,8 +409,6 @@ def test_metrics(metric):
         pytest.importorskip("sacrebleu")
     task = Chat(train_file="x", metric=metric, regex=r"####\s*(\S+)" if metric == "regex" else None)
     for expected, text, value in SCORES[metric]:
-        from accel_sft_chat.turns import Dialogue
-
         example = Dialogue([ASK], [{"role": "assistant", "content": expected}], None)
         scores = task.score(example, text)
         assert scores[task.main_metric] == pytest.approx(value), (expected, text)
@@ -370,8 +425,6 @@ def test_metrics(metric):
     ],
 )
 def test_a_call_is_right_however_the_template_writes_it(text):
-    from accel_sft_chat.turns import Dialogue
-
     task, example = Chat(train_file="x", metric="exact"), Dialogue([ASK], CALLING[1:2], [TOOL])
     assert task.score(example, text) == {"exact_match": 1.0}
     assert task.score(example, text.replace("Paris", "Lima")) == {"exact_match": 0.0}

@@ -118,10 +118,13 @@ def _calls(value: Any, field: str) -> list[Turn]:
     found = []
     for number, call in enumerate(value if isinstance(value, list) else [value]):
         function = call.get("function", call) if isinstance(call, dict) else None
-        arguments = function.get("arguments", function.get("parameters")) if isinstance(function, dict) else None
-        arguments = _json(arguments or {}, f"{field}[{number}].arguments")
-        if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
-            raise RowProblem(f"{field}[{number}]", f"a call with a name and arguments, an object, got {kind(call)}")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowProblem(f"{field}[{number}]", f"a call with a name and arguments, got {kind(call)}")
+        arguments = function.get("arguments", function.get("parameters"))
+        where = f"{field}[{number}].arguments"
+        arguments = {} if arguments in (None, "") else _json(arguments, where)
+        if not isinstance(arguments, dict):
+            raise RowProblem(where, f"an object, or JSON of one, got {kind(arguments)}")
         named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         found.append({"type": "function", **named, "function": {"name": function["name"], "arguments": arguments}})
     if not found:

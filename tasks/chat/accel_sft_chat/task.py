@@ -90,8 +90,8 @@ class Chat(Task):
 
     def target(self, example: Dialogue) -> str | list[dict[str, Any]]:
         """The answer's text, or the turns from the first to the last that is learnt."""
-        only = example.answer if len(example.answered) == 1 else {}
-        return only["content"] if only.keys() == {"role", "content"} else example.answered
+        plain = len(example.answered) == 1 and example.answer.keys() == {"role", "content"}
+        return example.answer["content"] if plain and example.prompt[-1]["role"] != "assistant" else example.answered
 
     def tools(self, example: Dialogue) -> list[dict[str, Any]] | None:
         return example.tools
@@ -105,7 +105,9 @@ class Chat(Task):
         return score(comparable(example.answer), comparable_text(text) if calls else text)
 
     def _read(self, path: str) -> Any:
-        return read_rows(path, functools.partial(_parse, named_columns(self.columns), self.learn, self.system_prompt))
+        return read_rows(
+            path, functools.partial(parse_row, named_columns(self.columns), self.learn, self.system_prompt)
+        )
 
     @functools.cached_property
     def _divided(self) -> tuple[Sequence[Dialogue], Sequence[Dialogue]]:
@@ -127,9 +129,18 @@ class Chat(Task):
         return train, validation
 
 
-def _parse(
+def parse_row(
     columns: tuple[tuple[str, str], ...], learn: str, system_prompt: str | None, row: dict[str, Any]
 ) -> ParsedRow:
+    """A row of a file as a Dialogue, its question and what was done to it.
+
+    Args:
+        columns: of `named_columns`.
+        learn, system_prompt: the task's options.
+    Raises:
+        RowProblem: it is malformed.
+        RowLeftOut: nothing in it can be learnt.
+    """
     read = read_row(row, columns)
     made, notes = dialogue(read.turns, read.system_text, read.tools, learn, system_prompt)
     return ParsedRow(made, made.question, (f"read as {read.form}", *notes))
