@@ -13,6 +13,7 @@ from parsers import CALLS, answer, noting
 
 from accel_sft import UserError, read_rows
 from accel_sft.data.bad_rows import Place
+from accel_sft.data.rows import with_places
 
 TEXTS = ["1 + 4", 'two\nlines, "quoted"', "王大丫丫", ""]
 JSONL = "".join(json.dumps({"answer": text}) + "\n" for text in TEXTS).encode()
@@ -167,6 +168,17 @@ def test_what_is_noted_and_left_out_is_counted_and_named_also_from_the_cache(tmp
         read_rows(tmp_path / "b.jsonl", noting)
 
 
+def test_errors_that_name_an_example_name_its_place_too(tmp_path):
+    (tmp_path / "a.csv").write_bytes(CSV)
+    rows = read_rows(tmp_path / "a.csv", answer)
+    lines = ["train example 2: the answer is dropped", "validation example 2: no", "of train example 2"]
+    assert with_places(lines, rows, "train") == [
+        f"train example 2 ({tmp_path}/a.csv:6): the answer is dropped",
+        *lines[1:],
+    ]
+    assert with_places(lines, TEXTS, "train") == lines
+
+
 def test_held_out_rows_are_drawn_by_group_and_seed(tmp_path):
     lines = [json.dumps({"answer": f"{n}", "group": f"{n // 3}"}) for n in range(300)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -185,5 +197,5 @@ def test_held_out_rows_are_drawn_by_group_and_seed(tmp_path):
     assert set(read_rows(shuffled, noting).held_out(30, 1)[1]) == set(sides[1][1]), "by content, not by place"
     assert len(rows.held_out(1, 0)[1]) == 3, "the smallest group"
     (tmp_path / "c.jsonl").write_text("\n".join(lines[:3]))
-    with pytest.raises(UserError, match="all 3 rows have the same prompt"):
+    with pytest.raises(UserError, match="all rows are of one group, such as one prompt"):
         read_rows(tmp_path / "c.jsonl", noting).held_out(1, 0)

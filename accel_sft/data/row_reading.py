@@ -31,6 +31,8 @@ MAX_PIPED_BYTES = 1 << 30
 IN_MEMORY_BYTES = 1 << 20
 """Smaller files of JSON are held in memory and checked at every start: it takes no longer than to look for them in the
 cache."""
+_ANNOUNCED_BYTES = 64 << 20
+"""Of a file from which on a line announces that its rows are being converted."""
 _KIND, _PLACES, _TEXT = "rows", "places.bin", "rows.jsonl"
 _EXPECTED = "a JSON, JSONL, CSV or Parquet file"
 _NO_ROWS = "a JSON array of objects or one JSON object per line"
@@ -69,6 +71,8 @@ def read_file(path: Path, parse: Parse) -> RowFile:
         if keep and (found := _kept(about, key, None if converted else content)):
             return found
         folder, keep = _workspace(stack, keep, converted)
+        if converted and before.st_size >= _ANNOUNCED_BYTES:
+            cache.log(f"{name}: reading {before.st_size >> 20:,} MiB" + (", once; its rows are kept" if keep else ""))
         try:
             text, checked = _checked(source, about, parse, folder if converted else None)
         except OSError as error:  # only what is converted is written

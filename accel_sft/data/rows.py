@@ -99,7 +99,10 @@ class Rows(Sequence[Row]):
         for index, group in enumerate(groups):
             sides[group in taken].append(self._chosen[index])
         if not sides[0]:
-            raise UserError(f"{self.name}: all {len(self)} rows have the same prompt, of which none can be held out")
+            raise UserError(
+                f"{self.name}: all rows are of one group, such as one prompt, so none can be held out; give validation "
+                "rows in a file of their own"
+            )
         kept, out = (dataclasses.replace(self, _chosen=side, notes=[]) for side in sides)
         kept.notes = list(self.notes)
         return kept, out
