@@ -16,12 +16,16 @@ from models import Sums, encode, make_tiny
 from test_batching import WAYS, batching_of, loss_and_gradients
 from test_templates import Answered
 from test_thinking import DAY, MODES, of_family
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
+from accel_sft.batching.verify import Subject, exact_batchings
 from accel_sft.data.chat import Rules
 from accel_sft.data.conversation import conversation
+from accel_sft.data.pieces import PieceTokenizer
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.evaluator import Evaluator
@@ -311,6 +315,18 @@ def test_a_chat_that_is_too_long_is_left_out_or_cut_within_an_answer_or_between_
     assert [row.index for row in dropped.kept] == [1]
 
 
+def test_texts_of_one_chat_are_tokenized_piece_by_piece_only_where_that_is_exact():
+    pieces = {piece: at for at, piece in enumerate(["a", "b", "<", "s", ">", "b<"])}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(pieces, [("b", "<")])))
+    tokenizer.add_tokens(["<s>"], special_tokens=True)
+    texts, chat = ["ab", "ab<s>a", "ab<s>ab<s>b", "b<s>"], [0, 1, 2]
+    for split_special_tokens in (False, True):  # the latter reads "b<" across the beginning of a special token
+        tokenizer.split_special_tokens = split_special_tokens
+        whole = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        assert (pieces["b<"] in whole[2]) == split_special_tokens
+        assert PieceTokenizer(tokenizer)(texts, [chat]) == whole
+
+
 # --- the mathematics ---
 
 
@@ -350,6 +366,15 @@ def test_the_gradient_of_three_turns_is_that_of_their_single_rows(tokenizer, mod
     largest = max(gradient.abs().max() for gradient in expected_gradients.values())
     for name, gradient in expected_gradients.items():
         assert (gradients[name] - gradient).abs().max() <= 1e-5 * largest, name
+
+
+def test_a_chat_after_some_of_its_turns_is_no_row_that_another_sees(tokenizer, model):
+    own = chatml(tokenizer)
+    rows = encoded(own, [(CHAT[:2], CHAT[2:at]) for at in (3, 5, 7)]).kept
+    assert rows[2].input_ids[: len(rows[0].input_ids)] == rows[0].input_ids
+    config = TrainConfig(batching="shared").resolved({})
+    found, reasons, _ = exact_batchings(Subject(Accelerator(cpu=True), model, config, rows, 0), rows)
+    assert {each.attention for each in found} == {"rows", "mask"}, reasons
 
 
 # --- evaluation ---

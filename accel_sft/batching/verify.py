@@ -156,8 +156,18 @@ def _trials(examples: Sequence[Encoded]) -> list[list[Encoded]]:
     """Some short rows; and the shortest with the longest, which reaches what short rows do not, a window's end."""
     among = _shortest(examples)
     longest = max(examples, key=lambda example: (len(example.input_ids), example.index))
-    trials = [among[:CHECKED_ROWS], [among[0], longest]]
-    return [sorted(rows, key=lambda example: (example.input_ids, example.index)) for rows in trials]
+    short: list[Encoded] = []
+    for row in among:
+        if len(short) < CHECKED_ROWS and not any(_goes_on(row, other) for other in short):
+            short.append(row)
+    beside = next((row for row in among if not _goes_on(longest, row)), among[0])
+    return [sorted(rows, key=lambda row: (row.input_ids, row.index)) for rows in (short, [beside, longest])]
+
+
+def _goes_on(row: Encoded, other: Encoded) -> bool:
+    """Whether a row is another one and more, as a chat is after some turns: its tokens may follow from the other's."""
+    length = len(other.input_ids)
+    return len(row.input_ids) > length and row.input_ids[:length] == other.input_ids
 
 
 def _is_random(model: torch.nn.Module, batch: Batch, rounding: float) -> bool:

@@ -96,7 +96,10 @@ class Encoding:
 
     def lines(self) -> list[str]:
         """The notes, and one line for each reason that examples were left out or cut."""
-        found = [*self.left_out.items(), ("cut to --max-length, their end-of-turn token is not learnt", self.cut)]
+        found = [
+            *self.left_out.items(),
+            ("cut to --max-length; their end, an end-of-turn token at least, is not learnt", self.cut),
+        ]
         named = [f"{self.split}: {len(indices)} {reason} ({_named(indices)})" for reason, indices in found if indices]
         return [*self.notes, *named]
 
@@ -153,6 +156,7 @@ def encode_parts(
         UserError: a template that rejects the messages, that drops or cuts an answer, a task that returns nonsense, a
             prompt that does not begin the rendering with an answer, in a template for which no sound way is known.
     """
+    tokens = AnswerTokens(rendering, rules.eos_ids)
     waiting: list[tuple[int, Conversation]] = []
     characters = 0
     for index in indices:
@@ -160,16 +164,16 @@ def encode_parts(
         waiting.append((index, chat))
         characters += sum(len(text) for each in chat.each() for text in each.texts())
         if len(waiting) == _PART_EXAMPLES or characters >= _PART_CHARACTERS or index == indices[-1]:
-            yield _encode_part(rendering, waiting, split, rules)
+            yield _encode_part(tokens, waiting, split, rules)
             waiting, characters = [], 0
 
 
-def _encode_part(rendering: Rendering, part: list[tuple[int, Conversation]], split: str, rules: Rules) -> Encoding:
-    tokens, kept = AnswerTokens(rendering, rules.eos_ids), list[Encoded]()
+def _encode_part(tokens: AnswerTokens, part: list[tuple[int, Conversation]], split: str, rules: Rules) -> Encoding:
     every = [each for _, chat in part for each in chat.each()]
-    texts = _rendered(rendering, part, every, split)
+    texts = _rendered(tokens.rendering, part, every, split)
     counts = [len(chat.learnt) + 1 for _, chat in part]
     answers = zip(every, texts, tokens.of_texts(texts, counts), strict=True)
+    kept: list[Encoded] = []
     result = Encoding(split, kept)
     for (index, _), count in zip(part, counts, strict=True):
         its = list(itertools.islice(answers, count))

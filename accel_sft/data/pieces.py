@@ -19,8 +19,7 @@ class PieceTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values() if getattr(tokenizer, "is_fast", False) else ()
-        whole = [token.content for token in added if token.special and not (token.lstrip or token.single_word)]
-        self._before_special = re.compile(f"(?={'|'.join(map(re.escape, whole))})") if whole else None
+        self._special = [token.content for token in added if token.special and not (token.lstrip or token.single_word)]
 
     def __call__(self, texts: Sequence[str], chats: Sequence[Sequence[int]]) -> list[list[int]]:
         """The ids of each text.
@@ -28,9 +27,12 @@ class PieceTokenizer:
         Args:
             chats: places of texts that begin alike, the longest last; other texts are tokenized whole.
         """
-        if not self._before_special:
+        # those of one chat: a vocabulary may have thousands, of which a template writes a few
+        written = [token for token in self._special if chats and token in texts[chats[0][-1]]]
+        if not written:
             chats = []
-        cut = {at: self._before_special.split(texts[at]) for chat in chats for at in chat}
+        before_special = re.compile(f"(?={'|'.join(map(re.escape, written))})")
+        cut = {at: before_special.split(texts[at]) for chat in chats for at in chat}
         pieces = list(dict.fromkeys(itertools.chain.from_iterable(cut.values())))
         whole = [at for at in range(len(texts)) if at not in cut] + [chat[-1] for chat in chats]
         ids = dict(zip(pieces, self._ids(pieces), strict=True))
