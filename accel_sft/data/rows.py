@@ -9,8 +9,11 @@ import array
 import bisect
 import dataclasses
 import hashlib
+import heapq
+import itertools
 import operator
 import os
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,6 +30,7 @@ from accel_sft.data.row_reading import MAX_PROBLEMS, read_dataset, read_file
 
 _NAMED = 5
 """Rows that a note names."""
+_64_BITS = (1 << 64) - 1
 Row = TypeVar("Row")
 
 
@@ -77,27 +81,29 @@ class Rows(Sequence[Row]):
         ]
 
     def held_out(self, rows: int, seed: int) -> tuple[Rows[Row], Rows[Row]]:
-        """The rows but for `rows` of them, and those, drawn by `seed` and the groups that the parser put them into: all
-        rows of a group are on one side, so they may be fewer, or as many as the smallest group that there is.
+        """The rows but for `rows` of them, and those, drawn by `seed` and the groups that the parser put them into.
+
+        All rows of a group are on one side, so fewer may be held out, or more where every group has more.
 
         Raises:
             UserError: all rows are of one group.
         """
-        groups = array.array("Q", (file.group(row) for file, row in map(self._file_of, range(len(self)))))
-        sizes = Counter(groups)
+        groups = array.array("I", itertools.chain.from_iterable(file.groups() for file in self._files))
+        chosen = array.array("I", (groups[row] for row in self._chosen))
+        factor = random.Random(seed).getrandbits(64) | 1  # multiply-shift hashing: the groups are hashes already
 
-        def drawn(group: int) -> bytes:
-            return hashlib.blake2b(f"{seed} {group}".encode(), digest_size=8).digest()
+        def drawn(group: int) -> int:
+            return (group * factor & _64_BITS) >> 32
 
-        taken, count = set(), 0
-        for group in sorted(sizes, key=drawn):
-            if count + sizes[group] <= rows:
-                taken.add(group)
-                count += sizes[group]
-        taken = taken or {min(sizes, key=lambda group: (sizes[group], drawn(group)))}
+        first = heapq.nsmallest(rows + 1, map(drawn, chosen))
+        limit = first[rows] if len(first) > rows else _64_BITS
+        taken = {group for group in chosen if drawn(group) < limit}
+        if not taken:
+            sizes = Counter(chosen)
+            taken = {min(sizes, key=lambda group: (sizes[group], drawn(group)))}
         sides = [array.array("q"), array.array("q")]
-        for index, group in enumerate(groups):
-            sides[group in taken].append(self._chosen[index])
+        for row, group in zip(self._chosen, chosen, strict=True):
+            sides[group in taken].append(row)
         if not sides[0]:
             raise UserError(
                 f"{self.name}: all rows are of one group, such as one prompt, so none can be held out; give validation "
