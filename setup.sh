@@ -47,7 +47,7 @@ installed() {
     [[ -x $VENV/bin/python && -f $VENV/setup-state && $(<"$VENV/setup-state") == "$state" ]] &&
         "$VENV/bin/python" -c '
 from importlib.metadata import version
-for name in ("torch", "deepspeed", "pytest", "accel-sft", "accel-sft-math", "accel-sft-ner"):
+for name in ("torch", "deepspeed", "pytest", "accel-sft", "accel-sft-chat", "accel-sft-math", "accel-sft-ner"):
     version(name)' 2>/dev/null
 }
 if installed; then
@@ -85,7 +85,7 @@ if ! "$VENV/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 
 fi
 
 say "installing accel_sft, its tasks and what they need (a minute or a few)"
-pip -e ".[test]" -e tasks/math -e tasks/ner || fail "the installation failed; see pip's message above"
+pip -e ".[test]" -e tasks/chat -e tasks/math -e tasks/ner || fail "the installation failed; see pip's message above"
 # pip would do it on one core; as it does, files that this Python cannot read are passed over: some libraries have them
 "$VENV/bin/python" -W ignore -m compileall -qq -j 0 "$VENV/lib" || true
 printf '%s' "$state" >"$VENV/setup-state"

@@ -28,7 +28,7 @@ from typing import Any
 from models import encode
 
 from accel_sft import UserError
-from accel_sft.data import rows
+from accel_sft.data import row_reading
 from accel_sft.data.conversation import conversation
 from accel_sft.models.tiny import train_tokenizer
 from accel_sft_math import Math
@@ -195,7 +195,7 @@ def read(task: Math | Ner, path: Path) -> Sequence[Any] | UserError:
 
 def checked_refusal(error: UserError, path: Path) -> None:
     """A refusal is some lines, each of which names the file; at most twenty rows and how many more there are."""
-    assert 1 <= len(error.problems) <= rows.MAX_PROBLEMS + 1
+    assert 1 <= len(error.problems) <= row_reading.MAX_PROBLEMS + 1
     for line in error.problems:
         assert line.startswith(f"{path}:"), line[:LONGEST_MESSAGE]
     _checked_lines(error)
@@ -222,13 +222,13 @@ def fuzz(files: int, seed: int, folder: Path) -> Counts:
     """Make files and read them; those that are neither accepted nor refused are printed."""
     tokenizer = train_tokenizer([text for n in range(60) for text in (f"{n}=", f"{PREFIX}{n} + {n}", '{"name": {}}')])
     counts, path = Counts(), folder / "rows.json"
-    in_memory = rows.IN_MEMORY_BYTES
+    in_memory = row_reading.IN_MEMORY_BYTES
     for number in range(files):
         draw = random.Random(f"{seed} {number}")
         kind = draw.choice(["math", "ner"])
         content = content_of(draw, kind)
         path.write_bytes(content)
-        rows.IN_MEMORY_BYTES = 0 if draw.random() < 0.1 else in_memory  # a tenth is read as a large file is
+        row_reading.IN_MEMORY_BYTES = 0 if draw.random() < 0.1 else in_memory  # a tenth is read as a large file is
         started = time.perf_counter()
         try:
             task = reader(kind, path)
@@ -245,7 +245,7 @@ def fuzz(files: int, seed: int, folder: Path) -> Counts:
             counts.failed += 1
             shown = repr(content) if len(content) < 2000 else f"{content[:2000]!r}... ({len(content):,} bytes)"
             print(f"row {number} ({kind}), of --seed {seed}: {shown}\n{traceback.format_exc()}", file=sys.stderr)
-    rows.IN_MEMORY_BYTES = in_memory
+    row_reading.IN_MEMORY_BYTES = in_memory
     return counts
 
 

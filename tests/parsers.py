@@ -1,6 +1,6 @@
 """Parsers of rows in a file that reads nothing: what it may reach can be told, so a cache may know them again."""
 
-from accel_sft import RowProblem
+from accel_sft import ParsedRow, RowLeftOut, RowProblem
 
 CALLS = []
 
@@ -14,3 +14,9 @@ def answer(row):
 
 def other_answer(prefix, row):
     return prefix + answer(row)
+
+
+def noting(row):
+    if row["answer"] == "none":
+        raise RowLeftOut("nothing to learn")
+    return ParsedRow(answer(row), row.get("group", ""), ("with an x",) if "x" in row["answer"] else ())

@@ -13,7 +13,7 @@ from parsers import CALLS, answer, other_answer
 
 from accel_sft import UserError, read_rows
 from accel_sft.api.errors import what_and_where
-from accel_sft.data import rows
+from accel_sft.data import row_reading
 
 
 @pytest.fixture(autouse=True, params=["held", "from the file"])
@@ -21,7 +21,7 @@ def way(request, tmp_path, monkeypatch):
     """Small files are held in memory; of large ones the place of each row is kept in the cache."""
     monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "cache"))
     if request.param != "held":
-        monkeypatch.setattr(rows, "IN_MEMORY_BYTES", 0)
+        monkeypatch.setattr(row_reading, "IN_MEMORY_BYTES", 0)
     return request.param
 
 
@@ -145,12 +145,12 @@ def test_rows_may_come_through_a_pipe(tmp_path):
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev/null"])
 def test_a_device_is_refused(path):
-    with pytest.raises(UserError, match=f"{path}: a device, not a file; give a JSON or JSONL file"):
+    with pytest.raises(UserError, match=f"{path}: a device, not a file; give a JSON, JSONL, CSV or Parquet file"):
         read_rows(path, answer)
 
 
 def test_a_pipe_without_an_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "MAX_PIPED_BYTES", 2**20)
+    monkeypatch.setattr(row_reading, "MAX_PIPED_BYTES", 2**20)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with subprocess.Popen(["sh", "-c", f"exec cat /dev/zero > {pipe}"]) as endless:
@@ -264,4 +264,4 @@ def test_an_error_that_passes_through_the_reader_names_the_caller_s_line(file):
 
 def test_a_file_that_cannot_be_read(tmp_path):
     assert problems(tmp_path / "none.json")[0].startswith(": cannot be read (No such file or directory)")
-    assert problems(tmp_path)[0].startswith(": cannot be read (Is a directory)")
+    assert problems(tmp_path)[0].startswith(": no data files in this folder; expected .json, .jsonl")

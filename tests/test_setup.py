@@ -66,7 +66,7 @@ def asked(folder: Path, driver: str | None) -> list[str]:
 def test_torch_is_the_build_for_the_machine_and_its_driver(tmp_path, driver, torch):
     first, then, compiled = asked(tmp_path, driver)
     assert first.split()[-1] == torch
-    assert "-e tasks/math" in then
+    assert "-e tasks/chat -e tasks/math -e tasks/ner" in then
     assert first.startswith("0 1 "), "DeepSpeed would look for a CUDA toolkit"
     assert "--no-compile" in first
     assert "--no-compile" in then

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PROJECTS = {"accel_sft": ROOT, "accel_sft_math": ROOT / "tasks" / "math", "accel_sft_ner": ROOT / "tasks" / "ner"}
+PROJECTS = {"accel_sft": ROOT} | {f"accel_sft_{task}": ROOT / "tasks" / task for task in ("chat", "math", "ner")}
 REPORTING = ROOT / "accel_sft" / "reporting"
 LAUNCH_FILES = ROOT / "accelerate_configs"
 
@@ -81,13 +81,13 @@ def test_an_installation_from_wheels_trains_in_an_empty_folder(installed, tmp_pa
     work.mkdir()
     home.mkdir()
     user = {"cwd": work, "env": outside(home)}
-    where = "import accel_sft, accel_sft_math, accel_sft_ner as ner; print(accel_sft.__file__, ner.__file__)"
+    where = "import accel_sft, accel_sft_chat, accel_sft_ner as ner; "
+    where += "print(accel_sft.__file__, accel_sft_chat.__file__, ner.__file__)"
     for path in run(installed / "python", "-c", where, **user).split():
         assert Path(path).is_relative_to(installed.parent)
     assert "Usage: accel-sft" in run(installed / "accel-sft", "--help", **user)
     tasks = run(installed / "accel-sft", "tasks", **user)
-    assert "math" in tasks
-    assert "ner" in tasks
+    assert all(name in tasks for name in ("chat", "math", "ner"))
     for path in LAUNCH_FILES.iterdir():
         assert run(installed / "accel-sft", "launch-file", path.stem, **user) == path.read_text(encoding="utf-8")
     run(installed / "accel-sft", "math", "--max-steps", "2", "--eval-every", "off", "--output-dir", "run", **user)

@@ -16,7 +16,7 @@ from accel_sft.api.task import Task
 GROUP = "accel_sft.tasks"
 ALLOWED = "ACCEL_SFT_TASKS"
 """The variable that names the tasks whose code may run, commas between; unset: all that are installed."""
-SHIPPED = {"math": "accel-sft-math", "ner": "accel-sft-ner"}
+SHIPPED = {"chat": "accel-sft-chat", "math": "accel-sft-math", "ner": "accel-sft-ner"}
 """Task names that belong to the distributions this project ships."""
 RESERVED = frozenset(
     ("tasks", "check", "plan", "compare", "report", "evaluate", "generate", "merge", "push", "new-task", "install")

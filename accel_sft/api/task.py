@@ -18,7 +18,10 @@ class Task(abc.ABC):
     """
 
     main_metric: ClassVar[str]
-    """Key of `aggregate`'s result that decides which checkpoint is best."""
+    """Key of `aggregate`'s result that decides which checkpoint is best.
+
+    "eval_loss", with `higher_is_better` False: the validation loss does, and no answer is generated or scored.
+    """
     higher_is_better: ClassVar[bool] = True
 
     @abc.abstractmethod
@@ -26,7 +29,8 @@ class Task(abc.ABC):
         """The examples of `split`, "train" or "validation". Raise UserError for data that cannot be used.
 
         A sequence may have an attribute `fingerprint`, a text that changes whenever an example does (what `read_rows`
-        returns has one): then a later start need not read every message and target to find that none has changed.
+        returns has one): then a later start need not read every message and target to find that none has changed. An
+        attribute `notes` has lines about the data that are shown at the start.
         """
 
     @abc.abstractmethod

@@ -27,6 +27,11 @@ CODES = {
         "give the field what is expected there, or take the row out",
     ),
     "D103": Code("error", "the examples cannot be read", "mend what is said here; the split could not be checked"),
+    "D104": Code(
+        "warning",
+        "the task's reader leaves the row out",
+        "mend the row, or take it out; training goes on without it",
+    ),
     "D201": Code(
         "error",
         "messages() or target() fails, or gives what is no conversation",

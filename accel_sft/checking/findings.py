@@ -79,7 +79,7 @@ class Finding:
 
 
 def _order(row: Row) -> tuple[Any, ...]:
-    return (row.place.file, row.place.line, row.place.row or 0) if row.place else ("", 0, row.index or 0)
+    return (row.place.file, row.place.line or 0, row.place.row or 0) if row.place else ("", 0, row.index or 0)
 
 
 class Findings:

@@ -27,10 +27,20 @@ def read_splits(task: Task, found: Findings) -> dict[str, Sequence[Any]]:
             except UserError as error:
                 for line in error.problems:
                     found.add("D103", split, detail=line)
-    files = {examples.file: split for split, examples in splits.items() if isinstance(examples, Rows)}
+    rows_of = {split: examples for split, examples in splits.items() if isinstance(examples, Rows)}
+    files: dict[str, str] = {}
+    for split, rows in rows_of.items():
+        for name in rows.files:
+            files.setdefault(name, split)  # both splits may come from one file
     for bad in bad_rows:
         code = "D101" if bad.syntax else "D102"
         found.add(code, files.get(bad.place.file, ""), detail=bad.reason, place=bad.place)
+    for split, rows in rows_of.items():
+        for each in rows.left_out():
+            if files[each.places[0].file] == split:
+                for place in each.places:
+                    found.add("D104", split, detail=each.reason, place=place)
+                found.finding("D104", split).count += each.rows - len(each.places)
     return splits
 
 
@@ -72,4 +82,4 @@ def readable_rows(task: Task, examples: Sequence[Any], split: str) -> np.ndarray
 
 def bad_rows_of(split: str, found: Findings) -> int:
     """How many rows of a split `read_splits` left out."""
-    return sum(found.count(code, split) for code in ("D101", "D102"))
+    return sum(found.count(code, split) for code in ("D101", "D102", "D104"))

@@ -13,7 +13,7 @@ from accel_sft.checking.findings import Findings
 from accel_sft.checking.texts import shortened, without_index
 from accel_sft.data.conversation import conversation
 from accel_sft.data.form import wanted
-from accel_sft.evaluation.scoring import scored
+from accel_sft.evaluation.scoring import EVAL_LOSS, scored
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
 
@@ -38,6 +38,9 @@ class OwnScores:
 
     def audit(self, split: str, usable: np.ndarray, found: Findings) -> None:
         """Score each usable example's own answer, and report those that are not perfect."""
+        if self.task.main_metric == EVAL_LOSS:
+            self.unjudged = "the validation loss is the main metric"
+            return
         grade = "error" if split == "validation" else "warning"  # training rows are not scored in training
         values = np.full(len(usable), np.nan)
         for index in np.flatnonzero(usable).tolist():

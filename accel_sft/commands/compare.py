@@ -53,7 +53,7 @@ def run(
     if under_launcher():
         raise UserError("compare starts launches itself: run it without accelerate launch")
     cells, varied, given = _cells(task, task_class, offers, asked, parse)
-    configs = _check(cells, asked["discard_steps"], parse)
+    configs, main_metric = _check(cells, asked["discard_steps"], parse)
     if asked["dry_run"]:
         for cell in cells:
             print(f"{cell.name}\n    {cell.shown_command(Path('FOLDER'))}", file=terminal())
@@ -71,7 +71,7 @@ def run(
         "given": given,
         "fingerprints": _fingerprints(cells, asked["config_file"]),
         "varied": varied,
-        "main_metric": task_class.main_metric,
+        "main_metric": main_metric,
         "discard_steps": asked["discard_steps"],
         "repeat": asked["repeat"],
         "time_limit_minutes": asked["time_limit"],
@@ -143,12 +143,13 @@ def _numbers(flag: str, texts: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _check(cells: Sequence[Cell], discard_steps: int, parse: Parse) -> list[TrainConfig]:
-    """The settings of every cell, all of whose problems are found before the first launch."""
-    configs, problems = [], []
+def _check(cells: Sequence[Cell], discard_steps: int, parse: Parse) -> tuple[list[TrainConfig], str]:
+    """The settings of every cell, all of whose problems are found before the first launch, and the main metric of the
+    first."""
+    configs, metrics, problems = [], [], []
     for cell in cells:
         try:
-            config, _ = parse(cell.words[1:])[1]()
+            config, task = parse(cell.words[1:])[1]()
         except UserError as error:
             problems += error.problems
             continue
@@ -160,9 +161,10 @@ def _check(cells: Sequence[Cell], discard_steps: int, parse: Parse) -> list[Trai
             told = f"--profile slows the first {TRACED_STEPS} steps"
             problems.append(f"{told}: --discard-steps {TRACED_STEPS} or more leaves them out of what is measured")
         configs.append(config)
+        metrics.append(task.main_metric)
     if problems:
         raise UserError(*dict.fromkeys(problems))
-    return configs
+    return configs, metrics[0]
 
 
 def _fingerprints(cells: Sequence[Cell], config_file: str | None) -> dict[str, str]:

@@ -9,14 +9,17 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where a row stands: its file and line (from 1); and its number (from 1) if several rows begin on that line."""
+    """Where a row stands: its file and line (from 1); and its number (from 1) if several rows begin on that line.
+
+    `line` is None in files without lines, such as Parquet's.
+    """
 
     file: str
-    line: int
+    line: int | None
     row: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}" + (f" row {self.row}" if self.row else "")
+        return self.file + (f":{self.line}" if self.line else "") + (f" row {self.row}" if self.row else "")
 
 
 class BadRow(NamedTuple):

@@ -13,6 +13,7 @@ import json
 import pkgutil
 import sys
 import types
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ def _imported(source: bytes) -> set[str]:
 
 def _installed(imported: set[str]) -> list[str]:
     """If anything is imported, name and version of all that is installed: what that may import in turn."""
-    provided = metadata.packages_distributions() if imported else {}
+    provided = _distributions() if imported else {}
     for top in imported:  # a file beside the task, or one installed from a folder, may change and keep its version
         distributions = [metadata.distribution(name) for name in provided.get(top, ())]
         places = [place for place in _places(top) if _INSTALLED.isdisjoint(place.parts)]
@@ -128,3 +129,9 @@ def _installed(imported: set[str]) -> list[str]:
             raise _Unknown
     folders = [Path(folder) for folder in sys.path if imported and Path(folder).name in _INSTALLED]
     return sorted({found.name for folder in folders for found in folder.glob("*.*-info")})
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    """The distributions that hold each top-level module, read once: it takes a fraction of a second."""
+    return metadata.packages_distributions()

@@ -43,6 +43,26 @@ class RowProblem(ValueError):
         super().__init__(f"field {shown}: expected {expected}")
 
 
+class RowLeftOut(Exception):
+    """Raised by the `parse` given to `read_rows`: the row is left out, counted and named, by this reason in a phrase.
+
+    A row that is malformed is RowProblem's; this is for one that is as published files have them, and of no use.
+    """
+
+
+class ParsedRow(NamedTuple):
+    """What `parse` may return around an example.
+
+    Attributes:
+        group: rows of one group, such as those with one prompt, stay together when some are held out; "": equal rows.
+        notes: what was done to the row; each is counted over all rows and told with the first places.
+    """
+
+    example: Any
+    group: str = ""
+    notes: tuple[str, ...] = ()
+
+
 def located(stream: BinaryIO, name: str) -> Iterator[Located]:
     """The values of an array or of lines, whichever the content is.
 

@@ -1,100 +1,136 @@
-"""Reads rows of a JSON or JSON Lines file: all are checked at the first reading, each is parsed when it is used.
+"""Reads rows of files as a sequence that has none of them in memory: each is parsed when it is used.
 
-The place of each row is kept in the cache, found by the file's content and the parser. Standard library only.
+JSON, JSON Lines, CSV and Parquet, compressed or not, a file, a folder or a data set of the hub. Standard library only.
 """
 
 from __future__ import annotations
 
-import contextlib
+import array
+import bisect
 import dataclasses
 import hashlib
-import io
-import json
+import heapq
+import itertools
 import operator
 import os
-import stat
-import struct
-import zlib
+import random
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 from accel_sft.api.errors import UserError
-from accel_sft.data import cache
-from accel_sft.data.bad_rows import BadRow, Place, left_out_rows
-from accel_sft.data.fingerprint import code_fingerprint
-from accel_sft.data.json_stream import RowProblem, located
+from accel_sft.data.bad_rows import Place
+from accel_sft.data.formats import COMPRESSIONS, READERS, is_data_file
+from accel_sft.data.hub import is_dataset_name
+from accel_sft.data.json_stream import ParsedRow
+from accel_sft.data.row_file import RowFile
+from accel_sft.data.row_reading import MAX_PROBLEMS, read_dataset, read_file
 
-MAX_PROBLEMS = 20
-MAX_PIPED_BYTES = 1 << 30
-"""What comes through a pipe is held in memory, and may have no end."""
-IN_MEMORY_BYTES = 1 << 20
-"""Smaller files are held in memory and checked at every start: that takes no longer than a look into the cache."""
-_PLACE = struct.Struct("<qII")  # a row's first byte in the file, number of bytes, and their CRC-32
-_PLACES = "places.bin"
-_CHUNK_BYTES = 1 << 20
+_NAMED = 5
+"""Rows that a note names."""
+_64_BITS = (1 << 64) - 1
 Row = TypeVar("Row")
 
 
-class _File:
-    """An open file that is sliced as `bytes` are; closed with the last reference to it."""
+class LeftOut(NamedTuple):
+    """How many rows of a file the parser left out for one reason, and where the first of them stand."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def __len__(self) -> int:
-        return os.fstat(self._descriptor).st_size
-
-    def __getitem__(self, part: slice) -> bytes:
-        return os.pread(self._descriptor, part.stop - part.start, part.start)
-
-    def __del__(self) -> None:
-        os.close(self._descriptor)
+    reason: str
+    rows: int
+    places: list[Place]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Rows(Sequence[Row]):
-    """The rows of a file as a sequence that has none of them in memory: each is read and parsed when it is used.
+    """The rows of one file or more as a sequence that has none of them in memory: each is read when it is used.
 
     A slice is such a sequence too; `list(rows)` has them all in memory.
+
+    Attributes:
+        notes: lines about the rows, shown at the start: what the parser noted, and what was left out.
     """
 
-    _name: str
-    _file: _File | bytes
-    _places: _File | bytes
-    _parse: Callable[[dict[str, Any]], Row]
-    _chosen: range
-    _content: str | None
-    _complete: bool = True
+    name: str
+    _files: tuple[RowFile, ...]
+    _parse: Callable[[dict[str, Any]], Row | ParsedRow]
+    _chosen: Sequence[int]
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._ends = [0]
+        for file in self._files:
+            self._ends.append(self._ends[-1] + len(file))
 
     @property
-    def file(self) -> str:
-        """The file's name, as it was given."""
-        return self._name
+    def files(self) -> list[str]:
+        """The files' names."""
+        return [file.name for file in self._files]
 
     def places(self, indices: Sequence[int]) -> list[Place]:
-        """Where these rows stand in the file, of which as much as is needed is read once."""
-        rows = [self._chosen[index] for index in indices]
-        lines: dict[int, int] = {}
-        at, line = 0, 1
-        for number in sorted({each for row in rows for each in (row - 1, row) if each >= 0}):
-            begin, _, _ = self._place(number)
-            while at < begin:
-                end = min(at + _CHUNK_BYTES, begin)
-                line += self._file[at:end].count(b"\n")
-                at = end
-            lines[number] = line
-        alone = {row: lines.get(row - 1) != lines[row] for row in rows}
-        return [Place(self._name, lines[row], None if alone[row] or not self._complete else row + 1) for row in rows]
+        """Where these rows stand."""
+        return [file.place(row) for file, row in map(self._file_of, indices)]
 
-    def _place(self, row: int) -> tuple[int, int, int]:
-        return _PLACE.unpack(self._places[row * _PLACE.size : (row + 1) * _PLACE.size])
+    def left_out(self) -> list[LeftOut]:
+        """What the parser left out, by file and reason."""
+        return [
+            LeftOut(reason, count, [file.place_at(line) for line in lines])
+            for file in self._files
+            for reason, (count, lines) in file.left_out.items()
+        ]
+
+    def held_out(self, rows: int, seed: int) -> tuple[Rows[Row], Rows[Row]]:
+        """The rows but for `rows` of them, and those, drawn by `seed` and the groups that the parser put them into.
+
+        All rows of a group are on one side, so fewer may be held out, or more where every group has more.
+
+        Raises:
+            UserError: all rows are of one group.
+        """
+        groups = array.array("I", itertools.chain.from_iterable(file.groups() for file in self._files))
+        chosen = array.array("I", (groups[row] for row in self._chosen))
+        factor = random.Random(seed).getrandbits(64) | 1  # multiply-shift hashing: the groups are hashes already
+
+        def drawn(group: int) -> int:
+            return (group * factor & _64_BITS) >> 32
+
+        first = heapq.nsmallest(rows + 1, map(drawn, chosen))
+        limit = first[rows] if len(first) > rows else _64_BITS
+        taken = {group for group in chosen if drawn(group) < limit}
+        if not taken:
+            sizes = Counter(chosen)
+            taken = {min(sizes, key=lambda group: (sizes[group], drawn(group)))}
+        sides = [array.array("q"), array.array("q")]
+        for row, group in zip(self._chosen, chosen, strict=True):
+            sides[group in taken].append(row)
+        if not sides[0]:
+            raise UserError(
+                f"{self.name}: all rows are of one group, such as one prompt, so none can be held out; give validation "
+                "rows in a file of their own"
+            )
+        kept, out = (dataclasses.replace(self, _chosen=side, notes=[]) for side in sides)
+        kept.notes = list(self.notes)
+        return kept, out
+
+    def _file_of(self, index: int) -> tuple[RowFile, int]:
+        """The file of a row, and its index there."""
+        row = self._chosen[index]
+        number = bisect.bisect_right(self._ends, row) - 1
+        return self._files[number], row - self._ends[number]
 
     @property
     def fingerprint(self) -> str | None:
         """The same for the same rows and parser; None: the parser has none, see `code_fingerprint`."""
+        contents = [file.content for file in self._files]
+        if not all(contents):
+            return None
         chosen = self._chosen
-        return self._content and f"{self._content} {chosen.start} {chosen.step} {len(chosen)}"
+        if isinstance(chosen, range):
+            described = f"{chosen.start} {chosen.step} {len(chosen)}"
+        else:
+            described = hashlib.sha256(chosen.tobytes()).hexdigest()
+        return f"{' '.join(contents)} {described}"
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -104,14 +140,11 @@ class Rows(Sequence[Row]):
     @overload
     def __getitem__(self, index: slice) -> Rows[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | Rows[Row]:
-        row = self._chosen[index]
-        if isinstance(row, range):
-            return dataclasses.replace(self, _chosen=row)
-        begin, size, checksum = self._place(row)
-        raw = self._file[begin : begin + size]
-        if zlib.crc32(raw) != checksum:
-            raise UserError(f"{self._name}: row {row + 1} was changed while it was in use; start again")
-        return self._parse(json.loads(raw))
+        if isinstance(index, slice):
+            return dataclasses.replace(self, _chosen=self._chosen[index])
+        file, row = self._file_of(index)
+        parsed = self._parse(file.row(row))
+        return parsed.example if isinstance(parsed, ParsedRow) else parsed
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, (list, Rows)):
@@ -119,92 +152,95 @@ class Rows(Sequence[Row]):
         return len(self) == len(other) and all(map(operator.eq, self, other))
 
     def __repr__(self) -> str:
-        return f"<{len(self):,} rows of {self._name}>"
+        return f"<{len(self):,} rows of {self.name}>"
 
 
-def read_rows(path: str | Path, parse: Callable[[dict[str, Any]], Row]) -> Rows[Row]:
-    """Read a JSON array of objects or JSON Lines (told apart by content, not by name) and parse every row once.
+def read_rows(path: str | Path, parse: Callable[[dict[str, Any]], Row | ParsedRow]) -> Rows[Row]:
+    """Read the rows of a file, or of all data files in a folder, and parse every one once.
 
     Args:
-        path: the file, UTF-8 (a byte-order mark is accepted).
-        parse: turns an object into an example, or raises RowProblem; a pure function, called again for each use.
+        path: .parquet, .csv or .tsv; any other suffix is a JSON array of objects or JSON Lines, told apart by content;
+            .gz, .bz2, .xz or .zst behind it is decompressed. Text is UTF-8 (a byte-order mark is accepted). Of a
+            folder, the files with these suffixes and .json, .jsonl, .ndjson, those of folders in it too, in the order
+            of their names. ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT that is no path is a data set of the
+            Hugging Face hub, read by the library `datasets`.
+        parse: turns an object into an example (or a ParsedRow), raises RowProblem for a malformed one and RowLeftOut
+            for one to do without; a pure function, called again for each use. A CSV row has text in every column.
     Returns:
-        The examples. Of a large file each is read again whenever it is used, so that a million take no memory.
+        The examples. Those of a large file are read again whenever they are used, so that a million take no memory;
+        rows of other formats than JSON are kept in the cache as JSON.
     Raises:
-        UserError: the file cannot be read, holds no row, or has bad rows: the first twenty, by file, line and field.
+        UserError: a file cannot be read, holds no row, or has bad rows: the first twenty, by file, line and field.
     """
-    path, known = Path(path), code_fingerprint(parse)
-    try:
-        stream = path.open("rb")
-        before = os.fstat(stream.fileno())
-        regular = stat.S_ISREG(before.st_mode)
-        if not regular and not stat.S_ISFIFO(before.st_mode):
-            raise UserError(f"{path}: a device, not a file; give a JSON or JSONL file")
-        held = before.st_size < IN_MEMORY_BYTES or not regular  # what is piped in is read once
-        most = -1 if regular else MAX_PIPED_BYTES + 1
-        file = stream.read(most) if held else _File(os.dup(stream.fileno()))
-        if not regular and len(file) > MAX_PIPED_BYTES:
-            raise UserError(f"{path}: more than {MAX_PIPED_BYTES >> 20} MiB come through a pipe; give a file instead")
-        source = io.BytesIO(file) if held else stream
-        key = hashlib.sha256(f"{hashlib.file_digest(source, 'sha256').hexdigest()} {known}".encode()).hexdigest()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give an existing JSON or JSONL file") from None
-    except ValueError as error:  # the name has a NUL or a lone surrogate
-        raise UserError(f"{str(path)!r}: not a file's name ({error}); give an existing JSON or JSONL file") from None
-    with stream:
-        kept = not held and known is not None
-        places, complete = _kept(key) if kept else None, True
-        if places is None:
-            places, complete = _validated(source, str(path), parse)
-            after = os.fstat(stream.fileno())
-            if not held and (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-                raise UserError(f"{path}: was changed while it was read; start again")
-            places = _keep(places, key) if kept and complete else places
-    return Rows(str(path), file, places, parse, range(len(places) // _PLACE.size), known and key, complete)
-
-
-def _validated(stream: BinaryIO, name: str, parse: Callable[[dict[str, Any]], Any]) -> tuple[bytes, bool]:
-    """The place of each row, one after the other, and whether that is all of them."""
-    places, problems, bad, before, left_out = bytearray(), [], 0, 0, left_out_rows()
-    for row, (value, line, begin, raw) in enumerate(located(stream, name), 1):
+    path = Path(path)
+    files = _data_files(path) if os.path.isdir(path) else [path]  # Path.is_dir raises for some names
+    reader = read_dataset if is_dataset_name(str(path)) else read_file
+    read, problems = [], []
+    for file in files:
         try:
-            if isinstance(value, ValueError):
-                raise value
-            if not isinstance(value, dict):
-                raise RowProblem("(row)", f"a JSON object, got {type(value).__name__}")
-            parse(value)
-            places += _PLACE.pack(begin, len(raw), zlib.crc32(raw))
-        except ValueError as problem:
-            bad += 1
-            place = Place(name, line, row if raw and line == before else None)  # an array may stand on one line
-            if left_out is not None:
-                left_out.append(BadRow(place, str(problem), isinstance(value, ValueError)))
-            elif bad <= MAX_PROBLEMS:
-                where = f"{name}:{line}:" + (f" row {row}:" if place.row else "")
-                problems.append(f"{where} {problem}")
-        before = line
-    if left_out is None and bad > MAX_PROBLEMS:
-        problems.append(f"{name}: and {bad - MAX_PROBLEMS} more bad rows; nothing was trained")
+            read.append(reader(file, parse))
+        except UserError as error:
+            problems += error.problems
+        if len(problems) >= MAX_PROBLEMS:
+            break
     if problems:
         raise UserError(*problems)
-    if not places:
-        raise UserError(f"{name}: no rows; expected a JSON array of objects or one JSON object per line")
-    return bytes(places), not bad
+    rows = Rows(str(path), tuple(read), parse, range(sum(map(len, read))), _notes(read))
+    if not len(rows):
+        raise UserError(*rows.notes, f"{path}: no row is left to use")
+    return rows
 
 
-def _kept(key: str) -> _File | None:
-    if found := cache.find("rows", key):
-        with contextlib.suppress(OSError):  # it may be removed by now
-            return _File(os.open(found[0] / _PLACES, os.O_RDONLY))
-    return None
+def with_places(lines: Sequence[str], examples: Sequence[Any], split: str) -> list[str]:
+    """Lines that name examples of a split by index, such as "train example 5: ...", with file and line beside it."""
+    if not isinstance(examples, Rows):
+        return list(lines)
+
+    def placed(found: re.Match[str]) -> str:
+        return f"{found[0]} ({examples.places([int(found[1])])[0]})"
+
+    return [re.sub(rf"^{split} example (\d+)(?=:)", placed, line) for line in lines]
 
 
-def _keep(places: bytes, key: str) -> _File | bytes:
-    """Put `places` into the cache. If it cannot be written they stay in memory, and the next start checks all rows."""
-    try:
-        with cache.partial("rows") as made:
-            (made / _PLACES).write_bytes(places)
-            cache.publish(made, "rows", key, {})
-    except OSError as error:
-        cache.log(f"{cache.folder()}: rows cannot be kept here ({error.strerror}); they are checked on every start")
-    return _kept(key) or places
+def _data_files(folder: Path) -> list[Path]:
+    """The data files of a folder, without hidden ones.
+
+    Raises:
+        UserError: there are none.
+    """
+    found = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and is_data_file(path) and not any(p.startswith(".") for p in path.relative_to(folder).parts)
+    ]
+    if not found:
+        compressed = ", ".join(COMPRESSIONS)
+        raise UserError(
+            f"{folder}: no data files in this folder; expected {', '.join(READERS)}, or {compressed} of one"
+        )
+    return found
+
+
+def _notes(files: Sequence[RowFile]) -> list[str]:
+    """A line for each thing noted, and for each reason that rows were left out."""
+    lines = []
+    total = sum(len(file) + sum(count for count, _ in file.left_out.values()) for file in files)
+    for verb, tallies in (("", [file.noted for file in files]), ("left out: ", [file.left_out for file in files])):
+        for what in dict.fromkeys(what for tally in tallies for what in tally):
+            count = sum(tally[what][0] for tally in tallies if what in tally)
+            places = [
+                (file, at) for file, tally in zip(files, tallies, strict=True) for at in tally.get(what, (0, []))[1]
+            ]
+            named = "" if 2 * count > total else f" ({_named(files, places, count)})"
+            lines.append(f"{count:,} row{'s' * (count != 1)} {verb}{what}{named}")
+    return lines
+
+
+def _named(files: Sequence[RowFile], places: Sequence[tuple[RowFile, int]], count: int) -> str:
+    first = places[:_NAMED]
+    if len(files) == 1:
+        one = "line" if files[0].format.has_lines else "row"
+        shown = f"{one}{'s' * (count != 1)} " + ", ".join(str(at) for _, at in first)
+    else:
+        shown = ", ".join(str(file.place_at(at)) for file, at in first)
+    return shown + (f", and {count - len(first):,} more" if count > len(first) else "")

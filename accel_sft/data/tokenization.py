@@ -13,6 +13,7 @@ from accel_sft.api.task import Task
 from accel_sft.data import cache
 from accel_sft.data.chat import Encoding, Rules, encode_parts
 from accel_sft.data.rendering import Rendering
+from accel_sft.data.rows import with_places
 from accel_sft.data.token_key import decided_without_examples, token_key
 from accel_sft.data.token_store import TokenStore, fingerprint_of, merge, write_part
 from accel_sft.io.terminal import terminal
@@ -55,14 +56,14 @@ class SplitEncoder:
                 "ranks got different examples from dataset() (a set's order, an unseeded random?), or run different "
                 "versions; make it a pure function, and the machines alike"
             )
-        key = keys[0]
+        key, notes = keys[0], [f"{split}: {note}" for note in getattr(examples, "notes", ())]
         found = team.firsts(lambda: _kept(key))
         if all(found):
             folder, about = found[team.rank]
             encoding = self._opened(folder, about, split)
             if all(team.all(lambda: self._agrees(encoding, examples))):
                 encoding.notes.append(f"{split}: {len(encoding.kept):,} examples, tokens from the cache")
-                return self._noted(encoding)
+                return self._noted(encoding, notes)
             cache.log(f"{folder}: not what the task makes of its rows now; it is made again")
             team.firsts(lambda: cache.discard(KIND, key))
         if len(examples) >= _ANNOUNCED and team.is_main:
@@ -73,10 +74,11 @@ class SplitEncoder:
                 f"{split}: the task's messages() and target() gave something else the second time; make them pure "
                 "functions of the example and the options"
             )
-        return self._noted(encoding)
+        return self._noted(encoding, notes)
 
-    def _noted(self, encoding: Encoding) -> Encoding:
-        """With what the rendering has to say that the split before it had not."""
+    def _noted(self, encoding: Encoding, notes: list[str]) -> Encoding:
+        """With the notes of the examples, and what the rendering has to say that the split before it had not."""
+        encoding.notes[:0] = notes
         encoding.notes += self.rendering.notes[self._told :]
         self._told = len(self.rendering.notes)
         rows, examples = len(encoding.kept), encoding.kept.examples
@@ -163,10 +165,10 @@ class SplitEncoder:
 
         try:
             return write_part(folder / f"part-{place}", parts(), split)
-        except UserError:
+        except UserError as error:
             with contextlib.suppress(OSError):
                 (folder / f"failed-{place}").touch()
-            raise
+            raise UserError(*with_places(error.problems, examples, split)) from error
 
 
 def _kept(key: str) -> tuple[Path, dict[str, Any]] | None:

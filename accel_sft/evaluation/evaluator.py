@@ -21,7 +21,7 @@ from accel_sft.data.conversation import conversation
 from accel_sft.data.rendering import Rendering
 from accel_sft.evaluation.backend import AnswerBackend
 from accel_sft.evaluation.generate import Generator
-from accel_sft.evaluation.scoring import aggregated, scored
+from accel_sft.evaluation.scoring import EVAL_LOSS, aggregated, scored
 from accel_sft.evaluation.vllm import VllmBackend
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.terminal import terminal, wrapped
@@ -127,11 +127,14 @@ class Evaluator:
         return nll / tokens
 
     def score_answers(self, eval_loss: float) -> Evaluation:
-        """Greedy answers by the backend, each scored on the rank that has it, and gathered once.
+        """Greedy answers by the backend, each scored on the rank that has it, and gathered once; none where the task's
+        main metric is the loss.
 
         Raises:
             UserError: out of device memory; or the task's score() or aggregate() returned something unusable.
         """
+        if self.task.main_metric == EVAL_LOSS:
+            return Evaluation({EVAL_LOSS: eval_loss}, [])
         longest_answer = max(row.answer_tokens for row in self.answered)
         most = self.config.max_new_tokens or self.max_new_tokens or longest_answer
         with torch.no_grad(), _out_of_memory_explained():
@@ -149,7 +152,7 @@ class Evaluator:
             "generate_tokens_per_second": tokens / costs["generate_seconds"],
             "seconds_per_answer": costs["generate_seconds"] / len(samples),
         }
-        return Evaluation({**metrics, "eval_loss": eval_loss, **costs, **speed}, samples)
+        return Evaluation({**metrics, EVAL_LOSS: eval_loss, **costs, **speed}, samples)
 
     def _sample(self, encoded: Encoded, answer: list[int]) -> dict[str, Any]:
         heartbeat()

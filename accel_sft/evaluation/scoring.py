@@ -11,6 +11,8 @@ from accel_sft.data.form import wanted
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.tracking.report import COSTS
 
+EVAL_LOSS = "eval_loss"
+"""The main metric of a task whose answers are neither generated nor scored."""
 _TRIED = 8
 """Validation examples whose own targets are scored before anything is loaded."""
 
@@ -24,9 +26,13 @@ def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = No
         UserError: as `scored` and `aggregated`. An aggregate() that fails on so few scores is not refused: some
             metrics need more.
     """
+    if task.main_metric == EVAL_LOSS:
+        return
     chats = {index: conversation(task, examples, "validation", index) for index in range(min(len(examples), _TRIED))}
     # how a call of a tool is written, the chat template decides
     targets = {index: wanted(chat, thinking) for index, chat in chats.items() if not chat.calls}
+    if not targets:
+        return
     scores = [scored(task, examples, *answer) for answer in targets.items()]
     try:
         metrics = task.aggregate(scores)
@@ -87,7 +93,7 @@ def _checked(task: Task, given: Mapping[str, Any]) -> dict[str, float]:
     main = task.main_metric
     if main not in metrics:
         raise UserError(f"the task's aggregate() gave {sorted(metrics)}, without its main_metric {main!r}")
-    if taken := metrics.keys() & {"step", "loss", "eval_loss", *COSTS}:
+    if taken := metrics.keys() & {"step", "loss", EVAL_LOSS, *COSTS}:
         names = ", ".join(sorted(taken))
         raise UserError(f"the task's aggregate() gave {names}: names of the trainer's own numbers")
     return metrics

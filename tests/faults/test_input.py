@@ -24,7 +24,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import load_yaml
 from accel_sft.api.options import settings as settings_of
 from accel_sft.cli_task import TaskCommand
-from accel_sft.data import rows
+from accel_sft.data import row_reading
 from accel_sft_math import Math
 
 LAW = settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
@@ -41,7 +41,7 @@ def read(task, path, content, large=False):
     path.write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
         if large:
-            patch.setattr(rows, "IN_MEMORY_BYTES", 0)
+            patch.setattr(row_reading, "IN_MEMORY_BYTES", 0)
         return fuzz.read(fuzz.reader(task, path), path)
 
 

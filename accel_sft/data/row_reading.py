@@ -1,0 +1,221 @@
+"""Reads one file of rows: all are checked at the first reading, and the place of each is kept in the cache.
+
+Rows of JSON stay in their file; those of other formats are written to the cache as JSON Lines. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import os
+import stat
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from accel_sft.api.errors import UserError
+from accel_sft.data import cache, hub
+from accel_sft.data.bad_rows import BadRow, Place, left_out_rows
+from accel_sft.data.fingerprint import code_fingerprint
+from accel_sft.data.formats import READERS, Format, decompress, format_of
+from accel_sft.data.json_stream import Located, ParsedRow, RowLeftOut, RowProblem, located
+from accel_sft.data.row_file import PLACE, OpenFile, RowFile, Tally
+
+MAX_PROBLEMS = 20
+MAX_PIPED_BYTES = 1 << 30
+"""What comes through a pipe is held in memory, and may have no end."""
+IN_MEMORY_BYTES = 1 << 20
+"""Smaller files of JSON are held in memory and checked at every start: it takes no longer than to look for them in the
+cache."""
+_ANNOUNCED_BYTES = 64 << 20
+"""Of a file from which on a line announces that its rows are being converted."""
+_KIND, _PLACES, _TEXT = "rows", "places.bin", "rows.jsonl"
+_EXPECTED = "a JSON, JSONL, CSV or Parquet file"
+_NO_ROWS = "a JSON array of objects or one JSON object per line"
+Parse = Callable[[dict[str, Any]], Any]
+
+
+def read_file(path: Path, parse: Parse) -> RowFile:
+    """Open a file, check its rows or find in the cache that they were.
+
+    Raises:
+        UserError: as `read_rows`.
+    """
+    name, known, format = str(path), code_fingerprint(parse), format_of(path)
+    try:
+        stream = path.open("rb")
+        before = os.fstat(stream.fileno())
+        regular = stat.S_ISREG(before.st_mode)
+        if not regular and not stat.S_ISFIFO(before.st_mode):
+            raise UserError(f"{name}: a device, not a file; give {_EXPECTED}")
+        converted = bool(format.compression) or not format.is_text_of_rows
+        held = not regular or (before.st_size < IN_MEMORY_BYTES and not converted)  # what is piped in is read once
+        content = stream.read(-1 if regular else MAX_PIPED_BYTES + 1) if held else OpenFile(os.dup(stream.fileno()))
+        if not regular and len(content) > MAX_PIPED_BYTES:
+            raise UserError(f"{name}: more than {MAX_PIPED_BYTES >> 20} MiB come through a pipe; give a file instead")
+        source = io.BytesIO(content) if held else stream
+        decides = f"{hashlib.file_digest(source, 'sha256').hexdigest()} {known} {format if converted else ''}"
+        key = hashlib.sha256(decides.encode()).hexdigest()
+    except OSError as error:
+        raise UserError(f"{name}: cannot be read ({error.strerror}); give an existing one: {_EXPECTED}") from None
+    except ValueError as error:  # the name has a NUL or a lone surrogate
+        raise UserError(f"{name!r}: not a file's name ({error}); give {_EXPECTED}") from None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stream)
+        about = name, format, known and key
+        keep = known is not None and (converted or not held)
+        if keep and (found := _kept(about, key, None if converted else content)):
+            return found
+        folder, keep = _workspace(stack, keep, converted)
+        if converted and before.st_size >= _ANNOUNCED_BYTES:
+            cache.log(f"{name}: reading {before.st_size >> 20:,} MiB" + (", once; its rows are kept" if keep else ""))
+        try:
+            text, checked = _checked(source, about, parse, folder if converted else None)
+        except OSError as error:  # only what is converted is written
+            raise UserError(f"{name}: cannot be converted in {folder} ({error.strerror}); free space there") from None
+        if not held and (before.st_size, before.st_mtime_ns) != (content.stat.st_size, content.stat.st_mtime_ns):
+            raise UserError(f"{name}: was changed while it was read; start again")
+        return _made(folder, key if keep else None, about, content if text is None else text, checked)
+
+
+def read_dataset(path: Path, parse: Parse) -> RowFile:
+    """As `read_file`, of a data set of the hub.
+
+    Raises:
+        UserError: as `hub.load`, or of bad rows, by number.
+    """
+    name, known = str(path), code_fingerprint(parse)
+    dataset = hub.load(name)
+    key = hashlib.sha256(f"{dataset._fingerprint} {known}".encode()).hexdigest()
+    about = name, Format(".parquet", ""), known and key  # its rows are named by number, as in the files of the hub
+    if known and (found := _kept(about, key, None)):
+        return found
+    with contextlib.ExitStack() as stack:
+        folder, keep = _workspace(stack, known is not None, True)
+        try:
+            with (folder / _TEXT).open("wb") as lines:
+                checked = _validated(hub.rows_of(dataset), name, about[1], parse, lines)
+        except OSError as error:
+            raise UserError(f"{name}: cannot be written in {folder} ({error.strerror}); free space there") from None
+        return _made(folder, key if keep else None, about, OpenFile(os.open(folder / _TEXT, os.O_RDONLY)), checked)
+
+
+def _workspace(stack: contextlib.ExitStack, keep: bool, converted: bool) -> tuple[Path, bool]:
+    """A folder to write to until the stack ends, and whether it may become an entry of the cache."""
+    if keep:
+        try:
+            return stack.enter_context(cache.partial(_KIND)), True
+        except OSError as error:
+            _log_unkept(error)
+    if not converted:
+        return Path(), False
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="accel_sft-"))), False
+
+
+@dataclasses.dataclass
+class _Checked:
+    places: bytearray = dataclasses.field(default_factory=bytearray)
+    left_out: Tally = dataclasses.field(default_factory=Tally)
+    noted: Tally = dataclasses.field(default_factory=Tally)
+    bad: int = 0
+
+
+def _checked(
+    source: BinaryIO, about: tuple[str, Format, str | None], parse: Parse, folder: Path | None
+) -> tuple[OpenFile | None, _Checked]:
+    """What the rows are, and the text that they were converted to, if a folder for it is given."""
+    name, format, _ = about
+    if folder is None:
+        return None, _validated(located(source, name), name, format, parse)
+    with contextlib.ExitStack() as stack:
+        if format.compression:
+            plain = stack.enter_context((folder / _TEXT).open("w+b"))
+            decompress(source, format, name, plain)
+            source = plain
+        if format.is_text_of_rows:
+            checked = _validated(located(source, name), name, format, parse)
+        else:
+            if format.compression:
+                (folder / _TEXT).unlink()
+            lines = stack.enter_context((folder / _TEXT).open("wb"))
+            checked = _validated(READERS[format.suffix](source, name), name, format, parse, lines)
+    return OpenFile(os.open(folder / _TEXT, os.O_RDONLY)), checked
+
+
+def _validated(
+    values: Iterable[Located], name: str, format: Format, parse: Parse, lines: BinaryIO | None = None
+) -> _Checked:
+    """Parse each row; the place of each of `values`, or of its line in `lines`, to which it is written."""
+    found, problems, before, left_out = _Checked(), [], 0, left_out_rows()
+    for row, (value, line, begin, raw) in enumerate(values, 1):
+        try:
+            if isinstance(value, ValueError):
+                raise value
+            if not isinstance(value, dict):
+                raise RowProblem("(row)", f"a JSON object, got {type(value).__name__}")
+            parsed = parse(value)
+            if not isinstance(parsed, ParsedRow):
+                parsed = ParsedRow(parsed)
+            for note in parsed.notes:
+                found.noted.add(note, line)
+            if lines is not None:
+                begin = lines.tell()
+                lines.write(raw + b"\n")
+            group = zlib.crc32(parsed.group.encode() or raw)
+            found.places += PLACE.pack(begin, len(raw), zlib.crc32(raw), line, group)
+        except RowLeftOut as reason:
+            found.left_out.add(str(reason), line)
+        except ValueError as problem:
+            found.bad += 1
+            place = Place(name, line, row if raw and line == before else None)  # an array may stand on one line
+            place = place if format.has_lines else Place(name, None, line)
+            if left_out is not None:
+                left_out.append(BadRow(place, str(problem), isinstance(value, ValueError)))
+            elif found.bad <= MAX_PROBLEMS:
+                where = f"{name}:{line}:" if format.has_lines else f"{name}:"
+                problems.append(where + (f" row {place.row}:" if place.row else "") + f" {problem}")
+        before = line
+    if left_out is None and found.bad > MAX_PROBLEMS:
+        problems.append(f"{name}: and {found.bad - MAX_PROBLEMS} more bad rows; nothing was trained")
+    if problems:
+        raise UserError(*problems)
+    if not found.places and not found.left_out:
+        raise UserError(f"{name}: no rows; expected {_NO_ROWS if format.is_text_of_rows else 'a header and rows'}")
+    return found
+
+
+def _kept(about: tuple[str, Format, str | None], key: str, text: OpenFile | bytes | None) -> RowFile | None:
+    """The cache's entry, of rows in `text`; None: it has their text too."""
+    if found := cache.find(_KIND, key):
+        folder, tallies = found
+        with contextlib.suppress(OSError):  # it may be removed by now
+            places = OpenFile(os.open(folder / _PLACES, os.O_RDONLY))
+            text = text if text is not None else OpenFile(os.open(folder / _TEXT, os.O_RDONLY))
+            return RowFile(*about, text, places, Tally(tallies["left_out"]), Tally(tallies["noted"]))
+    return None
+
+
+def _made(
+    folder: Path, key: str | None, about: tuple[str, Format, str | None], text: OpenFile | bytes, checked: _Checked
+) -> RowFile:
+    """The file's rows. With a key their places go to the cache, beside their text if `folder` has it; if that cannot be
+    written they stay in memory, and the next start checks all rows."""
+    places = bytes(checked.places)
+    made = RowFile(*about, text, places, checked.left_out, checked.noted, not checked.bad)
+    if key is None or checked.bad:
+        return made
+    try:
+        (folder / _PLACES).write_bytes(places)
+        cache.publish(folder, _KIND, key, {"left_out": made.left_out, "noted": made.noted})
+    except OSError as error:
+        _log_unkept(error)
+        return made
+    return _kept(about, key, text) or made
+
+
+def _log_unkept(error: OSError) -> None:
+    cache.log(f"{cache.folder()}: rows cannot be kept here ({error.strerror}); they are checked on every start")

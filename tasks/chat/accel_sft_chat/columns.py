@@ -1,0 +1,158 @@
+"""Which published form a row has, told by its columns: chat messages, prompt and completion, or Alpaca's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from accel_sft import RowProblem
+from accel_sft_chat.messages import IN_PROMPT, Turn, kind, read_turns
+
+COLUMNS = {
+    "messages": ("messages", "conversations"),
+    "prompt": ("prompt",),
+    "completion": ("completion",),
+    "instruction": ("instruction",),
+    "input": ("input",),
+    "output": ("output",),
+    "history": ("history",),
+    "system": ("system",),
+    "tools": ("tools", "functions"),
+}
+"""What a column may hold, and the names by which it is recognised; `--columns` gives it another."""
+_FORMS = (("messages",), ("prompt", "completion"), ("instruction", "output"))
+_SHOWN = 8
+
+
+class RowTurns(NamedTuple):
+    """A row's turns as they stand there, and the form that it has. `system_text` is the column's text, or ""."""
+
+    form: str
+    turns: list[Turn]
+    system_text: str
+    tools: list[dict[str, Any]] | None
+
+
+def named_columns(text: str | None) -> tuple[tuple[str, str], ...]:
+    """`--columns` read: pairs of what a column holds and its name.
+
+    Raises:
+        ValueError: what is wrong with it, in a phrase.
+    """
+    pairs = []
+    for part in (text or "").split(",") if text else ():
+        what, _, column = (each.strip() for each in part.partition("="))
+        if what not in COLUMNS:
+            raise ValueError(f"{what!r} is not one of {', '.join(COLUMNS)}")
+        if not column:
+            raise ValueError(f"{what} has no column; write {what}=NAME")
+        if what in dict(pairs):
+            raise ValueError(f"{what} is named twice")
+        pairs.append((what, column))
+    return tuple(pairs)
+
+
+def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...]) -> RowTurns:
+    """The turns of a row, in whichever form.
+
+    Raises:
+        RowProblem: the form is none that is known, or a field does not hold what it should.
+    """
+    named = dict(columns)
+
+    def column(what: str) -> str:
+        """The row's column of this kind, "" if it has none."""
+        names = (named[what],) if what in named else COLUMNS[what]
+        return next((name for name in names if name in row), "")
+
+    # a form whose columns were named is the only one that is looked for
+    forms = [form for form in _FORMS if not named.keys().isdisjoint(form)] or _FORMS
+    form = next((form for form in forms if all(map(column, form)) and row[column(form[0])] is not None), None)
+    if form is None:
+        raise _unknown(row)
+    first = column(form[0])
+    system_text, tools = _text(row, column("system")), _tools(row, column("tools"))
+    if form[0] == "messages":
+        turns, is_sharegpt = read_turns(row[first], first)
+        form = f"ShareGPT (column {first}: from, value)" if is_sharegpt else f"messages (column {first}: role, content)"
+    elif form[0] == "prompt":
+        turns = _pair(row, first, second := column("completion"))
+        form = f"prompt and completion (columns {first}, {second})"
+    else:
+        asked = [_text(row, first), _text(row, column("input"))]
+        question = {"role": "user", "content": "\n".join(part for part in asked if part.strip())}
+        answer = {"role": "assistant", "content": _text(row, second := column("output"), needed=True)}
+        turns = [*_history(row, column("history")), question, answer]
+        form = f"Alpaca (columns {first}, input, {second})"
+    return RowTurns(form, turns, system_text, tools)
+
+
+def _unknown(row: Mapping[str, Any]) -> RowProblem:
+    there = ", ".join(list(row)[:_SHOWN]) or "none"
+    return RowProblem(
+        "(row)",
+        "columns messages or conversations, prompt and completion, or instruction and output, "
+        f"got {there}; name others: --columns prompt=question,completion=answer",
+    )
+
+
+def _text(row: Mapping[str, Any], column: str, *, needed: bool = False) -> str:
+    """A column's text; "" where there is none and none is needed."""
+    value = row.get(column)
+    if isinstance(value, str) or (value is None and not needed):
+        return value or ""
+    raise RowProblem(column, f"text, got {kind(value)}")
+
+
+def _pair(row: Mapping[str, Any], prompt: str, completion: str) -> list[Turn]:
+    """Of texts or of lists of messages; no turn of the prompt is learnt."""
+    asked, answered = _decoded(row[prompt]), _decoded(row[completion])
+    turns = (
+        read_turns(asked, prompt)[0]
+        if isinstance(asked, list)
+        else [{"role": "user", "content": _text(row, prompt, needed=True)}]
+    )
+    for turn in turns:
+        turn[IN_PROMPT] = True
+    if isinstance(answered, list):
+        return [*turns, *read_turns(answered, completion)[0]]
+    return [*turns, {"role": "assistant", "content": _text(row, completion, needed=True)}]
+
+
+def _history(row: Mapping[str, Any], column: str) -> list[Turn]:
+    """Alpaca's earlier turns: pairs of question and answer."""
+    pairs, turns = _decoded(row.get(column)) or [], []
+    for number, pair in enumerate(pairs if isinstance(pairs, list) else [pairs]):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise RowProblem(f"{column}[{number}]", f"[question, answer], two texts, got {kind(pair)}")
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return turns
+
+
+def _decoded(value: Any) -> Any:
+    """A list that stands in a text as JSON, as in the cell of a CSV; anything else as it is."""
+    if isinstance(value, str) and value.lstrip()[:2] in ("[{", "[["):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]] | None:
+    """The schemas of tools, as a list or as JSON of one; None where there are none."""
+    value = row.get(column)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "null")
+        except ValueError as error:
+            raise RowProblem(column, f"JSON of a list of tools ({error})") from None
+    if not value:
+        return None
+    tools = value if isinstance(value, list) else [value]
+    for number, tool in enumerate(tools):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowProblem(f"{column}[{number}]", f"a tool's schema, an object with a name, got {kind(tool)}")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]

@@ -1,0 +1,144 @@
+"""Reads lists of messages, in OpenAI's words (role, content) and in ShareGPT's (from, value), into the same turns."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from accel_sft import RowProblem
+
+Turn = dict[str, Any]
+"""`role` (system, user, assistant or tool) and `content`; where there are any `tool_calls`, `tool_call_id`, `name`,
+`reasoning_content`, and of an assistant `weight`, 0 or 1, where the row says whether it is learnt."""
+
+IN_PROMPT = "in_prompt"
+"""Key of a turn that stands in a row's prompt column, and is not learnt."""
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "ipython": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "function_call": "calls",
+    "tool_call": "calls",
+}
+
+
+def read_turns(value: Any, field: str) -> tuple[list[Turn], bool]:
+    """The turns of a list of messages (or of JSON of one), and whether they are in ShareGPT's words.
+
+    Raises:
+        RowProblem: by the message and the field in it.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowProblem(field, f"a list of messages, or JSON of one ({error})") from None
+    if not isinstance(value, list) or not value:
+        raise RowProblem(field, f"a list of messages, got {kind(value)}")
+    sharegpt = any(isinstance(message, dict) and message.get("from") is not None for message in value)
+    return [_turn(message, f"{field}[{number}]") for number, message in enumerate(value)], sharegpt
+
+
+def kind(value: Any) -> str:
+    """What a value is, for a message: a short text itself, else its type."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= 40 else repr(value[:40]) + "..."
+    if isinstance(value, (list, dict)) and not value:
+        return f"an empty {type(value).__name__}"
+    return {type(None): "null or nothing"}.get(type(value), type(value).__name__)
+
+
+def _turn(message: Any, field: str) -> Turn:
+    if not isinstance(message, dict):
+        raise RowProblem(field, f"a message, an object with role and content, got {kind(message)}")
+    names = ("from", "value") if message.get("from") is not None else ("role", "content")
+    role = message.get(names[0])
+    if not isinstance(role, str) or role.lower() not in _ROLES:
+        known = "system, user, assistant or tool (human, gpt, function_call, observation)"
+        raise RowProblem(f"{field}.{names[0]}", f"{known}, got {kind(role)}")
+    role = _ROLES[role.lower()]
+    if role == "calls":
+        where, text = f"{field}.{names[1]}", message.get(names[1])
+        turn = {"role": "assistant", "content": "", "tool_calls": _calls(_json(text, where), where)}
+    else:
+        turn = {"role": role, "content": ""}
+        called = message.get("tool_calls") or message.get("function_call")
+        if role == "assistant" and called:
+            which = "tool_calls" if message.get("tool_calls") else "function_call"
+            turn["tool_calls"] = _calls(_json(called, f"{field}.{which}"), f"{field}.{which}")
+        turn["content"] = _content(message.get(names[1]), f"{field}.{names[1]}", role, bool(turn.get("tool_calls")))
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if message.get(name) is not None:
+            if not isinstance(message[name], str):
+                raise RowProblem(f"{field}.{name}", f"text, got {kind(message[name])}")
+            turn[name] = message[name]
+    if turn["role"] == "assistant" and (mark := _mark(message, field)) is not None:
+        turn["weight"] = mark
+    return turn
+
+
+def _content(value: Any, field: str, role: str, called: bool) -> str:
+    if isinstance(value, str):
+        return value
+    if value is None and called:
+        return ""
+    if isinstance(value, list) and value and all(isinstance(part, dict) and "type" in part for part in value):
+        for number, part in enumerate(value):
+            if part["type"] != "text" or not isinstance(part.get("text"), str):
+                raise RowProblem(f"{field}[{number}]", f"a part of type text, got {kind(part['type'])}")
+        return "".join(part["text"] for part in value)
+    if role == "tool" and isinstance(value, (dict, list)):
+        return json.dumps(value, ensure_ascii=False)
+    raise RowProblem(field, f"text, got {kind(value)}")
+
+
+def _json(value: Any, field: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise RowProblem(field, f'JSON of a call, {{"name": ..., "arguments": {{...}}}}, got {kind(value)}') from None
+
+
+def _calls(value: Any, field: str) -> list[Turn]:
+    """Calls of tools in OpenAI's form; their arguments, often JSON in a text, are an object."""
+    found = []
+    for number, call in enumerate(value if isinstance(value, list) else [value]):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowProblem(f"{field}[{number}]", f"a call with a name and arguments, got {kind(call)}")
+        arguments = function.get("arguments", function.get("parameters"))
+        where = f"{field}[{number}].arguments"
+        arguments = {} if arguments in (None, "") else _json(arguments, where)
+        if not isinstance(arguments, dict):
+            raise RowProblem(where, f"an object, or JSON of one, got {kind(arguments)}")
+        named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        found.append({"type": "function", **named, "function": {"name": function["name"], "arguments": arguments}})
+    if not found:
+        raise RowProblem(field, "at least one call, got none")
+    return found
+
+
+def _mark(message: Turn, field: str) -> int | None:
+    """Whether the row says that an assistant's turn is learnt: OpenAI's `weight`, 0 or 1, or Axolotl's `train`."""
+    weight, train = message.get("weight"), message.get("train")
+    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+        raise RowProblem(f"{field}.weight", f"0 or 1, got {kind(weight)}")
+    if train is not None and not isinstance(train, bool):
+        raise RowProblem(f"{field}.train", f"true or false, got {kind(train)}")
+    if weight is not None and train is not None and bool(weight) != train:
+        raise RowProblem(f"{field}.train", f"the same as weight {weight}, got {train}")
+    return int(train) if weight is None and train is not None else weight if weight is None else int(weight)

@@ -1,0 +1,158 @@
+"""Compares a generated answer with the row's own, by the metric that --metric names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from accel_sft import UserError
+from accel_sft_chat.messages import Turn
+
+# a word; of scripts that put no blanks between words (Han, kana, Hangul, Thai) a character
+_SPELT = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
+_TOKEN = re.compile(rf"[{_SPELT}]|[^\W_{_SPELT}]+")
+_THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+_FENCE = re.compile(r"\s*```[a-z]*\n(.*?)\n?```\s*", re.DOTALL)
+_TAGS = re.compile(r"</?tool_calls?>|\[/?TOOL_CALLS?\]|<\|/?tool_calls?(_begin|_end|▁begin|▁end)?\|>", re.IGNORECASE)
+
+
+class Metric(NamedTuple):
+    """Attributes:
+    key: the score that decides which checkpoint is best.
+    score: of the row's answer and the generated one, all scores.
+    """
+
+    key: str
+    score: Callable[[str, str], dict[str, float]]
+
+
+def exact(expected: str, text: str) -> dict[str, float]:
+    """Whether they are the same but for white space around them."""
+    return {"exact_match": float(expected.strip() == text.strip())}
+
+
+def f1(expected: str, text: str) -> dict[str, float]:
+    """The harmonic mean of precision and recall of words, each as often as it occurs (as SQuAD scores answers, but no
+    word is left out): without case and punctuation, unless there is nothing else."""
+    wanted, given = (Counter(_tokens(each)) for each in (expected, text))
+    if not wanted or not given:
+        return {"token_f1": float(expected.strip() == text.strip()), **exact(expected, text)}
+    same = (wanted & given).total()
+    return {"token_f1": 2 * same / (wanted.total() + given.total()), **exact(expected, text)}
+
+
+def chrf(expected: str, text: str) -> dict[str, float]:
+    """sacrebleu's chrF (https://aclanthology.org/W15-3049), from 0 to 1: an F-score of sequences of characters."""
+    try:
+        import sacrebleu
+    except ImportError:
+        raise UserError("--metric chrf: needs sacrebleu, which is not installed; pip install sacrebleu") from None
+    if not expected.strip() or not text.strip():
+        return {"chrf": float(expected.strip() == text.strip())}
+    return {"chrf": sacrebleu.sentence_chrf(text, [expected]).score / 100}
+
+
+def json_equal(expected: str, text: str) -> dict[str, float]:
+    """Whether both hold the same JSON, in any order of keys, with or without a fence around it."""
+    wanted, given = _value(expected), _value(text)
+    same = wanted is not _NO_JSON and given is not _NO_JSON and _canonical(wanted) == _canonical(given)
+    return {"json_equal": float(same), "json_valid": float(given is not _NO_JSON)}
+
+
+def matching(pattern: re.Pattern[str]) -> Callable[[str, str], dict[str, float]]:
+    """Whether the last match of `pattern` in the answer is that in the row's: its groups if it has any, else all."""
+
+    def score(expected: str, text: str) -> dict[str, float]:
+        wanted, given = (_last(pattern, each) for each in (expected, text))
+        return {"regex_match": float(wanted is not None and wanted == given), "regex_found": float(given is not None)}
+
+    return score
+
+
+def loss_only(expected: str, text: str) -> dict[str, float]:
+    """Nothing: the validation loss decides."""
+    return {}
+
+
+METRICS = {
+    "f1": Metric("token_f1", f1),
+    "exact": Metric("exact_match", exact),
+    "chrf": Metric("chrf", chrf),
+    "json": Metric("json_equal", json_equal),
+    "regex": Metric("regex_match", exact),
+    "loss": Metric("eval_loss", loss_only),
+}
+
+
+def comparable(turn: Turn) -> str:
+    """An answer's text without its thinking, and its calls of tools, as `comparable_text` writes them."""
+    return _with_calls(without_thinking(turn["content"]), [call["function"] for call in turn.get("tool_calls", ())])
+
+
+def comparable_text(text: str) -> str:
+    """A generated text, in which calls of tools are written one way, however the model's template writes them."""
+    calls, rest, at = [], [], 0
+    for begin, end, function in _functions(text):
+        rest.append(text[at:begin])
+        calls.append(function)
+        at = end
+    return _with_calls(_TAGS.sub("", "".join([*rest, text[at:]])).strip(), calls) if calls else text
+
+
+def without_thinking(text: str) -> str:
+    """A text without the thinking that it begins with."""
+    thought = _THOUGHT.match(text)
+    return text[thought.end() :] if thought else text
+
+
+def _with_calls(text: str, calls: list[dict[str, Any]]) -> str:
+    lines = [f"{call['name']}({_canonical(call['arguments'])})" for call in calls]
+    return "\n".join([text, *lines] if text else lines) if lines else text
+
+
+def _functions(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """The JSON objects in a text that call a function by name, and where each begins and ends."""
+    decoder, at = json.JSONDecoder(), 0
+    while (at := text.find("{", at)) >= 0:
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            at += 1
+            continue
+        function = value.get("function", value) if isinstance(value, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            arguments = function.get("arguments", function.get("parameters"))
+            if isinstance(arguments, dict):
+                yield at, end, {"name": function["name"], "arguments": arguments}
+                at = end
+                continue
+        at += 1
+
+
+def _tokens(text: str) -> list[str]:
+    return _TOKEN.findall(text.casefold())
+
+
+_NO_JSON = object()
+
+
+def _value(text: str) -> Any:
+    fenced = _FENCE.fullmatch(text)
+    try:
+        return json.loads(fenced[1] if fenced else text)
+    except (ValueError, RecursionError):
+        return _NO_JSON
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def _last(pattern: re.Pattern[str], text: str) -> tuple[str | None, ...] | None:
+    found = None
+    for match in pattern.finditer(text):
+        found = match.groups() or (match[0],)
+    return found

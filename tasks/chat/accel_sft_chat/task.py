@@ -1,0 +1,146 @@
+"""The task: which chats, which of their turns are learnt, and how answers are compared with the rows' own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from accel_sft import ParsedRow, Task, UserError, option, read_rows
+from accel_sft_chat.columns import named_columns, read_row
+from accel_sft_chat.metrics import METRICS, comparable, comparable_text, matching, without_thinking
+from accel_sft_chat.turns import LEARN, Dialogue, dialogue
+
+_SHARE, _MOST = 0.05, 500
+_FILES = "JSON, JSONL, CSV or Parquet, also .gz .bz2 .xz .zst, a folder of them, or a data set of the hub (ORG/NAME)."
+
+
+@dataclasses.dataclass(kw_only=True)
+class Chat(Task):
+    """Train on chat files; to talk to a model: accel-sft generate --interactive"""
+
+    main_metric: ClassVar[str] = "token_f1"
+
+    train_file: str | None = option(None, help=f"Rows to train on: {_FILES}")
+    validation_file: str | None = option(None, help="Rows to evaluate, the same; without: some of --train-file's.")
+    held_out: float | None = option(
+        None,
+        help="Rows of --train-file to evaluate: a share below 1, or their number; without: 5 %, at most 500.",
+    )
+    data_seed: int = option(0, min=0, help="Of which rows are held out.")
+    columns: str | None = option(
+        None, help="Columns by name where they are not recognised: prompt=question,completion=answer"
+    )
+    system_prompt: str | None = option(None, help="System prompt of rows without one.")
+    learn: str = option("every", choices=LEARN, help="Turns of the assistant that carry loss; weight 0 never does.")
+    metric: str = option("f1", choices=tuple(METRICS), help="What answers are scored by; loss: no answer is generated.")
+    regex: str | None = option(None, help="For --metric regex: what it finds in the answer must equal the row's.")
+
+    def __post_init__(self) -> None:
+        if self.metric in METRICS:  # an unknown one is among the problems
+            self.main_metric = METRICS[self.metric].key
+            self.higher_is_better = self.metric != "loss"
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if found:
+            return found
+        if not self.train_file and not self.validation_file:
+            found.append("--train-file: a file, a folder or a data set of the hub is needed")
+        if self.held_out is not None:
+            if self.validation_file:
+                found.append("--held-out: --validation-file replaces it; leave one of the two out")
+            elif self.held_out <= 0 or (self.held_out >= 1 and self.held_out % 1):
+                found.append(f"--held-out {self.held_out:g}: expected a share between 0 and 1, or a number of rows")
+        try:
+            named_columns(self.columns)
+        except ValueError as error:
+            found.append(f"--columns {self.columns}: {error}")
+        if (self.metric == "regex") != (self.regex is not None):
+            found.append("--regex: goes with --metric regex, and it with --regex; give both or none")
+        elif self.regex is not None:
+            try:
+                re.compile(self.regex)
+            except re.error as error:
+                found.append(f"--regex {self.regex}: not a regular expression ({error})")
+        return found
+
+    def dataset(self, split: str) -> Sequence[Dialogue]:
+        """The rows of the files; without a validation file some of the training rows are held out.
+
+        Raises:
+            UserError: options or rows that cannot be used.
+        """
+        if split not in ("train", "validation"):
+            raise ValueError(f"split {split!r}: train or validation")
+        if found := self.problems():
+            raise UserError(*found)
+        if split == "validation" and self.validation_file:
+            return self._read(self.validation_file)
+        if not self.train_file:
+            raise UserError("--train-file: needed to train")
+        if self.validation_file:
+            return self._read(self.train_file)
+        return self._divided[split == "validation"]
+
+    def messages(self, example: Dialogue) -> list[dict[str, Any]]:
+        return example.prompt
+
+    def target(self, example: Dialogue) -> str | list[dict[str, Any]]:
+        """The answer's text, or the turns from the first to the last that is learnt."""
+        plain = len(example.answered) == 1 and example.answer.keys() == {"role", "content"}
+        return example.answer["content"] if plain and example.prompt[-1]["role"] != "assistant" else example.answered
+
+    def tools(self, example: Dialogue) -> list[dict[str, Any]] | None:
+        return example.tools
+
+    def score(self, example: Dialogue, text: str) -> dict[str, Any]:
+        """By --metric, without thinking; calls of tools are compared as name and arguments, whichever way the template
+        writes them."""
+        score = matching(re.compile(self.regex)) if self.regex else METRICS[self.metric].score
+        text = without_thinking(text)
+        calls = "tool_calls" in example.answer or example.tools
+        return score(comparable(example.answer), comparable_text(text) if calls else text)
+
+    def _read(self, path: str) -> Any:
+        return read_rows(
+            path, functools.partial(parse_row, named_columns(self.columns), self.learn, self.system_prompt)
+        )
+
+    @functools.cached_property
+    def _divided(self) -> tuple[Sequence[Dialogue], Sequence[Dialogue]]:
+        """Rows to train on, and those held out."""
+        rows = self._read(self.train_file)
+        if self.held_out is None:
+            wanted = min(round(_SHARE * len(rows)), _MOST)
+        else:
+            wanted = round(self.held_out * (len(rows) if self.held_out < 1 else 1))
+        if wanted >= len(rows) > 1:
+            raise UserError(
+                f"--held-out {self.held_out:g}: {self.train_file} has {len(rows)} rows; leave some to train on"
+            )
+        train, validation = rows.held_out(max(wanted, 1), self.data_seed)
+        validation.notes.append(
+            f"{len(validation):,} of {len(rows):,} rows are held out of {self.train_file} to evaluate (--held-out, "
+            "--validation-file); rows with the same prompt are on one side"
+        )
+        return train, validation
+
+
+def parse_row(
+    columns: tuple[tuple[str, str], ...], learn: str, system_prompt: str | None, row: dict[str, Any]
+) -> ParsedRow:
+    """A row of a file as a Dialogue, its question and what was done to it.
+
+    Args:
+        columns: of `named_columns`.
+        learn, system_prompt: the task's options.
+    Raises:
+        RowProblem: it is malformed.
+        RowLeftOut: nothing in it can be learnt.
+    """
+    read = read_row(row, columns)
+    made, notes = dialogue(read.turns, read.system_text, read.tools, learn, system_prompt)
+    return ParsedRow(made, made.question, (f"read as {read.form}", *notes))

@@ -1,0 +1,147 @@
+"""Makes of a row's turns a conversation that templates take, with the turns that are learnt; what is done is noted."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from accel_sft import RowLeftOut
+from accel_sft_chat.messages import IN_PROMPT, Turn
+
+LEARN = ("every", "last", "marked")
+"""Which turns of the assistant are learnt: all but those with weight 0, the last one of these, those with weight 1."""
+
+JOINED = "with two {} turns in a row, which are joined by a blank line"
+LEADING = "that begin with an assistant or tool turn before any of the user's, which is left out"
+TRAILING = "that end without an answer to learn to the last turn, which is left out"
+EMPTY = "with an empty assistant turn, which is not learnt"
+UNLEARNT = "with assistant turns of weight 0 (or train: false), which are not learnt"
+BOTH_SYSTEMS = "with a system turn and a system column, of which the turn is taken"
+GIVEN_SYSTEM = "without a system prompt, which get --system-prompt"
+
+
+class Dialogue(NamedTuple):
+    """One row as the task gives it to the trainer.
+
+    Attributes:
+        prompt: the turns before the first that is learnt.
+        answered: those from there to the last that is learnt; an assistant's that is not learnt has weight 0.
+    """
+
+    prompt: list[Turn]
+    answered: list[Turn]
+    tools: list[dict[str, Any]] | None
+
+    @property
+    def answer(self) -> Turn:
+        """The last turn, which is generated at an evaluation."""
+        return self.answered[-1]
+
+    @property
+    def question(self) -> str:
+        """What is known before the answer, without case, spaces and punctuation: rows with the same one stay together
+        when some are held out."""
+        turns = [*self.prompt, *self.answered[:-1]]
+        return "\n".join(f"{turn['role']} {_bare(turn)}" for turn in turns)
+
+
+def dialogue(
+    turns: list[Turn], system_text: str, tools: list[dict[str, Any]] | None, learn: str, given_system: str | None
+) -> tuple[Dialogue, tuple[str, ...]]:
+    """The conversation, and what was done to the row.
+
+    Args:
+        system_text: of the row's own column, or "".
+        learn: one of LEARN.
+        given_system: for rows without one.
+    Raises:
+        RowLeftOut: nothing in it can be learnt.
+    """
+    notes: dict[str, None] = {}
+    turns = [turn for turn in turns if turn["role"] != "system" or turn["content"].strip()]
+    first = [{"role": "system", "content": system_text}] if system_text.strip() else []
+    if turns and turns[0]["role"] == "system":
+        if first and first[0]["content"] != turns[0]["content"]:
+            notes[BOTH_SYSTEMS] = None
+    elif first:
+        turns = [*first, *turns]
+    elif given_system:
+        turns = [{"role": "system", "content": given_system}, *turns]
+        notes[GIVEN_SYSTEM] = None
+    turns = _joined(_without_leading(turns, notes), notes)
+    learnt = _learnt(turns, learn, notes)
+    if not learnt:
+        raise RowLeftOut(
+            "no assistant turn is marked to be learnt" if learn == "marked" else "no assistant turn to learn"
+        )
+    if not learnt[0]:
+        raise RowLeftOut("there is nothing before the answer")
+    if any(turn["role"] != "assistant" for turn in turns[learnt[-1] + 1 :]):
+        notes[TRAILING] = None
+    kept = [
+        {**_unmarked(turn), "weight": 0} if turn["role"] == "assistant" and at not in learnt else _unmarked(turn)
+        for at, turn in enumerate(turns[: learnt[-1] + 1])
+    ]
+    prompt = [_unmarked(turn) for turn in kept[: learnt[0]]]
+    return Dialogue(prompt, kept[learnt[0] :], tools), tuple(notes)
+
+
+def _without_leading(turns: list[Turn], notes: dict[str, None]) -> list[Turn]:
+    """The turns without those of assistant and tools that come before the user's first, if there is one."""
+    roles = [turn["role"] for turn in turns]
+    if "user" not in roles:
+        return turns
+    user = roles.index("user")
+    kept = [turn for turn in turns[:user] if turn["role"] == "system"] + turns[user:]
+    if len(kept) < len(turns):
+        notes[LEADING] = None
+    return kept
+
+
+def _joined(turns: list[Turn], notes: dict[str, None]) -> list[Turn]:
+    """Turns of the same role one after the other made one, where that loses nothing; results of tools stay apart."""
+    found: list[Turn] = []
+    for turn in turns:
+        before = found[-1] if found else None
+        if before is None or not _joinable(before, turn):
+            found.append(turn)
+            continue
+        contents = [text for text in (before["content"], turn["content"]) if text]
+        calls = [*before.get("tool_calls", ()), *turn.get("tool_calls", ())]
+        found[-1] = {**before, "content": "\n\n".join(contents), **({"tool_calls": calls} if calls else {})}
+        if len(contents) > 1:
+            notes[JOINED.format(turn["role"])] = None
+    return found
+
+
+def _joinable(before: Turn, turn: Turn) -> bool:
+    if turn["role"] == "tool" or any(before.get(name) != turn.get(name) for name in ("role", "name", "weight")):
+        return False
+    if turn["role"] == "assistant" and (IN_PROMPT in before) != (IN_PROMPT in turn):
+        return False
+    if "reasoning_content" in turn:
+        return False
+    return not before.get("tool_calls") or not turn["content"]  # a text behind a call cannot be put before it
+
+
+def _learnt(turns: list[Turn], learn: str, notes: dict[str, None]) -> list[int]:
+    learnt = []
+    for at, turn in enumerate(turns):
+        if turn["role"] != "assistant":
+            continue
+        if not (turn["content"].strip() or turn.get("tool_calls") or turn.get("reasoning_content", "").strip()):
+            notes[EMPTY] = None
+        elif turn.get(IN_PROMPT):
+            continue
+        elif turn.get("weight") == 0:
+            notes[UNLEARNT] = None
+        elif learn != "marked" or turn.get("weight") == 1:
+            learnt.append(at)
+    return learnt[-1:] if learn == "last" else learnt
+
+
+def _unmarked(turn: Turn) -> Turn:
+    return {name: value for name, value in turn.items() if name not in ("weight", IN_PROMPT)}
+
+
+def _bare(turn: Turn) -> str:
+    return "".join(mark for mark in turn["content"].casefold() if mark.isalnum()) + str(turn.get("tool_calls", ""))

@@ -1,0 +1,58 @@
+"""A hub of data sets on this machine, which `HF_ENDPOINT` names: what `datasets` asks of it, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+COMMIT = "a" * 40
+
+
+def _handler(name: str, files: dict[str, bytes]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            path, headers = self.path.partition("?")[0], {"X-Error-Code": "EntryNotFound"}
+            body = None
+            if found := re.fullmatch(rf"/datasets/{name}/resolve/[^/]+/(.*)", path):
+                if (body := files.get(found[1])) is not None:
+                    headers = {"ETag": f'"{hashlib.md5(body).hexdigest()}"', "X-Repo-Commit": COMMIT}
+            elif re.fullmatch(rf"/api/datasets/{name}(/revision/[^/]+)?", path):
+                about = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}
+                body = json.dumps(about).encode()
+            elif found := re.fullmatch(rf"/api/datasets/{name}/tree/[^/]+/?(.*)", path):
+                listed = [file for file in files if file.startswith(found[1])]
+                each = [{"type": "file", "path": file, "size": len(files[file]), "oid": COMMIT} for file in listed]
+                body = json.dumps(each).encode()
+            elif path.startswith("/api/"):
+                headers = {"X-Error-Code": "RepoNotFound"}
+            self.send_response(404 if body is None else 200)
+            for key, value in {**headers, "Content-Length": str(len(body or b""))}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body or b"")
+
+        do_HEAD = do_GET
+
+    return Handler
+
+
+@contextlib.contextmanager
+def hub(name: str, files: dict[str, bytes]) -> Iterator[str]:
+    """Serve one data set; its address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _handler(name, files)) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()

@@ -1,0 +1,96 @@
+"""Data sets of a hub are read by the library `datasets`, which is optional, from where HF_ENDPOINT says."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from fake_hub import hub
+from parsers import answer
+
+from accel_sft import UserError, read_rows
+from accel_sft.data.hub import is_dataset_name
+
+CARD = b"""---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: data/train.jsonl}
+  - {split: test, path: data/test.jsonl}
+---
+"""
+ROWS = [{"question": f"What is {number}?", "answer": f"{number}"} for number in range(40)]
+FILES = {
+    "README.md": CARD,
+    "data/train.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS).encode(),
+    "data/test.jsonl": b'{"question": "What is 99?", "answer": "99"}\n',
+}
+SCRIPT = """
+import json, sys
+from parsers import answer
+from accel_sft import UserError, read_rows
+
+def tried(name):
+    try:
+        return list(read_rows(name, answer))
+    except UserError as error:
+        return str(error)
+
+rows = read_rows("org/sums", answer)
+print(json.dumps({name: tried(name) for name in sys.argv[1:]} | {"places": [str(p) for p in rows.places([0, 2])],
+                 "fingerprints": [rows.fingerprint, read_rows("org/sums:main:train", answer).fingerprint]}))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="the library datasets is not installed")
+def test_a_data_set_is_read_from_the_hub_that_hf_endpoint_names(tmp_path):
+    names = ["org/sums", "org/sums:test", "org/sums:main:test", "org/none", "org/sums:dev", "org/sums:other:test"]
+    with hub("org/sums", FILES) as address:
+        paths = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+        home = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "ACCEL_SFT_CACHE": str(tmp_path / "cache")}
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | home
+        command = [sys.executable, "-c", SCRIPT, *names]
+        done = subprocess.run(
+            command, env={**environment, "PYTHONPATH": paths}, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert found["org/sums"] == [row["answer"] for row in ROWS]
+    assert found["org/sums:test"] == found["org/sums:main:test"] == ["99"]
+    assert found["places"] == ["org/sums row 1", "org/sums row 3"]
+    assert len(set(found["fingerprints"])) == 1
+    assert "org/none: not a file or folder, and the hub gives no data set org/none, split train" in found["org/none"]
+    assert 'split dev (ValueError: Unknown split "dev"' in found["org/sums:dev"]
+    assert "write ORG/NAME:SPLIT, or ORG/NAME:CONFIG:SPLIT" in found["org/sums:other:test"]
+    assert all("\n" not in found[name] for name in names[3:])
+
+
+def test_without_the_library_a_line_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        read_rows("org/sums", answer)
+    assert caught.value.problems == (
+        "org/sums: not a file or folder; to read it as a data set of the hub: pip install datasets",
+    )
+
+
+def test_what_looks_like_a_path_is_one(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    names = ["org/name", "org/name:split", "org/name.v2:config:split"]
+    paths = [
+        "data/rows",
+        "org/rows.jsonl",
+        "org/rows.csv.gz",
+        "rows",
+        "/org/name",
+        "./org/name",
+        "a/b/c",
+        "org/name:",
+        "",
+    ]
+    assert [is_dataset_name(name) for name in names] == [True] * 3
+    assert [is_dataset_name(name) for name in paths] == [False] * 9
