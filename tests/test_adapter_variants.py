@@ -12,6 +12,7 @@ from conftest import accel_sft, stopped
 from models import make_tiny
 from peft import PeftModel
 from safetensors.torch import load_file
+from test_fsdp2 import FP32, SHARDED
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError
@@ -214,6 +215,39 @@ def test_a_run_whose_adapter_took_a_part_of_its_base_goes_on_and_is_evaluated_on
     assert done.status == 0, done.output
     found = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"]
     assert found["eval_loss"] == pytest.approx(run.result()["after"]["eval_loss"], rel=1e-4)
+
+
+UNDER = {
+    "z2 pissa": ("z2", "--lora-init", "pissa"),
+    "z1 olora": ("z1", "--lora-init", "olora"),
+    "z2 dora": ("z2", "--use-dora"),
+    "z2 4bit": ("z2", "--load-in-4bit"),
+    "z3 rslora": ("z3", "--use-rslora", "--lora-modules-to-save", "lm_head"),
+    "fsdp2 pissa": ("fsdp2", "--lora-init", "pissa"),
+    "fsdp2 dora": ("fsdp2", "--use-dora"),
+}
+
+
+@pytest.mark.parametrize("name", [n if n == "z2 pissa" else pytest.param(n, marks=pytest.mark.long) for n in UNDER])
+def test_a_variant_that_a_launch_is_allowed_draws_the_curve_of_one_process(launched, tmp_path, name):
+    yaml, *options = UNDER[name]
+    needs(load_in_4bit="--load-in-4bit" in options)
+    job = ("math", "--max-steps", "3", "--global-batch-size", "8", "--train-examples", "60", "--save-every", "2")
+    job += ("--validation-examples", "7", "--max-new-tokens", "4", "--adapter", "lora", "--eval-every", "3", *options)
+    job += ("--keep-checkpoints", "3")
+    alone = launched(f"alone, {' '.join(options)}", *job)
+    sharing = dict(SHARDED) if yaml == "fsdp2" else {"yaml": yaml, **FP32}
+    run = launched(f"variant {name}", *job, **sharing)
+    for ours, theirs in zip(run.lines(), alone.lines(), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)
+    ours, theirs = (load_file(each.run_dir / "final" / "adapter_model.safetensors") for each in (run, alone))
+    assert {key: tensor.shape for key, tensor in ours.items()} == {key: tensor.shape for key, tensor in theirs.items()}
+    after = [each.result()["after"]["eval_loss"] for each in (run, alone)]
+    assert after[0] == pytest.approx(after[1], rel=2e-5)
+    resumed = accel_sft(*job, "--resume", "auto", run_dir=stopped(run, tmp_path / "run", 2), **sharing)
+    assert resumed.status == 0, resumed.output
+    again = load_file(resumed.run_dir / "final" / "adapter_model.safetensors")
+    assert [key for key, tensor in ours.items() if not torch.equal(again[key], tensor)] == []
 
 
 @pytest.mark.parametrize(
