@@ -13,8 +13,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from accel_sft import UserError
-from accel_sft.api.adapters import ADAPTERS, AdapterType, launch_problem
+from accel_sft.api.adapters import ADAPTERS, AdapterType
 from accel_sft.api.config import TrainConfig
+from accel_sft.api.launch_limits import launch_problem
 from accel_sft.api.options import settings
 from accel_sft.checkpoint import checkpoint, shards
 from accel_sft.io.run_dir import RunDir
@@ -51,9 +52,10 @@ def test_each_type_stands_in_both_registries_and_among_the_choices():
 
 
 def test_a_backend_that_cannot_train_a_type_is_named_with_what_to_do():
-    assert launch_problem("adalora", "DEEPSPEED").startswith("--adapter adalora: it ranks its directions")
+    adalora = TrainConfig(adapter="adalora")
+    assert launch_problem(adalora, "DEEPSPEED", 2).startswith("--adapter adalora: it ranks its directions")
     for name, backend in (("adalora", "MULTI_GPU"), ("lora", "DEEPSPEED"), ("none", "NO")):
-        assert launch_problem(name, backend) is None
+        assert launch_problem(TrainConfig(adapter=name), backend, 3) is None
 
 
 class IA3(Adapter):
@@ -81,7 +83,7 @@ def test_an_entry_in_each_registry_is_all_that_a_new_type_needs(base, monkeypatc
         stepper.backward(model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss)
         stepper.update(step)
     assert ours.steps == [0, 1]
-    assert launch_problem("ia3", "NO") == "--adapter ia3: x"
+    assert launch_problem(TrainConfig(adapter="ia3"), "NO") == "--adapter ia3: x"
     assert reason_unmergeable(model) == "type ia3 cannot be added to the weights"
 
 

@@ -168,7 +168,7 @@ def test_task_help_groups_the_options_by_section(run, monkeypatch):
         ("Run", "--config FILE"),
     ):
         assert flag in text.split(f"\n{heading}:\n")[1].split("\n\n")[0]
-    assert re.search(r"--learning-rate .*default: 2e-05, 0.0001 for an adapter, 0.002 for tiny", text)
+    assert re.search(r"--learning-rate .*default: 2e-05, 0.0002 for an adapter, 0.002 for tiny", text)
     assert "--shout / --no-shout" in text
     assert "[default: 10; 2 to 100]" in text
     assert "None" not in text

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from accel_sft.api.config import LAYOUT, TrainConfig, changed
+from accel_sft.api.changes import LAYOUT, changed
+from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import load_yaml
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import option, settings
@@ -87,7 +88,7 @@ def test_defaults_come_with_the_model_and_what_is_set_stays():
     assert TrainConfig().resolved(tiny).learning_rate == 2e-3
     assert TrainConfig(learning_rate=1e-5).resolved(tiny).learning_rate == 1e-5
     assert TrainConfig(model="other").resolved({}).learning_rate == 2e-5
-    assert TrainConfig(model="other", adapter="lora").resolved({}).learning_rate == 1e-4
+    assert TrainConfig(model="other", adapter="lora").resolved({}).learning_rate == 2e-4
     assert TrainConfig().resolved(tiny).max_steps == 100
     assert TrainConfig(epochs=2.0).resolved(tiny).max_steps is None
 

@@ -22,7 +22,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.memory import expected_bytes
 from accel_sft.data.chat import Encoded
 from accel_sft.io.run_dir import RunDir
-from accel_sft.training.optimizer import Stepper, adamw
+from accel_sft.training.optimizer import Stepper, new_optimizer
 from accel_sft.training.step import TrainStep
 
 CRAMPED = """
@@ -130,7 +130,7 @@ def test_the_least_of_what_several_ranks_found_no_room_for_is_kept(tmp_path, mon
     model, accelerator = LlamaForCausalLM(LlamaConfig(vocab_size=32, **shape)), Accelerator(cpu=True)
     model.model.embed_tokens.register_forward_pre_hook(cramped)
     monkeypatch.setattr(Stepper, "forwards_alone", False)  # ranks wait for each other amid a forward
-    stepper = Stepper(accelerator, model, adamw(model, TrainConfig().resolved({})), 1.0)
+    stepper = Stepper(accelerator, model, new_optimizer(model, TrainConfig().resolved({})), 1.0)
     padded = Batching("padded", 0, rows=2)
     ranks = [TrainStep(stepper, padded, 0, RunDir(tmp_path), print) for _ in range(3)]
     for rank, length, kept in zip(ranks, (20, 6, 40), (20, 6, 6), strict=True):
@@ -168,7 +168,7 @@ def job(model, moments=False):
     """A trial of it, its optimizer, and the examples of a step."""
     config, accelerator = TrainConfig().resolved({}), Accelerator(cpu=True)
     examples = [Encoded(index, [(7 * index + at) % 256 for at in range(20 + index)], 4) for index in range(16)]
-    stepper = Stepper(accelerator, model, adamw(model, config), 1.0)
+    stepper = Stepper(accelerator, model, new_optimizer(model, config), 1.0)
     return Trial(accelerator, model, config, examples, 0, moments=moments), stepper, examples
 
 

@@ -22,7 +22,8 @@ from test_templates import Answered, by_characters
 from transformers import AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.api.config import EvaluateConfig, TrainConfig, changed
+from accel_sft.api.changes import changed
+from accel_sft.api.config import EvaluateConfig, TrainConfig
 from accel_sft.data import template
 from accel_sft.data.chat import Rules
 from accel_sft.data.form import closing_mark

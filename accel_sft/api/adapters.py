@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,10 +21,14 @@ class AdapterType:
     launch_problems: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
+_SAVED = {"lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
+_VARIANTS = {"use_rslora": "use_rslora", "use_dora": "use_dora", "modules_to_save": "lora_modules_to_save"}
 ADAPTERS: dict[str, AdapterType] = {
-    "lora": AdapterType(saved_settings={"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}),
+    "lora": AdapterType(
+        saved_settings={"r": "lora_r", **_SAVED, **_VARIANTS, "target_parameters": "lora_target_parameters"}
+    ),
     "adalora": AdapterType(
-        saved_settings={"target_r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"},
+        saved_settings={"target_r": "lora_r", **_SAVED},
         launch_problems={
             "DEEPSPEED": "it ranks its directions by each step's gradients, which DeepSpeed frees; "
             "launch with accelerate_configs/ddp.yaml, or choose --adapter lora"
@@ -32,8 +37,41 @@ ADAPTERS: dict[str, AdapterType] = {
 }
 """By name: peft's name of the type in lower case."""
 
+LORA_ONLY = ("use_rslora", "use_dora", "lora_init", "lora_modules_to_save", "lora_target_parameters", "load_in_4bit")
+"""Settings that say how LoRA's layers are made: they are properties of one type, as peft has it, and go together where
+`conflicts` does not say otherwise."""
+SPLITS = ("pissa", "olora")
+"""Values of `--lora-init` by which an adapter begins as a part of its base's weights, which is taken out of them."""
 
-def launch_problem(name: str, backend: str) -> str | None:
-    """Why `--adapter name` cannot be trained on this backend, in one line; None if it can."""
-    problem = ADAPTERS[name].launch_problems.get(backend) if name in ADAPTERS else None
-    return f"--adapter {name}: {problem}" if problem else None
+
+def names_of(text: str | None) -> list[str]:
+    """The names in an option's text, which has commas between them."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def conflicts(config: Any, defaults: Any) -> list[str]:
+    """Settings of an adapter that do not go together, one line each.
+
+    Args:
+        config, defaults: of `TrainConfig`.
+    """
+    given = [name for name in LORA_ONLY if getattr(config, name) != getattr(defaults, name)]
+    flags = {name: f"--{name.replace('_', '-')}" for name in given}
+    found = []
+    if config.adapter != "lora":
+        return [f"{flag}: it is a property of LoRA; add --adapter lora, or leave it out" for flag in flags.values()]
+    if config.lora_init in SPLITS:
+        others = [name for name in given if name not in ("lora_init", "lora_modules_to_save", "lora_target_parameters")]
+        found += [
+            f"--lora-init {config.lora_init}: with {flags[name]} its export would need another base than the original "
+            "one; leave one of the two out"
+            for name in others
+        ]
+    if names_of(config.lora_target_parameters):
+        if config.use_dora:
+            found.append("--lora-target-parameters: peft adapts parameters without DoRA; leave --use-dora out")
+        if config.lora_dropout:
+            found.append("--lora-target-parameters: peft adapts parameters without dropout; set --lora-dropout 0")
+        if config.lora_init != "default":
+            found.append("--lora-target-parameters: --lora-init is for linear layers; leave one of the two out")
+    return found

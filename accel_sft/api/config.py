@@ -8,7 +8,8 @@ import functools
 import re
 from typing import Any, ClassVar
 
-from accel_sft.api.adapters import ADAPTERS
+from accel_sft.api.adapters import ADAPTERS, LORA_ONLY, SPLITS, conflicts
+from accel_sft.api.optimizers import OPTIMIZERS
 from accel_sft.api.options import option, problems, shown
 
 MODEL, ADAPTER, DATA, OPTIM, EVAL, RUN = SECTIONS = "Model", "Adapter", "Data", "Optimisation", "Evaluation", "Run"
@@ -30,7 +31,9 @@ class TrainConfig:
         choices=("auto", "float32", "bfloat16", "float16"),
         help="Weights are loaded as; auto: float32 where trained, the launch's precision where frozen.",
     )
-    attn_implementation: str | None = _model(None, help="eager, sdpa, flash_attention_2, ...")
+    attn_implementation: str | None = _model(
+        None, help="eager, sdpa, flash_attention_2, or a kernel of the hub (ORG/REPO)."
+    )
     gradient_checkpointing: bool = _model(False, help="Recompute activations to save memory.")
     compile: bool = _model(False, help="torch.compile the blocks: slow first steps, faster later ones.")
 
@@ -41,6 +44,16 @@ class TrainConfig:
     lora_target_modules: str = _adapter(
         "all-linear", help="Module names separated by commas, or all-linear (all but the head)."
     )
+    lora_target_parameters: str | None = _adapter(
+        None, help="Parameters to adapt besides, such as experts in one tensor."
+    )
+    lora_modules_to_save: str | None = _adapter(None, help="Modules trained in full beside it, such as lm_head.")
+    use_rslora: bool = _adapter(False, help="Scale by alpha / sqrt(r), for high ranks (rsLoRA).")
+    use_dora: bool = _adapter(False, help="Learn length and direction of weights apart (DoRA).")
+    lora_init: str = _adapter(
+        "default", choices=("default", *SPLITS), help="Begin as a part of the base's weights (PiSSA, OLoRA)."
+    )
+    load_in_4bit: bool = _adapter(False, help="The base's linear layers in 4 bits (QLoRA); needs bitsandbytes.")
 
     max_length: int | None = _data(None, min=2, help="Tokens per example; longer ones are reported.")
     truncation: str = _data(
@@ -67,6 +80,12 @@ class TrainConfig:
     epochs: float | None = _data(None, min=0, help="Passes over the training examples.")
     max_steps: int | None = _data(None, min=1, help="Optimizer steps; wins over --epochs.")
 
+    optimizer: str = _optim(
+        "adamw",
+        choices=tuple(OPTIMIZERS),
+        help="adamw-8bit: states in 8 bits, by bitsandbytes; muon: for matrices, AdamW for the rest. All weights of a "
+        "model that Adam pretrained learn worse by it (arXiv 2605.10468), an adapter does not.",
+    )
     learning_rate: float | None = _optim(None, min=0, help="Peak learning rate.")
     lr_scheduler: str = _optim("cosine", choices=("cosine", "linear", "constant"), help="After warm-up.")
     warmup_ratio: float = _optim(0.03, min=0, max=1, help="Share of the steps that warm up.")
@@ -126,7 +145,7 @@ class TrainConfig:
             found.append("--init-from takes the model of the earlier run: leave --model out")
         if self.resume != "off" and not self.output_dir:
             found.append(f"--resume {shown(str(self.resume))}: name the run's folder with --output-dir")
-        return found
+        return found + conflicts(self, TrainConfig)
 
     def resolved(self, defaults: dict[str, Any]) -> TrainConfig:
         """A copy in which every None is replaced by the value in `defaults`, which suit the model, or the usual one."""
@@ -166,7 +185,8 @@ class PlanConfig(TrainConfig):
         ("model", "init_from", "trust_remote_code", "dtype", "gradient_checkpointing", "adapter", "lora_r")
     ) | {"lora_dropout", "lora_target_modules", "max_length", "truncation", "thinking", "global_batch_size"}
     OFFERED |= {"micro_batch_size", "batching", "eval_every", "eval_batch_size", "save_every", "hang_timeout", "debug"}
-    OFFERED |= {"gpus", "gpu_memory", "host_memory", "launch", "details", "json", "simulate", "probe"}
+    OFFERED |= {"gpus", "gpu_memory", "host_memory", "launch", "details", "json", "simulate", "probe", "optimizer"}
+    OFFERED |= {*LORA_ONLY}
     gpus: int | None = _plan(None, min=0, help="GPUs of a machine, 0: its CPU; default: this machine's.")
     gpu_memory: float | None = _plan(None, min=0, help="GiB of one GPU; default: this machine's.")
     host_memory: float | None = _plan(None, min=0, help="GiB of host memory; default: what is free here.")
@@ -206,7 +226,6 @@ _STEPS = "a number of steps, auto, epoch or off", ("auto", "epoch", "off")
 _EXAMPLES = "a number of examples or auto", ("auto",)
 _NUMBER_OR_WORD = {"eval_every": _STEPS, "save_every": _STEPS, "micro_batch_size": _EXAMPLES}
 """Settings that are a number or a word: what a message says is expected, and the words."""
-_ADAPTER_LEARNING_RATE = 1e-4
 _USUAL: dict[str, Any] = {
     "max_length": 2048,
     "thinking": "template",
@@ -217,21 +236,5 @@ _USUAL: dict[str, Any] = {
     "weight_decay": 0.1,
     "adam_beta2": 0.999,
 }
-
-LAYOUT = frozenset(
-    {"micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every"}
-    | {"tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every"}
-    | {"patience", "batching", "compile", "deterministic", "force", "generate_with", "on_nonfinite", "hang_timeout"}
-)
-"""Settings that decide how a run is executed or observed, not what a step computes: a resume may change them."""
-
-
-def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """One line for each setting of the mathematics in which a resumed run differs from what its folder records."""
-    lines = []
-    unrecorded = {"thinking": "template", "template_date": after.get("template_date")}  # by version 0.1
-    before = {**unrecorded, **before}
-    for key in sorted(before.keys() | after.keys()):
-        if key not in LAYOUT and before.get(key) != after.get(key):
-            lines.append(f"--{key.replace('_', '-')}: the run was started with {before.get(key)}, not {after.get(key)}")
-    return lines
+_ADAPTER_LEARNING_RATE = 10 * _USUAL["learning_rate"]
+"""LoRA learns best at about ten times the rate of full fine-tuning, whatever its rank ("LoRA Without Regret", 2025)."""

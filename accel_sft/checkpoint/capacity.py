@@ -6,6 +6,7 @@ import torch
 from accelerate import Accelerator
 
 from accel_sft.api.errors import UserError
+from accel_sft.api.optimizers import OPTIMIZERS
 from accel_sft.checkpoint import shards
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
@@ -14,8 +15,8 @@ from accel_sft.launch.info import Launch
 
 SPARE_BYTES = 64 << 20
 """Of the disk, left free beside a checkpoint for the other files of a run."""
-MOMENTS, COPY, GRADIENT = 8, 4, 4
-"""Bytes of a trained parameter's element in float32: AdamW's two moments, a copy of the weight, its gradient."""
+COPY, GRADIENT = 4, 4
+"""Bytes of a trained parameter's element in float32: a copy of the weight, its gradient."""
 
 
 def check_disk(accelerator: Accelerator, model: torch.nn.Module, run_dir: RunDir) -> None:
@@ -32,9 +33,14 @@ def check_disk(accelerator: Accelerator, model: torch.nn.Module, run_dir: RunDir
     decided_by_main(accelerator, check)  # other machines may not see the folder yet
 
 
-def check_host_memory(accelerator: Accelerator, model: torch.nn.Module, launch: Launch) -> None:
+def check_host_memory(
+    accelerator: Accelerator, model: torch.nn.Module, launch: Launch, optimizer: str = "adamw"
+) -> None:
     """Check that host memory is enough for the least that this machine's ranks will put there: optimizer states, where
     they are offloaded or the device is a CPU, and the copy of a checkpoint's file. The optimizer has no states yet.
+
+    Args:
+        optimizer: its name, as `--optimizer` has it.
 
     Raises:
         UserError: on every rank, if some machine has too little.
@@ -43,11 +49,11 @@ def check_host_memory(accelerator: Accelerator, model: torch.nn.Module, launch: 
     if not sizes:
         return
     share = 1 / launch.world_size if launch.stage or launch.backend == "fsdp" else 1.0
-    states = 0.0
+    states, moments = 0.0, OPTIMIZERS[optimizer].matrix_bytes  # the least
     if launch.offload("optimizer") == "cpu":
-        states = sum(sizes) * share * (MOMENTS + COPY + GRADIENT)
+        states = sum(sizes) * share * (moments + COPY + GRADIENT)
     elif accelerator.device.type == "cpu" and launch.offload("optimizer") == "none":
-        states = sum(sizes) * share * (MOMENTS + (COPY if launch.backend == "deepspeed" else 0))
+        states = sum(sizes) * share * (moments + (COPY if launch.backend == "deepspeed" else 0))
     largest = max(sizes) * (share if launch.stage == 3 or launch.backend == "fsdp" else 1 / launch.local_world_size)
     file = min(sum(sizes) / launch.world_size * shards.BYTES, shards.FILE_BYTES + largest * shards.BYTES)
     needed = (states + file) * launch.local_world_size

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards
 from accel_sft.checkpoint.capacity import check_disk
+from accel_sft.checkpoint.plain_lora import convert
 from accel_sft.io import manifest
 from accel_sft.io.files import abandoned, write_atomically
 from accel_sft.io.heartbeat import heartbeat
@@ -157,10 +158,17 @@ def load(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, path:
 
 
 def export(
-    accelerator: Accelerator, model: Any, tokenizer: Any, target: Path, card: str, beside: Sequence[Path] = ()
+    accelerator: Accelerator,
+    model: Any,
+    tokenizer: Any,
+    target: Path,
+    card: str,
+    beside: Sequence[Path] = (),
+    start: Path | None = None,
 ) -> None:
     """Write weights for plain transformers (all) or peft (the adapter alone), with tokenizer and model card, and copies
-    of the files `beside` them.
+    of the files `beside` them. If there is a file `start`, the adapter began as what it holds, a part of its base's
+    weights, and is exported for the original ones.
 
     Gathers from all ranks under ZeRO-3 and FSDP; for an adapter only its own weights.
     """
@@ -170,11 +178,13 @@ def export(
     first_names: dict[int, str] = {}
     for name, parameter in unwrapped.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(parameter), name)
-        if first != name and weights and {first, name} <= weights.keys():
-            weights[name] = weights[first]  # FSDP gathers tied weights as often as they are named
+        if first != name and weights and first in weights and (adapter or name in weights):
+            weights[name] = weights[first]  # FSDP gathers tied weights as often as they are named; peft looks for each
     with replacing(accelerator, target) as partial:
         if accelerator.is_main_process:
             unwrapped.save_pretrained(str(partial), state_dict=weights)
+            if start and start.is_file():
+                convert(partial, start)
             tokenizer.save_pretrained(str(partial))
             (partial / "README.md").write_text(card, encoding="utf-8")
             for file in beside:

@@ -9,6 +9,11 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's state of an element."""
+MUON, IN_8_BITS = ("momentum_buffer",), ("state1", "state2")
+"""Muon's, and that of bitsandbytes' AdamW, in float32 for tensors below 4,096 elements."""
+SCALES = ("absmax1", "absmax2")
+"""Of blocks of its 8-bit states: not of elements, and so for whole parameters only."""
 
 
 class Span(NamedTuple):
@@ -25,7 +30,7 @@ class Partition(NamedTuple):
 
     tensor: torch.Tensor
     spans: list[Span]
-    optimizer: Any  # torch's AdamW, or DeepSpeed's for host memory
+    optimizer: Any  # torch's AdamW, DeepSpeed's for host memory, bitsandbytes', or MuonWithAdamW
     written: bool = True  # by this rank; one rank writes what all ranks have whole
 
     @property
@@ -33,14 +38,32 @@ class Partition(NamedTuple):
         """The optimizer's state of this tensor; empty before the first step."""
         return self.optimizer.state[self.tensor]
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The names of what the optimizer keeps of each element."""
+        if hasattr(self.optimizer, "init_state"):
+            return IN_8_BITS
+        group = next((group for group in self.optimizer.param_groups if group.get("of_muon")), {"params": ()})
+        return MUON if any(each is self.tensor for each in group["params"]) else MOMENTS
+
     def begin_state(self, step: int) -> None:
         """Make a state of zeros, as the optimizer does in its first step, but with this count of steps."""
-        counted = isinstance(self.optimizer, torch.optim.AdamW)  # DeepSpeed's own counts in a plain number
-        device = self.tensor.device if self.optimizer.defaults.get("fused") else "cpu"
-        self.state["step"] = torch.tensor(float(step), device=device) if counted else step
+        if self.kinds == IN_8_BITS:
+            return self._begin_8_bits(step)
+        if self.kinds == MOMENTS:
+            plain = hasattr(self.optimizer, "ds_opt_adam")  # DeepSpeed's own counts in a number
+            device = self.tensor.device if self.optimizer.defaults.get("fused") else "cpu"
+            self.state["step"] = step if plain else torch.tensor(float(step), device=device)
         dtype = torch.float32 if getattr(self.optimizer, "fp32_optimizer_states", False) else self.tensor.dtype
-        for key in MOMENTS:
+        for key in self.kinds:
             self.state[key] = torch.zeros_like(self.tensor.detach(), dtype=dtype)
+
+    def _begin_8_bits(self, step: int) -> None:
+        for number, group in enumerate(self.optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter is self.tensor:
+                    self.optimizer.init_state(group, parameter, number, place)
+        self.state["step"] = step
 
 
 def partitions(

@@ -1,8 +1,9 @@
-"""A checkpoint's files: trained weights and Adam state by parameter, read under any number of ranks or ZeRO stage.
+"""A checkpoint's files: trained weights and optimizer state by parameter, read under any number of ranks or ZeRO stage.
 
 Under every backend each rank owns spans of flattened parameters, in float32, and AdamW's two moments of the same
-elements. It writes them under the parameters' names, each with its place: nothing is gathered, and a rank under another
-parallelism reads the elements that it owns there. Files are safetensors; numbers come back to the bit (law 3).
+elements, or what another optimizer keeps of them. It writes them under the parameters' names, each with its place:
+nothing is gathered, and a rank under another parallelism reads the elements that it owns there. Files are safetensors;
+numbers come back to the bit (law 3).
 """
 
 import math
@@ -15,13 +16,13 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from accel_sft.api.errors import UserError
-from accel_sft.checkpoint.partition import MOMENTS, Span, flat, partitions
+from accel_sft.checkpoint.partition import IN_8_BITS, MOMENTS, MUON, SCALES, Span, flat, partitions
 from accel_sft.io import manifest
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
 BYTES = 4 * (1 + len(MOMENTS))
-"""Of a trained parameter's element in a checkpoint."""
+"""Of a trained parameter's element in a checkpoint, at most: AdamW's."""
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Of DeepSpeed's scaler, what changes while it trains."""
 FILE_BYTES = 1 << 30
@@ -51,12 +52,15 @@ def write(
 
     for partition in partitions(accelerator, model, optimizer):
         for span in partition.spans if partition.written else []:
-            moments = {key: partition.state[key] for key in MOMENTS if key in partition.state}
+            moments = {key: partition.state[key] for key in partition.kinds if key in partition.state}
             for kind, tensor in {"weights": partition.tensor, **moments}.items():
                 part = flat(tensor)[span.offset : span.offset + span.size]
                 # copied: it may be swapped in from NVMe for a moment only, or not be in host memory
                 parts[_key(kind, span)] = part.to("cpu", copy=True)
                 size += part.nbytes
+            for key in SCALES:
+                if key in partition.state:
+                    parts[_key(key, span)] = partition.state[key].to("cpu", copy=True)
             if "step" in partition.state:
                 parts[_key("step", span)] = torch.tensor([float(partition.state["step"])], dtype=torch.float64)
             if size >= FILE_BYTES:
@@ -78,22 +82,26 @@ def read(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, folde
         steps = {span: stored.step(span) for span in partition.spans}
         for span in partition.spans:
             stored.copy("weights", span, partition.tensor)
-        if any(steps.values()):
-            made = int(max(filter(None, steps.values())))
+        stepped = [span for span in partition.spans if steps[span] or stored.has(MUON[0], span)]
+        if stepped:
+            made = int(max(filter(None, steps.values()), default=0))
             partition.begin_state(made)
             if hasattr(partition.optimizer, "ds_opt_adam") and id(partition.optimizer) not in counted:
                 counted.add(id(partition.optimizer))
                 _count_up(partition.optimizer, made)
-        for span in filter(steps.get, partition.spans):
-            for key in MOMENTS:
+        for span in stepped:
+            for key in partition.kinds:
                 stored.copy(key, span, partition.state[key])
+            for key in SCALES:
+                if key in partition.state:
+                    partition.state[key].copy_(stored.whole(key, span))
 
 
 def read_extra(folder: Path) -> Extra:
     """The `extra` that `write` was given."""
     extra: dict[str, dict[str, torch.Tensor]] = {}
     for (kind, name), places in _Stored(folder).places.items():
-        if kind not in ("weights", "step", *MOMENTS):
+        if kind not in ("weights", "step", *MOMENTS, *MUON, *IN_8_BITS, *SCALES):
             ((_, file, key),) = places.values()
             extra.setdefault(kind, {})[name] = file.get_tensor(key)
     return extra
@@ -174,6 +182,15 @@ class _Stored:
                 f"{self.folder}: {kind} of {found:,} of {span.size:,} elements of {span.name} are there: the "
                 "checkpoint is of another model or version; start a new run from its final weights with --init-from"
             )
+
+    def has(self, kind: str, span: Span) -> bool:
+        """Whether there is anything of this kind of the span's parameter."""
+        return (kind, span.name) in self.places
+
+    def whole(self, kind: str, span: Span) -> torch.Tensor:
+        """What belongs to the span's parameter as a whole."""
+        ((_, file, key),) = self.places[(kind, span.name)].values()
+        return file.get_tensor(key)
 
     def step(self, span: Span) -> float | None:
         """How often the optimizer had stepped the parameter; None if never."""

@@ -59,6 +59,8 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
             raise UserError(*(f"{line}; so says the run.json of --model {config.model}" for line in found))
         _compute_like(trained)
     config = config.resolved({})
+    if trained and trained["config"].get("load_in_4bit") and config.generate_with != "vllm":
+        config = dataclasses.replace(config, load_in_4bit=True)
     models = [config.base, config.model] if config.base else [config.model]
     sources = [find_source(config, model) for model in models]
     sides = ("base", "tuned") if config.base else ("model",)

@@ -17,7 +17,7 @@ from accel_sft.models.source import errors_explained, find_source, is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS, TINY_SHAPE, TINY_VOCABULARY
 from accel_sft.planning import table
 from accel_sft.planning.estimate import Estimate
-from accel_sft.planning.job import Job
+from accel_sft.planning.job import AS_CONFIGURED, Job
 from accel_sft.planning.lengths import Lengths, read
 from accel_sft.planning.machine import Machine, machine
 from accel_sft.planning.plans import SIMPLEST_FIRST, Plan, launch_of, plan, recommended
@@ -151,13 +151,9 @@ def job_of(
         shape=shape,
         launch=launch,
         device="cuda" if here.gpus else "cpu",
-        dtype=config.dtype,
         stored_bytes=stored_bytes,
-        adapter=config.adapter,
-        lora_r=config.lora_r,
         target_modules=config.lora_target_modules,
-        lora_dropout=config.lora_dropout,
-        gradient_checkpointing=config.gradient_checkpointing,
+        **{name: getattr(config, name) for name in AS_CONFIGURED},
         tokens=tokens,
         supervised_tokens=min(supervised, tokens),
         rows=rows,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_sft.api.config import LAYOUT
+from accel_sft.api.changes import LAYOUT
 from accel_sft.comparison.measured import NUMBERS, training_lines
 from accel_sft.comparison.outcome import COMPLETE, NOT_RUN
 from accel_sft.io.run_dir import RunDir

@@ -119,6 +119,11 @@ def find_python() -> str:
 def check(source: Source) -> None:
     """UserError if the adapter is not LoRA, or `$ACCEL_SFT_VLLM_OPTIONS` no JSON object; nothing is loaded for it."""
     _options()
+    for key, what in {"use_dora": "DoRA", "modules_to_save": "modules trained in full"}.items():
+        if source.adapter and _adapter(source).get(key):
+            raise UserError(
+                f"--generate-with vllm: it serves no {what}, which {source.adapter} has; leave the option out"
+            )
     if source.adapter and (kind := _adapter(source)["peft_type"]) != "LORA":
         raise UserError(
             f"--generate-with vllm: it serves LoRA adapters, and {source.adapter} is {kind}; leave the option out"

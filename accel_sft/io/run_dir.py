@@ -42,6 +42,8 @@ class RunDir:
     """The most tokens of a forward after an out-of-memory whose step could not be repeated."""
     base = _inside("base")
     """The built-in model as it was before training."""
+    adapter_start = _inside("adapter-start.safetensors")
+    """What an adapter that begins as a part of its base's weights was before training."""
     best = _inside("best")
     final = _inside("final")
     profile = _inside("profile")

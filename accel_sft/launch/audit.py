@@ -53,7 +53,7 @@ def audit(config: TrainConfig, launch: Launch | None = None, devices: int | None
     launch = launch or read_launch()
     devices = device_count() if devices is None else devices
     where = launch.config_file or "the launch"
-    found = [*_keys(launch), *_world(launch, devices, f"{where}"), *_precision(launch, devices)]
+    found = [*_keys(launch), *_world(launch, devices, f"{where}"), *_precision(launch, devices), *_optimizer(config)]
     if launch.backend == "deepspeed":
         where = launch.json_file or where
         found += [*_ignored(launch, config, f"{where}"), *_zero(launch, f"{where}"), *audit_operators(launch, devices)]
@@ -154,6 +154,12 @@ def _precision(launch: Launch, devices: int) -> Iterator[Finding]:
         if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
             what = f"mixed_precision bf16 ({source}): this GPU computes it by emulation, slowly"
             yield warning(what, "--mixed_precision fp16, or no")
+
+
+def _optimizer(config: TrainConfig) -> Iterator[Finding]:
+    if config.optimizer == "muon" and config.adapter == "none" and (config.model != "tiny" or config.init_from):
+        what = "--optimizer muon: all weights of a model that Adam trained learn worse by it (arXiv 2605.10468)"
+        yield warning(what, "--optimizer adamw; or --adapter lora, with which it learns as well")
 
 
 def _ignored(launch: Launch, config: TrainConfig, where: str) -> Iterator[Finding]:

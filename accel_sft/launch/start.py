@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from accelerate import Accelerator
 
-from accel_sft.api.adapters import launch_problem
 from accel_sft.api.config import EVAL, MODEL, TrainConfig
 from accel_sft.api.errors import UserError
+from accel_sft.api.launch_limits import launch_problem
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.io.terminal import quiet, wrapped
@@ -14,6 +14,7 @@ from accel_sft.io.text import printable
 from accel_sft.launch.accelerator import create_accelerator
 from accel_sft.launch.audit import audit, refuse
 from accel_sft.launch.describe import describe, recordable
+from accel_sft.launch.info import read_launch
 
 
 def start(config: TrainConfig, task: Task, *, train: bool = True) -> Accelerator:
@@ -28,7 +29,7 @@ def start(config: TrainConfig, task: Task, *, train: bool = True) -> Accelerator
     refuse(findings)
     with quiet(None, config.debug) as terminal:
         accelerator = create_accelerator(config)
-        if problem := launch_problem(config.adapter, accelerator.distributed_type.value):
+        if problem := launch_problem(config, accelerator.distributed_type.value, read_launch().stage):
             raise UserError(problem)
         if accelerator.is_main_process:
             rows = [row for row in describe(accelerator, config) if train or row[0] != "clipping"]

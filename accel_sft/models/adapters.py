@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from accel_sft.api.adapters import ADAPTERS
+from accel_sft.api.adapters import ADAPTERS, SPLITS
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.io.files import read_json
 from accel_sft.launch import host_memory
-from accel_sft.models.targets import ALL_LINEAR, left_out, targets
+from accel_sft.models.adapter_start import split
+from accel_sft.models.targets import ALL_LINEAR, besides, left_out, targets
 
 SPARE = 2
 """Merged weights are made only where so many times their memory is free."""
@@ -51,7 +50,8 @@ class Lora(Adapter):
     def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
         from peft import LoraConfig
 
-        return LoraConfig(r=settings.lora_r, **common)
+        scale = {"use_rslora": settings.use_rslora, "use_dora": settings.use_dora}
+        return LoraConfig(r=settings.lora_r, **scale, **common)
 
 
 class AdaLora(Adapter):
@@ -102,11 +102,15 @@ def adapter_of(model: Any) -> Adapter:
     return TYPES.get(type_of(model) or "", Adapter())
 
 
-def new_adapter(model: Any, settings: TrainConfig, total_steps: int, log: Callable[[str], None]) -> Any:
+def new_adapter(
+    model: Any, settings: TrainConfig, total_steps: int, log: Callable[[str], None], start: Path | None = None
+) -> Any:
     """The model with a new adapter of the type that `--adapter` names; what it leaves out is told to `log`.
 
+    Args:
+        start: the file in which `adapter_start.keep` put an adapter that began as a part of the base's weights.
     Raises:
-        UserError: `--lora-target-modules` names a module that the model does not have, or that peft does not adapt.
+        UserError: the settings name a module or parameter that the model does not have, or that peft does not adapt.
     """
     from peft import TaskType, get_peft_model
 
@@ -114,72 +118,28 @@ def new_adapter(model: Any, settings: TrainConfig, total_steps: int, log: Callab
         "task_type": TaskType.CAUSAL_LM,
         "lora_alpha": settings.lora_alpha,
         "lora_dropout": settings.lora_dropout,
-        **targets(model, settings.lora_target_modules),
+        **targets(model, settings),
+        **besides(model, settings),
     }
     try:
         adapted = get_peft_model(model, TYPES[settings.adapter].config(settings, total_steps, common))
     except ValueError as error:
+        named = ", ".join(filter(None, (settings.lora_target_modules, settings.lora_target_parameters)))
+        why = str(error).splitlines()[0]
         raise UserError(
-            f"--lora-target-modules {settings.lora_target_modules}: peft does not adapt all of these "
-            f"({str(error).splitlines()[0]}); name others"
+            f"--lora-target-modules {named}: peft does not adapt all of these ({why}); name others"
         ) from error
+    if settings.lora_init in SPLITS:
+        split(adapted, settings.lora_init, start)
     if common["target_modules"] == ALL_LINEAR and (without := left_out(adapted)):
         log(f"the adapter leaves out {'; '.join(without)}")
     return adapted
 
 
-def saved_adapter(model: Any, folder: str, settings: TrainConfig, *, train: bool) -> Any:
-    """The model with the adapter saved in `folder`; added to its weights where all of them are to be trained.
-
-    Raises:
-        UserError: the adapter has another shape than the settings say, or cannot be added to the weights.
-    """
-    if not train or settings.adapter != "none":
-        if train:
-            _check_shape(folder, settings)
-        return _with_adapter(model, folder, train)
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise UserError(
-            f"--init-from: the adapter {folder} cannot be merged into weights that ZeRO-3 has sharded; "
-            "train it on with --adapter lora, or launch with stage 2 or less"
-        )
-    adapted = _with_adapter(model, folder, False)
-    if not _mergeable(adapted):
-        raise UserError(
-            f"--init-from: the adapter {folder} is of type {type_of(adapted)}, which cannot be added to the weights; "
-            f"start from one of {', '.join(name for name, kind in ADAPTERS.items() if kind.mergeable)}, or from --model"
-        )
-    return adapted.merge_and_unload().requires_grad_(True)
-
-
-def _with_adapter(model: Any, folder: str, train: bool) -> Any:
-    from peft import PeftModel
-
-    with warnings.catch_warnings():  # what is missing would be as a new adapter's
-        warnings.filterwarnings("error", "Found missing adapter keys")
-        return PeftModel.from_pretrained(model, folder, is_trainable=train)
-
-
-def _mergeable(model: Any) -> bool:
+def is_mergeable(model: Any) -> bool:
     """What `ADAPTERS` says; for other types, whether peft can do it."""
     kind = ADAPTERS.get(type_of(model) or "")
     return kind.mergeable if kind else hasattr(model, "merge_and_unload")
-
-
-def _check_shape(folder: str, settings: TrainConfig) -> None:
-    """An adapter that is trained on keeps its shape: refuse settings that say otherwise, which peft would ignore."""
-    saved = read_json(Path(folder) / "adapter_config.json")
-    asked = {"peft_type": ("adapter", settings.adapter.upper())}
-    if saved["peft_type"] == settings.adapter.upper():
-        fields = ADAPTERS[settings.adapter].saved_settings
-        asked |= {key: (field, getattr(settings, field)) for key, field in fields.items()}
-    wrong = [
-        f"--{field.replace('_', '-')} {value}: the adapter in {folder} has {saved[key]}, and keeps it; say so"
-        for key, (field, value) in asked.items()
-        if saved[key] != value
-    ]
-    if wrong:
-        raise UserError(*wrong)
 
 
 @contextlib.contextmanager
@@ -230,7 +190,7 @@ def reason_unmergeable(model: torch.nn.Module) -> str | None:
     Args:
         model: whole, not sharded.
     """
-    if type_of(model) and not _mergeable(model):
+    if type_of(model) and not is_mergeable(model):
         return f"type {type_of(model)} cannot be added to the weights"
     weights = [layer.get_base_layer().weight for layer in _layers(model)]
     if any(weight.dtype != torch.float32 for weight in weights):

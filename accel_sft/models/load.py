@@ -11,8 +11,9 @@ from accel_sft.api.errors import UserError
 from accel_sft.data.chat import Rules, end_of_turn_ids
 from accel_sft.io.files import read_json
 from accel_sft.launch.info import device_count
-from accel_sft.models.adapters import new_adapter, saved_adapter
+from accel_sft.models.adapters import new_adapter
 from accel_sft.models.pretrained import OR_NONE, freeze_beyond_text, pretrained
+from accel_sft.models.saved_adapter import saved_adapter
 from accel_sft.models.source import Source, errors_explained
 
 
@@ -65,6 +66,7 @@ def load_model(
     total_steps: int = 0,
     largest_id: int = 0,
     log: Callable[[str], None] = lambda line: None,
+    adapter_start: Path | None = None,
 ) -> Any:
     """The model, ready to be prepared: weights in the right type, adapter in place.
 
@@ -74,12 +76,16 @@ def load_model(
         total_steps: optimizer steps to come; 0 to evaluate only: an adapter stays frozen, and none is started.
         largest_id: of all tokens that the model will read.
         log: takes lines on what is not loaded or not trained.
+        adapter_start: the file of what the run's adapter began as, if it took a part of its base's weights.
     Raises:
         UserError: it cannot be loaded, its files lack weights, or the adapter's settings do not fit it.
     """
     train = total_steps > 0
-    if config.attn_implementation == "flex_attention" and train and not device_count():
+    attention = config.attn_implementation or ""
+    if attention == "flex_attention" and train and not device_count():
         raise UserError("--attn-implementation flex_attention: it has no backward on a CPU; leave it out, or use sdpa")
+    if "flash" in attention and not device_count():
+        raise UserError(f"--attn-implementation {attention}: its kernels need a GPU; leave it out, or use sdpa")
     if not (config.attn_implementation or config.trust_remote_code):
         _refuse_kernels(source.weights)
     with errors_explained(source.weights):
@@ -90,7 +96,7 @@ def load_model(
             model = saved_adapter(model, source.adapter, config, train=train)
     elif config.adapter != "none" and train:
         torch.manual_seed(config.seed)  # the same new adapter on every rank and at every stage
-        model = new_adapter(model, config, total_steps, log)
+        model = new_adapter(model, config, total_steps, log, adapter_start)
     freeze_beyond_text(model, log)
     if train and config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -10,6 +10,7 @@ import torch
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.models.architecture import beyond_text, parts_of
+from accel_sft.models.quantized import in_4bit, keep_as_trained
 from accel_sft.models.source import errors_explained
 
 _NAMED = 4
@@ -51,7 +52,11 @@ def pretrained(
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # to be named below, and not as a table
         trust_remote_code=config.trust_remote_code,
+        **(in_4bit(name, settings, dtype) if config.load_in_4bit else {}),
     )
+    if config.load_in_4bit:
+        keep_as_trained(model)
+        log("the base's linear layers are in 4 bits (NF4)")
     _refuse_incomplete(name, found)
     if quantized and not hasattr(model.config, "quantization_config"):
         # what remains of the conversion would write whole weights under the names of quantized ones

@@ -128,7 +128,7 @@ def errors_explained(name: str) -> Iterator[None]:
             cause = "its weights hold more than numbers, which could run code; use safetensors, from someone you trust"
         if "trust_remote_code" in str(error):
             cause = "it needs its own code to run; read that code, then pass --trust-remote-code"
-        if "attn_implementation" in str(error):
+        if any(word in str(error) for word in ("attn_implementation", "FlashAttention", "`kernels`")):
             raise UserError(f"--attn-implementation: {cause}") from error
         where = "" if Path(name).exists() else "no such folder here, and as a hub id "
         raise UserError(f"--model {name}: {where}cannot be loaded: {cause}") from error

@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from accel_sft.api.adapters import names_of
+from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.models.architecture import beyond_text, parts_of
 
 ALL_LINEAR = "all-linear"
 
 
-def targets(model: torch.nn.Module, asked: str) -> dict[str, Any]:
+def targets(model: torch.nn.Module, settings: TrainConfig) -> dict[str, Any]:
     """peft's arguments for `--lora-target-modules`.
 
     peft takes for linear, in a multimodal model, layers that no text reaches, and layers that it then refuses or beside
@@ -22,14 +24,15 @@ def targets(model: torch.nn.Module, asked: str) -> dict[str, Any]:
     Raises:
         UserError: a name that no module which text reaches has.
     """
-    names = [name.strip() for name in asked.split(",") if name.strip()]
+    names = names_of(settings.lora_target_modules)
     beyond = beyond_text(model)
     modules = [name for name, module in model.named_modules() if not _has_any(name, module, beyond)]
-    if names != [ALL_LINEAR] and (missing := [n for n in names if not any(f".{m}".endswith(f".{n}") for m in modules)]):
+    if names != [ALL_LINEAR] and (missing := [name for name in names if not _ends_any(modules, name)]):
         linear = {name.rsplit(".", 1)[-1] for name in modules if hasattr(model.get_submodule(name), "in_features")}
         here = ", ".join(sorted(linear))
         raise UserError(f"--lora-target-modules {', '.join(missing)}: no such module; this model has {here}")
-    excluded = [rf"(model\.)?{re.escape(part)}\..*" for part in parts_of(beyond)]
+    excluded = [rf"(.*\.)?{re.escape(name)}" for name in names_of(settings.lora_modules_to_save)]
+    excluded += [rf"(model\.)?{re.escape(part)}\..*" for part in parts_of(beyond)]
     if names == [ALL_LINEAR]:
         unfit = {_in_block(name) for names in _unfit(model).values() for name in names}
         excluded += [rf"(.*\.)?{re.escape(name)}" for name in sorted(unfit)]
@@ -37,6 +40,40 @@ def targets(model: torch.nn.Module, asked: str) -> dict[str, Any]:
         "target_modules": ALL_LINEAR if names == [ALL_LINEAR] else names,
         "exclude_modules": "|".join(excluded) or None,
     }
+
+
+def besides(model: torch.nn.Module, settings: TrainConfig) -> dict[str, Any]:
+    """peft's arguments for `--lora-target-parameters` and `--lora-modules-to-save`.
+
+    Raises:
+        UserError: a name that nothing which text reaches has, or that `--lora-target-modules` has too.
+    """
+    parameters, saved = names_of(settings.lora_target_parameters), names_of(settings.lora_modules_to_save)
+    beyond = beyond_text(model)
+    shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in model.named_parameters() if name not in beyond}
+    matrices = [name for name, shape in shapes.items() if len(shape) in (2, 3)]
+    modules = [name for name, module in model.named_modules() if not _has_any(name, module, beyond)]
+    found: dict[str, Any] = {}
+    if missing := [name for name in parameters if not _ends_any(matrices, name)]:
+        experts = dict.fromkeys(_in_block(name) for name in matrices if len(shapes[name]) == 3)
+        here = f"its experts' are {', '.join(experts)}" if experts else "it has no experts in one tensor"
+        raise UserError(f"--lora-target-parameters {', '.join(missing)}: no such matrices in this model; {here}")
+    if missing := [name for name in saved if not _ends_any(modules, name)]:
+        raise UserError(
+            f"--lora-modules-to-save {', '.join(missing)}: no such module in this model; print(model) has all"
+        )
+    if twice := sorted({*saved} & {*names_of(settings.lora_target_modules)}):
+        raise UserError(f"--lora-modules-to-save {', '.join(twice)}: --lora-target-modules names it too; leave one out")
+    if parameters:
+        found["target_parameters"] = parameters
+    if saved:
+        found["modules_to_save"] = saved
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
+        tied = None not in ends and ends[0].weight is ends[1].weight
+        named = (name for name, module in model.named_modules() if any(module is end for end in ends))
+        if tied and any(_ends_any([end], name) for end in named for name in saved):
+            found["ensure_weight_tying"] = True  # one matrix goes on being both
+    return found
 
 
 def left_out(adapted: Any) -> list[str]:
@@ -80,6 +117,10 @@ def _unfit(model: Any) -> dict[str, list[str]]:
 def _of_model(kind: type) -> bool:
     """Whether a class comes with a model, and not with a library of layers that peft may know."""
     return kind.__module__.startswith(("transformers.models.", "transformers_modules."))
+
+
+def _ends_any(names: list[str], end: str) -> bool:
+    return any(f".{name}".endswith(f".{end}") for name in names)
 
 
 def _has_any(name: str, module: torch.nn.Module, parameters: dict[str, Any]) -> bool:

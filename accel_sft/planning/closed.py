@@ -1,6 +1,7 @@
 """The closed form: a job's memory by phase and component, from its shape alone; no torch, no measurement."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 
 from accel_sft.planning.activations import forward_bytes, logits_bytes, peak_bytes
 from accel_sft.planning.cpu import on_cpu
@@ -35,7 +36,20 @@ def estimate(job: Job) -> Estimate:
     forward = peak_bytes(job)
     if job.on_cpu:
         forward = {"activations": forward_bytes(job), "logits": logits_bytes(job)}
-    return assemble(job, placed(job), forward, "closed form")
+    found = assemble(job, placed(job), forward, "closed form")
+    return dataclasses.replace(found, notes=tuple(_unknown(job)))
+
+
+def _unknown(job: Job) -> Iterator[str]:
+    """What this job takes that the closed form leaves out."""
+    if job.use_dora:
+        yield "DoRA makes the updated weights of a layer whole in each forward: left out, --simulate counts them"
+    if job.lora_init != "default":
+        yield f"{job.lora_init} decomposes one matrix after the other in float32 at the start: left out"
+    if job.load_in_4bit:
+        yield "a layer's weights are made whole for each product, one layer at a time: left out"
+    if job.optimizer == "muon":
+        yield "Muon's products on one matrix at a time are left out"
 
 
 def assemble(job: Job, states: tuple[Placed, Placed], forward: Mapping[str, float], method: str) -> Estimate:

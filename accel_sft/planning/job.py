@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from accel_sft.api.optimizers import OPTIMIZERS
 from accel_sft.launch.info import Launch
 from accel_sft.planning.shape import ALL_LINEAR, ModelShape
 
@@ -9,6 +10,11 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Of an element, by the name of its type."""
 REDUCED = {"bf16": 2, "fp16": 2}
 """Bytes of a number that computes, by the launch's precision; 4 for any other."""
+IN_4_BITS = 0.5 + (1 + 4 / 256) / 64
+"""Bytes of an element in NF4: its scale, one for 64 of them, is in 8 bits, with another scale for 256 of these."""
+AS_CONFIGURED = ("adapter", "lora_r", "lora_dropout", "use_dora", "lora_init", "lora_modules_to_save")
+AS_CONFIGURED += ("lora_target_parameters", "load_in_4bit", "optimizer", "dtype", "gradient_checkpointing")
+"""Attributes of a job that are settings of the same name."""
 MOST_LOGITS = 2**25
 """Logits that a head in pieces holds at once: `batching.loss.MOST_LOGITS`, which is behind torch's import; a test
 compares them."""
@@ -24,8 +30,9 @@ class Job:
         device: `cuda`, or `cpu`, where ranks train in host memory.
         dtype: as `--dtype` has it.
         stored_bytes: of an element in the weight files.
-        adapter, lora_r, target_modules: as `--adapter`, `--lora-r`, `--lora-target-modules` have them.
-        lora_dropout: as `--lora-dropout` has it.
+        adapter, lora_r, lora_dropout, use_dora, lora_init, lora_modules_to_save, lora_target_parameters, load_in_4bit,
+            optimizer: as the options of these names have them.
+        target_modules: as `--lora-target-modules` has it.
         gradient_checkpointing: whether blocks' activations are computed again in the backward.
         tokens: computed in the largest forward of a rank, padding included.
         supervised_tokens: of these, how many have a loss: rows of the logits.
@@ -45,6 +52,12 @@ class Job:
     lora_r: int = 8
     target_modules: str = ALL_LINEAR
     lora_dropout: float = 0.0
+    use_dora: bool = False
+    lora_init: str = "default"
+    lora_modules_to_save: str | None = None
+    lora_target_parameters: str | None = None
+    load_in_4bit: bool = False
+    optimizer: str = "adamw"
     gradient_checkpointing: bool = False
     tokens: int = 2048
     supervised_tokens: int = 2048
@@ -91,12 +104,39 @@ class Job:
     @property
     def trained(self) -> int:
         """Parameters that learn."""
-        return self.shape.trained(self.adapter, self.lora_r, self.target_modules)
+        return self._in_matrices + self._beside_matrices
+
+    @property
+    def _in_matrices(self) -> int:
+        """Of these, those that Muon would step: of matrices within the blocks, or of an adapter."""
+        if self.adapter == "none":
+            return self.shape.block_matrices
+        besides = self.lora_target_parameters, self.lora_modules_to_save
+        return self.shape.trained(self.adapter, self.lora_r, self.target_modules, *besides)
+
+    @property
+    def _beside_matrices(self) -> int:
+        if self.adapter == "none":
+            return self.shape.trained() - self.shape.block_matrices
+        kept = self.lora_modules_to_save
+        lengths = self.shape.lengths(self.target_modules, kept) if self.use_dora else 0
+        return lengths + self.shape.saved(kept)
 
     @property
     def parameters(self) -> int:
         """All, an adapter's included."""
-        return self.shape.parameters + (self.trained if self.adapter != "none" else 0)
+        return self.shape.parameters + (self.trained if self.is_frozen else 0)
+
+    def weights_bytes(self, each: int) -> float:
+        """Of all, where an element that is not in 4 bits takes `each`."""
+        quantized = self.shape.linear if self.load_in_4bit else 0
+        return each * (self.parameters - quantized) + IN_4_BITS * quantized
+
+    def moments_bytes(self, each: int) -> float:
+        """Of the optimizer's state, for trained weights of `each` bytes."""
+        kind = OPTIMIZERS[self.optimizer]
+        size = kind.matrix_bytes * self._in_matrices + kind.other_bytes * self._beside_matrices
+        return size if self.optimizer == "adamw-8bit" else size * each / 4
 
     @property
     def loaded_bytes(self) -> int:

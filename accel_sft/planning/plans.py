@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel_sft.api.adapters import launch_problem
+from accel_sft.api.launch_limits import launch_problem
 from accel_sft.launch.info import Launch
 from accel_sft.planning.closed import estimate
 from accel_sft.planning.estimate import Estimate
@@ -170,5 +170,5 @@ def _problem(job: Job, machine: Machine) -> str:
         return "Megatron-LM is not supported"
     if backend == "fsdp" and not machine.gpus:
         return "FSDP needs GPUs"
-    problem = launch_problem(job.adapter, _ACCELERATES_NAMES.get(backend, "NO"))
+    problem = launch_problem(job, _ACCELERATES_NAMES.get(backend, "NO"), job.launch.stage)
     return problem or ""

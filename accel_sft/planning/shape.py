@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
+from accel_sft.api.adapters import names_of
 from accel_sft.api.errors import UserError
 
 GROUPS = ("embeddings", "attention", "feed_forward", "experts", "norms", "head", "other")
@@ -137,23 +138,74 @@ class ModelShape:
         single = [m.copies * m.inputs * m.outputs for block in self.blocks for m in block.matrices]
         return max([self.vocab_size * self.hidden_size, *single])
 
-    def trained(self, adapter: str = "none", lora_r: int = 8, target_modules: str = ALL_LINEAR) -> int:
-        """Parameters that learn: all but `other`, or those of an adapter.
+    @property
+    def linear(self) -> int:
+        """Elements of the matrices of the blocks' linear layers: what a base in 4 bits has in 4 bits."""
+        return sum(b.count * m.copies * m.inputs * m.outputs for b in self.blocks for m in b.matrices if m.is_linear)
+
+    @property
+    def block_matrices(self) -> int:
+        """Elements of the blocks' matrices, but for experts in one tensor."""
+        every = [(block.count * m.copies, m) for block in self.blocks for m in block.matrices]
+        return sum(count * m.inputs * m.outputs for count, m in every if m.is_linear or m.copies == 1)
+
+    def trained(
+        self,
+        adapter: str = "none",
+        lora_r: int = 8,
+        target_modules: str = ALL_LINEAR,
+        target_parameters: str | None = None,
+        modules_to_save: str | None = None,
+    ) -> int:
+        """Parameters that learn: all but `other`, or those of an adapter's matrices.
 
         Args:
-            adapter, lora_r, target_modules: as `--adapter`, `--lora-r` and `--lora-target-modules` have them.
+            adapter, lora_r, target_modules, target_parameters, modules_to_save: as `--adapter`, `--lora-r`,
+                `--lora-target-modules`, `--lora-target-parameters` and `--lora-modules-to-save` have them.
         Raises:
-            UserError: a target module that no block has.
+            UserError: a target module or parameter that no block has.
         """
         if adapter == "none":
             return self.parameters - self.other
         extra, rank = 0, lora_r
         if adapter == "adalora":  # it starts with more ranks, and has a vector besides
             extra, rank = 1, lora_r * 3 // 2 + 1
-        return sum(
-            count * ranks * rank * (matrix.inputs + matrix.outputs + extra)
-            for count, ranks, matrix in self.adapted(adapter, target_modules)
-        )
+        saved = set(names_of(modules_to_save))
+        on = [m for m in self.adapted(adapter, target_modules) if m[2].name not in saved]
+        on += self._parameters(target_parameters)
+        return sum(count * ranks * rank * (matrix.inputs + matrix.outputs + extra) for count, ranks, matrix in on)
+
+    def lengths(self, target_modules: str = ALL_LINEAR, modules_to_save: str | None = None) -> int:
+        """Of DoRA: the length of each row of the adapted matrices."""
+        saved = set(names_of(modules_to_save))
+        on = self.adapted("lora", target_modules)
+        return sum(count * matrix.outputs for count, _, matrix in on if matrix.name not in saved)
+
+    def saved(self, modules_to_save: str | None) -> int:
+        """Parameters of the modules that `--lora-modules-to-save` names.
+
+        Raises:
+            UserError: one that is not counted apart.
+        """
+        ends = {"embed_tokens": self.vocab_size * self.hidden_size, "lm_head": self.vocab_size * self.hidden_size}
+        named = {name.rpartition(".")[2] for name in names_of(modules_to_save)}
+        if self.tied and named >= ends.keys():
+            named -= {"embed_tokens"}
+        sizes = dict(ends)
+        for block in self.blocks:
+            for matrix in block.matrices:
+                sizes[matrix.name] = sizes.get(matrix.name, 0) + block.count * matrix.parameters
+        if unknown := sorted(named - sizes.keys()):
+            here = ", ".join(sizes)
+            raise UserError(f"--lora-modules-to-save {', '.join(unknown)}: not counted before the start; {here} are")
+        return sum(sizes[name] for name in named)
+
+    def _parameters(self, names: str | None) -> list[tuple[int, int, Matrix]]:
+        wanted = {name.rpartition(".")[2] for name in names_of(names)}
+        found = [(b.count * m.copies, 1, m) for b in self.blocks for m in b.matrices if m.name in wanted]
+        if missing := wanted - {matrix.name for *_, matrix in found}:
+            raise UserError(f"--lora-target-parameters {', '.join(sorted(missing))}: no block has such a parameter")
+        return found
 
     def adapted(self, adapter: str, target_modules: str = ALL_LINEAR) -> Iterator[tuple[int, int, Matrix]]:
         """The matrices that an adapter stands on, each with how often the model has it and its ranks in multiples of
@@ -162,7 +214,7 @@ class ModelShape:
         Raises:
             UserError: a name that no linear layer of a block has.
         """
-        names = {name.strip() for name in target_modules.split(",") if name.strip()}
+        names = set(names_of(target_modules))
         every = [(block.count, m) for block in self.blocks for m in block.matrices]
         linear = [m for _, m in every if m.is_linear]
         if names != {ALL_LINEAR} and (missing := names - {m.name for m in linear}):

@@ -29,7 +29,7 @@ from accel_sft.models.prefix_attention import rows_attention
 from accel_sft.models.pretrained import class_of, freeze_beyond_text
 from accel_sft.planning.closed import assemble
 from accel_sft.planning.estimate import Estimate
-from accel_sft.planning.job import Job
+from accel_sft.planning.job import AS_CONFIGURED, Job
 from accel_sft.planning.peak_tracker import PeakTracker
 from accel_sft.planning.states import placed
 
@@ -86,9 +86,13 @@ def simulate(job: Job, config: Mapping[str, Any]) -> Estimate:
         notes.append(f"weights, gradients and optimizer state are the closed form's: {library} is not simulated")
     else:
         gradients = {"gradients": found.gradients} if device.gradients else {"held": found.gradients}
-        states = {"weights": found.weights, "moments": found.optimizer, **gradients}
+        states = gradients if job.load_in_4bit else {"weights": found.weights, **gradients}
+        if job.optimizer == "adamw":
+            states["moments"] = found.optimizer
+        names = [name for name in ("weights", "moments") if name not in states]
         device = dataclasses.replace(device, **states)
         notes.append("weights, gradients and AdamW's state are simulated; exchange between ranks is the closed form's")
+        notes += [f"{name} are the closed form's too" for name in names]
     if job.head == "fused":
         notes.append("the fused kernel of head and loss is not simulated: its weights' gradient stands for it")
     notes.append("not simulated: workspaces inside of operators, and gaps between the allocator's blocks")
@@ -127,11 +131,10 @@ def _on_meta(job: Job, config: Mapping[str, Any]) -> Any:
         if job.is_frozen:
             chosen = TrainConfig(
                 model="simulated",
-                adapter=job.adapter,
-                lora_r=job.lora_r,
-                lora_dropout=job.lora_dropout,
                 lora_target_modules=job.target_modules,
+                **{name: getattr(job, name) for name in AS_CONFIGURED if name.startswith(("adapter", "lora", "use"))},
             )
+            chosen = dataclasses.replace(chosen, lora_init="default")  # which has no values to decompose
             model = new_adapter(model, chosen, 100, lambda line: None)
     freeze_beyond_text(model, lambda line: None)
     if job.gradient_checkpointing:

@@ -74,7 +74,7 @@ def weights_bytes(job: Job) -> float:
     """Of the whole model as it is loaded; an adapter's are float32 until DeepSpeed casts them."""
     adapter = job.trained if job.is_frozen else 0
     e = job.computes_bytes if job.launch.backend == "deepspeed" else 4
-    return job.loaded_bytes * job.shape.parameters + e * adapter
+    return job.weights_bytes(job.loaded_bytes) + (e - job.loaded_bytes) * adapter
 
 
 def _data_parallel(job: Job) -> Placed:
@@ -85,7 +85,7 @@ def _data_parallel(job: Job) -> Placed:
     gradients = each * trained
     return Placed(
         weights=weights_bytes(job),
-        moments=2 * each * trained,
+        moments=job.moments_bytes(each),
         held=gradients if several else 0,
         gradients=0 if several else gradients,
         gathered=cast,
@@ -99,9 +99,11 @@ def _stage_0(job: Job) -> tuple[Placed, Placed]:
     if e == 4:
         gradients = FLOAT32 * trained
         flat = FLOAT32 * min(trained, _zero(job, "reduce_bucket_size", _ZERO_BUCKET))
-        return Placed(weights=4 * job.parameters, moments=MOMENTS * trained, gradients=gradients, update=flat), Placed()
+        return Placed(
+            weights=job.weights_bytes(4), moments=MOMENTS * trained, gradients=gradients, update=flat
+        ), Placed()
     return Placed(
-        weights=e * job.parameters,
+        weights=job.weights_bytes(e),
         master=MASTER * trained,
         moments=MOMENTS * trained,
         gradients=e * trained,
@@ -123,7 +125,7 @@ def _stages_1_and_2(job: Job) -> tuple[Placed, Placed]:
     whole = job.launch.stage == 1 and not overlaps
     # a flat copy, before the parameters become views of it; made on the host where a GPU has no room
     flattening = 2 * e * trained if job.on_cpu else e * share
-    device = Placed(weights=e * job.parameters, buffers=buffers)
+    device = Placed(weights=job.weights_bytes(e), buffers=buffers)
     if job.launch.offload("optimizer") == "none":
         device.master, device.moments = MASTER * share, MOMENTS * share
         device.gradients, device.in_flight = e * (trained if whole else share), largest
@@ -189,7 +191,7 @@ def _fsdp(job: Job) -> tuple[Placed, Placed]:
     group = max(job.shape.largest_block, (1 if job.shape.tied else 2) * job.shape.vocab_size * job.shape.hidden_size)
     states = Placed(
         weights=weights_bytes(job) / n,
-        moments=2 * each * trained / n,
+        moments=job.moments_bytes(each) / n,
         gradients=each * trained / n,
     )
     working = Placed(gathered=e * (group + job.shape.largest_block), update=0.0)

@@ -169,6 +169,8 @@ def _notes(plans: Sequence[Plan], here: Machine) -> Iterator[str]:
     if any(each.tight for each in plans):
         yield _text(f"barely   within {1 - MARGIN:.0%} of {where}'s memory; a prediction may err by as much", 9)
     yield _text("speed    by a simple model; only ratios between launch files mean anything", 9)
+    for note in dict.fromkeys(note for each in plans if each.estimate for note in each.estimate.notes):
+        yield _text(f"unknown  {note}", 9)
     yield ""
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from accel_sft.api.config import TrainConfig, changed
+from accel_sft.api.changes import changed
+from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task

@@ -1,4 +1,4 @@
-"""AdamW, the learning-rate schedule, and clipping and stepping on every backend."""
+"""The optimizer, the learning-rate schedule, and clipping and stepping on every backend."""
 
 import contextlib
 import math
@@ -9,23 +9,36 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
 from accel_sft.batching.memory import forwards_alone
 from accel_sft.models.adapters import adapter_of
+from accel_sft.models.quantized import bitsandbytes
+from accel_sft.training.muon import MuonWithAdamW, within_blocks
 
 
-def adamw(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, 2019) with weight decay on matrices only; no empty group, DeepSpeed rejects one."""
+def new_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer that `--optimizer` names, with weight decay on matrices only.
+
+    AdamW (Loshchilov and Hutter, 2019); with states in 8 bits (Dettmers et al., 2022), by bitsandbytes; or Muon, see
+    `MuonWithAdamW`.
+
+    Raises:
+        UserError: bitsandbytes is not installed or cannot be loaded, or torch is too old for Muon.
+    """
+    # no empty group: DeepSpeed rejects one
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) >= 2]
     vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=1e-8,
-        fused=True,
-    )
+    adam = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": 1e-8}
+    if config.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+        raise UserError(f"--optimizer muon: torch {torch.__version__} has none; install torch 2.9 or newer")
+    if config.optimizer == "muon":
+        return MuonWithAdamW(groups, within_blocks(model), adam)
+    groups = [group for group in groups if group["params"]]
+    if config.optimizer == "adamw-8bit":
+        return bitsandbytes("--optimizer adamw-8bit").optim.AdamW8bit(groups, **adam)
+    return torch.optim.AdamW(groups, **adam, fused=True)
 
 
 def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:

@@ -15,7 +15,7 @@ from accel_sft.launch.collectives import by_each_rank, largest
 from accel_sft.launch.info import Launch, read_launch
 from accel_sft.planning.closed import estimate
 from accel_sft.planning.estimate import Estimate, totals
-from accel_sft.planning.job import Job
+from accel_sft.planning.job import AS_CONFIGURED, Job
 from accel_sft.planning.source import read_config, read_shape, stored_bytes
 from accel_sft.planning.states import least_bytes
 from accel_sft.tracking.tracker import Tracker
@@ -73,13 +73,9 @@ def _job(config: TrainConfig, weights: str, launch: Launch, device: torch.device
         shape=read_shape(content, weights, folder),
         launch=launch,
         device=device.type,
-        dtype=config.dtype,
         stored_bytes=stored_bytes(content),
-        adapter=config.adapter,
-        lora_r=config.lora_r,
         target_modules=config.lora_target_modules,
-        lora_dropout=config.lora_dropout,
-        gradient_checkpointing=config.gradient_checkpointing,
+        **{name: getattr(config, name) for name in AS_CONFIGURED},
         tokens=1,
         supervised_tokens=1,
         eval_rows=0 if config.eval_every == "off" else 1,

@@ -7,6 +7,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from accel_sft.api.adapters import SPLITS
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
@@ -19,6 +20,7 @@ from accel_sft.evaluation.evaluator import Evaluator, answer_backend
 from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
+from accel_sft.models.adapter_start import keep
 from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
 from accel_sft.models.source import Source, find_source
 from accel_sft.models.tiny import build_tiny
@@ -42,13 +44,21 @@ class Assembly:
         self.tokenizer = load_tokenizer(source, config)
         self.encode = SplitEncoder(accelerator, self.tokenizer, task, encoding_rules(self.tokenizer, source, config))
 
-    def load_model(self, *encodings: Encoding, total_steps: int = 0, **more: Any) -> Any:
+    def load_model(self, *encodings: Encoding, total_steps: int = 0, run_dir: RunDir | None = None, **more: Any) -> Any:
         """The model, not prepared yet, for these tokens; `total_steps` optimizer steps are to come, 0 to evaluate
-        only."""
+        only. What an adapter begins as that takes a part of its base's weights is kept in `run_dir`, and taken from
+        there when the run goes on."""
         precision, deepspeed = self.accelerator.mixed_precision, self.accelerator.state.deepspeed_plugin is not None
-        launch = {"precision": precision, "deepspeed": deepspeed}
+        launch: dict[str, Any] = {"precision": precision, "deepspeed": deepspeed}
         largest_id = max(self.tokenizer.pad_token_id, *(encoding.kept.largest_id() for encoding in encodings))
-        return load_model(self.source, self.config, **launch, total_steps=total_steps, largest_id=largest_id, **more)
+        launch |= {"total_steps": total_steps, "largest_id": largest_id}
+        begun = run_dir.adapter_start if run_dir and run_dir.has_trained() else None
+        splits = self.config.lora_init in SPLITS
+        model = load_model(self.source, self.config, **launch, adapter_start=begun if splits else None, **more)
+        if run_dir and not begun:
+            file = run_dir.adapter_start
+            decided_by_main(self.accelerator, lambda: keep(model, file) if splits else file.unlink(missing_ok=True))
+        return model
 
     def evaluator(
         self, model: Any, examples: Sequence[Any], encoding: Encoding, max_new_tokens: int | None = None, **more: Any

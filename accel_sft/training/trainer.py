@@ -26,7 +26,7 @@ from accel_sft.resilience.signals import Interruption, StopSignals
 from accel_sft.tracking.system import peak_memory_gib
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training import summary
-from accel_sft.training.optimizer import Stepper, adamw, learning_rate
+from accel_sft.training.optimizer import Stepper, learning_rate, new_optimizer
 from accel_sft.training.predicted import Prediction
 from accel_sft.training.prepare import Prepared
 from accel_sft.training.state import TrainState
@@ -61,9 +61,8 @@ class Trainer:
 
         self.prediction = Prediction(accelerator, config, assembly.source.weights, tracker.log)
         tracker.peaks.begin("load")
-        model = assembly.load_model(
-            prepared.train, prepared.validation, total_steps=self.plan.total_steps, log=tracker.log
-        )
+        more = {"total_steps": self.plan.total_steps, "log": tracker.log, "run_dir": run_dir}
+        model = assembly.load_model(prepared.train, prepared.validation, **more)
         self.model_class, self.beside = auto_class(model).__name__, processor_files(assembly.source.weights, model)
         if config.compile:
             compile_blocks(model)
@@ -72,8 +71,8 @@ class Trainer:
         self.trained_parameters, parameters = parameter_counts(model)
         tracker.log(f"{self.trained_parameters:,} of {parameters:,} parameters are trained")
         tracker.peaks.begin("shard")
-        optimizer = adamw(model, config)
-        check_host_memory(accelerator, model, read_launch())
+        optimizer = new_optimizer(model, config)
+        check_host_memory(accelerator, model, read_launch(), config.optimizer)
         self.model, self.optimizer = prepare_model(accelerator, model, optimizer, config)
         tracker.phase("sharded")
         tracker.peaks.begin(None)
@@ -219,7 +218,8 @@ class Trainer:
         self.tracker.peaks.begin("export")
         card = summary.card(self.task_name, self.prepared, self.state, self.model_class)
         tokenizer = self.prepared.assembly.tokenizer
-        checkpoint.export(self.accelerator, self.model, tokenizer, target, card, self.beside)
+        beside = self.beside, self.run_dir.adapter_start
+        checkpoint.export(self.accelerator, self.model, tokenizer, target, card, *beside)
 
     def save(self) -> None:
         """A checkpoint of this step, with the counters, metrics and batching so far."""

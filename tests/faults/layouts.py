@@ -46,7 +46,7 @@ from accel_sft.data.chat import Encoded
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import accelerator
 from accel_sft.training import step as training_step
-from accel_sft.training.optimizer import Stepper, adamw
+from accel_sft.training.optimizer import Stepper, new_optimizer
 
 CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
 SETTINGS = ("ACCELERATE_", "FSDP_")
@@ -75,7 +75,7 @@ class Job:
         if halves or (precision == "bf16" and os.environ.get("ACCELERATE_USE_DEEPSPEED")):
             model.to(torch.bfloat16)
         self.model, self.optimizer = accelerator.prepare_model(
-            self.accelerator, model.train(), adamw(model, config), config
+            self.accelerator, model.train(), new_optimizer(model, config), config
         )
         self.stepper = Stepper(self.accelerator, self.model, self.optimizer, config.max_grad_norm)
         self.folder = folder

@@ -28,7 +28,7 @@ from accel_sft.io import manifest
 from accel_sft.io.heartbeat import heartbeat, heartbeat_count
 from accel_sft.io.run_dir import RunDir
 from accel_sft.resilience import watchdog
-from accel_sft.training.optimizer import adamw
+from accel_sft.training.optimizer import new_optimizer
 
 TIMEOUT = 6
 PAST = 30
@@ -356,7 +356,7 @@ def test_files_that_are_written_read_and_hashed_send_heartbeats(tmp_path):
         return heartbeat_count() - before
 
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(300, 300)
-    optimizer = adamw(model, TrainConfig().resolved({}))
+    optimizer = new_optimizer(model, TrainConfig().resolved({}))
     model(torch.ones(300)).sum().backward()
     optimizer.step()
     folder = tmp_path / "state"

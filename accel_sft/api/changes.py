@@ -1,0 +1,25 @@
+"""In which settings a resumed run may differ from what its folder records. No torch."""
+
+from typing import Any
+
+from accel_sft.api.adapters import LORA_ONLY
+from accel_sft.api.config import TrainConfig
+
+LAYOUT = frozenset(
+    {"micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every"}
+    | {"tracker", "profile", "dry_run", "debug", "attn_implementation", "gradient_checkpointing", "eval_every"}
+    | {"patience", "batching", "compile", "deterministic", "force", "generate_with", "on_nonfinite", "hang_timeout"}
+)
+"""Settings that decide how a run is executed or observed, not what a step computes: a resume may change them."""
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """One line for each setting of the mathematics in which a resumed run differs from what its folder records."""
+    lines = []
+    defaults = {name: getattr(TrainConfig, name) for name in ("optimizer", *LORA_ONLY)}
+    unrecorded = {**defaults, "thinking": "template", "template_date": after.get("template_date")}  # by version 0.1
+    before = {**unrecorded, **before}
+    for key in sorted(before.keys() | after.keys()):
+        if key not in LAYOUT and before.get(key) != after.get(key):
+            lines.append(f"--{key.replace('_', '-')}: the run was started with {before.get(key)}, not {after.get(key)}")
+    return lines

@@ -1,0 +1,43 @@
+"""Which settings a launch cannot train with, and why: adapters, how they are made, and optimizers. No torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from accel_sft.api.adapters import ADAPTERS
+from accel_sft.api.optimizers import OPTIMIZERS
+
+_SHARDED = "which ZeRO-3 has sharded by then; launch stage 2 or less"
+_SETTINGS: dict[tuple[str, Any], Mapping[str, str]] = {
+    ("use_dora", True): {"DEEPSPEED 3": f"each forward reads whole weights of the base, {_SHARDED}"},
+    ("lora_init", "pissa"): {"DEEPSPEED 3": f"it takes a part out of the base's weights, {_SHARDED}"},
+    ("lora_init", "olora"): {"DEEPSPEED 3": f"it takes a part out of the base's weights, {_SHARDED}"},
+    ("lora_modules_to_save", True): {
+        "FSDP": "a matrix that is both embedding and head would be shared out twice; launch with "
+        "accelerate_configs/ddp.yaml or z2.yaml",
+    },
+    ("load_in_4bit", True): {
+        "DEEPSPEED 3": f"bitsandbytes computes with whole weights in 4 bits, {_SHARDED}",
+        "FSDP": "its weights in 4 bits are no shards to compute with; launch with accelerate_configs/ddp.yaml or "
+        "z2.yaml",
+    },
+}
+"""By setting and value, True for any: problems by accelerate's name of the backend, with or without a ZeRO stage."""
+
+
+def launch_problem(settings: Any, backend: str, stage: int = 0) -> str | None:
+    """Why this launch cannot train with these settings, in one line; None if it can.
+
+    Args:
+        settings: a `TrainConfig`, or a `Job` of the plan.
+        backend: accelerate's name of it.
+        stage: of ZeRO, under DeepSpeed.
+    """
+    kinds: dict[tuple[str, Any], Mapping[str, str]] = dict(_SETTINGS)
+    kinds |= {("adapter", name): kind.launch_problems for name, kind in ADAPTERS.items()}
+    kinds |= {("optimizer", name): kind.launch_problems for name, kind in OPTIMIZERS.items()}
+    for (name, value), problems in kinds.items():
+        found = bool(getattr(settings, name)) if value is True else getattr(settings, name)
+        if found == value and (why := problems.get(backend) or problems.get(f"{backend} {stage}")):
+            flag = f"--{name.replace('_', '-')}"
+            return f"{flag}: {why}" if value is True else f"{flag} {value}: {why}"
+    return None

@@ -1,0 +1,50 @@
+"""The optimizers that `--optimizer` offers: what they keep of a parameter, and where they can train. No torch."""
+
+import dataclasses
+from collections.abc import Mapping
+
+_OWN_STATES = (
+    "a checkpoint has its state by parameter, and DeepSpeed steps slices of many parameters at once; "
+    "launch with accelerate_configs/ddp.yaml, or choose --optimizer adamw"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerType:
+    """What settings, launch and memory need to know of an optimizer.
+
+    Attributes:
+        matrix_bytes, other_bytes: of its state, for each element of a trained matrix within the blocks (or of an
+            adapter), and of any other trained parameter.
+        package: beside torch, what it needs.
+        launch_problems: why it cannot train on a backend and what to do, by accelerate's name of the backend.
+    """
+
+    matrix_bytes: float = 8
+    other_bytes: float = 8
+    package: str | None = None
+    launch_problems: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+OPTIMIZERS: dict[str, OptimizerType] = {
+    "adamw": OptimizerType(),
+    "adamw-8bit": OptimizerType(
+        matrix_bytes=2 + 2 * 4 / 256,  # with a float32 scale for each block of 256
+        other_bytes=2 + 2 * 4 / 256,
+        package="bitsandbytes",
+        launch_problems={
+            "DEEPSPEED": _OWN_STATES,
+            "FSDP": "bitsandbytes steps whole parameters, and FSDP has shards of them; launch with "
+            "accelerate_configs/ddp.yaml, or choose --optimizer adamw",
+        },
+    ),
+    "muon": OptimizerType(
+        matrix_bytes=4,
+        launch_problems={
+            "DEEPSPEED": "it makes each update orthogonal as a whole matrix, and DeepSpeed steps slices of many; "
+            "launch with accelerate_configs/ddp.yaml, or choose --optimizer adamw",
+            "FSDP": "its products of sharded matrices are rounded otherwise than those of whole ones; launch with "
+            "accelerate_configs/ddp.yaml, or choose --optimizer adamw",
+        },
+    ),
+}

@@ -1,0 +1,29 @@
+"""Turns an exported PiSSA or OLoRA adapter into a plain LoRA, for the weights as they were before it took its part."""
+
+from pathlib import Path
+
+
+def convert(folder: Path, start: Path) -> None:
+    """Rewrite the adapter saved in `folder` as what it has learnt since `start`, at twice its rank.
+
+    What is added to the original weights is B A - B0 A0 = [B, -B0] [A; A0]. peft's own conversion loads the start into
+    the model as a second adapter, beside weights that DeepSpeed or FSDP may have shared out; this one reads files.
+
+    Args:
+        start: the file that `models.adapter_start.keep` wrote.
+    """
+    import torch
+    from peft import LoraConfig
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "adapter_model.safetensors"
+    weights = load_file(file)
+    for name, before in load_file(start).items():
+        if ".lora_A." in name:
+            weights[name] = torch.cat([weights[name].float(), before], dim=0)
+        else:
+            weights[name] = torch.cat([weights[name].float(), -before], dim=1)
+    save_file(weights, file, metadata={"format": "pt"})
+    config = LoraConfig.from_pretrained(folder)
+    config.r, config.lora_alpha, config.init_lora_weights = 2 * config.r, 2 * config.lora_alpha, True
+    config.save_pretrained(folder)

@@ -1,0 +1,49 @@
+"""What bitsandbytes does: a base whose linear layers are in 4 bits (QLoRA), and its presence, for the optimizer too."""
+
+from typing import Any
+
+import torch
+
+from accel_sft.api.errors import UserError
+
+
+def bitsandbytes(flag: str) -> Any:
+    """The package.
+
+    Raises:
+        UserError: it is not installed, or does not work here; naming the `flag` that needs it.
+    """
+    try:
+        import bitsandbytes as package
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UserError(f"{flag}: needs bitsandbytes ({error}); pip install 'accel-sft[bitsandbytes]'") from None
+    return package
+
+
+def in_4bit(name: str, settings: Any, compute: torch.dtype) -> dict[str, Any]:
+    """Arguments of transformers' from_pretrained for QLoRA (Dettmers et al., 2023): NF4, with its scales in 8 bits.
+
+    Args:
+        settings: the model's configuration.
+        compute: the type that weights are made whole in for each product.
+    Raises:
+        UserError: bitsandbytes is not there, or the checkpoint is quantized already.
+    """
+    from transformers import BitsAndBytesConfig
+
+    bitsandbytes("--load-in-4bit")
+    if getattr(settings, "quantization_config", None):
+        raise UserError(f"--load-in-4bit: the weights of {name} are quantized already; leave it out, or name others")
+    how = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": compute}
+    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **how)}
+
+
+def keep_as_trained(model: torch.nn.Module) -> None:
+    """Have a CPU evaluate the 4-bit weights in the form in which it trains on them.
+
+    In evaluation bitsandbytes 0.50 packs them anew where a CPU multiplies bfloat16, rounds what they are multiplied by,
+    and cannot train on them afterwards.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False

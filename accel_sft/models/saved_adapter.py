@@ -1,0 +1,67 @@
+"""Puts a saved adapter onto its base: to train it on as it is, to evaluate it, or merged, to train all weights."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from accel_sft.api.adapters import ADAPTERS, names_of
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.io.files import read_json
+from accel_sft.models.adapters import is_mergeable, type_of
+
+
+def saved_adapter(model: Any, folder: str, settings: TrainConfig, *, train: bool) -> Any:
+    """The model with the adapter saved in `folder`; added to its weights where all of them are to be trained.
+
+    Raises:
+        UserError: the adapter has another shape than the settings say, or cannot be added to the weights.
+    """
+    if not train or settings.adapter != "none":
+        if train:
+            _check_shape(folder, settings)
+        return _with_adapter(model, folder, train)
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise UserError(
+            f"--init-from: the adapter {folder} cannot be merged into weights that ZeRO-3 has sharded; "
+            "train it on with --adapter lora, or launch with stage 2 or less"
+        )
+    adapted = _with_adapter(model, folder, False)
+    if not is_mergeable(adapted):
+        raise UserError(
+            f"--init-from: the adapter {folder} is of type {type_of(adapted)}, which cannot be added to the weights; "
+            f"start from one of {', '.join(name for name, kind in ADAPTERS.items() if kind.mergeable)}, or from --model"
+        )
+    return adapted.merge_and_unload().requires_grad_(True)
+
+
+def _with_adapter(model: Any, folder: str, train: bool) -> Any:
+    from peft import PeftModel
+
+    with warnings.catch_warnings():  # what is missing would be as a new adapter's
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        return PeftModel.from_pretrained(model, folder, is_trainable=train)
+
+
+def _check_shape(folder: str, settings: TrainConfig) -> None:
+    """An adapter that is trained on keeps its shape: refuse settings that say otherwise, which peft would ignore."""
+    saved = read_json(Path(folder) / "adapter_config.json")
+    if settings.lora_init != "default":
+        raise UserError(f"--lora-init {settings.lora_init}: the adapter in {folder} has begun; leave the option out")
+    asked = {"peft_type": ("adapter", settings.adapter.upper())}
+    if saved["peft_type"] == settings.adapter.upper():
+        fields = ADAPTERS[settings.adapter].saved_settings
+        asked |= {key: (field, getattr(settings, field)) for key, field in fields.items()}
+    wrong = [
+        f"--{field.replace('_', '-')} {value}: the adapter in {folder} has {saved.get(key)}, and keeps it; say so"
+        for key, (field, value) in asked.items()
+        if value is not None and _comparable(saved.get(key)) != _comparable(value)
+    ]
+    if wrong:
+        raise UserError(*wrong)
+
+
+def _comparable(value: Any) -> Any:
+    """A value of adapter_config.json or of a setting: names in order, however they are listed; None for nothing."""
+    found = names_of(value) if isinstance(value, str) else value
+    return (sorted(found) if isinstance(found, list) else found) or None
