@@ -54,6 +54,11 @@ class AnswerText:
             return self._said(form, answer, "", right)
         return right if text == expected else text
 
+    def said(self, turns: Turns, answer: Sequence[int]) -> str:
+        """The text of an answer to which no right one is known."""
+        form = self.rendering.form(turns, "prompt")
+        return self._said(form, answer, self.rendering.lead(form), "")
+
     def _said(self, form: Form, answer: Sequence[int], lead: str, target: str) -> str:
         ids, tail = list(answer), form.tail
         while ids and self._special.fullmatch(self.tokenizer.decode(ids[-1:])):

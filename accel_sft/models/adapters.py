@@ -144,7 +144,7 @@ def saved_adapter(model: Any, folder: str, settings: TrainConfig, *, train: bool
             "train it on with --adapter lora, or launch with stage 2 or less"
         )
     adapted = _with_adapter(model, folder, False)
-    if not _mergeable(adapted):
+    if not is_mergeable(adapted):
         raise UserError(
             f"--init-from: the adapter {folder} is of type {type_of(adapted)}, which cannot be added to the weights; "
             f"start from one of {', '.join(name for name, kind in ADAPTERS.items() if kind.mergeable)}, or from --model"
@@ -160,7 +160,7 @@ def _with_adapter(model: Any, folder: str, train: bool) -> Any:
         return PeftModel.from_pretrained(model, folder, is_trainable=train)
 
 
-def _mergeable(model: Any) -> bool:
+def is_mergeable(model: Any) -> bool:
     """What `ADAPTERS` says; for other types, whether peft can do it."""
     kind = ADAPTERS.get(type_of(model) or "")
     return kind.mergeable if kind else hasattr(model, "merge_and_unload")
@@ -230,7 +230,7 @@ def reason_unmergeable(model: torch.nn.Module) -> str | None:
     Args:
         model: whole, not sharded.
     """
-    if type_of(model) and not _mergeable(model):
+    if type_of(model) and not is_mergeable(model):
         return f"type {type_of(model)} cannot be added to the weights"
     weights = [layer.get_base_layer().weight for layer in _layers(model)]
     if any(weight.dtype != torch.float32 for weight in weights):

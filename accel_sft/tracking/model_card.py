@@ -63,6 +63,27 @@ def model_card(
     return str(ModelCard("\n\n".join(parts) + "\n"))
 
 
+_MERGED = (
+    (r"library_name: peft", "library_name: transformers"),
+    (r"^A (\w+) adapter of (`.*?`), trained for", r"\2, fine-tuned with a \1 adapter that is merged, for"),
+    (r"^from peft import AutoPeftModelForCausalLM$", "from transformers import AutoModelForCausalLM"),
+    (r"^from peft import PeftConfig, PeftModel\n", ""),
+    (r"^base = PeftConfig.*\n", ""),
+    (r"AutoPeftModelForCausalLM\.from_pretrained\(folder\)", "AutoModelForCausalLM.from_pretrained(folder)"),
+    (r"PeftModel\.from_pretrained\((\w+)\.from_pretrained\(base\), folder\)", r"\1.from_pretrained(folder)"),
+)
+"""What an adapter's card says of peft, and what that of the merged weights says instead."""
+
+
+def of_merged(card: str) -> str | None:
+    """The card of an adapter as that of its sum with the base; None if it is not a card of `model_card`."""
+    if not re.search(_MERGED[1][0], card, re.M):
+        return None
+    for before, now in _MERGED:
+        card = re.sub(before, now, card, count=1, flags=re.M)
+    return card
+
+
 def _usage(
     messages: Sequence[Mapping[str, Any]],
     template_arguments: Mapping[str, Any],
