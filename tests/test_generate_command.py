@@ -227,6 +227,8 @@ def test_a_talk_streams_remembers_is_interrupted_and_begins_anew(endless):
         until(r"\[cut after \d+ tokens\]\r\n> ")
         say("x" * 200)  # in one conversation with what was said before
         until(r"are more than the 4,096 that the model\s+reads.*begins anew\r\n> ".replace(" ", r"\s+"))
+        os.write(terminal, b"31\xff=\n")
+        until(r"expected text: no bytes other than UTF-8.*\r\n(.*\r\n)?> ")
         say("/unknown")
         until(r"/unknown: unknown; .*\r\n(.*\r\n)?> ")
         say("/system Sum.")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from accel_sft.api.errors import UserError
 from accel_sft.data.conversation import Turns
-from accel_sft.evaluation.answerer import Answerer
+from accel_sft.evaluation.answerer import Answerer, expected_of
 from accel_sft.evaluation.prompts import with_system
 from accel_sft.io.terminal import wrapped
 from accel_sft.io.text import printable
@@ -53,6 +53,9 @@ def talk(sides: Mapping[str, Answerer], system: str | None, max_new_tokens: int)
 def _answer(side: Answerer, history: Turns, line: str, system: str | None, max_new_tokens: int) -> None:
     """Print an answer and add both turns to the history; a prompt that cannot be answered leaves it as it was."""
     asked = [*history, {"role": "user", "content": line}]
+    if expected := expected_of(asked):
+        print(wrapped(f"expected {expected}"))
+        return
     try:
         answer = side.stream(with_system(asked, system), max_new_tokens, _write)
     except UserError as error:
