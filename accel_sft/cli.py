@@ -16,8 +16,11 @@ from accel_sft.cli_compare import CompareCommand
 from accel_sft.cli_options import NAMES_A_FILE, USUAL
 from accel_sft.cli_task import TaskCommand
 from accel_sft.commands.doctor import doctor
+from accel_sft.commands.generate import generate
 from accel_sft.commands.launch_file import launch_file
+from accel_sft.commands.merge import merge
 from accel_sft.commands.new_task import new_task
+from accel_sft.commands.push import push
 from accel_sft.commands.report import report
 from accel_sft.commands.tasks import tasks
 from accel_sft.resilience.task_import import load_task
@@ -167,5 +170,5 @@ def check() -> None:
     """Audit a task's data before training: what is wrong, at which line, and how to mend it."""
 
 
-for _tool in (doctor, report, new_task, tasks, launch_file):
+for _tool in (doctor, report, generate, merge, push, new_task, tasks, launch_file):
     cli.add_command(_tool)

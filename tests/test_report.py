@@ -15,6 +15,7 @@ from rich.console import Console
 from accel_sft import UserError
 from accel_sft.io.files import write_atomically, write_json_lines
 from accel_sft.io.run_dir import RunDir
+from accel_sft.launch.recordable import command_line
 from accel_sft.tracking.model_card import model_card
 from accel_sft.tracking.report import comparison_rows, print_report, render_report, write_report
 
@@ -216,7 +217,8 @@ def card(**changed):
         "messages": [{"role": "system", "content": "Sum."}, {"role": "user", "content": "```5=```"}],
         "template_arguments": {},
         "prompt_end": "",
-        "data": {"training examples": 1798},
+        "data": {"train-file": "rows.json", "training examples": 1798},
+        "command": "accelerate launch -m accel_sft math --seed 7",
         "settings": {"learning_rate": 1e-4, "output_dir": "/somewhere/run", "max_steps": None},
         "result": RESULT,
         "versions": {"torch": "2.13"},
@@ -231,6 +233,8 @@ def test_the_card_names_the_base_the_task_the_scores_and_the_data():
     assert meta["library_name"] == "transformers"
     for part in ("| accuracy | 0 | 1 | +1 |", "| training examples | 1798 |", "| torch | 2.13 |", "0.0001"):
         assert part in text
+    assert "| train-file | rows.json |" in text
+    assert "\n## Command\n\n```bash\naccelerate launch -m accel_sft math --seed 7\n```\n" in text
     assert "/somewhere" not in text
     assert "max_steps" not in text
     assert text.count("````") == 2  # a fence that the prompt's own does not close
@@ -245,6 +249,11 @@ def test_the_card_asks_with_the_templates_switches_and_ends_the_prompt_as_traini
     closed = card(template_arguments={"thinking": False}, prompt_end="\n</think>\n\n")
     assert "tokenize=False, thinking=False)" in closed
     assert r"tokenizer(prompt + '\n</think>\n\n', add_special_tokens=False" in closed
+
+
+def test_a_command_line_is_shown_without_secrets_and_without_the_programs_folder():
+    words = ["/opt/env/bin/python", "-m", "accel_sft", "t", "--api-key", "a b", "--max-new-tokens", "7", "--hf-token=x"]
+    assert command_line(words) == "python -m accel_sft t --api-key '***' --max-new-tokens 7 '--hf-token=***'"
 
 
 def test_an_adapters_card_names_peft_and_a_folder_is_no_hub_id(tmp_path):

@@ -132,6 +132,9 @@ def test_final_and_best_load_in_plain_transformers(launched, name):
         card = (run.run_dir / folder / "README.md").read_text()
         assert re.search(r"base: tiny before the first step; tuned: these weights, of step [36]\n", card)
         assert "GiB" not in card
+        sha256 = json.loads((run.run_dir / "run.json").read_text())["data_sha256"]
+        assert f"| SHA-256 of the tokens | {sha256} |" in card
+        assert "\n## Command\n\n```bash\n" in card
 
 
 def test_the_cards_own_lines_give_the_answer_the_run_gave(launched):

@@ -14,7 +14,7 @@ from accel_sft.checkpoint import shards
 from accel_sft.checkpoint.capacity import check_disk
 from accel_sft.checkpoint.plain_lora import convert
 from accel_sft.io import manifest
-from accel_sft.io.files import abandoned, write_atomically
+from accel_sft.io.files import abandoned, begin_folder, put_in_place, write_atomically
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.io.text import printable
@@ -29,21 +29,12 @@ def replacing(accelerator: Accelerator, target: Path) -> Iterator[Path]:
     """
     partial = target.with_name(f".{target.name}.partial")
     if accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        begin_folder(target)
     accelerator.wait_for_everyone()
     yield partial
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        for path in (*partial.rglob("*"), partial):
-            manifest.sync(path)
-        outgoing = target.with_name(f".{target.name}.outgoing")
-        shutil.rmtree(outgoing, ignore_errors=True)
-        if target.exists():
-            target.rename(outgoing)
-        partial.rename(target)
-        manifest.sync(target.parent)
-        shutil.rmtree(outgoing, ignore_errors=True)
+        put_in_place(partial, target)
     accelerator.wait_for_everyone()
 
 

@@ -57,7 +57,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
         config = dataclasses.replace(config, **{key: n for key, n in own.items() if getattr(config, key) is None})
         if found := config.problems():
             raise UserError(*(f"{line}; so says the run.json of --model {config.model}" for line in found))
-        _compute_like(trained)
+        compute_like(trained)
     config = config.resolved({})
     if trained and trained["config"].get("load_in_4bit") and config.generate_with != "vllm":
         config = dataclasses.replace(config, load_in_4bit=True)
@@ -115,7 +115,7 @@ def _publish(
         write_json_lines(run_dir.answers_of("tuned"), after.samples)
 
 
-def _compute_like(run: Mapping[str, Any]) -> None:
+def compute_like(run: Mapping[str, Any]) -> None:
     """Without a launcher, which sets the precision, the run's is the default: in another it may answer otherwise."""
     precision = _precision_of(run)
     if precision == "bf16" or (precision == "fp16" and device_count()):

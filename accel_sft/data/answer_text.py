@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from accel_sft.data.conversation import Conversation
+from accel_sft.data.conversation import Conversation, Turns
 from accel_sft.data.form import Form, wanted
 from accel_sft.data.rendering import Rendering
 from accel_sft.data.template import MARK
@@ -62,6 +62,11 @@ class AnswerText:
 
     def _form(self, chat: Conversation) -> Form:
         return self.rendering.form(chat.turns, "validation", chat.tools)
+
+    def said(self, turns: Turns, answer: Sequence[int]) -> str:
+        """The text of an answer to which no right one is known."""
+        form = self.rendering.form(turns, "prompt")
+        return self._said(form, answer, self.rendering.lead(form), "")
 
     def _said(self, form: Form, answer: Sequence[int], lead: str, target: str) -> str:
         ids, tail = list(answer), form.tail

@@ -15,7 +15,7 @@ from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.data.chat import Encoded, end_of_turn_ids
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.decoder import Decoder
-from accel_sft.evaluation.left_padded import generate, nats_apart, padding_changes
+from accel_sft.evaluation.left_padded import GREEDY, Sampling, generate, nats_apart, padding_changes
 from accel_sft.launch.collectives import any_rank, first_reason
 from accel_sft.models.adapters import merged, reason_unmergeable
 from accel_sft.models.architecture import arguments, attentions, limited_layers
@@ -41,6 +41,7 @@ class Generator:
         batch_size: rows answered at once on one rank; None: by their length.
         between: called by every rank before each batch of answers.
         log: takes `message` once, on rank 0.
+        sampling: how tokens are chosen; whatever is not greedy is left to transformers' generate.
     """
 
     uses_model = True
@@ -53,8 +54,9 @@ class Generator:
         batch_size: int | None,
         between: Callable[[], None] = lambda: None,
         log: Callable[[str], None] = lambda line: None,
+        sampling: Sampling = GREEDY,
     ) -> None:
-        self.accelerator, self.tokenizer = accelerator, tokenizer
+        self.accelerator, self.tokenizer, self.sampling = accelerator, tokenizer, sampling
         self.model: Any = accelerator.unwrap_model(model)
         self.batch_size, self.between, self.log = batch_size, between, log
         plugin = accelerator.state.deepspeed_plugin
@@ -78,7 +80,9 @@ class Generator:
         prefix = common_prefix(examples)
         longest = max(example.prompt_length for example in examples) + max_new_tokens
         with self._ready() as adapter:
-            reason = _reason_unsupported(self.model, examples, longest) or self._reason_inexact(examples, prefix)
+            reason = None if self.sampling == GREEDY else "the most likely tokens are not what is asked for"
+            reason = reason or _reason_unsupported(self.model, examples, longest)
+            reason = reason or self._reason_inexact(examples, prefix)
             self.plain = first_reason(reason)
             self.unpadded = first_reason(self._reason_unpadded(examples)) if self.plain else None
         self.message = f"answers: the {prefix} tokens that all prompts begin with are computed once"
@@ -94,6 +98,12 @@ class Generator:
             self.message += f"; the adapter stays apart, as {adapter}"
         if self.accelerator.is_main_process:
             self.log(self.message)
+
+    def stream(self, prompt: list[int], max_new_tokens: int, streamer: Any) -> list[int]:
+        """One answer by transformers' generate, token by token to its `streamer`; on one rank, with all weights."""
+        ends = end_of_turn_ids(self.tokenizer, self.model.generation_config)
+        how = max_new_tokens, ends, self.tokenizer.pad_token_id, self.accelerator.device, self.sampling, streamer
+        return generate(self.model, [prompt], *how)[0]
 
     def _answer_all(self, examples: Sequence[Encoded], max_new_tokens: int) -> list[tuple[Encoded, list[int]]]:
         device, anyone = self.accelerator.device, any_rank if self.sharded else bool
@@ -112,7 +122,8 @@ class Generator:
             # a rank that has run out of rows answers any, for the ranks share their weights
             prompts = [row.input_ids[: row.prompt_length] for row in rows or next(filter(None, ranks))[:1]]
             if self.plain:
-                answers = generate(self.model, prompts, max_new_tokens, ends, self.tokenizer.pad_token_id, device)
+                how = max_new_tokens, ends, self.tokenizer.pad_token_id, device, self.sampling
+                answers = generate(self.model, prompts, *how)
             else:
                 own, forwards = [prompt[prefix:] for prompt in prompts], _forwards(ranks, prefix)
                 answers = decoder.answers(own, max_new_tokens, ends, forwards=forwards, anyone=anyone)

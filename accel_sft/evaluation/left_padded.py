@@ -1,5 +1,6 @@
-"""Greedy answers by transformers' `generate` from left-padded prompts, and how far padding changes what it predicts."""
+"""Answers by transformers' `generate` from left-padded prompts, and how far padding changes what it predicts."""
 
+import dataclasses
 import math
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -13,6 +14,33 @@ CHECKED_TOKENS = 3
 """Of each answer, by which prompts in one batch are compared with each alone."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: by which logits are divided before one is drawn; 0: the most likely one is taken.
+        top_p: tokens are drawn from the most likely ones that together have this probability.
+        top_k: tokens are drawn from so many of the most likely ones; 0: from all.
+        repetition_penalty: by which the logits of tokens that were there before are made smaller; 1: they are not.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+
+    def settings(self) -> dict[str, Any]:
+        """For a GenerationConfig, in which they override the model's own."""
+        chosen = {"do_sample": self.temperature > 0, "num_beams": 1, "repetition_penalty": self.repetition_penalty}
+        if self.temperature > 0:
+            chosen |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": None}
+        return chosen
+
+
+GREEDY = Sampling()
+
+
 def generate(
     model: Any,
     prompts: Sequence[list[int]],
@@ -20,10 +48,16 @@ def generate(
     ends: Collection[int],
     pad_token_id: int,
     device: torch.device,
+    sampling: Sampling = GREEDY,
+    streamer: Any = None,
 ) -> list[list[int]]:
-    """Greedy answers, up to the first of `ends`, which is part of them."""
+    """Answers, up to the first of `ends`, which is part of them.
+
+    Args:
+        streamer: transformers' BaseStreamer, which gets a single prompt's tokens, then each token of its answer.
+    """
     longest = max(map(len, prompts))
-    output = _output(model, prompts, max_new_tokens, ends, pad_token_id, device)
+    output = _output(model, prompts, max_new_tokens, ends, pad_token_id, device, sampling, streamer)
     answers = []
     for ids in output.sequences[:, longest:].tolist():
         stop = next((at for at, token in enumerate(ids) if token in ends), len(ids) - 1)
@@ -63,6 +97,8 @@ def _output(
     ends: Collection[int],
     pad_token_id: int,
     device: torch.device,
+    sampling: Sampling = GREEDY,
+    streamer: Any = None,
 ) -> Any:
     longest = max(map(len, prompts))
     rows = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
@@ -70,10 +106,9 @@ def _output(
     return model.generate(
         input_ids=torch.tensor(rows, device=device),
         attention_mask=torch.tensor(mask, device=device),
+        streamer=streamer,
         generation_config=GenerationConfig(  # overrides sampling and penalties in the model's own
-            do_sample=False,
-            num_beams=1,
-            repetition_penalty=1.0,
+            **sampling.settings(),
             max_new_tokens=max_new_tokens,
             eos_token_id=sorted(ends),
             pad_token_id=pad_token_id,

@@ -1,9 +1,11 @@
-"""Small files that are replaced as a whole or not at all, and JSON written and read. Standard library only."""
+"""Files and folders that are replaced as a whole or not at all, JSON written and read. Standard library only."""
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,51 @@ def write_atomically(path: Path, text: str) -> None:
 def write_json_lines(path: Path, rows: Iterable[Any]) -> None:
     """Replace `path` by a line of JSON for each row; NaN becomes null."""
     write_atomically(path, "".join(json.dumps(json_safe(row), ensure_ascii=False) + "\n" for row in rows))
+
+
+def begin_folder(target: Path) -> Path:
+    """An empty folder beside `target`, to be filled and then put in its place by `put_in_place`."""
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def put_in_place(partial: Path, target: Path) -> None:
+    """Sync a folder to the disk and rename it to `target`, whose old content is removed last."""
+    for path in (*partial.rglob("*"), partial):
+        sync(path)
+    outgoing = target.with_name(f".{target.name}.outgoing")
+    shutil.rmtree(outgoing, ignore_errors=True)
+    if target.exists():
+        target.rename(outgoing)
+    partial.rename(target)
+    sync(target.parent)
+    shutil.rmtree(outgoing, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def new_folder(name: str, what: str) -> Iterator[Path]:
+    """A folder to fill, which becomes `name` when the block ends, and is gone if it raises.
+
+    Args:
+        what: names the argument or option in errors.
+    Raises:
+        UserError: there is something already, or it cannot be written.
+    """
+    target = expanded(name, what).absolute()
+    try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise UserError(f"{what} {name}: not empty; name another folder")
+        partial = begin_folder(target)
+        try:
+            yield partial
+            put_in_place(partial, target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise UserError(f"{what} {name}: cannot be written ({error.strerror or error}); name another folder") from error
 
 
 def expanded(name: str, what: str = "--model") -> Path:

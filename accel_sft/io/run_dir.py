@@ -63,6 +63,21 @@ class RunDir:
         run = next((run for run in map(cls, (folder, folder.parent)) if run.record.is_file()), None)
         return run.read_record() if run else None
 
+    @classmethod
+    def weights_in(cls, model: str) -> str:
+        """If the folder `model` is a run: its best/, or final/ where there is none; else `model` as it is.
+
+        Raises:
+            UserError: a run without either.
+        """
+        run = cls(expanded(model))
+        if not run.record.is_file():
+            return model
+        found = next((folder for folder in (run.best, run.final) if folder.is_dir()), None)
+        if found is None:
+            raise UserError(f"{model}: this run has neither best/ nor final/ yet; resume it first")
+        return str(found)
+
     def answers(self, step: int) -> Path:
         """The answers of the evaluation at `step`."""
         return self.samples / f"step-{step:06d}.jsonl"

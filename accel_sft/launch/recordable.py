@@ -5,7 +5,9 @@ import importlib.metadata
 import math
 import platform
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -42,6 +44,22 @@ def without_secrets(content: Mapping[str, Any]) -> str | None:
         return _ASSIGNED.sub(rf"\1{HIDDEN}", value) if isinstance(value, str) else value
 
     return yaml.safe_dump(masked(recordable(dict(content))), sort_keys=False, allow_unicode=True) if content else None
+
+
+def command_line(words: Sequence[str]) -> str:
+    """A command line for a shell, its program by name alone, without the values of options that name secrets."""
+    shown: list[str] = []
+    hide = False
+    for at, word in enumerate(words):
+        flag, equals, _ = word.partition("=")
+        secret = flag.startswith("--") and bool(_SECRET.search(flag)) and not _COUNT.search(flag)
+        if hide:
+            word = HIDDEN
+        elif secret and equals:
+            word = f"{flag}={HIDDEN}"
+        hide = secret and not equals and not hide
+        shown.append(word if at else Path(word).name)
+    return shlex.join(shown)
 
 
 def versions() -> dict[str, str]:

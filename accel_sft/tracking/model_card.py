@@ -22,6 +22,7 @@ def model_card(
     prompt_end: str,
     max_new_tokens: int,
     data: Mapping[str, Any],
+    command: str,
     settings: Mapping[str, Any],
     result: Mapping[str, Any],
     versions: Mapping[str, str],
@@ -35,7 +36,8 @@ def model_card(
         template_arguments: the template's own variables.
         prompt_end: what follows the template's text in prompts.
         max_new_tokens: of an answer, as the run evaluated it.
-        data: counts by name, such as {"training examples": 1798}.
+        data: counts by name, such as {"training examples": 1798}, files and fingerprint.
+        command: the command line that trained.
         settings: the run's options; those that only say how the run was executed are left out.
     """
     from huggingface_hub import ModelCard, ModelCardData
@@ -56,11 +58,33 @@ def model_card(
         "## Usage\n\nWith the messages it was trained on, system message included if there is one:\n\n"
         + _usage(messages, template_arguments, prompt_end, adapter, model_class, max_new_tokens),
         "## Before and after\n\n" + comparison_table(result),
-        "## Data\n\n" + markdown_table(["", "count"], list(data.items())),
+        "## Data\n\n" + markdown_table(["", ""], list(data.items())),
+        f"## Command\n\n{_fenced('bash', [command])}",
         "## Settings\n\n" + markdown_table(["setting", "value"], trained_with),
         "## Versions\n\n" + markdown_table(["package", "version"], list(versions.items())),
     ]
     return str(ModelCard("\n\n".join(parts) + "\n"))
+
+
+_MERGED = (
+    (r"library_name: peft", "library_name: transformers"),
+    (r"^A (\w+) adapter of (`.*?`), trained for", r"\2, fine-tuned with a \1 adapter that is merged, for"),
+    (r"^from peft import AutoPeftModelForCausalLM$", "from transformers import AutoModelForCausalLM"),
+    (r"^from peft import PeftConfig, PeftModel\n", ""),
+    (r"^base = PeftConfig.*\n", ""),
+    (r"AutoPeftModelForCausalLM\.from_pretrained\(folder\)", "AutoModelForCausalLM.from_pretrained(folder)"),
+    (r"PeftModel\.from_pretrained\((\w+)\.from_pretrained\(base\), folder\)", r"\1.from_pretrained(folder)"),
+)
+"""What an adapter's card says of peft, and what that of the merged weights says instead."""
+
+
+def of_merged(card: str) -> str | None:
+    """The card of an adapter as that of its sum with the base; None if it is not a card of `model_card`."""
+    if not re.search(_MERGED[1][0], card, re.M):
+        return None
+    for before, now in _MERGED:
+        card = re.sub(before, now, card, count=1, flags=re.M)
+    return card
 
 
 def _usage(
@@ -105,5 +129,10 @@ def _usage(
         f"output = model.generate(**inputs, max_new_tokens={max_new_tokens}, do_sample=False)",
         'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
     ]
+    return _fenced("python", lines)
+
+
+def _fenced(language: str, lines: Sequence[str]) -> str:
+    """A block of code, in a fence that the code's own do not close."""
     fence = "`" * max(3, 1 + max((len(run) for line in lines for run in re.findall("`+", line)), default=0))
-    return "\n".join([f"{fence}python", *lines, fence])
+    return "\n".join([f"{fence}{language}", *lines, fence])

@@ -145,6 +145,7 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
         "task_options": _options(assembly.task),
         "total_steps": prepared.plan.total_steps,
         "max_new_tokens": prepared.longest_answer,
+        "system_prompt": prepared.system_prompt,
         "data": prepared.counts(),
         "data_sha256": prepared.fingerprint(),
         "task_code": code_fingerprint(type(assembly.task)),

@@ -28,6 +28,8 @@ from accel_sft.planning import lengths
 
 _TINY_EXAMPLES = 1 << 15
 """The most training examples that the tokenizer of `tiny` is made from: more hardly change it, and slow every start."""
+_COMPARED = 8
+"""Validation examples whose system messages are compared."""
 
 
 class Assembly:
@@ -117,6 +119,15 @@ class Prepared:
     def longest_answer(self) -> int:
         """Tokens of the longest answer in either split, end of turn included: as many are generated at most."""
         return max(int(split.kept.answers.max()) for split in (self.train, self.validation))
+
+    @property
+    def system_prompt(self) -> str | None:
+        """The system message that the first validation examples have in common; None: they have none, or several."""
+        task, firsts = self.assembly.task, self.validation.kept[:_COMPARED]
+        chats = [task.messages(self.validation_examples[example.index]) for example in firsts]
+        found = {tuple(str(turn["content"]) for turn in turns if turn["role"] == "system") for turns in chats}
+        (only,) = found if len(found) == 1 else ((),)
+        return only[0] if len(only) == 1 else None
 
     def fingerprint(self) -> str:
         """SHA-256 of both splits' tokens, in order: a resumed run must read the same."""

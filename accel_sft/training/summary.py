@@ -1,15 +1,19 @@
 """The model card of exported weights, and a finished run's summary: result.json, report.md and the console."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from accel_sft.api.options import settings
+from accel_sft.api.task import Task
 from accel_sft.data.conversation import conversation
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import columns, terminal
-from accel_sft.launch.recordable import recordable, versions
+from accel_sft.launch.info import launcher_command
+from accel_sft.launch.recordable import command_line, recordable, versions
 from accel_sft.models.load import compile_seconds
 from accel_sft.tracking import report
 from accel_sft.tracking.model_card import model_card
@@ -31,7 +35,8 @@ def card(task_name: str, prepared: Prepared, state: TrainState, model_class: str
         template_arguments={**rendering.arguments, **({"tools": chat.tools} if chat.tools else {})},
         prompt_end=rendering.closing(form),
         max_new_tokens=config.max_new_tokens or prepared.longest_answer,
-        data=prepared.counts(),
+        data={**_files(task), **prepared.counts(), "SHA-256 of the tokens": prepared.fingerprint()},
+        command=command_line(launcher_command()[0] or sys.orig_argv),
         settings=recordable({**config.as_dict(), **dataclasses.asdict(task)}),
         result={  # time and memory are of moments of this process, and of no interest elsewhere
             "before": {key: number for key, number in (state.before or {}).items() if key not in report.COSTS},
@@ -42,6 +47,12 @@ def card(task_name: str, prepared: Prepared, state: TrainState, model_class: str
         },
         versions=versions(),
     )
+
+
+def _files(task: Task) -> dict[str, str]:
+    """The files that the task's options name, by option, without their folders."""
+    named = {setting.flag[2:]: getattr(task, setting.name) for setting in settings(type(task))}
+    return {flag: Path(value).name for flag, value in named.items() if flag.endswith("-file") and value}
 
 
 def _compared(base: str, tuned: str) -> dict[str, str]:

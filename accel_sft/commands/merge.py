@@ -1,0 +1,75 @@
+"""`accel-sft merge`: an adapter added to its base, as weights that need no adapter."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from accel_sft.api.errors import UserError
+from accel_sft.commands.generate import one_process
+
+
+@click.command()
+@click.argument("run", metavar="RUN")
+@click.argument("out", metavar="OUT")
+@click.option("--dtype", type=click.Choice(["bf16", "float32"]), help="Of the weights; default: as the base's files.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
+@click.option("--debug", is_flag=True, help="Tracebacks, and the libraries' own messages.")
+@click.pass_context
+def merge(ctx: click.Context, run: str, out: str, dtype: str | None, trust_remote_code: bool, debug: bool) -> None:
+    """Add an adapter to its base, and write the sum as plain weights.
+
+    For example: accel-sft merge runs/math-20261120-101500 merged
+
+    RUN is a run's folder (its best/ adapter, or else final/) or an adapter's. The sum is made in float32 on the CPU,
+    compared with base and adapter apart, rounded once, and written into OUT, a new folder, whole or not at all.
+    """
+    from accel_sft.launch.environment import prepare_environment
+    from accel_sft.resilience.exit import ExitHandler
+
+    ctx.ensure_object(ExitHandler).debug = debug
+    if problems := one_process("merge"):
+        raise UserError(*problems)
+    prepare_environment(debug)
+    from accel_sft.io import terminal
+    from accel_sft.io.files import new_folder
+    from accel_sft.io.run_dir import RunDir
+
+    with terminal.quiet(None, debug) as stream, new_folder(out, "OUT") as partial:
+        folder = RunDir.weights_in(run)
+        print(f"adapter  {folder}", file=stream)
+        for line in write_merged(folder, partial, dtype, trust_remote_code):
+            print(terminal.wrapped(line, 9), file=stream)
+    click.echo(f"{out}: weights that plain transformers loads")
+
+
+def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code: bool) -> list[str]:
+    """Write the merged weights of an adapter's folder into the empty folder `target`; lines that say what was done.
+
+    Raises:
+        UserError: it cannot be merged, and why.
+    """
+    import shutil
+
+    from accel_sft.api.config import TrainConfig
+    from accel_sft.models.load import load_tokenizer
+    from accel_sft.models.merge import merge
+    from accel_sft.models.pretrained import processor_files
+    from accel_sft.models.source import find_source
+    from accel_sft.tracking.model_card import of_merged
+
+    config: Any = TrainConfig(trust_remote_code=trust_remote_code).resolved({})
+    source = find_source(config, folder)
+    tokenizer = load_tokenizer(source, config)
+    made = merge(source, config, tokenizer, dtype)
+    made.model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    for file in processor_files(source.weights, made.model):
+        shutil.copyfile(file, target / file.name)
+    lines = [f"base     {source.weights}", f"merged   {made.dtype} weights; {made.describe()}"]
+    card = Path(folder) / "README.md"
+    text = of_merged(card.read_text(encoding="utf-8")) if card.is_file() else None
+    if text is None:
+        return [*lines, "note     README.md is not one of accel_sft's; the merged weights have none"]
+    (target / "README.md").write_text(text, encoding="utf-8")
+    return lines

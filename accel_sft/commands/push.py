@@ -1,0 +1,223 @@
+"""`accel-sft push`: a run's weights, tokenizer and model card to a hub, and nothing else unless it is asked for."""
+
+import fnmatch
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from accel_sft.api.errors import UserError
+from accel_sft.commands.generate import one_process
+from accel_sft.io.text import one_line
+
+SHIPPED = ("*.safetensors", "*.safetensors.index.json", "*config.json", "*.jinja", "chat_template.json", "README.md")
+SHIPPED += ("tokenizer.json", "*tokens*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "*.py")
+"""Files of exported weights by name; whatever else lies beside them stays where it is."""
+_SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
+
+
+@click.command()
+@click.argument("run", metavar="RUN")
+@click.argument("repo", metavar="REPO")
+@click.option(
+    "--what", type=click.Choice(["best", "final", "merged"]), help="Default: best/, or final/ where there is none."
+)
+@click.option("--private", is_flag=True, help="A new repository is private, and one that is not is refused.")
+@click.option("--base-model", metavar="HUB_ID", help="What an adapter stands on, where its base here is a folder.")
+@click.option("--also", metavar="PATTERN", multiple=True, help="More files of the run's folder: report.md, samples/*.")
+@click.option(
+    "--dtype", type=click.Choice(["bf16", "float32"]), help="Of merged weights; default: as the base's files."
+)
+@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model, to merge it.")
+@click.option("--dry-run", is_flag=True, help="List what would be uploaded, and ask no hub.")
+@click.option("--debug", is_flag=True, help="Tracebacks, and the libraries' own messages.")
+@click.pass_context
+def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
+    """Upload a run's weights, tokenizer and model card to a hub.
+
+    For example: accel-sft push runs/math-20261120-101500 org/math-0.5B --private
+
+    RUN is a run's folder, or a folder of exported weights. REPO is made if it is not there. The token is HF_TOKEN's, or
+    that of `hf auth login`; HF_ENDPOINT names another hub.
+    """
+    from accel_sft.launch.environment import prepare_environment
+    from accel_sft.resilience.exit import ExitHandler
+
+    ctx.ensure_object(ExitHandler).debug = options["debug"]
+    if problems := one_process("push"):
+        raise UserError(*problems)
+    prepare_environment(options["debug"])
+    from accel_sft.io import terminal
+    from accel_sft.io.text import printable
+
+    folder = _folder(run, options["what"])
+    if not options["dry_run"]:
+        _check_repo(repo)
+    with terminal.quiet(None, options["debug"]) as out, tempfile.TemporaryDirectory() as temporary:
+        source = Path(folder)
+        if options["what"] == "merged":
+            from accel_sft.commands.merge import write_merged
+
+            source = Path(temporary, "merged")
+            source.mkdir()
+            for line in write_merged(folder, source, options["dtype"], options["trust_remote_code"]):
+                print(terminal.wrapped(line, 9), file=out)
+        staged = Path(temporary, "staged")
+        left = _stage(source, staged, options["base_model"])
+        _stage_also(Path(run), staged, options["also"])
+        files = sorted(path for path in staged.rglob("*") if path.is_file())
+        for path in files:
+            size = path.stat().st_size / 1e6
+            print(printable(f"{size:10,.2f} MB  {path.relative_to(staged)}"), file=out)
+        if left:
+            print(terminal.wrapped(printable(f"not uploaded: {', '.join(left)} (--also names files)")), file=out)
+        if (staged / "README.md").is_file():
+            print("README.md shows a prompt of the validation data; see that it may be seen", file=out)
+        if options["dry_run"]:
+            return
+        with terminal.waiting(f"uploading to {repo}"):
+            url = _upload(staged, repo, options["private"], f"{Path(run).name}: {options['what'] or source.name}")
+        print(url, file=out)
+
+
+def _folder(run: str, what: str | None) -> str:
+    """The folder of the weights.
+
+    Raises:
+        UserError: it is not there, or holds no weights.
+    """
+    from accel_sft.io.files import expanded
+    from accel_sft.io.run_dir import RunDir
+
+    folder = expanded(run, "RUN")
+    if RunDir(folder).record.is_file() and what in ("best", "final"):
+        folder = folder / what
+        if not folder.is_dir():
+            raise UserError(f"--what {what}: {run} has no {what}/; name another")
+    elif RunDir(folder).record.is_file():
+        folder = Path(RunDir.weights_in(run))
+    elif what in ("best", "final"):
+        raise UserError(f"--what {what}: {run} is not a run's folder; leave --what out")
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise UserError(f"RUN {run}: no weights in it; name a run's folder, or one of exported weights")
+    return str(folder)
+
+
+def _stage(source: Path, staged: Path, base_model: str | None) -> list[str]:
+    """Link the shipped files of a folder into a new one, an adapter's base named by its hub id; the names of others.
+
+    Raises:
+        UserError: an adapter whose base others cannot find.
+    """
+    staged.mkdir()
+    left = []
+    for path in sorted(source.rglob("*")):
+        name = path.relative_to(source)
+        if not path.is_file():
+            continue
+        if not any(fnmatch.fnmatch(path.name, pattern) for pattern in SHIPPED):
+            left.append(str(name))
+            continue
+        (staged / name).parent.mkdir(parents=True, exist_ok=True)
+        (staged / name).symlink_to(path.resolve())
+    config = staged / "adapter_config.json"
+    if not config.exists():
+        return left
+    from accel_sft.io.files import read_json
+
+    content = read_json(config)
+    base = base_model or hub_id(str(content.get("base_model_name_or_path")))
+    if base is None:
+        raise UserError(
+            f"{source}: the adapter's base is a folder of this machine, which nobody else has; name its hub id with "
+            "--base-model ORG/NAME, or upload --what merged"
+        )
+    _check_name(base, "--base-model")
+    config.unlink()
+    config.write_text(json.dumps({**content, "base_model_name_or_path": base}, indent=2) + "\n", encoding="utf-8")
+    if (card := staged / "README.md").exists():
+        from huggingface_hub import metadata_load, metadata_save
+
+        text = card.read_text(encoding="utf-8")
+        card.unlink()
+        card.write_text(text, encoding="utf-8")
+        metadata_save(card, {**(metadata_load(card) or {}), "base_model": base})
+    return left
+
+
+def hub_id(base: str) -> str | None:
+    """The hub id of what an adapter's base is called, also where that is a folder of the hub's cache; None: unknown."""
+    if found := _SNAPSHOT.search(base):
+        return "/".join(found.groups())
+    return base if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base) and not Path(base).exists() else None
+
+
+def _stage_also(run: Path, staged: Path, patterns: tuple[str, ...]) -> None:
+    """Link the run's files that were asked for, under their names in its folder."""
+    for pattern in patterns:
+        inside = not Path(pattern).is_absolute() and ".." not in Path(pattern).parts
+        found = [path for path in run.glob(pattern) if path.is_file()] if inside and pattern else []
+        if not found:
+            raise UserError(f"--also {pattern}: no such file in {run}; name files of that folder, such as report.md")
+        for path in found:
+            target = staged / path.relative_to(run)
+            if target.exists():
+                raise UserError(f"--also {pattern}: {target.name} is uploaded already, from the weights' folder")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(path.resolve())
+
+
+def _check_name(name: str, what: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(f"{what} {name}: not a repository's name ({one_line(str(error), 100)})") from None
+
+
+def _check_repo(repo: str) -> None:
+    """Raises UserError if it cannot be a repository's name, or there is no token to write to it with."""
+    from huggingface_hub import get_token
+
+    _check_name(repo, "REPO")
+    if not get_token():
+        raise UserError("no token for the hub: set HF_TOKEN, or run `hf auth login`; it needs the right to write")
+
+
+def _upload(staged: Path, repo: str, private: bool, message: str) -> str:
+    """Make the repository unless it is there, and upload the folder; its address.
+
+    Raises:
+        UserError: the hub refuses, or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    api = HfApi()
+    try:
+        url = api.create_repo(repo, private=private, exist_ok=True)
+        if private and not api.repo_info(repo).private:
+            raise UserError(f"{repo}: this repository is public, and --private was asked for; nothing was uploaded")
+        api.upload_folder(repo_id=repo, folder_path=staged, commit_message=message)
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        why = {
+            401: "does not accept the token; set HF_TOKEN anew, or run `hf auth login`",
+            403: f"does not let this token write to {repo}; it needs the right to write, in that organisation",
+            404: f"has no {repo} for this token; see that the name is right and the token may write there",
+        }.get(status, f"answers {status}: {one_line(error.server_message or str(error), 200)}")
+        raise UserError(f"the hub {api.endpoint} {why}") from error
+    except (ValueError, KeyError) as error:  # of what a server of another kind answers
+        cause = one_line(str(error), 200)
+        raise UserError(f"the hub {api.endpoint} answers as huggingface_hub does not understand ({cause})") from error
+    except (HTTPError, OSError) as error:
+        cause = one_line(str(error) or type(error).__name__, 200)
+        raise UserError(
+            f"the hub {api.endpoint} cannot be reached ({cause}); see the network, HF_ENDPOINT and HF_HUB_OFFLINE"
+        ) from error
+    return str(url)

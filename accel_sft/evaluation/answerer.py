@@ -1,0 +1,158 @@
+"""Answers conversations that belong to no task: a model with its tokenizer and template, asked as it was trained."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import TextStreamer
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.data.answer_text import AnswerText
+from accel_sft.data.chat import Encoded, end_of_turn_ids
+from accel_sft.data.conversation import Turns
+from accel_sft.data.rendering import Rendering
+from accel_sft.data.template import rendered
+from accel_sft.evaluation.generate import Generator
+from accel_sft.evaluation.left_padded import GREEDY, Sampling
+from accel_sft.models.load import load_model, load_tokenizer
+from accel_sft.models.pretrained import text_settings, vocabulary_problem
+from accel_sft.models.source import Source
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a model said.
+
+    Attributes:
+        text: without thinking, and without what the template writes around answers.
+        tokens: that were generated, the end-of-turn token included.
+        ended: whether the model ended it; if not, it was cut.
+    """
+
+    text: str
+    tokens: int
+    ended: bool
+
+
+class Answerer:
+    """A loaded model that answers conversations, many at once or one token by token. In one process.
+
+    `notes` has a line on each thing that the chat template is not asked in its own way.
+
+    Args:
+        config: `thinking`, `template_date`, `eval_batch_size`, and what says how weights are loaded.
+    Raises:
+        UserError: the model cannot be loaded, or has no chat template.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, config: TrainConfig, source: Source, sampling: Sampling = GREEDY
+    ) -> None:
+        self.name = source.adapter or source.weights
+        self.tokenizer = load_tokenizer(source, config)
+        self.rendering = Rendering(self.tokenizer, config.thinking, config.template_date)
+        self.answer_text = AnswerText(self.rendering)
+        self.weights, self.settings = source.weights, text_settings(source.weights, config)
+        precision = accelerator.mixed_precision
+        model = load_model(source, config, precision=precision, deepspeed=False, largest_id=self.tokenizer.pad_token_id)
+        self.model = model.to(accelerator.device).eval()
+        self.ends = end_of_turn_ids(self.tokenizer, self.model.generation_config)
+        self.generator = Generator(accelerator, self.tokenizer, self.model, config.eval_batch_size, sampling=sampling)
+
+    @property
+    def notes(self) -> list[str]:
+        return self.rendering.notes
+
+    def encode(self, turns: Turns, max_new_tokens: int, index: int = 0) -> Encoded:
+        """A conversation as the tokens of its prompt, tokenized as in training, and one that ends its answer.
+
+        Raises:
+            UserError: the template rejects it; the prompt has no tokens, tokens that the model does not know, or more
+                than leave room for the answer in what the model can read.
+        """
+        form = self.rendering.form(turns, "prompt")
+        given = {"prompt": True, "given": self.rendering.arguments}
+        (asked,) = rendered(self.tokenizer, self.rendering.template, [form.given(turns)], "prompt", **given)
+        ids = self.tokenizer(asked + self.rendering.closing(form), add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise UserError("prompt: the chat template writes nothing of it")
+        if problem := vocabulary_problem(self.weights, self.settings, max(ids)):
+            raise UserError(problem)
+        longest = getattr(self.settings, "max_position_embeddings", None)
+        if isinstance(longest, int) and len(ids) + max_new_tokens > longest:
+            raise UserError(
+                f"prompt: {len(ids):,} tokens and --max-new-tokens {max_new_tokens:,} are more than the {longest:,} "
+                "that the model reads; shorten it, or lower --max-new-tokens"
+            )
+        return Encoded(index, [*ids, min(self.ends)], len(ids))
+
+    def answers(self, chats: Sequence[Turns], max_new_tokens: int, names: Sequence[str] = ()) -> list[Answer]:
+        """An answer to each conversation, in their order.
+
+        Args:
+            names: of the conversations, with which errors about them begin.
+        Raises:
+            UserError: as `encode`, every conversation's problem in a line.
+        """
+        encoded, problems = [], []
+        for index, turns in enumerate(chats):
+            try:
+                encoded.append(self.encode(turns, max_new_tokens, index))
+            except UserError as error:
+                problems += [f"{names[index]}: {line}" if names else line for line in error.problems]
+        if problems:
+            raise UserError(*problems)
+        with torch.no_grad():
+            generated = self.generator(encoded, max_new_tokens)
+        found = {example.index: self._answer(chats[example.index], ids) for example, ids in generated.answers}
+        return [found[index] for index in range(len(chats))]
+
+    def stream(self, turns: Turns, max_new_tokens: int, write: Callable[[str], None]) -> Answer:
+        """The answer to one conversation, whose text goes to `write` as it is generated, thinking included.
+
+        KeyboardInterrupt ends it; then what there is of it is the answer.
+        """
+        prompt = self.encode(turns, max_new_tokens).input_ids[:-1]
+        said = _Said(self.tokenizer, write)
+        try:
+            self.generator.stream(prompt, max_new_tokens, said)
+        except KeyboardInterrupt:
+            said.end()
+        return self._answer(turns, said.ids)
+
+    def _answer(self, turns: Turns, ids: Sequence[int]) -> Answer:
+        return Answer(self.answer_text.said(turns, ids), len(ids), bool(ids) and ids[-1] in self.ends)
+
+
+class _Said(TextStreamer):
+    """Hands on text as soon as it is whole words, and keeps the ids of the answer."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.write, self.ids = write, []
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            self.ids += value.flatten().tolist()
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.write(text)
+
+
+def expected_of(turns: Any) -> str | None:
+    """What was expected where something is not a conversation that can be answered, in a phrase; None: it is one."""
+    if not isinstance(turns, list) or not turns:
+        return 'a list of {"role": ..., "content": ...}'
+    for turn in turns:
+        if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("role", "content")):
+            return 'a list of {"role": ..., "content": ...}, with text in both'
+        if re.search("[\ud800-\udfff]", turn["content"]):
+            return "text: no bytes other than UTF-8, and no lone surrogate"
+    if turns[-1]["role"] == "assistant":
+        return "a last turn of someone else than the assistant, to be answered"
+    return None

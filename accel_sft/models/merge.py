@@ -1,0 +1,113 @@
+"""Adds an adapter to its base's weights, and measures that the sum predicts what the two predict apart."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.models.adapters import is_mergeable, type_of
+from accel_sft.models.architecture import without_adapter
+from accel_sft.models.load import load_model
+from accel_sft.models.source import Source
+
+DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
+_TOLERANCE = 1e-3
+"""Of the largest logit: by less a float32 sum predicts otherwise for rounding; a wrong one is far beyond."""
+_PROBE = "How much is 12 + 34? Say it in one word: forty-six. Und wie heißt das auf Deutsch, 中文呢？"
+
+
+@dataclasses.dataclass(frozen=True)
+class Merged:
+    """A model without an adapter, and how far its logits for a probe are from those of base and adapter apart.
+
+    Attributes:
+        dtype: of its weights, as in DTYPES.
+        difference: the largest, of the sum in float32; `rounded`: of the weights as they are, computed in their type.
+        largest: the largest logit by absolute value.
+        same, tokens: how many of the probe's next tokens the weights as they are predict alike, and of how many.
+    """
+
+    model: Any
+    dtype: str
+    difference: float
+    rounded: float
+    largest: float
+    same: int
+    tokens: int
+
+    def describe(self) -> str:
+        """The measurement in a line."""
+        line = f"in float32 logits are off by {self.difference:.1e} at most (the largest is {self.largest:.3g})"
+        if self.dtype != "float32":
+            line += f", in {self.dtype} by {self.rounded:.1e}; {self.same} of {self.tokens} next tokens the same"
+        return line
+
+
+def merge(source: Source, config: TrainConfig, tokenizer: Any, dtype: str | None) -> Merged:
+    """The base of `source` with its adapter added, on the CPU; summed in float32 and rounded once.
+
+    Args:
+        dtype: of DTYPES; None: bf16 if the base's weights are stored so, else float32.
+    Raises:
+        UserError: there is no adapter, its type cannot be added to weights, the base is quantized, or the sum would
+            predict otherwise, and why.
+    """
+    if source.adapter is None:
+        raise UserError(f"{source.weights}: full weights, no adapter: there is nothing to merge; use them as they are")
+    config = dataclasses.replace(config, dtype="float32")
+    adapted = load_model(source, config, precision="no", deepspeed=False).eval()
+    base = without_adapter(adapted)
+    stored = _stored_dtype(source, config)
+    if getattr(base.config, "quantization_config", None):
+        raise UserError(
+            f"{source.weights}: the base is quantized, and the sum would be rounded to its few values; merge into "
+            "whole weights: name them as base_model_name_or_path in adapter_config.json"
+        )
+    if not is_mergeable(adapted):
+        raise UserError(f"{source.adapter}: adapters of type {type_of(adapted)} cannot be added to the weights")
+    shared = _tied_and_adapted(adapted)
+    ids = torch.tensor([tokenizer(_PROBE)["input_ids"]])
+    with torch.no_grad():
+        apart = adapted(input_ids=ids).logits[0]
+        model = adapted.merge_and_unload()
+        model.tie_weights()
+        difference = _off(model(input_ids=ids).logits[0], apart)
+        largest = apart.abs().max().item()
+        if not difference <= _TOLERANCE * max(largest, 1.0):  # NaN is not
+            why = f"the adapter changes {shared}" if shared else "see that its weights are finite, and of this base"
+            raise UserError(
+                f"{source.adapter}: cannot be merged: the sum's logits would be off by {difference:.2g} (the largest "
+                f"is {largest:.3g}); {why}"
+            )
+        dtype = dtype or ("bf16" if stored == torch.bfloat16 else "float32")
+        model = model.to(DTYPES[dtype])
+        found = model(input_ids=ids).logits[0].float()
+    same = int((found.argmax(-1) == apart.argmax(-1)).sum())
+    return Merged(model, dtype, difference, _off(found, apart), largest, same, ids.shape[1])
+
+
+def _stored_dtype(source: Source, config: TrainConfig) -> torch.dtype | None:
+    from transformers import AutoConfig
+
+    settings = AutoConfig.from_pretrained(source.weights, trust_remote_code=config.trust_remote_code)
+    return getattr(settings.get_text_config(decoder=True), "dtype", None) or getattr(settings, "dtype", None)
+
+
+def _off(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return (found - expected).abs().max().item()
+
+
+def _tied_and_adapted(model: Any) -> str:
+    """Names tied weights of which the adapter changes one, in a phrase; empty: there are none."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter.data_ptr(), []).append(name)
+    for name, module in model.named_modules():
+        inner = module.get_base_layer() if hasattr(module, "get_base_layer") else None
+        inner = getattr(module, "original_module", inner)
+        weight = getattr(inner, "weight", None) if inner is not module else None
+        if name and weight is not None and len(names.get(weight.data_ptr(), ())) > 1:
+            return f"{name.rpartition('.')[2]}, whose weights are also those of another layer (tied embeddings)"
+    return ""

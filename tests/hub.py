@@ -1,0 +1,91 @@
+"""A hub on this machine: as much of its HTTP interface as creating a repository and uploading to it need."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Hub:
+    """What was asked of it and uploaded: `repos` are the private ones' names and others', `files` content by name.
+
+    Set `status` to answer everything with an error.
+    """
+
+    def __init__(self) -> None:
+        self.repos: dict[str, bool] = {}
+        self.files: dict[str, bytes] = {}
+        self.messages: list[str] = []
+        self.tokens: set[str | None] = set()
+        self.status = 0
+
+
+@contextlib.contextmanager
+def running():
+    """A hub, and the address that HF_ENDPOINT names."""
+    hub = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+        def answer(self, content, status=200):
+            body = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self):
+            hub.tokens.add(self.headers["Authorization"])
+            if hub.status:
+                return self.answer({"error": "no"}, hub.status)
+            name = self.path.removeprefix("/api/models/").partition("?")[0].partition("/revision")[0]
+            if name not in hub.repos:
+                return self.answer({"error": "Repository not found"}, 404)
+            return self.answer({"id": name, "private": hub.repos[name], "sha": "0" * 40, "siblings": [], "tags": []})
+
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+            hub.tokens.add(self.headers["Authorization"])
+            path = self.path.partition("?")[0]
+            if hub.status:
+                return self.answer({"error": "no"}, hub.status)
+            if path == "/api/repos/create":
+                asked = json.loads(body)
+                name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
+                url = f"http://{self.headers['Host']}/{name}"
+                if name in hub.repos:
+                    return self.answer({"error": "You already created this model repo", "url": url}, 409)
+                hub.repos[name] = bool(asked.get("private")) or asked.get("visibility") == "private"
+                return self.answer({"url": url, "name": name})
+            if path == "/api/validate-yaml":
+                return self.answer({"errors": [], "warnings": []})
+            if "/preupload/" in path:
+                modes = [{"uploadMode": "regular", "shouldIgnore": False} for _ in json.loads(body)["files"]]
+                names = [file["path"] for file in json.loads(body)["files"]]
+                return self.answer({"files": [{"path": n, **mode} for n, mode in zip(names, modes, strict=True)]})
+            if "/commit/" in path:
+                for line in map(json.loads, body.splitlines()):
+                    if line["key"] == "header":
+                        hub.messages.append(line["value"]["summary"])
+                    else:
+                        hub.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                repo, oid = "/".join(path.split("/")[3:5]), "1" * 40
+                commit = f"http://{self.headers['Host']}/{repo}/commit/{oid}"
+                return self.answer({"commitUrl": commit, "commitOid": oid})
+            return self.answer({"error": f"not spoken here: {path}"}, 501)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub, f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
