@@ -13,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
-OTHER_PROGRAMS = {"--logdir", "--rows"} | {"--shout", "--no-shout"}
-"""Flags of TensorBoard and tests/fuzz.py, and of the example task on a page; `accelerate launch` is asked."""
+OTHER_PROGRAMS = {"--logdir", "--rows"} | {"--shout", "--no-shout", "--editable"}
+"""Flags of TensorBoard, tests/fuzz.py and pip, and of the example task on a page; `accelerate launch` is asked."""
 
 
 def _prose(page: Path) -> str:
