@@ -19,7 +19,7 @@ def fresh_environment(folder):
     (site,) = folder.glob("lib/python*/site-packages")
     here = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     (site / "libraries.pth").write_text("\n".join(dict.fromkeys(here)) + "\n")
-    offline = {name: "1" for name in ("PIP_NO_INDEX", "PIP_DISABLE_PIP_VERSION_CHECK", "PIP_NO_COMPILE")}
+    offline = dict.fromkeys(("PIP_NO_INDEX", "PIP_DISABLE_PIP_VERSION_CHECK", "PIP_NO_COMPILE"), "1")
     offline["PIP_NO_BUILD_ISOLATION"] = "0"  # pip reads it so: without isolation
     path = os.pathsep.join((str(folder / "bin"), os.environ["PATH"]))
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
