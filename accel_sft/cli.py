@@ -12,11 +12,13 @@ from accel_sft.api.config import CHECK, CheckConfig, EvaluateConfig, PlanConfig,
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, settings
 from accel_sft.api.task import Task
+from accel_sft.api.task_file import recorded_name, task_file
 from accel_sft.cli_compare import CompareCommand
 from accel_sft.cli_options import NAMES_A_FILE, USUAL
 from accel_sft.cli_task import TaskCommand
 from accel_sft.commands.doctor import doctor
 from accel_sft.commands.generate import generate
+from accel_sft.commands.install import install
 from accel_sft.commands.launch_file import launch_file
 from accel_sft.commands.merge import merge
 from accel_sft.commands.new_task import new_task
@@ -42,7 +44,7 @@ class EvaluateCommand(TaskCommand):
         from accel_sft.io.run_dir import RunDir
 
         record = RunDir.record_around(config.model)
-        before = record["task_options"] if record and record["task"] == self.name else {}
+        before = record["task_options"] if record and record["task"] == recorded_name(self.name) else {}
         mine = [s for s in self.offers[self.task_class] if s.name in before.keys() - {*given}]
         mine = [s for s in mine if before[s.name] != HIDDEN and not s.problem(before[s.name])]
         if files := [s for s in mine if NAMES_A_FILE.search(s.name) and before[s.name] != s.default]:
@@ -107,6 +109,9 @@ class TaskGroup(click.Group):
         """While a shell completes, no plugin is imported: a task's command is without the task's own options."""
         if tool := super().get_command(ctx, cmd_name):
             return tool
+        if task_file(cmd_name) and not ctx.resilient_parsing:
+            task_class = load_task(cmd_name, USUAL.hang_timeout)
+            return self.task_command(cmd_name, task_class, registry.summary_of(task_class, f"The task of {cmd_name}."))
         summaries = {plugin.name: plugin.summary for plugin in registry.plugins()}
         if cmd_name not in summaries:
             if ctx.resilient_parsing or cmd_name.startswith("-"):
@@ -146,6 +151,8 @@ class CheckGroup(TaskGroup):
 def cli() -> None:
     """Fine-tune causal language models on tasks, each a small plugin.
 
+    TASK is an installed task's name, or a Python file that has one: ./mytask.py or ./mytask.py:MyTask.
+
     On several processes: accelerate launch --config_file accelerate_configs/z2.yaml -m accel_sft TASK
     """
 
@@ -170,5 +177,5 @@ def check() -> None:
     """Audit a task's data before training: what is wrong, at which line, and how to mend it."""
 
 
-for _tool in (doctor, report, generate, merge, push, new_task, tasks, launch_file):
+for _tool in (doctor, report, generate, merge, push, new_task, install, tasks, launch_file):
     cli.add_command(_tool)

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -471,6 +472,7 @@ def test_a_new_task_is_a_plugin_that_keeps_the_contract_and_passes_its_test(tmp_
     module = entry.split('"')[1].split(":")[0]
     source = (project / f"{module}.py").read_text(encoding="utf-8")
     install(site, "accel-sft-even-odd", entry.replace('"', ""), source, module=module)
+    shutil.copytree(project / f"{module}_data", site / f"{module}_data")
     assert "ok" in accel_sft("tasks", site=site).stdout.split("even-odd")[2]
     env = {**os.environ, "PYTHONPATH": str(site)}
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(project)]
@@ -478,33 +480,32 @@ def test_a_new_task_is_a_plugin_that_keeps_the_contract_and_passes_its_test(tmp_
     subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "120", str(project)], check=True
     )
-    (site / f"{module}.py").write_text(EDITED)
+    for split in ("train", "validation"):  # as the docstring invites: other rows, another `parse`, prompt and score
+        (site / f"{module}_data" / f"{split}.jsonl").write_text(
+            f'{{"said": ["a {split}"]}}\n{{"said": ["b {split}"]}}\n'
+        )
+    edits = {
+        source[source.index("    for field in") :]: EDITED_PARSE,
+        'example["question"]': 'example["said"][0]',
+        'return example["answer"]': 'return example["said"][0].upper()',
+        '"accuracy": float(text.strip() == example["answer"])': '"wrong": float(text != self.target(example))',
+        'main_metric = "accuracy"': 'main_metric = "wrong"\n    higher_is_better = False',
+    }
+    for old, new in edits.items():
+        assert old in source
+        source = source.replace(old, new)
+    (site / f"{module}.py").write_text(source)
     edited = subprocess.run(tests, env=env, capture_output=True, text=True)
     assert edited.returncode == 0, edited.stdout
+    (site / f"{module}_data" / "validation.jsonl").write_text('{"said": ["a train"]}\n')
+    assert "T301 " in subprocess.run(tests, env=env, capture_output=True, text=True).stdout
 
 
-EDITED = '''
-from dataclasses import dataclass
-from accel_sft import Task
-
-@dataclass(kw_only=True)
-class EvenOddTask(Task):
-    """Shout, a task with other data, prompt, answer and scores than the one that is written."""
-    main_metric = "wrong_letters"
-    higher_is_better = False
-
-    def dataset(self, split):
-        return [{"said": [word]} for word in (("a", "b") if split == "train" else ("c", "d"))]
-
-    def messages(self, example):
-        return [{"role": "user", "content": example["said"][0]}]
-
-    def target(self, example):
-        return example["said"][0].upper()
-
-    def score(self, example, text):
-        return {"wrong_letters": float(text != self.target(example)), "length": len(text)}
-'''
+EDITED_PARSE = """\
+    if not isinstance(row.get("said"), list):
+        raise RowProblem("said", "a list")
+    return row
+"""
 
 
 def test_a_new_task_reads_files(tmp_path):

@@ -13,10 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
-OTHER_PROGRAMS = {"--logdir", "--rows"} | {"--dataset", "--local_dir"} | {"--shout", "--no-shout"}
+OTHER_PROGRAMS = {"--logdir", "--rows", "--editable"} | {"--dataset", "--local_dir"} | {"--shout", "--no-shout"}
 OTHER_PROGRAMS |= {"--enable-lora", "--lora-modules", "--outfile", "--outtype"}
-"""Flags of TensorBoard, tests/fuzz.py, modelscope, of the example task on a page, of vLLM and llama.cpp's converter;
-`accelerate launch` is asked."""
+"""Flags of TensorBoard, tests/fuzz.py, pip, modelscope, of the example task on a page, of vLLM and llama.cpp's
+converter; `accelerate launch` is asked."""
 
 
 def _prose(page: Path) -> str:

@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "diagnosis": "api io launch data",
     "reporting": "api io tracking",
     "checking": "api io data models batching evaluation",
+    "testing": "api data",
     "commands": "api io launch data models batching tracking evaluation resilience checkpoint training"
     " diagnosis comparison reporting planning checking",
 }
@@ -47,6 +48,8 @@ STANDARD_LIBRARY_ONLY = (
     "accel_sft.api.task",
     "accel_sft.api.contract",
     "accel_sft.api.registry",
+    "accel_sft.api.task_file",
+    "accel_sft.testing",
 )
 NO_TORCH = (
     "accel_sft.api.config",
@@ -66,6 +69,7 @@ NO_TORCH = (
     "accel_sft.commands.push",
     "accel_sft.commands.new_task",
     "accel_sft.commands.tasks",
+    "accel_sft.commands.install",
     "accel_sft.resilience.exit",
     "accel_sft.diagnosis.checks",
     "accel_sft.launch.audit",
@@ -142,7 +146,7 @@ def test_no_module_is_imported_by_one_that_it_imports():
 
 def test_a_package_s_own_module_is_a_docstring_alone():
     for name, path in modules():
-        if path.name == "__init__.py" and name != "__init__":
+        if path.name == "__init__.py" and name not in ("__init__", "testing"):  # what authors of tasks import
             assert [type(node) for node in ast.parse(path.read_text(encoding="utf-8")).body] == [ast.Expr], name
 
 

@@ -12,10 +12,11 @@ import accel_sft
 from accel_sft.api.contract import contract_faults
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
+from accel_sft.api.task_file import TaskFile, load_file, task_file
 
 GROUP = "accel_sft.tasks"
 ALLOWED = "ACCEL_SFT_TASKS"
-"""The variable that names the tasks whose code may run, commas between; unset: all that are installed."""
+"""The variable that names the tasks, distributions and files whose code may run, commas between; unset: all."""
 SHIPPED = {"chat": "accel-sft-chat", "math": "accel-sft-math", "ner": "accel-sft-ner"}
 """Task names that belong to the distributions this project ships."""
 RESERVED = frozenset(
@@ -54,11 +55,15 @@ def names() -> dict[str, str]:
 
 
 def load(name: str) -> type[Task]:
-    """Import the task called `name` and check it against the contract.
+    """Import the task called `name`, or in the file of that name, and check it against the contract.
 
     Raises:
-        UserError: no such task (with the nearest names), or a plugin that cannot be used, and why.
+        UserError: no such task (with the nearest names), or a plugin or file that cannot be used, and why.
     """
+    if file := task_file(name):
+        if cause := _refusal(*_file_names(file)):
+            raise UserError(f"task {file.path}: {cause}")
+        return load_file(file)
     candidates = [plugin for plugin in plugins() if plugin.name == name]
     for plugin in candidates:
         if not plugin.fault:
@@ -147,9 +152,8 @@ def _section(text: str) -> list[str]:
 
 def _fault(plugin: Plugin, found: list[Plugin]) -> str:
     """Why a plugin cannot be used, as far as metadata shows; empty if it can."""
-    allowed = os.environ.get(ALLOWED)
-    if allowed is not None and plugin.name not in [name.strip() for name in allowed.split(",")]:
-        return f"not among the tasks that {ALLOWED} allows ({allowed or 'none'})"
+    if cause := _refusal(plugin.name, plugin.distribution):
+        return cause
     if plugin.fault:
         return plugin.fault
     if not re.fullmatch("[a-z0-9-]+", plugin.name):
@@ -165,6 +169,18 @@ def _fault(plugin: Plugin, found: list[Plugin]) -> str:
         others = ", ".join(f"{other.target} of {other.distribution} {other.version}" for other in same)
         return f"the same name is also {others}; neither is loaded, uninstall one"
     return ""
+
+
+def _refusal(*known_as: str) -> str:
+    """Why code that is known by these names may not run here; empty if it may."""
+    allowed = os.environ.get(ALLOWED)
+    if allowed is None or not {name.strip() for name in allowed.split(",")}.isdisjoint(known_as):
+        return ""
+    return f"not among the tasks that {ALLOWED} allows ({allowed or 'none'})"
+
+
+def _file_names(file: TaskFile) -> tuple[str, ...]:
+    return file.name, str(file.path), str(file.path.absolute()), str(file.path.resolve()), f"./{file.path}"
 
 
 def _outdated(plugin: Plugin) -> str:

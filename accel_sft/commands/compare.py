@@ -12,6 +12,7 @@ from accel_sft.api.config_file import load_yaml
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import Setting
 from accel_sft.api.task import Task
+from accel_sft.api.task_file import file_record, recorded_name
 from accel_sft.commands.launch_file import shipped
 from accel_sft.comparison import rounds
 from accel_sft.comparison.cells import OWN_COMMAS, PRECISIONS, SINGLE, Cell, product, values, without_secrets
@@ -58,8 +59,8 @@ def run(
         for cell in cells:
             print(f"{cell.name}\n    {cell.shown_command(Path('FOLDER'))}", file=terminal())
         return
-    folder = expanded(asked["output_dir"] or f"runs/compare-{task}-{time.strftime('%Y%m%d-%H%M%S')}", "--output-dir")
-    folder = folder.absolute()
+    usual = f"runs/compare-{recorded_name(task)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = expanded(asked["output_dir"] or usual, "--output-dir").absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -69,7 +70,7 @@ def run(
         "task": task,
         "command": _command(task, given, asked),
         "given": given,
-        "fingerprints": _fingerprints(cells, asked["config_file"]),
+        "fingerprints": _fingerprints(cells, asked["config_file"], task_class),
         "varied": varied,
         "main_metric": main_metric,
         "discard_steps": asked["discard_steps"],
@@ -167,8 +168,10 @@ def _check(cells: Sequence[Cell], discard_steps: int, parse: Parse) -> tuple[lis
     return configs, metrics[0]
 
 
-def _fingerprints(cells: Sequence[Cell], config_file: str | None) -> dict[str, str]:
+def _fingerprints(cells: Sequence[Cell], config_file: str | None, task_class: type[Task]) -> dict[str, str]:
     found = {f"--launch {cell.settings['launch']}": cell.fingerprint for cell in cells}
+    if file := file_record(task_class):
+        found[f"the task {file['path']}"] = file["sha256"]
     if config_file:
         found[f"--config {config_file}"] = hashlib.sha256(expanded(config_file).read_bytes()).hexdigest()
     return found

@@ -16,6 +16,7 @@ from rich.console import Console
 from accel_sft.api.config import EvaluateConfig, TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
+from accel_sft.api.task_file import recorded_name
 from accel_sft.batching.autotune import Trial
 from accel_sft.data.conversation import read_split
 from accel_sft.evaluation import vllm
@@ -76,7 +77,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
         day = decided_by_main(accelerator, lambda: config.template_date or time.strftime("%Y-%m-%d"))
         config = dataclasses.replace(config, template_date=day)
         if accelerator.is_main_process:
-            for line in _differences(config.model, task_name, accelerator.mixed_precision):
+            for line in _differences(config.model, recorded_name(task_name), accelerator.mixed_precision):
                 print(terminal.wrapped(printable(line)), file=terminal.terminal())
         if config.output_dir:
             decided_by_main(accelerator, lambda: _claim(Path(config.output_dir)))
@@ -87,7 +88,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
                     print(terminal.wrapped(f"{side:<8}  {name}", 10), file=terminal.terminal())
                 evaluations.append(evaluate(accelerator, task, config, source, watch))
         if accelerator.is_main_process:
-            _publish(task_name, task, config, named, evaluations)
+            _publish(recorded_name(task_name), task, config, named, evaluations)
         leave_together()
 
 

@@ -1,5 +1,7 @@
 """`accel-sft new-task`: writes a plugin, which is a small task that learns and its test, to change into one's own."""
 
+import json
+import random
 import re
 from pathlib import Path
 
@@ -26,15 +28,23 @@ dependencies = ["accel-sft>={version}"]
 
 [tool.setuptools]
 py-modules = ["{module}"]
+packages = ["{module}_data"]
+package-data = {{ "{module}_data" = ["*.jsonl"] }}
 """
 
 _MODULE = '''\
-"""The task `{name}`: a small example that learns. Change data, prompt, answer and score into your own."""
+"""The task `{name}`: a small example that learns.
 
-import random
+Change it into your own: the rows in {module}_data/, what `parse` takes as a row, prompt, answer and score.
+Its test holds whatever you make of it to what the trainer expects; change that only if an option has no default.
+"""
+
 from dataclasses import dataclass
+from pathlib import Path
 
 from accel_sft import RowProblem, Task, option, read_rows
+
+_DATA = Path(__file__).parent / "{module}_data"
 
 
 @dataclass(kw_only=True)
@@ -43,15 +53,11 @@ class {cls}(Task):
 
     main_metric = "accuracy"
 
-    data_folder: str | None = option(None, help="Where train.jsonl and validation.jsonl are; default: made-up rows.")
+    data_folder: str | None = option(None, help="Where train.jsonl and validation.jsonl are; default: the sample.")
 
     def dataset(self, split):
         """The examples of "train" or "validation"; none may be in both."""
-        if self.data_folder:
-            return read_rows(f"{{self.data_folder}}/{{split}}.jsonl", parse)
-        rows = [{{"question": f"Is {{n}} even or odd?", "answer": ("even", "odd")[n % 2]}} for n in range(2000)]
-        random.Random(0).shuffle(rows)
-        return rows[200:] if split == "train" else rows[:200]
+        return read_rows(f"{{self.data_folder or _DATA}}/{{split}}.jsonl", parse)
 
     def messages(self, example):
         """The prompt, as chat messages."""
@@ -78,25 +84,24 @@ _TEST = """\
 from {module} import {cls}
 
 from accel_sft.api.registry import load
+from accel_sft.testing import TaskConformance
 
-TASK = {cls}()  # give options that have no default here
+
+class Test{cls}(TaskConformance):
+    task = {cls}()  # give options that have no default here
 
 
-def test_the_task_is_found_by_its_name_and_keeps_the_contract():
+def test_the_task_is_found_by_its_name():
     assert load("{name}") is {cls}
-
-
-def test_nothing_of_validation_is_in_training():
-    trained, held_out = ([str(TASK.messages(x)) for x in TASK.dataset(split)] for split in ("train", "validation"))
-    assert not set(trained) & set(held_out)
-
-
-def test_the_right_answer_scores_better_than_none():
-    example = TASK.dataset("validation")[0]
-    scores = [TASK.score(example, text) for text in (TASK.target(example), "")]
-    right, none = (TASK.aggregate([score])[TASK.main_metric] for score in scores)
-    assert right > none if TASK.higher_is_better else right < none
 """
+
+
+def _sample() -> dict[str, str]:
+    """Rows of the sample, by split."""
+    rows = [{"question": f"Is {n} even or odd?", "answer": ("even", "odd")[n % 2]} for n in range(1000)]
+    random.Random(0).shuffle(rows)
+    splits = {"train": rows[100:], "validation": rows[:100]}
+    return {split: "".join(json.dumps(row) + "\n" for row in of_split) for split, of_split in splits.items()}
 
 
 @click.command("new-task")
@@ -118,13 +123,16 @@ def new_task(name: str, directory: str | None) -> None:
     module = f"accel_sft_{identifier}"
     values = {"name": name, "module": module, "cls": cls, "version": accel_sft.__version__}
     files = {"pyproject.toml": _PYPROJECT, f"{module}.py": _MODULE, f"tests/test_{identifier}.py": _TEST}
+    files = {path: template.format(**values) for path, template in files.items()}
+    files |= {f"{module}_data/{split}.jsonl": rows for split, rows in _sample().items()}
     try:
         if target.exists() and any(target.iterdir()):
             raise UserError(f"DIRECTORY {target}: not empty; name a new one")
         (target / "tests").mkdir(parents=True, exist_ok=True)
-        for path, template in files.items():
-            (target / path).write_text(template.format(**values), encoding="utf-8")
+        (target / f"{module}_data").mkdir(exist_ok=True)
+        for path, text in files.items():
+            (target / path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"DIRECTORY {target}: cannot be written ({error.strerror}); name another") from None
-    click.echo(f"Wrote {target}: pyproject.toml, the task, and its test. Next:")
+    click.echo(f"Wrote {target}: pyproject.toml, the task, its sample of rows, and its test. Next:")
     click.echo(f"  pip install -e {target}\n  accel-sft {name} --max-steps 100\n  pytest {target}")

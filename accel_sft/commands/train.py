@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
+from accel_sft.api.task_file import recorded_name
 from accel_sft.batching.memory import out_of_memory
 from accel_sft.checking.quick import quick_findings, quick_lines
 from accel_sft.io import terminal
@@ -52,7 +53,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
             accelerator = start(config, task)
             if config.dry_run:
                 return
-            run_dir, config, finished = claim_run_dir(accelerator, task_name, task, config)
+            run_dir, config, finished = claim_run_dir(accelerator, recorded_name(task_name), task, config)
         if finished:
             accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir.report}")
             return
@@ -61,16 +62,16 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
         watch, log = Watchdog(config.hang_timeout, run_dir), run_dir.log(accelerator.process_index)
         with _ending(accelerator, run_dir, config, signals), terminal.quiet(log, config.debug), watch:
             prepared = prepare_data(accelerator, run_dir, task, config)
-            write_run_record(run_dir, task_name, prepared)
+            write_run_record(run_dir, recorded_name(task_name), prepared)
             shown = {"main_metric": task.main_metric, "terminal": terminal.terminal()}
             with Tracker(accelerator, run_dir, config, total_steps=prepared.plan.total_steps, **shown) as tracker:
                 for line in (*prepared.lines, *_warnings(accelerator, task_name, prepared)):
                     tracker.log(line)
                 tracker.phase("data")
-                trainer = Trainer(run_dir, task_name, prepared, tracker, signals, on_step)
+                trainer = Trainer(run_dir, recorded_name(task_name), prepared, tracker, signals, on_step)
                 with watch.heartbeats_only():
                     trainer.resume()
-                    write_run_record(run_dir, task_name, prepared, resumed=True)
+                    write_run_record(run_dir, recorded_name(task_name), prepared, resumed=True)
                     trainer.train()
                     trainer.finalize()
             leave_together()

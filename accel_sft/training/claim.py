@@ -16,6 +16,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
+from accel_sft.api.task_file import file_record
 from accel_sft.checkpoint.checkpoint import settle
 from accel_sft.data import cache
 from accel_sft.data.fingerprint import code_fingerprint
@@ -148,6 +149,7 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
         "system_prompt": prepared.system_prompt,
         "data": prepared.counts(),
         "data_sha256": prepared.fingerprint(),
+        "task_file": file_record(type(assembly.task)),
         "task_code": code_fingerprint(type(assembly.task)),
         "launch": launch_record(assembly.accelerator),
     }
@@ -166,10 +168,15 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
     different = _changes(before, now["config"], now["task_options"])
     if before["task"] != now["task"]:
         different.append(f"task: the run was started with {before['task']}, not {now['task']}")
+    file, file_now = before.get("task_file") or {}, now["task_file"] or {}
+    cls, cls_now = file.get("class"), file_now.get("class")
+    if before["task"] == now["task"] and cls != cls_now:
+        different.append(f"task: the run was started with {cls} of {now['task']}, not {cls_now}")
     if not different and before.get("data_sha256") != now["data_sha256"]:
         different.append("the data is not what the run was started with")
     code, code_now = before.get("task_code"), now["task_code"]
-    if not different and code and code_now and code != code_now:
+    changed_code = code and code_now and code != code_now
+    if not different and (changed_code or file.get("sha256") != file_now.get("sha256")):
         cache.log(
             f"{run_dir}: the task's code or what it imports has changed since the last start: earlier metrics, the "
             "best one too, may be another score's"

@@ -1,0 +1,128 @@
+"""A task in one Python file: its class is loaded from there, without a package. Standard library only."""
+
+import ast
+import dataclasses
+import hashlib
+import importlib.util
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from accel_sft.api.contract import contract_faults
+from accel_sft.api.errors import UserError, what_and_where
+from accel_sft.api.task import Task
+
+_MODULE = "accel_sft_file_"
+"""Begins the names of modules made from files: `math.py` must not take the place of Python's own `math`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskFile:
+    """`mytask.py` or `mytask.py:MyTask`, as it was typed; `class_name` is empty where none was named."""
+
+    path: Path
+    class_name: str = ""
+
+    @property
+    def name(self) -> str:
+        """By which runs record the task. It has a dot, which no installed task's name may have."""
+        return self.path.name
+
+
+def task_file(word: str) -> TaskFile | None:
+    """The file that a task's name on the command line is, or None where it is an installed task's."""
+    found = re.fullmatch(r"(.+\.py)(?::(\w*))?", word, re.DOTALL)
+    return TaskFile(Path(found[1]).expanduser(), found[2] or "") if found else None
+
+
+def recorded_name(word: str) -> str:
+    """What a run is called after: a file's own name without its folder and class, an installed task's name."""
+    file = task_file(word)
+    return file.name if file else word
+
+
+def load_file(file: TaskFile) -> type[Task]:
+    """Run a file and check its task against the contract. Modules beside it can be imported by name.
+
+    Raises:
+        UserError: the file cannot be read or run, has no task or several, or its task breaks the contract.
+    """
+    where = f"task {file.path}"
+    try:
+        source = file.path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{where}: cannot be read ({error.strerror}); name a Python file with a task") from None
+    module = _module(file.path.absolute(), source)
+    try:
+        tree = ast.parse(source, str(file.path))
+        _refuse_relative(where, tree)
+        exec(compile(tree, str(file.path), "exec"), module.__dict__)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # the file may raise anything
+        raise UserError(f"{where}: cannot be imported: {' '.join(what_and_where(error).split())}") from error
+    _refuse_hidden(where, file.path.absolute().parent, tree)
+    cls = _chosen(where, file, module)
+    if causes := contract_faults(cls):
+        raise UserError(f"{where}: {' '.join('; '.join(causes).split())}")
+    return cls
+
+
+def file_record(cls: type) -> dict[str, str] | None:
+    """Path, class and content hash of the file that a task was loaded from; None for an installed one."""
+    loaded = getattr(sys.modules.get(cls.__module__), "__task_file__", None)
+    return {**loaded, "class": cls.__qualname__} if loaded else None
+
+
+def _module(path: Path, source: bytes) -> types.ModuleType:
+    name = _MODULE + re.sub(r"\W", "_", path.stem)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    module.__task_file__ = {"path": str(path), "sha256": hashlib.sha256(source).hexdigest()}
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # behind all else: `random.py` beside a task must not break libraries
+    return module
+
+
+def _refuse_relative(where: str, tree: ast.Module) -> None:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            written, mended = "." * node.level + (node.module or ""), node.module or node.names[0].name
+            raise UserError(
+                f"{where}:{node.lineno}: `from {written} import` needs a package, and a file is none; "
+                f"`import {mended}` finds modules beside the file"
+            )
+
+
+def _refuse_hidden(where: str, folder: Path, tree: ast.Module) -> None:
+    """Raises UserError if the file imported an installed module where one of the same name is beside it."""
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else names
+        for top in {name.partition(".")[0] for name in names} - {"accel_sft"}:  # a checkout of it is no module
+            beside = next((p for p in (folder / f"{top}.py", folder / top / "__init__.py") if p.is_file()), None)
+            got = getattr(sys.modules.get(top), "__file__", None)
+            if beside and got and not beside.samefile(got):
+                raise UserError(
+                    f"{where}:{node.lineno}: `{top}` is {got}, not {beside}, which another module's name hides; "
+                    "rename the one beside the task"
+                )
+
+
+def _chosen(where: str, file: TaskFile, module: types.ModuleType) -> Any:
+    own = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
+    tasks = {cls.__name__: cls for cls in own if issubclass(cls, Task)}
+    if file.class_name:
+        if not hasattr(module, file.class_name):
+            raise UserError(f"{where}: no {file.class_name} in it; it has {', '.join(tasks) or 'no task'}")
+        return getattr(module, file.class_name)
+    usable = {name: cls for name, cls in tasks.items() if not cls.__abstractmethods__} or tasks
+    if not usable:
+        raise UserError(f"{where}: no subclass of accel_sft.Task in it; write one, or name it: {file.path}:MyTask")
+    if len(usable) > 1:
+        named = " or ".join(f"{file.path}:{name}" for name in usable)
+        raise UserError(f"{where}: {len(usable)} tasks are in it; name one: {named}")
+    return next(iter(usable.values()))

@@ -1,0 +1,62 @@
+"""`accel-sft install`: tasks into this environment by pip, and which of them came."""
+
+import importlib
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from accel_sft.api import registry
+from accel_sft.api.errors import UserError
+
+_NOT_A_NAME = re.compile(r"[/\\:@]|\.whl$|\.tar\.gz$|^\.")
+
+
+@click.command()
+@click.argument("name")
+@click.argument("pip_options", nargs=-1, metavar="[-- PIP_OPTIONS]", type=click.UNPROCESSED)
+def install(name: str, pip_options: Sequence[str]) -> None:
+    """Install a task by pip into this environment: NAME is accel-sft-NAME, a folder, a wheel, a URL or git+URL.
+
+    What stands behind -- is given to pip: accel-sft install mytask -- --no-index --find-links wheels
+    """
+    command = [sys.executable, "-m", "pip", "install", *pip_options, requirement(name)]
+    if importlib.util.find_spec("pip") is None:
+        raise UserError(
+            f"install {name}: this environment has no pip; `{shlex.quote(sys.executable)} -m ensurepip` brings it, or "
+            f"let another installer do it: uv pip install {shlex.quote(command[-1])}"
+        )
+    before = registry.plugins()
+    click.echo(shlex.join(command))
+    status = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+    if status:
+        raise UserError(f"install {name}: pip ended with status {status}; what it printed above says why")
+    importlib.invalidate_caches()
+    came = [plugin for plugin in registry.plugins() if plugin not in before]
+    for plugin in came:
+        state = plugin.fault or plugin.summary
+        click.echo(f"{plugin.name}  {plugin.distribution} {plugin.version}  {state}")
+    if not came:
+        click.echo("No task came that was not there before; `accel-sft tasks` lists those that are.")
+
+
+def requirement(name: str) -> str:
+    """What pip is asked for: `mytask` is accel-sft-mytask; a path, URL or git address is itself.
+
+    Raises:
+        UserError: a name that is none of these.
+    """
+    if name.startswith("-") or not name.strip():
+        raise UserError(f"NAME {name!r}: not a task's name; pip's own options stand behind --")
+    if _NOT_A_NAME.search(name):
+        if "://" not in name and not name.startswith("git+") and "@" not in name and not Path(name).exists():
+            raise UserError(f"NAME {name}: no such file or folder")
+        return name
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?([=<>!~]=?[\w.*]+)?", name):
+        raise UserError(f"NAME {name!r}: a task's name has lower-case letters, digits and hyphens; a folder, ./NAME")
+    return name if name.startswith("accel-sft-") else f"accel-sft-{name}"

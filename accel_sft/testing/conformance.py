@@ -1,0 +1,178 @@
+"""A test class that holds a task to what the trainer expects of it; each failure begins with a code."""
+
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from accel_sft.api.contract import contract_faults
+from accel_sft.api.errors import UserError
+from accel_sft.api.options import settings
+from accel_sft.api.task import Task
+from accel_sft.testing.codes import finding
+from accel_sft.testing.observed import observed, read
+
+SPLITS = ("train", "validation")
+GARBAGE = ("", " \n", "\0", "{", "[[[", "null", "-1e999", "�" * 50, "no such answer " * 200, "<|im_end|>")
+"""What untrained models write, and what parsers stumble over."""
+
+
+class TaskConformance:
+    """Subclass it as `class TestMine(TaskConformance): task = MyTask()`; pytest then runs every test below.
+
+    Attributes:
+        task: the task, with the options that its data needs.
+        examples: of each split, at most so many are looked at, evenly spread; leaks are sought among all.
+        leaks_allowed: a reason why prompts of validation may be in training; empty: they may not.
+        best: the main metric of right answers, where it is neither 1 (or 0, if lower is better) nor better than that
+            of garbage by itself.
+    """
+
+    __test__ = False  # this class itself; see __init_subclass__
+    task: ClassVar[Task]
+    examples: ClassVar[int] = 100
+    leaks_allowed: ClassVar[str] = ""
+    best: ClassVar[float | None] = None
+
+    def __init_subclass__(cls, **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        cls.__test__ = "task" in vars(cls) or getattr(cls, "task", None) is not None
+
+    def test_the_class_keeps_the_contract(self) -> None:
+        _hold("T101", contract_faults(type(self.task)))
+
+    def test_the_options_are_valid_and_make_the_same_task_again(self) -> None:
+        _hold("T102", self.task.problems())
+        values = {setting.name: getattr(self.task, setting.name) for setting in settings(type(self.task))}
+        again = type(self.task)(**json.loads(json.dumps(values)))
+        changed = [name for name, value in values.items() if getattr(again, name) != value]
+        _hold("T103", [f"{name} was {values[name]!r}, and is {getattr(again, name)!r}" for name in changed])
+
+    def test_every_example_is_a_conversation(self) -> None:
+        for split in SPLITS:
+            examples = self._dataset(split)
+            for index in self._indices(examples):
+                try:
+                    _, target = read(self.task, examples, split, index)
+                except UserError as error:
+                    raise AssertionError(finding("T202", str(error))) from error
+                if isinstance(target, str) and not target.strip():
+                    raise AssertionError(finding("T203", f"{split} example {index}"))
+
+    def test_calls_are_repeatable(self) -> None:
+        for split in SPLITS:
+            first, again = (observed(self.task, split, self.examples) for _ in range(2))
+            _hold("T204", _differences(split, first, again))
+
+    def test_two_ranks_get_the_same_examples(self) -> None:
+        """In processes of their own, as ranks are, with different seeds of Python's hashes."""
+        asked = pickle.dumps({"path": sys.path})
+        try:
+            task = pickle.dumps((self.task, self.examples))
+        except Exception as error:
+            raise AssertionError(finding("T103", f"it cannot be pickled: {error!r}")) from error
+        found = []
+        for rank in range(2):
+            env = {**os.environ, "PYTHONHASHSEED": str(rank + 1)}
+            command = [sys.executable, "-m", "accel_sft.testing.rank"]
+            done = subprocess.run(command, input=asked + task, env=env, capture_output=True, check=False)
+            if done.returncode:
+                last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+                raise AssertionError(finding("T205", f"rank {rank} fails: {''.join(last)}"))
+            found.append(json.loads(done.stdout))
+        for split in SPLITS:
+            _hold("T205", _differences(split, found[0][split], found[1][split]))
+
+    def test_no_prompt_of_validation_is_in_training(self) -> None:
+        if self.leaks_allowed:
+            return
+        seen = {}
+        for split in SPLITS:
+            examples = self._dataset(split)
+            prompts = (json.dumps(self.task.messages(examples[i]), default=repr) for i in range(len(examples)))
+            seen[split] = {prompt: index for index, prompt in enumerate(prompts)}
+        both = [prompt for prompt in seen["validation"] if prompt in seen["train"]]
+        rows = [f"validation {seen['validation'][p]} is train {seen['train'][p]}" for p in both[:3]]
+        _hold("T301", [f"{len(both)} prompts ({', '.join(rows)})"] if both else [])
+
+    def test_the_right_answer_scores_best(self) -> None:
+        examples, rows = self._answered()
+        if not rows:
+            return  # turns have no single text that could be scored
+        right = self._metric("T401", [self._score("T401", examples[i], text) for i, text in rows])
+        best = self.best if self.best is not None else (1.0 if self.task.higher_is_better else 0.0)
+        if right != best and (self.best is not None or self._between_zero_and_one(right)):
+            wrong = [i for i, text in rows if not self._alone(examples[i], text, best)]
+            detail = f"{self.task.main_metric} of targets is {right:.4g}, not {best:.4g}"
+            raise AssertionError(finding("T402", f"{detail} (validation examples {wrong[:5]})"))
+
+    def test_garbage_scores_safely_and_lower(self) -> None:
+        examples, rows = self._answered()
+        if not rows:
+            return
+        right = self._metric("T401", [self._score("T401", examples[i], text) for i, text in rows])
+        for garbage in GARBAGE:
+            got = self._metric("T403", [self._score("T403", examples[i], garbage) for i, _ in rows])
+            if got >= right if self.task.higher_is_better else got <= right:
+                detail = f"{garbage[:20]!r} gets {got:.4g}, the right answers {right:.4g}"
+                raise AssertionError(finding("T404", f"{self.task.main_metric} of {detail}"))
+
+    def _dataset(self, split: str) -> Sequence[Any]:
+        from accel_sft.data.conversation import read_split
+
+        try:
+            return read_split(self.task, split)
+        except UserError as error:
+            raise AssertionError(finding("T201", str(error))) from error
+
+    def _indices(self, examples: Sequence[Any]) -> list[int]:
+        step = max(1, math.ceil(len(examples) / self.examples))
+        return list(range(0, len(examples), step))
+
+    def _answered(self) -> tuple[Sequence[Any], list[tuple[int, str]]]:
+        examples = self._dataset("validation")
+        targets = [(index, self.task.target(examples[index])) for index in self._indices(examples)]
+        return examples, [(index, text) for index, text in targets if isinstance(text, str)]
+
+    def _score(self, code: str, example: Any, text: str) -> dict[str, Any]:
+        try:
+            score = self.task.score(example, text)
+        except Exception as error:
+            raise AssertionError(finding(code, f"score(..., {text[:40]!r}) raised {error!r}")) from error
+        try:
+            json.dumps(score, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise AssertionError(finding("T405", f"{score!r}: {error}")) from error
+        return score
+
+    def _metric(self, code: str, scores: list[dict[str, Any]]) -> float:
+        try:
+            value = float(self.task.aggregate(scores)[self.task.main_metric])
+        except Exception as error:
+            raise AssertionError(finding(code, f"aggregate() raised {error!r}")) from error
+        if not math.isfinite(value):
+            raise AssertionError(finding(code, f"aggregate() gave {self.task.main_metric} {value}"))
+        return value
+
+    def _alone(self, example: Any, text: str, best: float) -> bool:
+        return self._metric("T401", [self._score("T401", example, text)]) == best
+
+    @staticmethod
+    def _between_zero_and_one(value: float) -> bool:
+        return 0 <= value <= 1
+
+
+def _differences(split: str, first: list[str], again: list[str]) -> list[str]:
+    if len(first) != len(again):
+        return [f"{split} has {len(first)} examples, then {len(again)}"]
+    different = [index for index, pair in enumerate(zip(first, again, strict=True)) if pair[0] != pair[1]]
+    return [f"{split}: {len(different)} of {len(first)} looked at differ"] if different else []
+
+
+def _hold(code: str, found: Sequence[str]) -> None:
+    if found:
+        raise AssertionError(finding(code, " | ".join(found)))
