@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from accel_sft import Task, option
 from accel_sft.testing import TaskConformance
 from accel_sft.testing.codes import CODES
+from accel_sft_chat import Chat
 from accel_sft_math import Math
 from accel_sft_ner import Ner
 
@@ -24,6 +26,21 @@ class TestMath(TaskConformance):
 
 class TestNer(TaskConformance):
     task = Ner()
+
+
+@pytest.mark.parametrize("metric", ["f1", "loss"])
+def test_the_shipped_chat_task_passes(tmp_path, metric):
+    file = tmp_path / "chats.jsonl"
+    turns = ("user", "assistant", "user", "assistant")
+    rows = [[{"role": role, "content": f"{role} {at} of {n}"} for at, role in enumerate(turns)] for n in range(20)]
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+
+    class OfChat(TaskConformance):
+        task = Chat(train_file=str(file), metric=metric)
+
+    held = OfChat()
+    for name in (name for name in dir(held) if name.startswith("test_")):
+        getattr(held, name)()
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -103,8 +120,12 @@ def test_data_that_differ_between_ranks_are_found():
         holds(BySeedOfHashes(), "test_two_ranks")
 
 
-def test_turns_as_target_are_left_to_the_trainer():
-    turns = task_with(target=lambda self, example: [{"role": "assistant", "content": "even"}])
+def test_of_turns_as_target_the_last_answer_is_scored():
+    def target(self, example):
+        answer = {"role": "assistant", "content": ("even", "odd")[example % 2]}
+        return [{"role": "assistant", "content": "wait"}, {"role": "user", "content": "now"}, answer]
+
+    turns = task_with(target=target)
     for test in ("test_every_example", "test_calls", "test_the_right", "test_garbage", "test_no_prompt"):
         holds(turns, test)
 

@@ -14,7 +14,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.testing.codes import finding
-from accel_sft.testing.observed import observed, read
+from accel_sft.testing.observed import observed
 
 SPLITS = ("train", "validation")
 GARBAGE = ("", " \n", "\0", "{", "[[[", "null", "-1e999", "�" * 50, "no such answer " * 200, "<|im_end|>")
@@ -56,11 +56,8 @@ class TaskConformance:
         for split in SPLITS:
             examples = self._dataset(split)
             for index in self._indices(examples):
-                try:
-                    _, target = read(self.task, examples, split, index)
-                except UserError as error:
-                    raise AssertionError(finding("T202", str(error))) from error
-                if isinstance(target, str) and not target.strip():
+                chat = self._conversation(examples, split, index)
+                if not chat.calls and not chat.target.strip():
                     raise AssertionError(finding("T203", f"{split} example {index}"))
 
     def test_calls_are_repeatable(self) -> None:
@@ -93,7 +90,7 @@ class TaskConformance:
         seen = {}
         for split in SPLITS:
             examples = self._dataset(split)
-            prompts = (json.dumps(self.task.messages(examples[i]), default=repr) for i in range(len(examples)))
+            prompts = (json.dumps(self._conversation(examples, split, i).turns) for i in range(len(examples)))
             seen[split] = {prompt: index for index, prompt in enumerate(prompts)}
         both = [prompt for prompt in seen["validation"] if prompt in seen["train"]]
         rows = [f"validation {seen['validation'][p]} is train {seen['train'][p]}" for p in both[:3]]
@@ -102,7 +99,7 @@ class TaskConformance:
     def test_the_right_answer_scores_best(self) -> None:
         examples, rows = self._answered()
         if not rows:
-            return  # turns have no single text that could be scored
+            return  # nothing is generated
         right = self._metric("T401", [self._score("T401", examples[i], text) for i, text in rows])
         best = self.best if self.best is not None else (1.0 if self.task.higher_is_better else 0.0)
         if right != best and (self.best is not None or self._between_zero_and_one(right)):
@@ -133,10 +130,21 @@ class TaskConformance:
         step = max(1, math.ceil(len(examples) / self.examples))
         return list(range(0, len(examples), step))
 
+    def _conversation(self, examples: Sequence[Any], split: str, index: int) -> Any:
+        from accel_sft.data.conversation import conversation
+
+        try:
+            return conversation(self.task, examples, split, index)
+        except UserError as error:
+            raise AssertionError(finding("T202", str(error))) from error
+
     def _answered(self) -> tuple[Sequence[Any], list[tuple[int, str]]]:
+        """Validation examples and the texts of the answers that are generated of them; calls of tools are not texts."""
         examples = self._dataset("validation")
-        targets = [(index, self.task.target(examples[index])) for index in self._indices(examples)]
-        return examples, [(index, text) for index, text in targets if isinstance(text, str)]
+        if self.task.main_metric == "eval_loss":
+            return examples, []
+        chats = {index: self._conversation(examples, "validation", index) for index in self._indices(examples)}
+        return examples, [(index, chat.target) for index, chat in chats.items() if not chat.calls]
 
     def _score(self, code: str, example: Any, text: str) -> dict[str, Any]:
         try:

@@ -3,23 +3,9 @@
 import hashlib
 import json
 import math
-from collections.abc import Sequence
-from typing import Any
 
 from accel_sft.api.task import Task
-from accel_sft.data.conversation import conversation, read_split
-
-
-def read(task: Task, examples: Sequence[Any], split: str, index: int) -> tuple[Any, Any]:
-    """An example's messages and target. A target that is a list, of turns to be learnt, is taken as it is.
-
-    Raises:
-        UserError: the task fails on it, or gives what is no conversation.
-    """
-    target = task.target(examples[index])
-    if isinstance(target, list):
-        return task.messages(examples[index]), target
-    return conversation(task, examples, split, index)
+from accel_sft.data.conversation import read_split
 
 
 def observed(task: Task, split: str, most: int) -> list[str]:
