@@ -13,7 +13,11 @@ from conftest import accel_sft
 from fake_plugins import install
 
 from accel_sft.checking.codes import CODES, GRADES
+from accel_sft.checking.findings import Findings
+from accel_sft.checking.reading import read_splits
 from accel_sft.checking.texts import DAMAGED, normalised
+from accel_sft_math import Math
+from accel_sft_ner import Ner
 
 ROOT = Path(__file__).parents[1]
 
@@ -115,6 +119,16 @@ def test_a_split_that_cannot_be_read_is_a_finding(site, model, tmp_path):
     run = check(site, *files, "--json", model=model)
     (finding,) = report_of(run)["findings"]
     assert (run.status, finding["code"], finding["split"]) == (1, "D103", "validation")
+
+
+def test_a_file_that_both_splits_read_is_named_once_and_its_rows_by_their_split(tmp_path):
+    missing, broken = Findings(), Findings()
+    assert read_splits(Math(train_file=str(tmp_path / "none.json")), missing) == {}
+    assert (missing.count("D103", "train"), missing.count("D103", "validation")) == (1, 0)
+    train = tmp_path / "train.jsonl"
+    train.write_bytes(b'{"text": "a", "label": \n{"text": "\xff", "label": {}}\n')
+    read_splits(Ner(train_file=str(train), validation_file=str(train), allow_overlap=True), broken)
+    assert {(finding.code, finding.split) for finding in broken.placed({})} == {("D101", "train"), ("D103", "train")}
 
 
 def test_a_split_of_which_nothing_is_left_is_a_finding(site, model, tmp_path):
@@ -332,7 +346,6 @@ def test_each_answer_of_a_chat_is_looked_at(site, model, tmp_path):
 
 def test_labels_that_are_not_the_answer_or_lack_its_end_are_found(tmp_path, monkeypatch):
     from accel_sft.batching import collate
-    from accel_sft.checking.findings import Findings
     from accel_sft.checking.tokens import report_labels, report_tokens, token_facts
 
     special = type("Special", (), {"bos_token_id": None, "unk_token_id": None, "pad_token_id": 0})

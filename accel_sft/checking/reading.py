@@ -20,15 +20,21 @@ SPLITS = ("train", "validation")
 def read_splits(task: Task, found: Findings) -> dict[str, Sequence[Any]]:
     """Each split that can be read, without the rows that `read_rows` refuses."""
     splits: dict[str, Sequence[Any]] = {}
+    files: dict[str, str] = {}
+    told: set[str] = set()
     with bad_rows_left_out(NAMED) as bad_rows:
         for split in SPLITS:
+            before = len(bad_rows)
             try:
                 splits[split] = read_split(task, split)
             except UserError as error:
                 for line in error.problems:
-                    found.add("D103", split, detail=line)
+                    if line not in told:  # a task may read the same file for both
+                        found.add("D103", split, detail=line)
+                told.update(error.problems)
+            for bad in bad_rows[before:]:
+                files.setdefault(bad.place.file, split)
     rows_of = {split: examples for split, examples in splits.items() if isinstance(examples, Rows)}
-    files: dict[str, str] = {}
     for split, rows in rows_of.items():
         for name in rows.files:
             files.setdefault(name, split)  # both splits may come from one file

@@ -125,7 +125,8 @@ def _print_splits(console: Console, splits: list[SplitFigures]) -> None:
 
 def _print_steps(console: Console, steps: StepFigures) -> None:
     _heading(console, "Training")
-    epochs = f"{steps.epochs:.3g} epoch{'s' * (steps.epochs != 1)}"
+    times = f"{steps.epochs:.3g}" if steps.epochs < 100 else f"{steps.epochs:,.0f}"
+    epochs = f"{times} epoch{'s' * (steps.epochs != 1)}"
     for text in (
         f"{_counted(steps.steps, 'step')} of {steps.global_batch_size:,} rows, {epochs}",
         f"an epoch: {steps.tokens_per_epoch:,} tokens, {steps.supervised_tokens_per_epoch:,} with loss",
