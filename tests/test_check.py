@@ -131,6 +131,18 @@ def test_a_file_that_both_splits_read_is_named_once_and_its_rows_by_their_split(
     assert {(finding.code, finding.split) for finding in broken.placed({})} == {("D101", "train"), ("D103", "train")}
 
 
+def test_a_task_that_fails_on_every_row_is_an_error_though_tiny_has_no_text_to_be_made_of(tmp_path):
+    failing = planted.TASK.replace('ask = example["ask"]', 'raise KeyError("question")')
+    assert failing != planted.TASK
+    install(tmp_path, "accel-sft-planted", planted.ENTRY, failing)
+    files, _ = planted.write(tmp_path, {})
+    run = check(tmp_path, *files, "--json")
+    assert run.status == 1
+    found = {(each["code"], each["split"]): each for each in report_of(run)["findings"]}
+    assert {key: each["count"] for key, each in found.items()} == {("D201", "train"): 8, ("D201", "validation"): 4}
+    assert "KeyError: 'question'" in found["D201", "train"]["rows"][0]["detail"]
+
+
 def test_a_split_of_which_nothing_is_left_is_a_finding(site, model, tmp_path):
     files, _ = planted.write(tmp_path, {})
     (tmp_path / "train.jsonl").write_text("\n".join(planted.row(f"{n}" * 60, "1") for n in range(3)))

@@ -10,6 +10,7 @@ import numpy as np
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.checking.findings import NAMED, Findings
+from accel_sft.checking.texts import without_index
 from accel_sft.data.bad_rows import bad_rows_left_out
 from accel_sft.data.conversation import conversation, read_split
 from accel_sft.data.rows import Rows
@@ -84,6 +85,15 @@ def readable_rows(task: Task, examples: Sequence[Any], split: str) -> np.ndarray
         return True
 
     return np.array([index for index in range(len(examples)) if readable(index)], dtype=np.int64)
+
+
+def report_unreadable(task: Task, examples: Sequence[Any], split: str, found: Findings) -> None:
+    """Report the examples of which the task gives no messages and target, where no tokenizer is there to go on."""
+    for index in range(len(examples)):
+        try:
+            conversation(task, examples, split, index)
+        except UserError as error:
+            found.add("D201", split, index, without_index(str(error), split, index))
 
 
 def bad_rows_of(split: str, found: Findings) -> int:

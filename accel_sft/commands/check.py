@@ -23,7 +23,7 @@ from accel_sft.checking.encoding import encode_split
 from accel_sft.checking.examples import Shown, pieces_of
 from accel_sft.checking.figures import SplitFigures, StepFigures, split_figures, step_figures
 from accel_sft.checking.findings import Findings
-from accel_sft.checking.reading import Selection, bad_rows_of, read_splits, readable_rows
+from accel_sft.checking.reading import Selection, bad_rows_of, read_splits, readable_rows, report_unreadable
 from accel_sft.checking.report import Report
 from accel_sft.checking.scores import OwnScores
 from accel_sft.checking.texts import SpecialTokens, Texts, beginning_of, read_texts
@@ -98,6 +98,9 @@ class Audit:
             self._model(assembly)
             steps = self._steps()
             shown = self._shown(assembly.tokenizer)
+        else:
+            for split, examples in self.splits.items():
+                report_unreadable(self.task, examples, split, self.found)
         figures = [self._figures(split, counts.get(split)) for split in self.splits]
         self.found.describe(lambda split, index: beginning_of(self.task, self.splits[split], split, index))
         placed = self.found.placed(self.splits)
