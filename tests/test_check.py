@@ -248,6 +248,17 @@ def test_the_page_is_whole_and_what_comes_from_the_data_is_escaped(site, model, 
     assert {code for code, _ in planted.FAULTS["train"]} <= set(re.findall(r"D\d\d\d", text))
 
 
+def test_a_page_replaces_an_older_page_and_nothing_else(site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    rows = Path(files[1]).read_bytes()
+    refused = check(site, *files, "--html", files[1], model=model)
+    assert refused.status == 1
+    assert f"--html {files[1]}: a file that is no page of accel-sft; name another file" in refused.output
+    assert Path(files[1]).read_bytes() == rows
+    for _ in range(2):
+        assert check(site, *files, "--html", tmp_path / "page.html", model=model).status == 0
+
+
 def test_check_is_for_one_process(site, model, tmp_path):
     files, _ = planted.write(tmp_path, {})
     run = check(site, *files, model=model, environment={"LOCAL_RANK": "0"})

@@ -31,6 +31,7 @@ from accel_sft.data.chat import Encoding
 from accel_sft.data.rows import Rows
 from accel_sft.io import terminal
 from accel_sft.io.files import json_safe, write_atomically
+from accel_sft.io.page_file import page_file
 from accel_sft.launch.info import under_launcher
 from accel_sft.models.pretrained import text_settings, vocabulary_problem
 from accel_sft.models.source import Source, find_source, is_tiny
@@ -48,6 +49,7 @@ def run(task_name: str, task: Task, config: CheckConfig) -> None:
         raise UserError(
             f"accel-sft check {task_name} needs no ranks: start it without accelerate launch, and with LOCAL_RANK unset"
         )
+    target = page_file(config.html, "--html", "check.html") if config.html else None
     config = config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
     config = dataclasses.replace(config, template_date=config.template_date or time.strftime("%Y-%m-%d"))
     with terminal.quiet(None, config.debug, shown_on=2 if config.json else 1) as shown:
@@ -55,9 +57,9 @@ def run(task_name: str, task: Task, config: CheckConfig) -> None:
             report = Audit(task_name, task, config, Path(folder)).report()
         if not config.json:
             show.print_report(report, shown)
-    if config.html:
+    if target:
         try:
-            write_atomically(Path(config.html), page.rendered(report))
+            write_atomically(target, page.rendered(report))
         except OSError as error:
             raise UserError(f"--html {config.html}: cannot be written ({error.strerror}); name another file") from None
     if config.json:

@@ -1,14 +1,10 @@
 """`accel-sft report`: one page from the folders of runs or comparisons."""
 
 import os
-from pathlib import Path
 
 import click
 
 from accel_sft.api.errors import UserError
-
-MARK = '<meta name="generator" content="accel-sft report">'
-"""By which a page of this command is known."""
 
 
 @click.command()
@@ -24,15 +20,15 @@ def report(runs: tuple[str, ...], output: str) -> None:
     Each RUN is the folder of a run, of an evaluation, or of a comparison. The page has the runs' curves, memory,
     answers and settings beside each other, and opens in any browser without a server or a network.
     """
-    from accel_sft.io.files import expanded, write_atomically
+    from accel_sft.io.files import write_atomically
+    from accel_sft.io.page_file import page_file
     from accel_sft.io.terminal import wrapped
     from accel_sft.io.text import printable
     from accel_sft.reporting.comparison import read_comparison
     from accel_sft.reporting.page import render
     from accel_sft.reporting.runs import COMPARISON, named, read_run
 
-    target = expanded(output, "--output")
-    _check(target)
+    target = page_file(output, "--output", "report.html")
     alone, comparisons, problems = [], [], []
     folders = named(list(runs))
     for name, path in folders.items():
@@ -59,15 +55,3 @@ def report(runs: tuple[str, ...], output: str) -> None:
         click.echo(wrapped(printable(sentence)))
     count = "1 run" if len(every) == 1 else f"{len(every)} runs"
     click.echo(f"{output}: {count}, {os.path.getsize(target) / 1000:,.0f} kB; open it in a browser")
-
-
-def _check(target: Path) -> None:
-    """Raises UserError if the page would replace something else, or lie in a folder that is not there."""
-    if target.is_dir():
-        raise UserError(f"--output {target}: a folder; name a file, such as {target / 'report.html'}")
-    if not target.parent.is_dir():
-        raise UserError(f"--output {target}: there is no folder {target.parent}; make it, or name another file")
-    if target.exists():
-        with target.open(encoding="utf-8", errors="replace") as file:
-            if MARK not in file.read(20_000):
-                raise UserError(f"--output {target}: a file that is no page of this command; name another file")
