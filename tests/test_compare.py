@@ -7,6 +7,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,12 +21,14 @@ from fake_plugins import install
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
+from accel_sft.commands.compare import _command
 from accel_sft.comparison import launching
 from accel_sft.comparison.cells import product, values, without_secrets
 from accel_sft.comparison.findings import findings
 from accel_sft.comparison.launching import launch
 from accel_sft.comparison.measured import measure
 from accel_sft.comparison.outcome import outcome
+from accel_sft.comparison.rounds import _resuming
 from accel_sft.comparison.summary import summarise
 from accel_sft.comparison.tables import as_csv, markdown, terminal_table
 from accel_sft.io.run_dir import RunDir
@@ -196,8 +199,18 @@ def test_an_interrupted_comparison_leaves_no_process_and_goes_on(site, tmp_path)
     given = ("--fault", "none,held", "--repeat", "1", *RUN)
     (tmp_path / "hold").touch()
     process = compare(site, tmp_path, *given)
+    while not marked(tmp_path):  # its first launch
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    process.kill()
+    process.communicate(timeout=60)
+    left = marked(tmp_path)
+    assert left != []
+
+    process = compare(site, tmp_path, *given)
     until_begun(process, tmp_path)
     assert marked(tmp_path) != []
+    assert [each for each in left if each.is_running()] == []
     process.send_signal(signal.SIGINT)
     printed = process.communicate(timeout=60)[0]
     assert process.returncode == 130, printed
@@ -277,6 +290,18 @@ def test_values_are_split_at_commas_but_where_they_hold_commas():
         values(SETTINGS["seed"], ("1,,2",))
     with pytest.raises(UserError, match="--seed 'x': expected a whole number"):
         values(SETTINGS["seed"], ("1,x",))
+
+
+def test_the_command_that_is_shown_can_be_typed_again(tmp_path):
+    given = {"--launch": ["single", "z2"], "--sample": ["it's a -- b", "c"], "--seed": ["1", "2"], "the options": ["x"]}
+    asked = {"repeat": 1, "discard_steps": 3, "time_limit": 60.0, "keep_weights": False, "output_dir": None}
+    command = _command("math", given, {**asked, "run_words": ("--tracker", "none")}, {"--sample"})
+    words = ["accel-sft", "compare", "math", "--launch", "single,z2", "--sample", "it's a -- b", "--sample", "c"]
+    words += ["--seed", "1,2", "--repeat", "1", "--discard-steps", "3", "--time-limit", "60"]
+    assert shlex.split(command) == [*words, "--", "--tracker", "none"]
+    folder = tmp_path / "a blank"
+    continued = shlex.split(_resuming({"command": command}, folder))
+    assert continued == [*words, "--output-dir", str(folder), "--", "--tracker", "none"]
 
 
 def test_no_secret_is_shown_in_a_command():

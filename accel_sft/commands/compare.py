@@ -3,7 +3,7 @@
 import hashlib
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def run(
     lock(folder)
     wanted = {
         "task": task,
-        "command": _command(task, given, asked),
+        "command": _command(task, given, asked, _whole(task_class, offers)),
         "given": given,
         "fingerprints": _fingerprints(cells, asked["config_file"], task_class),
         "varied": varied,
@@ -94,12 +94,12 @@ def _cells(
 ) -> tuple[list[Cell], list[str], dict[str, list[str]]]:
     """The cells, what is varied, and all values that are given, by option."""
     options: dict[Setting, list[str]] = {}
-    for cls, settings in offers.items():
+    whole = _whole(task_class, offers)
+    for settings in offers.values():
         for setting in settings:
             texts = [*asked[setting.name], *(["off"] if asked.get(f"no_{setting.name}") else [])]
-            whole = setting.name in OWN_COMMAS or (cls is task_class and setting.type is str and not setting.choices)
             if texts:
-                options[setting] = values(setting, texts, whole=whole)
+                options[setting] = values(setting, texts, whole=setting.flag in whole)
     words = list(asked["run_words"])
     behind = parse(words)[0]
     for name in sorted(behind & {*_ITS_OWN}):
@@ -177,13 +177,18 @@ def _fingerprints(cells: Sequence[Cell], config_file: str | None, task_class: ty
     return found
 
 
-def _command(task: str, given: Mapping[str, Sequence[str]], asked: Mapping[str, Any]) -> str:
-    """The command as it can be typed again, without secrets."""
+def _whole(task_class: type[Task], offers: Mapping[type, Sequence[Setting]]) -> set[str]:
+    """The options whose values may have commas themselves, and are never split at them."""
+    texts = {each.flag for each in offers[task_class] if each.type is str and not each.choices}
+    return texts | {f"--{_dashed(name)}" for name in OWN_COMMAS}
+
+
+def _command(task: str, given: Mapping[str, Sequence[str]], asked: Mapping[str, Any], whole: Collection[str]) -> str:
+    """The command as it can be typed again, without secrets; of an option in `whole` each value stands alone."""
     words = ["accel-sft", "compare", task]
     for flag, found in given.items():
         if flag.startswith("--"):
-            whole = any("," in value for value in found) or flag[2:].replace("-", "_") in OWN_COMMAS
-            words += [word for value in found for word in (flag, value)] if whole else [flag, ",".join(found)]
+            words += [word for value in found for word in (flag, value)] if flag in whole else [flag, ",".join(found)]
     words += ["--repeat", str(asked["repeat"]), "--discard-steps", str(asked["discard_steps"])]
     words += ["--time-limit", f"{asked['time_limit']:g}", *(["--keep-weights"] if asked["keep_weights"] else [])]
     if asked["output_dir"]:

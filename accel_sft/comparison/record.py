@@ -9,7 +9,7 @@ from typing import Any
 from accel_sft.api.errors import UserError
 from accel_sft.comparison.cells import Cell, without_secrets
 from accel_sft.comparison.environment import environment
-from accel_sft.io.files import json_safe, read_json, write_atomically
+from accel_sft.io.files import abandoned, json_safe, read_json, write_atomically
 
 SCHEMA = 1
 FILE = "comparison.json"
@@ -26,7 +26,7 @@ def open_record(folder: Path, wanted: Mapping[str, Any], cells: Sequence[Cell]) 
     """
     path = folder / FILE
     if not path.exists():
-        if any(folder.iterdir()):
+        if {*folder.iterdir()} - {*abandoned(folder)}:
             raise UserError(f"--output-dir {folder}: not empty, and no comparison; name another folder")
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         made = {"environment": environment(), "cells": [_entry(cell) for cell in cells], "findings": []}

@@ -1,6 +1,7 @@
 """Runs the cells round by round, records each run as it ends, and writes what they amount to."""
 
 import datetime
+import shlex
 import shutil
 import signal
 import time
@@ -45,6 +46,7 @@ def run(record: dict[str, Any], folder: Path, cells: Sequence[Cell], *, keep_wei
         Interrupted: by SIGINT, SIGTERM or SIGHUP.
     """
     console = Console(file=terminal(), highlight=False, width=columns())
+    _update(record, folder)  # by which it goes on, killed in its first run too
     try:
         with _signals_interrupt(), console.status("", refresh_per_second=2) as status:
             for number, cell, entry in _due(record, cells):
@@ -149,11 +151,11 @@ def _tell(console: Console, of: str, run: dict[str, Any]) -> None:
 
 def _resuming(record: dict[str, Any], folder: Path) -> str:
     """The command that goes on: the one that was given, with the folder if that was not named."""
-    command = record["command"]
-    if "--output-dir" in command:
-        return command
-    before, dashes, behind = command.partition(" -- ")
-    return f"{before} --output-dir {folder}{dashes}{behind}"
+    words = shlex.split(record["command"])
+    if "--output-dir" in words:
+        return record["command"]
+    end = words.index("--") if "--" in words else len(words)
+    return shlex.join([*words[:end], "--output-dir", str(folder), *words[end:]])
 
 
 def _with_message(interruption: KeyboardInterrupt, text: str) -> KeyboardInterrupt:
