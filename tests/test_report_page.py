@@ -23,6 +23,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from accel_sft.api.errors import UserError
 from accel_sft.cli import cli
+from accel_sft.io.files import write_json_lines
 from accel_sft.reporting import memory, runs
 from accel_sft.reporting.comparison import read_comparison
 from accel_sft.reporting.curves import charts, means, thin
@@ -276,10 +277,13 @@ def test_many_answers_stay_below_two_megabytes_and_the_newest_come_first(two, tm
 
 def test_texts_are_cut_and_said_to_be(two, tmp_path):
     run = copy(two[0], tmp_path / "long")
-    row = {"index": 0, "prompt": "p" * 5000, "expected": "x", "generated": "y", "scores": {}}
-    (run / "samples" / "step-000006.jsonl").write_text(json.dumps(row) + "\n")
+    row = {"index": 0, "prompt": "p" * 5000, "expected": "x", "generated": "y\u2028z\x85", "scores": {}}
+    write_json_lines(run / "samples" / "step-000006.jsonl", [row])
     target = tmp_path / "page.html"
-    assert "longer than 2,000 characters" in report(run, "--output", target)
+    printed = report(run, "--output", target)
+    assert "longer than 2,000 characters" in printed
+    assert "cannot be read" not in printed  # the answer's own line breaks are none of the file's
+    assert json.dumps("y\u2028z\x85", ensure_ascii=False) in target.read_text(encoding="utf-8")
     assert "p" * 2000 + "... (3,000 more characters)" in target.read_text(encoding="utf-8")
 
 
@@ -389,6 +393,16 @@ def test_a_comparison_shows_findings_cells_and_the_curves_of_its_runs(comparison
     assert [(point["name"], point["gib"], point["front"]) for point in points] == [("z0", 2.0, True)]
     assert [run["name"] for run in data["runs"]] == ["z0, round 1", "z3, round 1"]
     assert [each["name"] for each in data["series"]] == ["z0", "z3"]
+
+
+def test_what_is_no_list_in_a_damaged_comparison_is_left_out(comparison):
+    record = json.loads((comparison / "comparison.json").read_text())
+    record["cells"][0]["runs"][0] |= {"step_seconds": 3, "folder": "cells/\0"}
+    record["cells"][1]["runs"] = 3
+    (comparison / "comparison.json").write_text(json.dumps({**record, "varied": 3, "findings": 3}))
+    found = read_comparison(comparison, "stages")
+    assert (found.varied, found.findings) == ([], [])
+    assert [(len(cell.step_seconds), cell.rounds) for cell in found.cells[:2]] == [(0, 1), (0, 0)]
 
 
 @pytest.mark.parametrize(

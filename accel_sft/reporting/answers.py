@@ -148,7 +148,12 @@ def _evaluations(place: int, run: Run) -> Iterator[Evaluation]:
 
 def _read(runs: Sequence[Run], evaluation: Evaluation) -> list[dict[str, Any]]:
     found, unreadable = [], 0
-    for line in evaluation.path.read_text(encoding="utf-8", errors="replace").splitlines():
+    try:
+        text = evaluation.path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        runs[evaluation.run].notes.append(f"{evaluation.path.name} cannot be read: {error.strerror}")
+        return []
+    for line in filter(None, text.split("\n")):  # not splitlines(): an answer may hold what that breaks lines at
         try:
             sample = json.loads(line)
         except (ValueError, RecursionError):

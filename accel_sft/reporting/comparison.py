@@ -66,7 +66,7 @@ def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
         )
     cells, runs = [], []
     for each in filter(lambda cell: isinstance(cell, dict), record["cells"]):
-        rounds = [run for run in each.get("runs") or [] if isinstance(run, dict)]
+        rounds = [run for run in _list(each.get("runs")) if isinstance(run, dict)]
         cell_name = str(each.get("name") or "unnamed")
         cell_name = cell_name if alone else f"{name}: {cell_name}"
         cells.append(_cell(cell_name, each, rounds))
@@ -76,8 +76,8 @@ def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
         status=str(record.get("status") or "complete"),
         created=str(record.get("created") or ""),
         command=str(record.get("command") or ""),
-        varied=[str(key) for key in record.get("varied") or []],
-        findings=[str(finding) for finding in record.get("findings") or []],
+        varied=[str(key) for key in _list(record.get("varied"))],
+        findings=[str(finding) for finding in _list(record.get("findings"))],
         environment=record["environment"] if isinstance(record.get("environment"), dict) else {},
         cells=cells,
         runs=runs,
@@ -94,7 +94,7 @@ def _cell(name: str, cell: dict[str, Any], rounds: list[dict[str, Any]]) -> Cell
         rounds=len(rounds),
         median=_numbers(cell.get("median")),
         spread=_numbers(cell.get("spread")),
-        step_seconds=[second for run in rounds for second in run.get("step_seconds") or [] if is_number(second)],
+        step_seconds=[second for run in rounds for second in _list(run.get("step_seconds")) if is_number(second)],
     )
 
 
@@ -105,7 +105,7 @@ def _run(path: Path, comparison: str, cell: str, number: int, run: dict[str, Any
     try:
         inside = folder.resolve().is_relative_to(path.resolve()) and folder.resolve() != path.resolve()
         found = read_run(folder, name) if inside else None
-    except UserError:
+    except (UserError, ValueError):  # a name that no file system takes, too
         found = None
     if found is None:
         noted = {key: run[key] for key in ("steps", "tokens_per_second") if is_number(run.get(key))}
@@ -117,6 +117,10 @@ def _run(path: Path, comparison: str, cell: str, number: int, run: dict[str, Any
     found.series, found.status = cell, str(run.get("status") or found.status)
     found.reason = str(run.get("reason") or "") if found.status != "complete" else ""
     return found
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _numbers(values: Any) -> dict[str, float]:

@@ -125,7 +125,12 @@ def _read_metrics(run: Run) -> None:
         if run.record:
             run.notes.append("metrics.jsonl is not there: no step was recorded")
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        run.notes.append(f"metrics.jsonl cannot be read: {error.strerror}")
+        return
+    for line in text.splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
