@@ -168,7 +168,7 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
     different = _changes(before, now["config"], now["task_options"])
     if before["task"] != now["task"]:
         different.append(f"task: the run was started with {before['task']}, not {now['task']}")
-    file, file_now = before.get("task_file") or {}, now["task_file"] or {}
+    file, file_now = before.get("task_file") or {}, now.get("task_file") or {}
     cls, cls_now = file.get("class"), file_now.get("class")
     if before["task"] == now["task"] and cls != cls_now:
         different.append(f"task: the run was started with {cls} of {now['task']}, not {cls_now}")
