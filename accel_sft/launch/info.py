@@ -189,7 +189,8 @@ def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
         content = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"launch file {path}: cannot be read as YAML: {one_line(str(error), 200)}") from None
+        problem = one_line(" ".join(str(error).split()), 300)
+        raise UserError(f"launch file {path}: cannot be read as YAML: {problem}") from None
     if not isinstance(content or {}, dict):
         raise UserError(f"launch file {path}: write one `key: value` a line")
     return text, content or {}
