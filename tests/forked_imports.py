@@ -1,5 +1,6 @@
 """What command lines, launchers and ranks import at their start, and behind it what most of them import later."""
 
+import gc
 import importlib
 import os
 
@@ -10,6 +11,8 @@ prepare_environment()
 for name in (
     *("accelerate.commands.launch", "torch.distributed.run", "accel_sft.commands.evaluate", "accel_sft.commands.train"),
     *("deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.stage_1_and_2", "peft", "torch.utils.tensorboard"),
-    "transformers.models.qwen2.modeling_qwen2",
+    *("deepspeed.runtime.zero.muon.muon_optimizer", "transformers.models.qwen2.modeling_qwen2"),
 ):
     importlib.import_module(name)
+gc.collect()
+gc.freeze()  # DeepSpeed collects garbage whenever it makes an optimizer, and every fork would look through all of this
