@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import planted
@@ -15,7 +16,7 @@ from fake_plugins import install
 from accel_sft.checking.codes import CODES, GRADES
 from accel_sft.checking.findings import Findings
 from accel_sft.checking.reading import read_splits
-from accel_sft.checking.texts import DAMAGED, normalised
+from accel_sft.checking.texts import DAMAGED, normalised, read_texts
 from accel_sft_math import Math
 from accel_sft_ner import Ner
 
@@ -365,6 +366,21 @@ def test_each_answer_of_a_chat_is_looked_at(site, model, tmp_path):
     pieces = report["examples"][0]["pieces"]
     learnt = "".join(piece["text"] if piece["supervised"] else "|" for piece in pieces)
     assert re.sub(r"\|+", "|", learnt) == "|2</s>|4</s>"
+
+
+def test_where_thinking_is_kept_an_answer_without_any_is_found(tmp_path):
+    class Thoughtful(Math):
+        def messages(self, example):
+            return [{"role": "user", "content": "What is 1 and 1?"}]
+
+        def target(self, example):
+            return example
+
+    special, answers = mock.Mock(faults=lambda chat: []), ["<think>two</think>2", "2", " "]
+    for keeps, rows in ((False, []), (True, [1])):
+        found = Findings()
+        read_texts(Thoughtful(), answers, "train", special, found, keeps_thinking=keeps)
+        assert [row.index for each in found.placed({}) if each.code == "D212" for row in each.rows] == rows
 
 
 def test_labels_that_are_not_the_answer_or_lack_its_end_are_found(tmp_path, monkeypatch):

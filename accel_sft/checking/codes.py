@@ -77,6 +77,11 @@ CODES = {
         "the answer begins or ends with white space",
         "strip it, unless it is meant: the model learns to write it where the template keeps it",
     ),
+    "D212": Code(
+        "warning",
+        "--thinking keep, and the answer has no thinking",
+        "write it before the answer, or leave these rows out: the model learns to answer such questions without it",
+    ),
     "D301": Code("warning", "longer than --max-length, and left out", "raise --max-length, or shorten the rows"),
     "D302": Code(
         "warning",

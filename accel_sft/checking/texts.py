@@ -17,6 +17,7 @@ from accel_sft.api.task import Task
 from accel_sft.checking.findings import Findings
 from accel_sft.data.answer_text import special_tokens
 from accel_sft.data.conversation import Conversation, Turn, conversation
+from accel_sft.data.form import divided
 
 DAMAGED = re.compile("[\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
 """The replacement character, control characters, and what UTF-8 looks like that was read as Latin-1 or cp1252."""
@@ -64,8 +65,20 @@ class SpecialTokens:
         return []
 
 
-def read_texts(task: Task, examples: Sequence[Any], split: str, special: SpecialTokens, found: Findings) -> Texts:
-    """Read every example's conversation, and report what its texts show."""
+def read_texts(
+    task: Task,
+    examples: Sequence[Any],
+    split: str,
+    special: SpecialTokens,
+    found: Findings,
+    *,
+    keeps_thinking: bool = False,
+) -> Texts:
+    """Read every example's conversation, and report what its texts show.
+
+    Args:
+        keeps_thinking: `--thinking keep` is given, and each answer should have some.
+    """
     count = len(examples)
     hashes = np.zeros((4, count), dtype=np.uint64)
     readable, answered = np.ones(count, dtype=bool), np.ones(count, dtype=bool)
@@ -76,7 +89,7 @@ def read_texts(task: Task, examples: Sequence[Any], split: str, special: Special
             found.add("D201", split, index, without_index(str(error), split, index))
             readable[index] = False
             continue
-        faults = _faults(chat)
+        faults = _faults(chat, keeps_thinking)
         answered[index] = "D206" not in faults
         for code, detail in (*faults.items(), *special.faults(chat)):
             found.add(code, split, index, detail)
@@ -92,7 +105,7 @@ def _calls(turn: Turn) -> str:
     return json.dumps(turn["tool_calls"], sort_keys=True) if turn.get("tool_calls") else ""
 
 
-def _faults(chat: Conversation) -> dict[str, str]:
+def _faults(chat: Conversation, keeps_thinking: bool) -> dict[str, str]:
     """What is wrong with an example's texts, by code: the first place of each."""
     faults: dict[str, str] = {}
     for each in chat.each():
@@ -101,6 +114,8 @@ def _faults(chat: Conversation) -> dict[str, str]:
             faults.setdefault("D206", f"asked: {shortened(each.turns[-1]['content'])}")
         elif target != target.strip():
             faults.setdefault("D211", repr(shortened(target)))
+        if keeps_thinking and target.strip() and divided(each)[0] is None:
+            faults.setdefault("D212", f"answer: {shortened(target)}")
         if not any(turn["content"].strip() for turn in each.turns if turn["role"] != "system"):
             faults.setdefault("D207", f"answer: {shortened(target)}")
     for text in chat.texts():

@@ -90,8 +90,9 @@ class Audit:
             assembly = Assembly(Accelerator(cpu=True), self.task, lenient, self.source)
             eos_ids = assembly.encode.rules.eos_ids
             special = SpecialTokens(assembly.tokenizer, eos_ids)
+            keeps = {"keeps_thinking": self.config.thinking == "keep"}
             texts = {
-                split: read_texts(self.task, examples, split, special, self.found)
+                split: read_texts(self.task, examples, split, special, self.found, **keeps)
                 for split, examples in self.splits.items()
             }
             for split in self.splits:
