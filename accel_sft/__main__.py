@@ -3,6 +3,12 @@
 import os
 import sys
 
+if sys.platform == "win32":  # before imports of what there is not
+    sys.exit(
+        "Error: accel_sft runs on Linux, and on macOS in one process. On Windows, run it in WSL: `wsl --install`, and "
+        "in its terminal the commands of the README"
+    )
+
 import accel_sft.launch.info  # noqa: F401 - early: it notes who started this process
 from accel_sft.cli import cli
 from accel_sft.commands.completion import NAME, VARIABLE
