@@ -1,5 +1,7 @@
 """Help that fits the terminal, from 60 columns on, and the option that shows the whole of it."""
 
+import os
+
 import click
 
 _WHOLE = f"{__name__}.whole"
@@ -15,6 +17,12 @@ class HelpFormatter(click.HelpFormatter):
 
 class HelpContext(click.Context):
     formatter_class = HelpFormatter
+
+    def get_help(self) -> str:
+        """The help, and an end without it on other ranks of a launch than the first."""
+        if os.environ.get("RANK", "0") != "0":
+            self.exit()
+        return super().get_help()
 
 
 def help_all_option() -> click.Option:

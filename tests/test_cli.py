@@ -212,6 +212,14 @@ def test_a_tool_s_help_of_a_task_is_short_too(run, monkeypatch, command, own, le
     assert left_out in lines_of(run(command, "good", "--help-all").stdout)[1]
 
 
+@pytest.mark.parametrize("command", ["--help", "good --help", "plan good --help-all"])
+def test_of_the_ranks_of_a_launch_one_prints_the_help(run, monkeypatch, command):
+    assert "Usage" in run(*command.split()).stdout
+    monkeypatch.setenv("RANK", "1")
+    result = run(*command.split())
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
 @pytest.mark.parametrize("command", ["--help", "good --help", "good --help-all", "generate --help", "doctor --help"])
 def test_help_has_the_width_of_the_terminal(run, monkeypatch, command):
     for columns in (60, 100):
