@@ -100,6 +100,13 @@ def test_without_a_launcher_the_command_has_none(tmp_path, monkeypatch):
     assert not (tmp_path / "a run" / "launch.yaml").exists()
 
 
+def test_a_folder_s_name_is_no_setting(tmp_path, monkeypatch):
+    (tmp_path / "a\nseed: 3").mkdir()
+    monkeypatch.chdir(tmp_path / "a\nseed: 3")
+    values, problems = load_yaml(str(written(Path.cwd() / "run\nseed: 4").settings), TrainConfig, Odd)
+    assert (values["seed"], problems) == (42, [])
+
+
 def test_of_a_task_in_a_file_the_place_and_class_are_written(tmp_path):
     (tmp_path / "mine.py").write_text(GOOD)
     task = registry.load(str(tmp_path / "mine.py"))()

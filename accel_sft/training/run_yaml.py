@@ -17,6 +17,7 @@ from accel_sft.api.task import Task
 from accel_sft.api.task_file import file_record
 from accel_sft.io.files import write_atomically
 from accel_sft.io.run_dir import RunDir
+from accel_sft.io.text import one_line
 from accel_sft.launch.describe import shown_folder
 from accel_sft.launch.info import Launch, launcher_command, read_launch
 from accel_sft.launch.rank_environment import own_words
@@ -101,4 +102,4 @@ def _header(run_dir: RunDir, launch: Launch) -> str:
         f"as seen from {os.getcwd()}.",
         *textwrap.wrap(same, 116, break_long_words=False),
     ]
-    return "".join(f"# {line}\n" for line in lines)
+    return "".join(f"# {one_line(line, len(line))}\n" for line in lines)
