@@ -3,11 +3,16 @@
 import os
 import sys
 
+if sys.platform == "win32":  # before imports of what there is not
+    sys.exit(
+        "Error: accel_sft runs on Linux, and on macOS in one process. On Windows, run it in WSL: `wsl --install`, and "
+        "in its terminal the commands of the README"
+    )
+
 import accel_sft.launch.info  # noqa: F401 - early: it notes who started this process
 from accel_sft.cli import cli
+from accel_sft.commands.completion import NAME, VARIABLE
 from accel_sft.resilience.exit import ExitHandler, leave_together, use_utf8
-
-NAME, COMPLETE = "accel-sft", "_ACCEL_SFT_COMPLETE"
 
 
 def main() -> None:
@@ -15,10 +20,10 @@ def main() -> None:
     use_utf8()
     # not click's own main: it ends broken pipes and EOFErrors in silence, also those of a plugin or a collective
     with ExitHandler() as ending:
-        if COMPLETE in os.environ:
+        if VARIABLE in os.environ:
             from click.shell_completion import shell_complete
 
-            sys.exit(shell_complete(cli, {}, NAME, COMPLETE, os.environ[COMPLETE]))
+            sys.exit(shell_complete(cli, {}, NAME, VARIABLE, os.environ[VARIABLE]))
         with cli.make_context(NAME, sys.argv[1:], obj=ending) as context:
             cli.invoke(context)
         sys.stdout.flush()

@@ -1,21 +1,27 @@
 """The command line: a command for each task, and the tools. Only running one imports torch."""
 
+import glob
 import shlex
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import click
+from click.shell_completion import CompletionItem
 
 import accel_sft
 from accel_sft.api import registry
-from accel_sft.api.config import CHECK, CheckConfig, EvaluateConfig, PlanConfig, TrainConfig
+from accel_sft.api.config import CHECK, PLAN, CheckConfig, EvaluateConfig, PlanConfig, TrainConfig
+from accel_sft.api.config_file import task_in
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, settings
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import recorded_name, task_file
 from accel_sft.cli_compare import CompareCommand
+from accel_sft.cli_help import HelpContext
 from accel_sft.cli_options import NAMES_A_FILE, USUAL
 from accel_sft.cli_task import TaskCommand
+from accel_sft.commands.completion import completion
 from accel_sft.commands.doctor import doctor
 from accel_sft.commands.generate import generate
 from accel_sft.commands.install import install
@@ -67,6 +73,7 @@ class PlanCommand(TaskCommand):
         super().__init__(name, task_class, summary)
         several = next(option for option in self.params if option.name == "launch")
         several.multiple, several.callback = True, lambda ctx, param, values: ",".join(values or ()) or None
+        self.sections = {PLAN: self.sections.pop(PLAN), **self.sections}
 
     def run(self, task: Task, config: PlanConfig) -> None:
         from accel_sft.commands.plan import run
@@ -75,7 +82,7 @@ class PlanCommand(TaskCommand):
 
 
 class CheckCommand(TaskCommand):
-    """The command that audits a task's data. It takes every option of training; its help has those that matter."""
+    """The command that audits a task's data. It takes every option of training, and lists those that matter."""
 
     config_class = CheckConfig
     offered = frozenset(setting.name for setting in settings(CheckConfig))
@@ -87,9 +94,9 @@ class CheckCommand(TaskCommand):
     def __init__(self, name: str, task_class: type[Task] | None, summary: str) -> None:
         super().__init__(name, task_class, summary)
         self.sections = {CHECK: self.sections.pop(CHECK), **self.sections}
-        unlisted = self.offered - CheckConfig.OFFERED - {s.name for s in settings(CheckConfig) if s.section == CHECK}
-        for option in self.params:
-            option.hidden = option.name in unlisted
+        self.listed -= (
+            self.offered - CheckConfig.OFFERED - {s.name for s in settings(CheckConfig) if s.section == CHECK}
+        )
 
     def run(self, task: Task, config: CheckConfig) -> None:
         from accel_sft.commands.check import run
@@ -101,6 +108,21 @@ class TaskGroup(click.Group):
     """A group whose task commands are known by metadata, and imported one at a time when one is called."""
 
     task_command: ClassVar[type[TaskCommand]] = TaskCommand
+    context_class = HelpContext
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Takes the task from the file behind `--config` where options stand in its place."""
+        if args and args[0].startswith("-") and (path := _config_file(args)):
+            try:
+                named = task_in(path)
+            except UserError:
+                if not ctx.resilient_parsing:
+                    raise
+                named = None
+            if named is None and not ctx.resilient_parsing:
+                raise UserError(f"--config {path}: no task in it; write `task: NAME`, or the name before the options")
+            args = [*([named] if named else []), *args]
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*registry.names(), *self.commands]
@@ -109,9 +131,11 @@ class TaskGroup(click.Group):
         """While a shell completes, no plugin is imported: a task's command is without the task's own options."""
         if tool := super().get_command(ctx, cmd_name):
             return tool
-        if task_file(cmd_name) and not ctx.resilient_parsing:
-            task_class = load_task(cmd_name, USUAL.hang_timeout)
-            return self.task_command(cmd_name, task_class, registry.summary_of(task_class, f"The task of {cmd_name}."))
+        if task_file(cmd_name):
+            task_class = None if ctx.resilient_parsing else load_task(cmd_name, USUAL.hang_timeout)
+            summary = f"The task of {cmd_name}."
+            summary = registry.summary_of(task_class, summary) if task_class else summary
+            return self.task_command(cmd_name, task_class, summary)
         summaries = {plugin.name: plugin.summary for plugin in registry.plugins()}
         if cmd_name not in summaries:
             if ctx.resilient_parsing or cmd_name.startswith("-"):
@@ -123,11 +147,29 @@ class TaskGroup(click.Group):
         return self.task_command(cmd_name, task_class, summary)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        tools = [(name, command.get_short_help_str(90)) for name, command in self.commands.items()]
+        tools = [(name, command.get_short_help_str(120)) for name, command in self.commands.items()]
         for heading, rows in (("Tasks", list(registry.names().items())), ("Tools", tools)):
             if rows:
                 with formatter.section(heading):
                     formatter.write_dl(rows)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Names, and files that a task may be in: of this folder by name, of others as the shell completes files."""
+        found = super().shell_complete(ctx, incomplete)
+        if incomplete.startswith((".", "/", "~")) or "/" in incomplete:
+            return [*found, CompletionItem(incomplete, type="file")]
+        files = Path().glob(f"{glob.escape(incomplete)}*.py") if incomplete and not found else ()
+        return [*found, *(CompletionItem(path.name) for path in sorted(files))]
+
+
+def _config_file(args: list[str]) -> str | None:
+    """The value of `--config` among these words."""
+    for word, following in zip(args, [*args[1:], None], strict=True):
+        if word == "--":
+            return None
+        if word == "--config" or word.startswith("--config="):
+            return following if word == "--config" else word.partition("=")[2]
+    return None
 
 
 class EvaluateGroup(TaskGroup):
@@ -148,6 +190,9 @@ class CheckGroup(TaskGroup):
 
 @click.group(cls=TaskGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(accel_sft.__version__, prog_name="accel-sft")
+@click.option(
+    "--config", metavar="FILE", expose_value=False, help="Train what a YAML file says: a run's run.yaml does so again."
+)
 def cli() -> None:
     """Fine-tune causal language models on tasks, each a small plugin.
 
@@ -177,5 +222,6 @@ def check() -> None:
     """Audit a task's data before training: what is wrong, at which line, and how to mend it."""
 
 
-for _tool in (doctor, report, generate, merge, push, new_task, install, tasks, launch_file):
+for _tool in (doctor, report, generate, merge, push, new_task, install, tasks, launch_file, completion):
+    _tool.context_class = HelpContext
     cli.add_command(_tool)

@@ -25,6 +25,7 @@ class CompareCommand(TaskCommand):
 
     def __init__(self, name: str, task_class: type[Task] | None, summary: str) -> None:
         super().__init__(name, task_class, summary)
+        self.listed = {option.name for option in comparison_options()} | {"config_file"}
         self.params.append(click.Argument(["run_words"], nargs=-1, metavar="[-- OPTIONS]", type=click.UNPROCESSED))
 
     def own_sections(self) -> dict[str, list[click.Option]]:

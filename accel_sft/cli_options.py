@@ -31,18 +31,18 @@ def make_option(setting: Setting) -> click.Option:
     )
 
 
-def help_of(setting: Setting) -> str:
+def help_of(setting: Setting, *, limits: bool = True) -> str:
     """Its help, default and limits."""
-    return f"{setting.help} {_brackets(setting)}".strip()
+    return f"{setting.help} {_brackets(setting, limits)}".strip()
 
 
 def _complete(setting: Setting, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    if setting.name in ("model", "init_from", "resume") or NAMES_A_FILE.search(setting.name):
+    if setting.name in ("model", "base", "init_from", "resume", "launch", "html") or NAMES_A_FILE.search(setting.name):
         return [CompletionItem(incomplete, type="file")]
     return [CompletionItem(choice) for choice in setting.choices if choice.startswith(incomplete)]
 
 
-def _brackets(setting: Setting) -> str:
+def _brackets(setting: Setting, limits: bool) -> str:
     usual = getattr(USUAL, setting.name, None) if setting.default is None else setting.default
     tiny = TINY_DEFAULTS.get(setting.name)
     defaults = [] if usual is None else [_shown(usual)]
@@ -53,11 +53,11 @@ def _brackets(setting: Setting) -> str:
     parts = [f"default: {', '.join(defaults)}"] if defaults else []
     if setting.required:
         parts = ["required"]
-    if setting.min is not None and setting.max is not None:
+    if limits and setting.min is not None and setting.max is not None:
         parts.append(f"{setting.min:g} to {setting.max:g}")
-    else:
-        limits = {"at least": setting.min, "at most": setting.max}
-        parts += [f"{word} {limit:g}" for word, limit in limits.items() if limit is not None]
+    elif limits:
+        ends = {"at least": setting.min, "at most": setting.max}
+        parts += [f"{word} {limit:g}" for word, limit in ends.items() if limit is not None]
     return f"[{'; '.join(parts)}]" if parts else ""
 
 

@@ -9,23 +9,31 @@ import click
 from click.core import ParameterSource
 
 from accel_sft.api import registry
-from accel_sft.api.config import RUN, TrainConfig
-from accel_sft.api.config_file import load_yaml
+from accel_sft.api.config import ADAPTER, DATA, EVAL, MODEL, OPTIM, RUN, TrainConfig
+from accel_sft.api.config_file import load_yaml, task_in
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import Setting, settings
 from accel_sft.api.task import Task
-from accel_sft.cli_options import make_option
+from accel_sft.api.task_file import same_task
+from accel_sft.cli_help import HelpContext, help_all_option, shows_all
+from accel_sft.cli_options import help_of, make_option
 from accel_sft.resilience.exit import ExitHandler
+
+_SHORT_HEADINGS = {ADAPTER: MODEL, DATA: "Training", OPTIM: "Training", EVAL: "Training"}
+"""Under which `--help` lists the few options of these sections."""
 
 
 class TaskCommand(click.Command):
     """A command with a task's options and the trainer's, grouped by section in its help. This one trains.
+
+    `--help` lists the options in `listed`, `--help-all` all.
 
     Args:
         task_class: the loaded task, or None while a shell completes, which imports no plugin.
         summary: the task in a line.
     """
 
+    context_class = HelpContext
     config_class: ClassVar[type[TrainConfig]] = TrainConfig
     offered: ClassVar[frozenset[str]] = frozenset(setting.name for setting in settings(TrainConfig))
     does: ClassVar[str] = "Trains, evaluates and saves a model for this task."
@@ -36,11 +44,14 @@ class TaskCommand(click.Command):
         train_settings = [setting for setting in settings(self.config_class) if setting.name in self.offered]
         self.offers = {self.config_class: train_settings, task_class: task_settings}
         self.sections: dict[str, list[click.Option]] = self.own_sections()
+        self.listed = {option.name for options in self.sections.values() for option in options}
+        self.listed |= {"config_file", *(setting.name for setting in task_settings)}
+        self.listed |= {setting.name for setting in train_settings if setting.basic}
         for setting in (*task_settings, *train_settings):
             self.sections.setdefault(setting.section or f"Task {name}", []).extend(self.make_options(setting))
-        help = "These options in YAML, one `name: value` a line; the command line wins."
+        help = "These options in YAML; the command line wins."
         config = click.Option(["--config", "config_file"], type=click.Path(), metavar="FILE", help=help)
-        self.sections[RUN].append(config)
+        self.sections[RUN] += [config, help_all_option()]
         params = [option for options in self.sections.values() for option in options]
         _refuse_clashes(name, params)
         completing = {"ignore_unknown_options": True} if task_class is None else None
@@ -63,11 +74,31 @@ class TaskCommand(click.Command):
         return {}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        whole = shows_all(ctx)
+        sections: dict[str, list[tuple[str, str] | None]] = {}
         for heading, options in self.sections.items():
-            more = [self.get_help_option(ctx)] if heading == RUN else []
-            if rows := [row for option in (*options, *more) if (row := option.get_help_record(ctx))]:
+            rows = sections.setdefault(heading if whole else _SHORT_HEADINGS.get(heading, heading), [])
+            rows += [o.get_help_record(ctx) if whole else self._short_row(ctx, o) for o in options]
+        sections[RUN].append(self.get_help_option(ctx).get_help_record(ctx))
+        for heading, rows in sections.items():
+            if shown := [row for row in rows if row]:
                 with formatter.section(heading):
-                    formatter.write_dl(rows, col_max=34)
+                    formatter.write_dl(shown)
+        if not whole:
+            formatter.write_paragraph()
+            formatter.write_text(f"Every option: {ctx.command_path} --help-all")
+
+    def _short_row(self, ctx: click.Context, option: click.Option) -> tuple[str, str] | None:
+        """An option without its limits, a switch that is off by default without its --no- form; None if not listed."""
+        if option.name not in self.listed:
+            return None
+        setting = next((s for offered in self.offers.values() for s in offered if s.name == option.name), None)
+        record = option.get_help_record(ctx)
+        if setting is None or record is None:
+            return record
+        if setting.type is bool and setting.default is False:
+            return setting.flag, setting.help
+        return record[0], help_of(setting, limits=False)
 
     def invoke(self, ctx: click.Context) -> None:
         from accel_sft.launch.environment import prepare_environment
@@ -95,7 +126,7 @@ class TaskCommand(click.Command):
                 from_file, of_file = load_yaml(given["config_file"], *self.offers)
             except UserError as error:
                 raise UserError(*error.problems, *problems) from None
-            problems = [*of_file, *problems]
+            problems = [*of_file, *self._other_task(given["config_file"]), *problems]
         built: list[Any] = []
         for cls, offered in self.offers.items():
             mine = {**from_file, **given}
@@ -112,6 +143,12 @@ class TaskCommand(click.Command):
         if problems:
             raise UserError(*dict.fromkeys(problems))
         return tuple(built)
+
+    def _other_task(self, path: str) -> list[str]:
+        named = task_in(path)
+        if named is None or same_task(named, self.name):
+            return []
+        return [f"--config {path}: task: {named}, and the command line says {self.name}; leave out one of them"]
 
 
 def _refuse_clashes(task: str, params: Iterable[click.Option]) -> None:

@@ -161,7 +161,7 @@ def test_unknown_commands_and_options_suggest_the_near_ones(run, site):
 
 def test_task_help_groups_the_options_by_section(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
-    text = run("good", "--help").stdout
+    text = run("good", "--help-all").stdout
     for heading, flag in (
         ("Task good", "--size INTEGER"),
         ("Looks", "--style plain|fancy"),
@@ -175,8 +175,62 @@ def test_task_help_groups_the_options_by_section(run, monkeypatch):
     assert "None" not in text
 
 
+def lines_of(help):
+    """The lines of a help, and the names of the options that it lists."""
+    return help.splitlines(), re.findall(r"^  (--[\w-]+)", help, re.MULTILINE)
+
+
+def test_the_help_of_a_task_is_short_and_its_last_line_names_the_whole(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines, listed = lines_of(run("good", "--help").stdout)
+    assert len(lines) <= 60
+    assert lines[-1] == "Every option: accel-sft good --help-all"
+    assert {"--size", "--style", "--shout", "--limit", "--model", "--learning-rate", "--output-dir"} <= {*listed}
+    assert "--shout / --no-shout" not in "\n".join(lines)
+    basic = {setting.flag for setting in settings(TrainConfig) if setting.basic}
+    assert {flag for flag in listed if flag in {setting.flag for setting in settings(TrainConfig)}} == basic
+    assert "--weight-decay" not in listed
+    assert "--weight-decay" in lines_of(run("good", "--help-all").stdout)[1]
+
+
+@pytest.mark.parametrize(
+    ("command", "own", "left_out"),
+    [
+        ("plan", "--gpu-memory", "--lora-dropout"),
+        ("check", "--strict", "--truncation"),
+        ("compare", "--launch", "--learning-rate"),
+        ("evaluate", "--base", "--dtype"),
+    ],
+)
+def test_a_tool_s_help_of_a_task_is_short_too(run, monkeypatch, command, own, left_out):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines, listed = lines_of(run(command, "good", "--help").stdout)
+    assert len(lines) <= 60
+    assert own in listed
+    assert left_out not in listed
+    assert lines[-1] == f"Every option: accel-sft {command} good --help-all"
+    assert left_out in lines_of(run(command, "good", "--help-all").stdout)[1]
+
+
+@pytest.mark.parametrize("command", ["--help", "good --help", "plan good --help-all"])
+def test_of_the_ranks_of_a_launch_one_prints_the_help(run, monkeypatch, command):
+    assert "Usage" in run(*command.split()).stdout
+    monkeypatch.setenv("RANK", "1")
+    result = run(*command.split())
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("command", ["--help", "good --help", "good --help-all", "generate --help", "doctor --help"])
+def test_help_has_the_width_of_the_terminal(run, monkeypatch, command):
+    for columns in (60, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        options = run(*command.split()).stdout.partition("For example:")[0]
+        words = [line for line in options.splitlines() if not re.fullmatch(r" *\S+( \S+)?", line)]
+        assert columns - 15 < max(map(len, words)) <= columns, command
+
+
 def test_every_setting_of_the_trainer_is_an_option(run, site):
-    text = run("good", "--help").stdout
+    text = run("good", "--help-all").stdout
     assert [s.flag for s in settings(TrainConfig) if f"  {s.flag} " not in text] == []
 
 
@@ -222,6 +276,34 @@ def test_problems_of_the_file_come_together_with_those_of_the_command_line(run, 
     assert "--seed -1: must be at least 0" in result.stderr
 
 
+def test_a_file_that_names_its_task_needs_no_other_word(run, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("task: good\nsize: 20\nseed: 7\n", encoding="utf-8")
+    got = handed_over(run("--config", str(file), "--seed", "8"))
+    assert (got["task"], got["options"]["size"], got["config"]["seed"]) == ("good", 20, 8)
+    assert handed_over(run("--seed", "8", f"--config={file}"))["config"]["seed"] == 8
+    assert handed_over(run("good", "--config", str(file)))["options"]["size"] == 20
+    got = handed_over(run("evaluate", "--config", str(file), "--model", "m"))
+    assert (got["task"], got["config"]["model"]) == ("good", "m")
+    assert run("--config", str(file), "--help").stdout.startswith("Usage: accel-sft good ")
+
+
+def test_a_file_of_another_task_or_of_none_is_refused(run, site, tmp_path):
+    install(site, "p-other", "other = p_other:Good")
+    file = tmp_path / "run.yaml"
+    file.write_text("task: good\n", encoding="utf-8")
+    told = f"Error: --config {file}: task: good, and the command line says other; leave out one of them\n"
+    assert run("other", "--config", str(file)).stderr == told
+    file.write_text("task: god\n", encoding="utf-8")
+    assert "no task or tool 'god'; did you mean good?" in run("--config", str(file)).stderr
+    file.write_text("seed: 1\n", encoding="utf-8")
+    told = f"Error: --config {file}: no task in it; write `task: NAME`, or the name before the options\n"
+    assert run("--config", str(file)).stderr == told
+    assert run("--config", str(tmp_path / "none")).stderr.startswith(
+        f"Error: --config {tmp_path / 'none'}: cannot be r"
+    )
+
+
 SOURCE_WITH_NEED = GOOD.replace("option(10, min=2", "option(min=2")
 FAULTY_FILES = {
     "a misspelt option": ("otput-dir: runs/a\nresume: auto\nsize: 4\n", "unknown option 'otput-dir'; did you mean"),
@@ -243,7 +325,7 @@ def test_what_stands_in_a_faulty_file_is_not_reported_as_missing(site, run, tmp_
     file.write_text(content)
     resume = ["--resume", "auto"] if "not YAML" in problem else []  # of which the folder is in the file
     (line,) = run("needy", "--config", str(file), *resume).stderr.splitlines()
-    assert line.startswith(f"Error: --config {file}: {problem}")
+    assert re.sub(r"line \d+: ", "", line).startswith(f"Error: --config {file}: {problem}")
 
 
 def test_an_option_without_default_must_be_given(site, run):

@@ -7,7 +7,7 @@ import pytest
 
 from accel_sft.api.changes import LAYOUT, changed
 from accel_sft.api.config import TrainConfig
-from accel_sft.api.config_file import load_yaml
+from accel_sft.api.config_file import load_yaml, task_in
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import option, settings
 from accel_sft.models.source import is_tiny
@@ -164,11 +164,11 @@ def test_yaml_lists_are_names_with_commas_between(yaml):
 def test_yaml_tells_all_its_problems(yaml):
     told = refused(yaml("sise: 1\nadapter: lara\nseed: x\nadd: 2\ndebug: 1\n"))
     assert told == [
-        "unknown option 'sise'; did you mean size?",
-        "--adapter lara: not one of none, lora, adalora",
-        "--seed 'x': expected a whole number",
-        "unknown option 'add'",
-        "--debug '1': expected true or false",
+        "line 1: unknown option 'sise'; did you mean size?",
+        "line 2: --adapter lara: not one of none, lora, adalora",
+        "line 3: --seed 'x': expected a whole number",
+        "line 4: unknown option 'add'",
+        "line 5: --debug '1': expected true or false",
     ]
 
 
@@ -176,34 +176,44 @@ def test_yaml_refuses_a_name_given_twice_in_either_spelling(yaml):
     assert refused(yaml("max-length: 64\nseed: 1\nmax_length: 128\nseed: 2\nadapter: lara\n")) == [
         "max_length is given twice, on lines 1 and 3; keep one",
         "seed is given twice, on lines 2 and 4; keep one",
-        "--adapter lara: not one of none, lora, adalora",
+        "line 5: --adapter lara: not one of none, lora, adalora",
     ]
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("seed: 2001-13-45", "--seed '2001-13-45': expected a whole number"),
-        ("seed: 1:30", "--seed '1:30': expected a whole number"),
+        ("seed: 2001-13-45", "line 1: --seed '2001-13-45': expected a whole number"),
+        ("seed: 1:30", "line 1: --seed '1:30': expected a whole number"),
         ("\nmodel: !!int x", "line 2: tags (`!!int 3`) are not read; write the value alone"),
-        ("seed: " + "9" * 5000, f"--seed '{'9' * 80}'...: expected a whole number"),
-        ("seed: " + "9" * 400, "--seed: a number of 1329 bits; 63 are the most"),
-        ("seed: 0x" + "f" * 5000, f"--seed '0x{'f' * 78}'...: expected a whole number"),
-        ("learning_rate: 1" + "0" * 400, "--learning-rate inf: not a finite number"),
-        ("seed: {a: b}", "--seed: expected one value or a list of values, got more (line 1)"),
-        ("seed: &a [*a]", "--seed: expected one value or a list of values, got more (line 1)"),
-        ("seed: [1, 2]", "--seed '1,2': expected a whole number"),
-        ('adapter: "a\\nb"', "--adapter 'a\\nb': not one of none, lora, adalora"),
-        ('model: "a\\0"', "--model 'a\\x00': a NUL or bytes that are not UTF-8 are not text; remove them"),
+        ("seed: " + "9" * 5000, f"line 1: --seed '{'9' * 80}'...: expected a whole number"),
+        ("seed: " + "9" * 400, "line 1: --seed: a number of 1329 bits; 63 are the most"),
+        ("seed: 0x" + "f" * 5000, f"line 1: --seed '0x{'f' * 78}'...: expected a whole number"),
+        ("learning_rate: 1" + "0" * 400, "line 1: --learning-rate inf: not a finite number"),
+        ("seed: {a: b}", "line 1: --seed: expected one value or a list of values, got more"),
+        ("seed: &a [*a]", "line 1: --seed: expected one value or a list of values, got more"),
+        ("seed: [1, 2]", "line 1: --seed '1,2': expected a whole number"),
+        ('adapter: "a\\nb"', "line 1: --adapter 'a\\nb': not one of none, lora, adalora"),
+        ('model: "a\\0"', "line 1: --model 'a\\x00': a NUL or bytes that are not UTF-8 are not text; remove them"),
         ('model: "\\Uffffffff"', "not YAML: Python int too large to convert to C int"),
         ("{seed: 1, seed: 2}", "seed is given twice, on lines 1 and 1; keep one"),
         ("[a]: 1", "line 1: expected an option's name before the colon"),
-        ("<<: {seed: 3}", "unknown option '<<'"),
+        ("<<: {seed: 3}", "line 1: unknown option '<<'"),
         ("seed: " + "[" * 5000, "expected option names and values, one `name: value` a line"),
     ],
 )
 def test_yaml_that_is_no_value_of_an_option_is_named_on_one_line(yaml, text, told):
     assert refused(yaml(text)) == [told]
+
+
+def test_a_file_may_name_its_task(yaml):
+    assert task_in(yaml("seed: 1\ntask: math\n")) == "math"
+    assert task_in(yaml("seed: 1\n")) is None
+    assert read(yaml("seed: 1\ntask: ./mine.py:Mine\n"), TrainConfig) == {"seed": 1}
+    assert refused(yaml("task: [a]\ntaks: b\n")) == [
+        "line 1: task: expected a task's name",
+        "line 2: unknown option 'taks'; did you mean task?",
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "- a\n- b\n", "word"])

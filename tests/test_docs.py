@@ -14,9 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
 OTHER_PROGRAMS = {"--logdir", "--rows", "--editable"} | {"--dataset", "--local_dir"} | {"--shout", "--no-shout"}
-OTHER_PROGRAMS |= {"--enable-lora", "--lora-modules", "--outfile", "--outtype"}
+OTHER_PROGRAMS |= {"--enable-lora", "--lora-modules", "--outfile", "--outtype"} | {"--all"}
 """Flags of TensorBoard, tests/fuzz.py, pip, modelscope, of the example task on a page, of vLLM and llama.cpp's
-converter; `accelerate launch` is asked."""
+converter, of .ci/run; `accelerate launch` is asked."""
 
 
 def _prose(page: Path) -> str:

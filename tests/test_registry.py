@@ -104,6 +104,8 @@ CONTRACT_FAULTS = {
     "the trainer's option, negated": ("    size: int", "    no_debug: int", "option --no-debug is the trainer's"),
     "--help": ("    size: int", "    help: int", "option --help is the trainer's"),
     "--config": ("    size: int", "    config: int", "option --config is the trainer's"),
+    "--help-all": ("    size: int", "    help_all: int", "option --help-all is the trainer's"),
+    "what names the task in a file": ("    size: int", "    task: str", "option --task is the trainer's"),
     "--version": ("    size: int", "    version: int", "option --version is the trainer's"),
     "its own option, negated": ("    size: int", "    no_shout: int", "option --no-shout is the trainer's or another"),
     "no option name": ("    size: int", "    _size: int", "'_size' cannot be an option"),

@@ -48,7 +48,8 @@ def test_a_resumed_run_ends_with_the_same_bits(launched, tmp_path, name):
 def test_a_finished_run_is_left_alone(launched, name):
     whole = layout(launched, name)
     before = (whole.run_dir / "metrics.jsonl").read_bytes()
-    again = accel_sft(*whole.arguments, "--resume", "auto", run_dir=whole.run_dir, **whole.options)
+    arguments = ("--config", str(whole.run_dir / "run.yaml")) if name == "plain" else whole.arguments
+    again = accel_sft(*arguments, "--resume", "auto", run_dir=whole.run_dir, **whole.options)
     assert again.status == 0, again.output
     assert "finished" in again.output
     assert (whole.run_dir / "metrics.jsonl").read_bytes() == before

@@ -5,12 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import accel_sft as run
 from fake_plugins import GOOD, accel_sft
 
 from accel_sft.api import registry
 from accel_sft.api.errors import UserError
-from accel_sft.api.task_file import file_record
+from accel_sft.api.task_file import file_record, same_task
 from accel_sft.data.fingerprint import code_fingerprint
 
 
@@ -102,6 +103,13 @@ def test_every_command_that_takes_a_task_takes_a_file(folder):
         assert "Repeat the number." in told.stdout, told.stderr
 
 
+def test_two_words_may_name_the_same_file(folder):
+    assert same_task("./mine.py", f"{folder / 'mine.py'}:Mine")
+    assert same_task("math", "math")
+    for word, other in (("mine.py:A", "mine.py:B"), ("mine.py", "b/mine.py"), ("math", "ner"), ("mine.py", "mine")):
+        assert not same_task(word, other)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run of a file on two ranks, from its folder."""
@@ -116,6 +124,7 @@ def test_a_file_trains_on_two_ranks_and_its_run_records_it(trained):
     record = json.loads((trained.run_dir / "run.json").read_text())
     assert record["task"] == "mine.py"
     assert (record["task_file"]["class"], record["launch"]["processes"]) == ("Good", 2)
+    assert yaml.safe_load((trained.run_dir / "launch.yaml").read_text())["mixed_precision"] == "no"
 
 
 def test_a_resume_says_that_the_file_has_changed_and_refuses_another_class(trained):
@@ -131,3 +140,5 @@ def test_a_resume_says_that_the_file_has_changed_and_refuses_another_class(train
     same = run(f"{file}:Good", *words, run_dir=trained.run_dir)
     assert same.status == 0, same.output[-4000:]
     assert "the task's code or what it imports has changed" in same.output
+    assert not (trained.run_dir / "launch.yaml").exists()  # of a start with a launcher
+    assert yaml.safe_load((trained.run_dir / "run.yaml").read_text())["task"] == f"{file}:Good"

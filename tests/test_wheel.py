@@ -1,17 +1,21 @@
-"""What pip installs from a wheel works far from the checkout, which an editable installation would not show."""
+"""What a release holds, and that it works far from the checkout, which an editable installation would not show."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import accel_sft
 
 ROOT = Path(__file__).parents[1]
 PROJECTS = {"accel_sft": ROOT} | {f"accel_sft_{task}": ROOT / "tasks" / task for task in ("chat", "math", "ner")}
@@ -25,11 +29,21 @@ def run(*command, **options) -> str:
     return done.stdout
 
 
+BUILD_SDISTS = """
+import os, sys
+from setuptools import build_meta
+built, *sources = sys.argv[1:]
+for source in sources:
+    os.chdir(source)
+    build_meta.build_sdist(built)
+"""
+
+
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory) -> list[Path]:
-    """The wheels of accel_sft and its tasks, built from copies: a build folder would stay in the checkout, and into the
-    next wheel go the files that were deleted since."""
-    sources, built = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheels")
+def sdists(tmp_path_factory) -> list[Path]:
+    """The source distributions of accel_sft and its tasks, built from copies: what a build leaves would stay in the
+    checkout."""
+    sources, built = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("sdists")
     for name, folder in PROJECTS.items():
         (sources / name).mkdir()
         for path in (path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
@@ -38,8 +52,16 @@ def wheels(tmp_path_factory) -> list[Path]:
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(folder / name, sources / name / name, symlinks=True, ignore=ignored)
     shutil.copytree(LAUNCH_FILES, sources / "accel_sft" / LAUNCH_FILES.name)  # a link inside the package leads here
+    run(sys.executable, "-c", BUILD_SDISTS, built, *(sources / name for name in PROJECTS))
+    return sorted(built.iterdir())
+
+
+@pytest.fixture(scope="module")
+def wheels(sdists, tmp_path_factory) -> list[Path]:
+    """The wheels, built from the source distributions as `python -m build` does."""
+    built = tmp_path_factory.mktemp("wheels")
     pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index")
-    run(*pip, "--wheel-dir", built, *(sources / name for name in PROJECTS))
+    run(*pip, "--wheel-dir", built, *sdists)
     return sorted(built.iterdir())
 
 
@@ -60,6 +82,19 @@ def outside(home: Path) -> dict[str, str]:
     """The environment of a user with this home, who has no checkout."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ACCEL_SFT_", "HF_"))}
     return {**kept, "HOME": str(home), "COLUMNS": "100"}
+
+
+def test_all_distributions_have_the_version_of_the_trainer(sdists, wheels):
+    version = accel_sft.__version__
+    assert [path.name for path in sdists] == [f"{name}-{version}.tar.gz" for name in PROJECTS]
+    assert [path.name for path in wheels] == [f"{name}-{version}-py3-none-any.whl" for name in PROJECTS]
+
+
+def test_the_source_distribution_holds_the_package_and_no_part_of_the_tests(sdists):
+    with tarfile.open(sdists[0]) as archive:
+        names = {Path(*Path(name).parts[1:]).as_posix() for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "accel_sft/launch_files/z2.yaml"} <= names
+    assert {name.partition("/")[0] for name in names if "/" in name} == {"accel_sft", "accel_sft.egg-info"}
 
 
 def test_wheels_hold_every_module_and_data_file(wheels):
@@ -90,5 +125,19 @@ def test_an_installation_from_wheels_trains_in_an_empty_folder(installed, tmp_pa
     assert all(name in tasks for name in ("chat", "math", "ner"))
     for path in LAUNCH_FILES.iterdir():
         assert run(installed / "accel-sft", "launch-file", path.stem, **user) == path.read_text(encoding="utf-8")
+    assert "Recommended" in run(installed / "accel-sft", "plan", "math", "--gpus", "2", "--gpu-memory", "24", **user)
     run(installed / "accel-sft", "math", "--max-steps", "2", "--eval-every", "off", "--output-dir", "run", **user)
     assert (work / "run" / "final" / "model.safetensors").is_file()
+
+
+@pytest.mark.long
+def test_an_installation_from_wheels_launches_with_its_own_launch_file(installed, tmp_path):
+    user = {"cwd": tmp_path, "env": outside(tmp_path)}
+    doctor = subprocess.run([installed / "accel-sft", "doctor", "--json"], capture_output=True, text=True, **user)
+    launch_files = json.loads(doctor.stdout)["launch_files"]
+    assert {row["file"] for row in launch_files if row["works"]} >= {"ddp", "z2"}, doctor.stderr
+    (tmp_path / "ddp.yaml").write_text(run(installed / "accel-sft", "launch-file", "ddp", **user))
+    launch = (installed / "python", "-m", "accelerate.commands.launch", "--config_file", "ddp.yaml")
+    short = ("--max-steps", "2", "--eval-every", "off", "--output-dir", "run")
+    run(*launch, "--main_process_port", "0", "-m", "accel_sft", "math", *short, **user)
+    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()

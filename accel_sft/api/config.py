@@ -13,18 +13,17 @@ from accel_sft.api.optimizers import OPTIMIZERS
 from accel_sft.api.options import option, problems, shown
 
 MODEL, ADAPTER, DATA, OPTIM, EVAL, RUN = SECTIONS = "Model", "Adapter", "Data", "Optimisation", "Evaluation", "Run"
-CHECK = "Check"
 _model, _adapter, _data, _optim, _eval, _run = (functools.partial(option, section=name) for name in SECTIONS)
-PLAN = "Plan"
-_plan = functools.partial(option, section=PLAN)
+CHECK, PLAN = "Check", "Plan"
+_check, _plan = (functools.partial(option, section=name, basic=True) for name in (CHECK, PLAN))
 
 
 @dataclasses.dataclass(kw_only=True)
 class TrainConfig:
     """Every option of a training run. Where the default is None, the value comes from `--model` or from the data."""
 
-    model: str = _model("tiny", help="Hub id, local folder, or `tiny` (built on the spot).")
-    init_from: str | None = _model(None, help="Start from the weights of an earlier run's folder.")
+    model: str = _model("tiny", basic=True, help="Hub id, folder, or `tiny` (built on the spot).")
+    init_from: str | None = _model(None, basic=True, help="Start from the weights of an earlier run's folder.")
     trust_remote_code: bool = _model(False, help="Run code that comes with the model (off: refuse it).")
     dtype: str = _model(
         "auto",
@@ -34,12 +33,14 @@ class TrainConfig:
     attn_implementation: str | None = _model(
         None, help="eager, sdpa, flash_attention_2, or a kernel of the hub (ORG/REPO)."
     )
-    gradient_checkpointing: bool = _model(False, help="Recompute activations to save memory.")
+    gradient_checkpointing: bool = _model(False, basic=True, help="Recompute activations to save memory.")
     compile: bool = _model(False, help="torch.compile the blocks: slow first steps, faster later ones.")
 
-    adapter: str = _adapter("none", choices=("none", *ADAPTERS), help="Train an adapter instead of all weights.")
-    lora_r: int = _adapter(8, min=1, help="Rank (adalora: the rank it ends with).")
-    lora_alpha: int = _adapter(16, min=1, help="Scale: alpha / r.")
+    adapter: str = _adapter(
+        "none", basic=True, choices=("none", *ADAPTERS), help="Train an adapter instead of all weights."
+    )
+    lora_r: int = _adapter(8, basic=True, min=1, help="Rank (adalora: the rank it ends with).")
+    lora_alpha: int = _adapter(16, basic=True, min=1, help="Scale: alpha / r.")
     lora_dropout: float = _adapter(0.0, min=0, max=0.99, help="Dropout before the adapter.")
     lora_target_modules: str = _adapter(
         "all-linear", help="Module names separated by commas, or all-linear (all but the head)."
@@ -55,7 +56,7 @@ class TrainConfig:
     )
     load_in_4bit: bool = _adapter(False, help="The base's linear layers in 4 bits (QLoRA); needs bitsandbytes.")
 
-    max_length: int | None = _data(None, min=2, help="Tokens per example; longer ones are reported.")
+    max_length: int | None = _data(None, basic=True, min=2, help="Tokens per example; longer ones are reported.")
     truncation: str = _data(
         "drop",
         choices=("drop", "right", "error"),
@@ -70,15 +71,15 @@ class TrainConfig:
     template_date: str | None = _data(
         None, help="YYYY-MM-DD that chat templates with a date are told; default: the day the run was started."
     )
-    global_batch_size: int | None = _data(None, min=1, help="Examples per optimizer step, over all ranks.")
-    micro_batch_size: str = _data("auto", help="Examples per forward on one rank, or auto.")
+    global_batch_size: int | None = _data(None, basic=True, min=1, help="Examples per optimizer step, over all ranks.")
+    micro_batch_size: str = _data("auto", basic=True, help="Examples per forward on one rank, or auto.")
     batching: str = _data(
         "auto",
         choices=("auto", "shared", "packed", "padded"),
         help="Rows of a forward: behind one copy of what they share, packed, or padded; auto: the least work.",
     )
-    epochs: float | None = _data(None, min=0, help="Passes over the training examples.")
-    max_steps: int | None = _data(None, min=1, help="Optimizer steps; wins over --epochs.")
+    epochs: float | None = _data(None, basic=True, min=0, help="Passes over the training examples.")
+    max_steps: int | None = _data(None, basic=True, min=1, help="Optimizer steps; wins over --epochs.")
 
     optimizer: str = _optim(
         "adamw",
@@ -86,7 +87,7 @@ class TrainConfig:
         help="adamw-8bit: states in 8 bits, by bitsandbytes; muon: for matrices, AdamW for the rest. All weights of a "
         "model that Adam pretrained learn worse by it (arXiv 2605.10468), an adapter does not.",
     )
-    learning_rate: float | None = _optim(None, min=0, help="Peak learning rate.")
+    learning_rate: float | None = _optim(None, basic=True, min=0, help="Peak learning rate.")
     lr_scheduler: str = _optim("cosine", choices=("cosine", "linear", "constant"), help="After warm-up.")
     warmup_ratio: float = _optim(0.03, min=0, max=1, help="Share of the steps that warm up.")
     weight_decay: float | None = _optim(None, min=0, help="AdamW's, on matrices only.")
@@ -99,7 +100,7 @@ class TrainConfig:
         help="A step whose loss or gradient is NaN or infinite changes no weights: stop there, or skip it.",
     )
 
-    eval_every: str = _eval("auto", help="Steps between evaluations, epoch, off, or auto (about 4 a run).")
+    eval_every: str = _eval("auto", basic=True, help="Steps between evaluations, epoch, off, or auto (about 4 a run).")
     eval_limit: int | None = _eval(None, min=1, help="Evaluate on the first N validation examples only.")
     eval_batch_size: int | None = _eval(
         None, min=1, help="Questions answered at once on one rank; default: 64, short ones up to 256."
@@ -112,12 +113,12 @@ class TrainConfig:
     )
     patience: int | None = _eval(None, min=1, help="Stop after N evaluations without a better main metric.")
 
-    output_dir: str | None = _run(None, help="The run's own folder; default runs/<task>-<time>.")
-    seed: int = _run(42, min=0, max=2**31, help="Of initial weights, data order and dropout.")
+    output_dir: str | None = _run(None, basic=True, help="The run's own folder; default runs/<task>-<time>.")
+    seed: int = _run(42, basic=True, min=0, max=2**31, help="Of initial weights, data order and dropout.")
     deterministic: bool = _run(False, help="Repeat every bit on GPUs too, by slower kernels; a CPU does so anyway.")
     save_every: str = _run("auto", help="Steps between checkpoints, epoch, off, or auto (about 4 a run).")
     keep_checkpoints: int = _run(2, min=1, help="Newest checkpoints kept.")
-    resume: str = _run("off", help="auto (newest complete checkpoint), a checkpoint's folder, or off.")
+    resume: str = _run("off", basic=True, help="auto (newest complete checkpoint), a checkpoint's folder, or off.")
     hang_timeout: int = _run(
         1800, min=0, help="Seconds without progress after which the run ends and names the rank; 0: never."
     )
@@ -127,7 +128,7 @@ class TrainConfig:
     )
     profile: bool = _run(False, help="Write a torch profiler trace of steps 3-5 for TensorBoard.")
     force: bool = _run(False, help="Start although its model states alone are predicted not to fit into memory.")
-    dry_run: bool = _run(False, help="Audit the launch, print what is resolved, and stop.")
+    dry_run: bool = _run(False, basic=True, help="Audit the launch, print what is resolved, and stop.")
     debug: bool = _run(False, help="Tracebacks, and the libraries' own messages.")
 
     def problems(self) -> list[str]:
@@ -170,10 +171,10 @@ class EvaluateConfig(TrainConfig):
         ("model", "trust_remote_code", "dtype", "attn_implementation", "max_length", "eval_limit", "eval_batch_size")
     ) | {"max_new_tokens", "generate_with", "output_dir", "seed", "debug", "dry_run", "hang_timeout", "base"}
     OFFERED |= {"thinking", "template_date"}
-    model: str = _model(help="A run, saved weights or an adapter by folder, or a hub id.")
-    base: str | None = _model(None, help="Evaluate this model too, side by side: hub id or local folder.")
+    model: str = _model(basic=True, help="A run, saved weights or an adapter by folder, or a hub id.")
+    base: str | None = _model(None, basic=True, help="Evaluate this model too, side by side: hub id or local folder.")
     output_dir: str | None = _run(
-        None, help="A new folder for result.json, report.md and the answers; default: none is written."
+        None, basic=True, help="A new folder for result.json, report.md and the answers; default: none is written."
     )
 
 
@@ -208,11 +209,11 @@ class CheckConfig(TrainConfig):
     ) | {"global_batch_size", "micro_batch_size", "epochs", "max_steps", "debug"}
     """Those of training's that decide what is found, which the help lists."""
 
-    strict: bool = option(False, section=CHECK, help="Warnings make the exit status 1 too, not errors alone.")
-    score: bool = option(True, section=CHECK, help="Score every example's own answer by the task's score().")
-    show: int = option(2, section=CHECK, min=0, max=1000, help="Training examples printed token by token.")
-    html: str | None = option(None, section=CHECK, help="Write the report to this file, as one page.")
-    json: bool = option(False, section=CHECK, help="Print the report as JSON on standard output, nothing else there.")
+    strict: bool = _check(False, help="Warnings make the exit status 1 too, not errors alone.")
+    score: bool = _check(True, help="Score every example's own answer by the task's score().")
+    show: int = _check(2, min=0, max=1000, help="Training examples printed token by token.")
+    html: str | None = _check(None, help="Write the report to this file, as one page.")
+    json: bool = _check(False, help="Print the report as JSON on standard output, nothing else there.")
 
 
 def _is_day(text: Any) -> bool:

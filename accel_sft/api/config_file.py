@@ -7,6 +7,8 @@ from typing import Any
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import Setting, settings, shown
 
+TASK = "task"
+"""The key that names the task, in a file that says all of a run."""
 _OFF = ("eval_every", "save_every", "resume")
 """Options with the value `off`, for which YAML 1.1 has other words too."""
 
@@ -22,6 +24,45 @@ def load_yaml(path: str, *classes: type) -> tuple[dict[str, Any], list[str]]:
     Raises:
         UserError: the file cannot be read, or is not a mapping in YAML.
     """
+    known = {setting.name: setting for cls in classes for setting in settings(cls)}
+    values: dict[str, Any] = {}
+    problems: list[str | None] = []
+    first_lines: dict[str, int] = {}
+    for key, node in _mapping(path):
+        where = f"line {_line(key)}"
+        if key.id != "scalar":
+            problems.append(f"{where}: expected an option's name before the colon")
+            continue
+        name = key.value.replace("-", "_")
+        if name in first_lines:
+            problems.append(f"{shown(name)} is given twice, on lines {first_lines[name]} and {_line(key)}; keep one")
+        elif name in known:
+            values[name] = _value(known[name], node)
+            nested = f"{known[name].flag}: expected one value or a list of values, got more"
+            problem = nested if values[name] in ([], {}) else known[name].problem(values[name])
+            problems.append(problem and f"{where}: {problem}")
+        elif name == TASK:
+            problems.append(None if _text(node) else f"{where}: task: expected a task's name")
+        else:
+            near = difflib.get_close_matches(name, [*known, TASK], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            problems.append(f"{where}: unknown option {key.value[:80]!r}{hint}")
+            values.update({meant: _value(known[meant], node) for meant in near if meant in known.keys() - values})
+        first_lines.setdefault(name, _line(key))
+    return values, [f"--config {path}: {problem}" for problem in problems if problem]
+
+
+def task_in(path: str) -> str | None:
+    """The task that a `--config` file names, as a command line would; None if it names none.
+
+    Raises:
+        UserError: the file cannot be read, or is not a mapping in YAML.
+    """
+    return next((_text(node) for key, node in _mapping(path) if _text(key) == TASK), None)
+
+
+def _mapping(path: str) -> list[tuple[Any, Any]]:
+    """The nodes of a file's keys and values."""
     import yaml
 
     not_options = UserError(f"--config {path}: expected option names and values, one `name: value` a line")
@@ -39,27 +80,11 @@ def load_yaml(path: str, *classes: type) -> tuple[dict[str, Any], list[str]]:
         raise UserError(f"--config {path}: line {_line(tag)}: tags (`!!int 3`) are not read; write the value alone")
     if root is None or root.id != "mapping":
         raise not_options
-    known = {setting.name: setting for cls in classes for setting in settings(cls)}
-    values: dict[str, Any] = {}
-    problems: list[str | None] = []
-    first_lines: dict[str, int] = {}
-    for key, node in root.value:
-        if key.id != "scalar":
-            problems.append(f"line {_line(key)}: expected an option's name before the colon")
-            continue
-        name = key.value.replace("-", "_")
-        if name in first_lines:
-            problems.append(f"{shown(name)} is given twice, on lines {first_lines[name]} and {_line(key)}; keep one")
-        elif name in known:
-            values[name] = _value(known[name], node)
-            nested = f"{known[name].flag}: expected one value or a list of values, got more (line {_line(node)})"
-            problems.append(nested if values[name] in ([], {}) else known[name].problem(values[name]))
-        else:
-            near = difflib.get_close_matches(name, known, n=1)
-            problems.append(f"unknown option {key.value[:80]!r}" + (f"; did you mean {near[0]}?" if near else ""))
-            values.update({meant: _value(known[meant], node) for meant in near if meant not in values})
-        first_lines.setdefault(name, _line(key))
-    return values, [f"--config {path}: {problem}" for problem in problems if problem]
+    return root.value
+
+
+def _text(node: Any) -> str | None:
+    return node.value or None if node.id == "scalar" else None
 
 
 def _value(setting: Setting, node: Any) -> Any:

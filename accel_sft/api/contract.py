@@ -62,7 +62,7 @@ def _option_faults(cls: type[Task]) -> list[str]:
         own = settings(cls)
     except (TypeError, NameError) as error:
         return [str(error)]
-    taken = {"--help", "--config", "--version"}.union(*map(_flags, settings(EvaluateConfig)))
+    taken = {"--help", "--help-all", "--config", "--version", "--task"}.union(*map(_flags, settings(EvaluateConfig)))
     causes = []
     for setting in own:
         if not re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]|[a-z]", setting.name):

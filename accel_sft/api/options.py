@@ -23,6 +23,7 @@ def option(
     min: float | None = None,
     max: float | None = None,
     section: str = "",
+    basic: bool = False,
 ) -> Any:
     """A dataclass field that is also a command-line option.
 
@@ -32,10 +33,12 @@ def option(
         choices: the accepted words of a `str` option.
         min, max: inclusive limits of a number.
         section: heading under which `--help` lists it.
+        basic: whether `--help` lists it too if it is the trainer's; `--help-all` lists all. A task's are always listed.
     """
     if isinstance(default, (list, dict, set)):
         raise TypeError(f"option(default={default!r}): a default is shared between runs, use an immutable value")
-    limits = {"help": help, "choices": tuple(choices or ()), "min": min, "max": max, "section": section}
+    limits = {"help": help, "choices": tuple(choices or ()), "min": min, "max": max}
+    limits |= {"section": section, "basic": basic}
     return dataclasses.field(default=default, metadata={__name__: limits})
 
 
@@ -56,6 +59,7 @@ class Setting:
     min: float | None = None
     max: float | None = None
     section: str = ""
+    basic: bool = False
 
     @property
     def flag(self) -> str:

@@ -43,6 +43,15 @@ def recorded_name(word: str) -> str:
     return file.name if file else word
 
 
+def same_task(word: str, other: str) -> bool:
+    """Whether two words name the same task: the same name, or the same file, whose class one of them may leave out."""
+    first, second = task_file(word), task_file(other)
+    if first is None or second is None:
+        return word == other
+    classes = {first.class_name, second.class_name} - {""}
+    return first.path.resolve() == second.path.resolve() and len(classes) < 2
+
+
 def load_file(file: TaskFile) -> type[Task]:
     """Run a file and check its task against the contract. Modules beside it can be imported by name.
 

@@ -14,6 +14,7 @@ LONGEST_ANSWER = 512
 """Tokens of an answer where neither the command line nor a run says."""
 _LIMITS = {"temperature": (0, 100), "top_p": (0, 1), "top_k": (0, 2**31), "repetition_penalty": (0.01, 100)}
 _LIMITS |= {"seed": (0, 2**31)}
+_FILE = {"type": click.Path(), "metavar": "FILE"}  # which a shell completes
 EXAMPLES = """\b
 For example:
   accel-sft generate runs/math-20261120-101500 "365="
@@ -23,10 +24,10 @@ For example:
 
 
 @click.command(epilog=EXAMPLES)
-@click.argument("model", metavar="RUN_OR_MODEL")
+@click.argument("model", type=click.Path(), metavar="RUN_OR_MODEL")
 @click.argument("prompt", required=False)
-@click.option("--file", metavar="FILE", help="Prompts: a line of text each, or JSONL with `messages` or `prompt`.")
-@click.option("--output", metavar="FILE", help="The answers to those of --file, as JSONL; a new file.")
+@click.option("--file", **_FILE, help="Prompts: a line of text each, or JSONL with `messages` or `prompt`.")
+@click.option("--output", **_FILE, help="The answers to those of --file, as JSONL; a new file.")
 @click.option("--interactive", is_flag=True, help="Talk to the model; answers appear as they are generated.")
 @click.option("--base", metavar="MODEL", help="Answer with this model too; auto: what the run began with.")
 @click.option("--system", metavar="TEXT", help="System message; default: the run's own. An empty one: none.")

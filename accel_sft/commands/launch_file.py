@@ -12,8 +12,12 @@ FOLDER = Path(accel_sft.__file__).parent / "launch_files"
 """Package data; in a checkout a link to accelerate_configs/."""
 
 
+def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    return [name for name in _files() if name.startswith(incomplete)]
+
+
 @click.command("launch-file")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=_complete)
 def launch_file(name: str | None) -> None:
     """Print a launch file, or list them: accel-sft launch-file z2 > z2.yaml
 

@@ -10,8 +10,8 @@ from accel_sft.commands.generate import one_process
 
 
 @click.command()
-@click.argument("run", metavar="RUN")
-@click.argument("out", metavar="OUT")
+@click.argument("run", type=click.Path(), metavar="RUN")
+@click.argument("out", type=click.Path(), metavar="OUT")
 @click.option("--dtype", type=click.Choice(["bf16", "float32"]), help="Of the weights; default: as the base's files.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 @click.option("--debug", is_flag=True, help="Tracebacks, and the libraries' own messages.")

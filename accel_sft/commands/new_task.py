@@ -106,7 +106,7 @@ def _sample() -> dict[str, str]:
 
 @click.command("new-task")
 @click.argument("name")
-@click.argument("directory", required=False)
+@click.argument("directory", type=click.Path(), required=False)
 def new_task(name: str, directory: str | None) -> None:
     """Start a task of your own: a plugin named NAME in DIRECTORY (default: accel-sft-NAME)."""
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name):

@@ -20,7 +20,7 @@ _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
 
 
 @click.command()
-@click.argument("run", metavar="RUN")
+@click.argument("run", type=click.Path(), metavar="RUN")
 @click.argument("repo", metavar="REPO")
 @click.option(
     "--what", type=click.Choice(["best", "final", "merged"]), help="Default: best/, or final/ where there is none."

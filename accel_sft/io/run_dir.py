@@ -30,6 +30,12 @@ class RunDir:
 
     record = _inside("run.json")
     """Settings, data and launch that the run was started with; a resumed run is compared with it."""
+    settings = _inside("run.yaml")
+    """Task and settings, with which `--config` starts the run again."""
+    launch = _inside("launch.yaml")
+    """What `accelerate launch` read of the run's launch."""
+    deepspeed = _inside("deepspeed.json")
+    """The DeepSpeed JSON that the launch file named."""
     result = _inside("result.json")
     """The run's status and, once complete, its summary."""
     report = _inside("report.md")

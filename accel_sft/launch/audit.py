@@ -3,6 +3,7 @@
 import difflib
 import importlib.metadata
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -53,6 +54,9 @@ def audit(config: TrainConfig, launch: Launch | None = None, devices: int | None
     launch = launch or read_launch()
     devices = device_count() if devices is None else devices
     where = launch.config_file or "the launch"
+    if sys.platform == "darwin" and launch.backend in ("deepspeed", "fsdp"):
+        what = f"{where}: {'FSDP' if launch.backend == 'fsdp' else 'DeepSpeed'} does not run on macOS"
+        return [error(what, "leave accelerate launch out, for one process on MPS or the CPU")]
     found = [*_keys(launch), *_world(launch, devices, f"{where}"), *_precision(launch, devices), *_optimizer(config)]
     if launch.backend == "deepspeed":
         where = launch.json_file or where

@@ -76,7 +76,7 @@ def resume_command(run_dir: Path, config: TrainConfig) -> str:
         words = words[1:]
     more = []
     if config.output_dir is None:
-        more += ["--output-dir", os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)]
+        more += ["--output-dir", shown_folder(run_dir)]
     if "--resume auto" not in " ".join(words).replace("=", " "):
         more += ["--resume", "auto"]
     short, path = Path(words[0]).name, os.environ.get("PATH", "").split(os.pathsep)
@@ -84,6 +84,11 @@ def resume_command(run_dir: Path, config: TrainConfig) -> str:
         path = path[1:]
     found = shutil.which(short, path=os.pathsep.join(path))
     return shlex.join([short if found == words[0] else words[0], *words[1:], *more])
+
+
+def shown_folder(folder: Path) -> str:
+    """A folder as commands name it: relative where it lies below the one that this process was started in."""
+    return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
 
 
 def parallelism(accelerator: Accelerator) -> dict[str, Any]:

@@ -4,7 +4,8 @@ accelerate's own parser imports torch, which takes seconds. The rules here are t
 oddity that a section's key applies whatever the backend; a test compares the two.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
@@ -83,6 +84,26 @@ def launcher_flags(command: list[str]) -> dict[str, str]:
                 value = command[index + 1]
             found.setdefault(name.replace("-", "_"), value)
     return found
+
+
+def own_words(command: list[str], without: Collection[str] = ()) -> list[str]:
+    """The launcher's flags as they were typed, up to the module that it starts; none if it starts a script.
+
+    Args:
+        without: flags with a value, by name without dashes, that are left out with it.
+    """
+    begin = next((at + 1 for at, word in enumerate(command[:3]) if "accelerate" in Path(word).name), len(command))
+    begin += command[begin : begin + 1] == ["launch"]
+    end = next((at for at in range(begin, len(command)) if command[at] in ("-m", "--module")), begin)
+    kept: list[str] = []
+    skip = False
+    for word in command[begin:end]:
+        name, equals, _ = word.partition("=")
+        left_out = word.startswith("--") and name[2:].replace("-", "_") in without
+        if not skip and not left_out:
+            kept.append(word)
+        skip = left_out and not equals
+    return kept
 
 
 def _arguments(content: Mapping[str, Any], flags: Mapping[str, str], where: str) -> dict[str, Any]:

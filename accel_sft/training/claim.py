@@ -30,6 +30,7 @@ from accel_sft.launch.recordable import recordable
 from accel_sft.models.source import weights_identity
 from accel_sft.resilience.exit import lost_peers
 from accel_sft.training.prepare import Prepared
+from accel_sft.training.run_yaml import write_run_yaml
 
 _SHARED_SECONDS = 10
 """For a network file system to show a new file to another machine."""
@@ -133,8 +134,9 @@ def _check_shared(accelerator: Accelerator, run_dir: RunDir) -> None:
 
 
 def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, resumed: bool = False) -> None:
-    """Write `run.json`: settings, data and launch of the run. One that has trained must match the record that is there,
-    which is replaced once it is `resumed`: a resume may yet be refused.
+    """Write `run.json`: settings, data and launch of the run; and `run.yaml`, by which it can be started again. A run
+    that has trained must match the record that is there, which is replaced once it is `resumed`: a resume may yet be
+    refused.
 
     Raises:
         UserError: a resumed run's settings or data differ from what the folder records, one line each.
@@ -160,6 +162,7 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
         if not resumed and run_dir.record.exists() and run_dir.has_trained():
             return _check_unchanged(run_dir.read_record(), record, run_dir)
         write_atomically(run_dir.record, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
+        write_run_yaml(run_dir, task_name, assembly.task, assembly.config)
 
     decided_by_main(assembly.accelerator, write)
 

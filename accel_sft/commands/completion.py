@@ -1,0 +1,25 @@
+"""`accel-sft completion`: prints the script by which a shell completes commands, tasks, options and their values."""
+
+import click
+from click.shell_completion import get_completion_class
+
+NAME, VARIABLE = "accel-sft", "_ACCEL_SFT_COMPLETE"
+"""The program, and the variable by which the script asks it for completions."""
+_INSTALLED = {
+    "bash": "echo 'eval \"$(accel-sft completion bash)\"' >> ~/.bashrc",
+    "zsh": "echo 'eval \"$(accel-sft completion zsh)\"' >> ~/.zshrc",
+    "fish": "accel-sft completion fish > ~/.config/fish/completions/accel-sft.fish",
+}
+EPILOG = "\b\nOnce, for every shell that is started from then on:\n" + "\n".join(f"  {c}" for c in _INSTALLED.values())
+
+
+@click.command(epilog=EPILOG)
+@click.argument("shell", type=click.Choice([*_INSTALLED]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the script that completes words of accel-sft in your shell: bash, zsh or fish.
+
+    Names of installed tasks are completed, files that tasks are in, and the options of training; the options of a
+    task are not, because its code does not run for that.
+    """
+    click.echo(get_completion_class(shell)(ctx.find_root().command, {}, NAME, VARIABLE).source())

@@ -1,0 +1,105 @@
+"""`run.yaml` and `launch.yaml` of a run's folder: its settings and launch, with which one command starts it again."""
+
+import json
+import os
+import shlex
+import textwrap
+from typing import Any
+
+import torch
+import yaml
+
+import accel_sft
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.config_file import TASK
+from accel_sft.api.options import HIDDEN, settings
+from accel_sft.api.task import Task
+from accel_sft.api.task_file import file_record
+from accel_sft.io.files import write_atomically
+from accel_sft.io.run_dir import RunDir
+from accel_sft.io.text import one_line
+from accel_sft.launch.describe import shown_folder
+from accel_sft.launch.info import Launch, launcher_command, read_launch
+from accel_sft.launch.rank_environment import own_words
+from accel_sft.launch.recordable import command_line, recordable, without_secrets
+from accel_sft.models.source import is_tiny
+from accel_sft.models.tiny import TINY_DEFAULTS
+
+_LEFT_OUT = ("output_dir", "resume", "dry_run")
+"""A run that is started again has a folder of its own, and begins at its first step."""
+_IN_FILE = ("num_processes", "num_machines", "mixed_precision")
+"""Flags of the launcher that launch.yaml has, because the run's numbers depend on them; others stay flags."""
+
+
+def write_run_yaml(run_dir: RunDir, task_name: str, task: Task, config: TrainConfig) -> None:
+    """Write both files into the run's folder, without secrets.
+
+    Args:
+        task_name: an installed task's name; of a task in a file its path is written.
+        config: as it was resolved.
+    """
+    launch = read_launch()
+    if launch.yaml:
+        write_atomically(run_dir.launch, _launch_file(run_dir, launch))
+    else:  # of an earlier start of this run
+        run_dir.launch.unlink(missing_ok=True)
+    file = file_record(type(task))
+    named = {TASK: f"{file['path']}:{file['class']}" if file else task_name}
+    usual = TrainConfig(model=config.model, init_from=config.init_from, adapter=config.adapter)
+    defaults = usual.resolved(TINY_DEFAULTS if is_tiny(config) else {}).as_dict()
+    # the model is always named; the day of the start is a default; what the others depend on has defaults of its own
+    defaults |= {"model": None, "init_from": None, "adapter": "none", "template_date": config.template_date}
+    defaults |= {setting.name: setting.default for setting in settings(type(task))}
+    mine = {**config.as_dict(), **{setting.name: getattr(task, setting.name) for setting in settings(type(task))}}
+    kept = {name: value for name, value in recordable(mine).items() if name not in _LEFT_OUT}
+    hidden = [name for name, value in kept.items() if value == HIDDEN and mine[name] != HIDDEN]
+    chosen = {name: value for name, value in kept.items() if value != defaults[name] and name not in hidden}
+    rest = {name: value for name, value in kept.items() if name not in chosen and name not in hidden}
+    secrets = "".join(f"# {name}: a secret is not recorded; add it to the command line\n" for name in hidden)
+    told = "# By default; remove what is below to have the defaults of another model, or of a later version.\n"
+    write_atomically(
+        run_dir.settings, f"{_header(run_dir, launch)}\n{_yaml(named)}{_yaml(chosen)}{secrets}\n{told}{_yaml(rest)}"
+    )
+
+
+def _yaml(values: dict[str, Any]) -> str:
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=float("inf")) if values else ""
+
+
+def _launch_file(run_dir: RunDir, launch: Launch) -> str:
+    """The launch file's content, with the flags of the command line that decide the run's numbers; a DeepSpeed JSON
+    that it names is copied."""
+    content = dict(launch.yaml)
+    for name in _IN_FILE:
+        if (value := launch.arguments.get(name)) is not None:
+            content[name] = int(value) if value.isdecimal() else value
+    section = content.get("deepspeed_config") or {}
+    if launch.json_file and section.get("deepspeed_config_file"):
+        write_atomically(run_dir.deepspeed, json.dumps(recordable(launch.json), indent=2) + "\n")
+        content["deepspeed_config"] = {**section, "deepspeed_config_file": str(run_dir.deepspeed)}
+    return (
+        f"# What `accelerate launch` read of this run's launch; the command is in run.yaml.\n{without_secrets(content)}"
+    )
+
+
+def _header(run_dir: RunDir, launch: Launch) -> str:
+    """Comments: the command that starts the run again, and what else it takes to have the same bits."""
+    folder, launcher = shown_folder(run_dir.path), launcher_command()[0]
+    words = ["accel-sft"]
+    if launcher:
+        file = ["--config_file", os.path.join(folder, run_dir.launch.name)] if launch.yaml else []
+        own = own_words(launcher, without=("config_file", *_IN_FILE) if file else ())
+        words = ["accelerate", "launch", *file, *own, "-m", "accel_sft"]
+    words += ["--config", os.path.join(folder, run_dir.settings.name)]
+    same = (
+        f"The weights are the same bit for bit (on GPUs with --deterministic) with the same data, versions, kind of "
+        f"machine and threads per process ({torch.get_num_threads()}). Options of the command line win over this "
+        f"file. To go on with this run instead, add: --output-dir {shlex.quote(folder)} --resume auto"
+    )
+    lines = [f"Written by accel_sft {accel_sft.__version__}. The same run again, in a new folder:"]
+    lines += [
+        f"  {command_line(words)}",
+        f"as seen from {os.getcwd()}.",
+        *textwrap.wrap(same, 116, break_long_words=False),
+    ]
+    return "".join(f"# {one_line(line, len(line))}\n" for line in lines)

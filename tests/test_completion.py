@@ -1,0 +1,105 @@
+"""What a shell completes, by the script that is printed: commands, tasks and files with tasks, options, values."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_plugins import install, only_plugins_of
+
+from accel_sft.__main__ import main
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a task's file and a package of tasks that must not be imported."""
+    site = tmp_path / "site"
+    site.mkdir()
+    install(site, "accel-sft-loud", "loud = accel_sft_loud:Good", "raise SystemExit('was imported')")
+    (tmp_path / "mine.py").write_text("raise SystemExit('was imported')")
+    monkeypatch.chdir(tmp_path)
+    with only_plugins_of(site, monkeypatch):
+        yield tmp_path
+
+
+@pytest.fixture(params=SHELLS)
+def complete(request, folder, monkeypatch, capsys):
+    """What this shell is told to offer behind `accel-sft WORDS`, of which the last is not finished: kind and word."""
+
+    def words(*typed):
+        shell, line = request.param, " ".join(("accel-sft", *typed))
+        monkeypatch.setenv("_ACCEL_SFT_COMPLETE", f"{shell}_complete")
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", typed[-1] if shell == "fish" else str(len(typed)))
+        monkeypatch.setattr(sys, "argv", ["accel-sft"])
+        with pytest.raises(SystemExit):
+            main()
+        out, err = capsys.readouterr()
+        assert err == ""
+        lines = out.rstrip("\n").splitlines()
+        if shell == "zsh":
+            return [*zip(lines[::3], lines[1::3], strict=False)]
+        return [tuple(each.partition("\t")[0].split(",", 1)) for each in lines]
+
+    return words
+
+
+def test_every_shell_is_offered_commands_tasks_options_and_values(complete):
+    assert {("plain", name) for name in ("loud", "plan", "compare", "completion")} <= {*complete("")}
+    assert complete("lo") == [("plain", "loud")]
+    assert complete("plan", "lo") == complete("check", "lo") == [("plain", "loud")]
+    assert complete("loud", "--learn") == [("plain", "--learning-rate")]
+    assert complete("plan", "loud", "--gpu-m") == [("plain", "--gpu-memory")]
+    assert complete("loud", "--own-option", "3", "--adapter", "l") == [("plain", "lora")]
+    assert ("plain", "--help-all") in complete("loud", "--help")
+    assert ("plain", "z2_offload") in complete("launch-file", "z2")
+    assert complete("completion", "") == [("plain", shell) for shell in SHELLS]
+
+
+def test_every_shell_is_offered_files(complete):
+    assert complete("mi") == complete("plan", "mi") == [("plain", "mine.py")]
+    assert complete("./mi") == [("file", "./mi")]
+    assert complete("./mine.py", "--learn") == [("plain", "--learning-rate")]
+    for typed in (("loud", "--config", "r"), ("report", "r"), ("generate", "r"), ("loud", "--output-dir", "r")):
+        assert complete(*typed) == [("file", "r")]
+    Path("run.yaml").write_text("task: loud\n")
+    assert complete("--config", "run.yaml", "--learn") == [("plain", "--learning-rate")]
+    assert complete("--config", "none.yaml", "--learn") == []
+
+
+def test_the_printed_script_completes_in_bash(folder):
+    """`compopt` runs only where a key was pressed: in its place stands what says that files were asked for."""
+    script = """
+        eval "$(accel-sft completion bash)"
+        complete -p accel-sft
+        compopt() { printf '%s ' compopt "$@"; echo; }
+        offered() { COMPREPLY=(); COMP_WORDS=("$@"); COMP_CWORD=$(( $# - 1 )); _accel_sft_completion accel-sft; }
+        offered accel-sft lo; echo "${COMPREPLY[@]}"
+        offered accel-sft loud --adapter ''; echo "${COMPREPLY[@]}"
+        offered accel-sft plan ./; echo "${#COMPREPLY[@]}"
+    """
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    environment = {**os.environ, "PATH": path}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder / "site"), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(["bash", "--norc", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "complete -o nosort -F _accel_sft_completion accel-sft",
+        "loud",
+        "none lora adalora",
+        "compopt -o default ",
+        "0",
+    ]
+
+
+@pytest.mark.parametrize(("shell", "registers"), [("zsh", "compdef _accel_sft_"), ("fish", "--command accel-sft")])
+def test_the_scripts_of_other_shells_are_printed(shell, registers, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["accel-sft", "completion", shell])
+    with pytest.raises(SystemExit):
+        main()
+    printed = capsys.readouterr().out
+    assert registers in printed
+    assert f"_ACCEL_SFT_COMPLETE={shell}_complete" in printed
