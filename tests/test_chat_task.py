@@ -15,6 +15,7 @@ from accel_sft.api.contract import contract_faults
 from accel_sft.data.chat import Rules, encode_parts
 from accel_sft.data.conversation import conversation
 from accel_sft.data.rendering import Rendering
+from accel_sft.data.row_reading import MAX_PROBLEMS
 from accel_sft.training.prepare import texts_of
 from accel_sft_chat import Chat
 from accel_sft_chat.metrics import METRICS
@@ -277,17 +278,44 @@ MALFORMED = {
     "a null answer": ({"instruction": "u", "output": None}, "output", "text, got null or nothing"),
     "a number": ({"prompt": 3, "completion": "a"}, "prompt", "text, got int"),
     "half a history": ({"instruction": "u", "output": "a", "history": [["x"]]}, "history[0]", "[question, answer]"),
+    "a history that is no JSON": ({"instruction": "u", "output": "a", "history": "none"}, "history", "JSON of a list"),
+    "JSON that would lose something": (
+        {"messages": '[{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", "content": "b"}]'},
+        "messages",
+        "a list of messages, or JSON of one (a key twice among role, content, content)",
+    ),
+    "JSON that is no text": (
+        {"messages": r'[{"role": "user", "content": "\ud800"}]'},
+        "messages",
+        "a list of messages, or JSON of one (a lone surrogate",
+    ),
+    "JSON without a bottom": (
+        {**messages(ASK, ANSWER), "tools": "[" * 99_999},
+        "tools",
+        "JSON of a list of tools (nest",
+    ),
+    "a user's call": (
+        messages({**ASK, "tool_calls": [CALL]}, ANSWER),
+        "messages[0].tool_calls",
+        "no call in a turn of",
+    ),
+    "calls in two words": (
+        messages(ASK, {**ANSWER, "tool_calls": [CALL], "function_call": CALL["function"]}),
+        "messages[1].function_call",
+        "calls in it or in tool_calls, not in both",
+    ),
     "a tool without a name": ({**messages(ASK, ANSWER), "tools": [{}]}, "tools[0]", "a tool's schema"),
     "tools that are no JSON": ({**messages(ASK, ANSWER), "tools": "x"}, "tools", "JSON of a list of tools"),
 }
 
 
 def test_malformed_rows_are_named_by_line_and_field(rows, tmp_path):
-    with pytest.raises(UserError) as caught:
-        rows(messages(ASK, ANSWER), *(row for row, *_ in MALFORMED.values()))
-    lines = zip(MALFORMED.values(), caught.value.problems, strict=True)
-    for line, ((_, field, expected), problem) in enumerate(lines, 2):
-        assert problem.startswith(f"{tmp_path}/rows.jsonl:{line}: field {field!r}: expected {expected}")
+    cases = list(MALFORMED.values())
+    for some in (cases[:MAX_PROBLEMS], cases[MAX_PROBLEMS:]):
+        with pytest.raises(UserError) as caught:
+            rows(messages(ASK, ANSWER), *(row for row, *_ in some))
+        for line, ((_, field, expected), problem) in enumerate(zip(some, caught.value.problems, strict=True), 2):
+            assert problem.startswith(f"{tmp_path}/rows.jsonl:{line}: field {field!r}: expected {expected}")
 
 
 VALUES = (
@@ -342,11 +370,32 @@ def test_whatever_a_row_holds_it_is_a_chat_or_is_refused_by_field(form):
         assert Chat(train_file="x").score(example, chat.target)
 
 
+@pytest.mark.parametrize("text", ['[{"name": "Bob", "role": "father"}]', "[[1, 2], [3, 4]]", "[]", "[{", " [1]"])
+def test_a_text_that_is_a_json_list_of_something_else_is_read_and_learnt_as_it_is(rows, text):
+    ((prompt, target, _),), _ = rows({"prompt": text, "completion": text})
+    assert prompt == [{"role": "user", "content": text}]
+    assert target == text
+
+
+def test_cells_of_a_table_may_hold_lists_as_json(rows):
+    turns = [ASK, ANSWER]
+    (found, pair), _ = rows(
+        {"instruction": "u2", "output": "a2", "history": ' [ ["u", "a"]]'},
+        {"prompt": f" {json.dumps([*turns, AGAIN])}", "completion": json.dumps([MORE])},
+    )
+    assert found == ([ASK], [ANSWER, AGAIN, MORE], None)
+    assert pair == ([*turns, AGAIN], "a2", None)
+    ((prompt, *_), _), _ = rows(*({"instruction": "u", "output": "a", "history": empty} for empty in ("[]", " ")))
+    assert prompt == [ASK]
+
+
 def test_columns_by_other_names(rows):
     row = {"question": "u", "answer": "a", "persona": "s", "messages": "not meant"}
     (found,), notes = rows(row, columns="prompt=question, completion=answer, system=persona")
     assert found == ([SYSTEM, ASK], "a", None)
     assert notes == ["1 row read as prompt and completion (columns question, answer)"]
+    _, notes = rows(row, columns="prompt=question, completion=answer, system=who")
+    assert notes[1] == "1 row without the column who, which --columns names"
     with pytest.raises(UserError, match="got question, answer, persona"):
         rows({"question": "u", "answer": "a", "persona": "s"})
 
@@ -362,6 +411,10 @@ OPTIONS = {
     ),
     "what column": ({"train_file": "x", "columns": "a=b"}, "--columns a=b: 'a' is not one of messages, prompt,"),
     "twice": ({"train_file": "x", "columns": "input=b,input=c"}, "--columns input=b,input=c: input is named twice"),
+    "for two": (
+        {"train_file": "x", "columns": "prompt=b,completion=b"},
+        "--columns prompt=b,completion=b: the column b is named for two things",
+    ),
     "no expression": ({"train_file": "x", "metric": "regex"}, "--regex: goes with --metric regex"),
     "no metric": ({"train_file": "x", "regex": "x"}, "--regex: goes with --metric regex"),
     "half an expression": ({"train_file": "x", "metric": "regex", "regex": "("}, "--regex (: not a regular expression"),

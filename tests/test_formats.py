@@ -118,6 +118,13 @@ def test_a_bad_row_of_parquet_is_named_by_its_number_and_bytes_are_no_text(tmp_p
     )
 
 
+def test_of_two_columns_of_parquet_with_one_name_none_is_lost(tmp_path):
+    texts = [pyarrow.array([text]) for text in ("1", "2")]
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(texts, names=["answer"] * 2), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="parquet: it has the column 'answer' twice; give each a name of its own"):
+        read_rows(tmp_path / "a.parquet", answer)
+
+
 def test_a_zstandard_file_that_is_cut_off_is_refused(tmp_path):
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(zstandard(JSONL * 9)[:-5])

@@ -155,11 +155,16 @@ def _delimited(stream: BinaryIO, name: str, delimiter: str) -> Iterator[Located]
 
 
 def _header_problem(header: list[str]) -> str:
-    for column in header:
-        if not column.strip():
-            return "the header has a column without a name; the first line names the columns"
-        if header.count(column) > 1:
-            return f"the header has the column {column[:_FIELDS_SHOWN]!r} twice; give each a name of its own"
+    if not all(column.strip() for column in header):
+        return "the header has a column without a name; the first line names the columns"
+    return f"the header has {doubled}" if (doubled := _doubled(header)) else ""
+
+
+def _doubled(columns: list[str]) -> str:
+    """What is wrong where two columns have one name; "" where none have."""
+    for column in columns:
+        if columns.count(column) > 1:
+            return f"the column {column[:_FIELDS_SHOWN]!r} twice; give each a name of its own"
     return ""
 
 
@@ -171,7 +176,10 @@ def _parquet(stream: BinaryIO, name: str) -> Iterator[Located]:
     stream.seek(0)
     number = 0
     try:
-        for batch in parquet.ParquetFile(stream).iter_batches(_BATCH_ROWS):
+        opened = parquet.ParquetFile(stream)
+        if problem := _doubled(opened.schema_arrow.names):
+            raise UserError(f"{name}: it has {problem}")
+        for batch in opened.iter_batches(_BATCH_ROWS):
             for row in batch.to_pylist():
                 number += 1
                 yield row_as_json(row, number)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from accel_sft import RowProblem
-from accel_sft_chat.messages import IN_PROMPT, Turn, kind, read_turns
+from accel_sft_chat.messages import IN_PROMPT, Turn, json_in, kind, read_turns
 
 COLUMNS = {
     "messages": ("messages", "conversations"),
@@ -22,16 +21,21 @@ COLUMNS = {
 }
 """What a column may hold, and the names by which it is recognised; `--columns` gives it another."""
 _FORMS = (("messages",), ("prompt", "completion"), ("instruction", "output"))
+_SAID = ("content", "tool_calls", "function_call")
 _SHOWN = 8
 
 
 class RowTurns(NamedTuple):
-    """A row's turns as they stand there, and the form that it has. `system_text` is the column's text, or ""."""
+    """A row's turns as they stand there, and the form that it has. `system_text` is the column's text, or "".
+
+    `missing` names the columns of `--columns` that the row does not have.
+    """
 
     form: str
     turns: list[Turn]
     system_text: str
     tools: list[dict[str, Any]] | None
+    missing: tuple[str, ...]
 
 
 def named_columns(text: str | None) -> tuple[tuple[str, str], ...]:
@@ -49,6 +53,8 @@ def named_columns(text: str | None) -> tuple[tuple[str, str], ...]:
             raise ValueError(f"{what} has no column; write {what}=NAME")
         if what in dict(pairs):
             raise ValueError(f"{what} is named twice")
+        if column in dict(pairs).values():
+            raise ValueError(f"the column {column} is named for two things")
         pairs.append((what, column))
     return tuple(pairs)
 
@@ -85,7 +91,8 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...]) -> Ro
         answer = {"role": "assistant", "content": _text(row, second := column("output"), needed=True)}
         turns = [*_history(row, column("history")), question, answer]
         form = f"Alpaca (columns {first}, input, {second})"
-    return RowTurns(form, turns, system_text, tools)
+    missing = tuple(name for name in named.values() if name not in row)
+    return RowTurns(form, turns, system_text, tools, missing)
 
 
 def _unknown(row: Mapping[str, Any]) -> RowProblem:
@@ -107,7 +114,7 @@ def _text(row: Mapping[str, Any], column: str, *, needed: bool = False) -> str:
 
 def _pair(row: Mapping[str, Any], prompt: str, completion: str) -> list[Turn]:
     """Of texts or of lists of messages; no turn of the prompt is learnt."""
-    asked, answered = _decoded(row[prompt]), _decoded(row[completion])
+    asked, answered = _messages_in(row[prompt]), _messages_in(row[completion])
     turns = (
         read_turns(asked, prompt)[0]
         if isinstance(asked, list)
@@ -121,23 +128,36 @@ def _pair(row: Mapping[str, Any], prompt: str, completion: str) -> list[Turn]:
 
 
 def _history(row: Mapping[str, Any], column: str) -> list[Turn]:
-    """Alpaca's earlier turns: pairs of question and answer."""
-    pairs, turns = _decoded(row.get(column)) or [], []
-    for number, pair in enumerate(pairs if isinstance(pairs, list) else [pairs]):
+    """Alpaca's earlier turns: a list of pairs of question and answer, or JSON of one as in the cell of a CSV."""
+    pairs, turns = row.get(column), []
+    if isinstance(pairs, str):
+        try:
+            pairs = json_in(pairs) if pairs.strip() else None
+        except ValueError as error:
+            raise RowProblem(column, f"JSON of a list of pairs, [[question, answer], ...] ({error})") from None
+    for number, pair in enumerate(pairs if isinstance(pairs, list) else [pairs] if pairs else []):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise RowProblem(f"{column}[{number}]", f"[question, answer], two texts, got {kind(pair)}")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return turns
 
 
-def _decoded(value: Any) -> Any:
-    """A list that stands in a text as JSON, as in the cell of a CSV; anything else as it is."""
-    if isinstance(value, str) and value.lstrip()[:2] in ("[{", "[["):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value
+def _messages_in(value: Any) -> Any:
+    """The messages that a text holds as JSON, as in the cell of a CSV; anything else as it is: a text may be a JSON
+    list of something else, which a model is to read or to answer with."""
+    if not isinstance(value, str) or value.lstrip()[:1] != "[":
+        return value
+    try:
+        found = json_in(value)
+    except ValueError:
+        return value
+    return found if isinstance(found, list) and found and all(map(_is_message, found)) else value
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return value.keys() >= {"from", "value"} or ("role" in value and not value.keys().isdisjoint(_SAID))
 
 
 def _tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]] | None:
@@ -145,7 +165,7 @@ def _tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]] | None:
     value = row.get(column)
     if isinstance(value, str):
         try:
-            value = json.loads(value or "null")
+            value = json_in(value) if value.strip() else None
         except ValueError as error:
             raise RowProblem(column, f"JSON of a list of tools ({error})") from None
     if not value:

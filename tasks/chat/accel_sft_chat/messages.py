@@ -42,7 +42,7 @@ def read_turns(value: Any, field: str) -> tuple[list[Turn], bool]:
     """
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json_in(value)
         except ValueError as error:
             raise RowProblem(field, f"a list of messages, or JSON of one ({error})") from None
     if not isinstance(value, list) or not value:
@@ -60,6 +60,29 @@ def kind(value: Any) -> str:
     return {type(None): "null or nothing"}.get(type(value), type(value).__name__)
 
 
+def json_in(text: str) -> Any:
+    """The value of a text that is JSON, as strictly as rows are read.
+
+    Raises:
+        ValueError: it is none, or has something that would be lost or is no text: a key twice, NaN, a lone surrogate.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("a lone surrogate, \\ud800 to \\udfff, is not text") from None
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a key twice among {', '.join(key for key, _ in pairs)}"[:80])
+    return found
+
+
 def _turn(message: Any, field: str) -> Turn:
     if not isinstance(message, dict):
         raise RowProblem(field, f"a message, an object with role and content, got {kind(message)}")
@@ -74,10 +97,8 @@ def _turn(message: Any, field: str) -> Turn:
         turn = {"role": "assistant", "content": "", "tool_calls": _calls(_json(text, where), where)}
     else:
         turn = {"role": role, "content": ""}
-        called = message.get("tool_calls") or message.get("function_call")
-        if role == "assistant" and called:
-            which = "tool_calls" if message.get("tool_calls") else "function_call"
-            turn["tool_calls"] = _calls(_json(called, f"{field}.{which}"), f"{field}.{which}")
+        if which := _calling(message, role, field):
+            turn["tool_calls"] = _calls(_json(message[which], f"{field}.{which}"), f"{field}.{which}")
         turn["content"] = _content(message.get(names[1]), f"{field}.{names[1]}", role, bool(turn.get("tool_calls")))
     for name in ("name", "tool_call_id", "reasoning_content"):
         if message.get(name) is not None:
@@ -87,6 +108,16 @@ def _turn(message: Any, field: str) -> Turn:
     if turn["role"] == "assistant" and (mark := _mark(message, field)) is not None:
         turn["weight"] = mark
     return turn
+
+
+def _calling(message: Turn, role: str, field: str) -> str:
+    """The key under which a message calls tools; "" if it calls none."""
+    found = [which for which in ("tool_calls", "function_call") if message.get(which)]
+    if found and role != "assistant":
+        raise RowProblem(f"{field}.{found[0]}", f"no call in a turn of the {role}: the assistant calls tools")
+    if len(found) > 1:
+        raise RowProblem(f"{field}.function_call", "calls in it or in tool_calls, not in both")
+    return found[0] if found else ""
 
 
 def _content(value: Any, field: str, role: str, called: bool) -> str:
@@ -108,9 +139,10 @@ def _json(value: Any, field: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except ValueError:
-        raise RowProblem(field, f'JSON of a call, {{"name": ..., "arguments": {{...}}}}, got {kind(value)}') from None
+        return json_in(value)
+    except ValueError as error:
+        expected = f'JSON of a call, {{"name": ..., "arguments": {{...}}}}, got {kind(value)} ({error})'
+        raise RowProblem(field, expected) from None
 
 
 def _calls(value: Any, field: str) -> list[Turn]:

@@ -143,4 +143,5 @@ def parse_row(
     """
     read = read_row(row, columns)
     made, notes = dialogue(read.turns, read.system_text, read.tools, learn, system_prompt)
-    return ParsedRow(made, made.question, (f"read as {read.form}", *notes))
+    missing = (f"without the column {name}, which --columns names" for name in read.missing)
+    return ParsedRow(made, made.question, (f"read as {read.form}", *missing, *notes))
