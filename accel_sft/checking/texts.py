@@ -17,6 +17,7 @@ from accel_sft.api.task import Task
 from accel_sft.checking.findings import Findings
 from accel_sft.data.answer_text import special_tokens
 from accel_sft.data.conversation import Conversation, Turn, conversation
+from accel_sft.data.pictures import shown
 
 DAMAGED = re.compile("[\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
 """The replacement character, control characters, and what UTF-8 looks like that was read as Latin-1 or cp1252."""
@@ -72,6 +73,7 @@ def read_texts(task: Task, examples: Sequence[Any], split: str, special: Special
     for index in range(count):
         try:
             chat = conversation(task, examples, split, index)
+            seen = "".join(f"\x1e{picture.digest}" for picture in chat.images)
         except UserError as error:
             found.add("D201", split, index, without_index(str(error), split, index))
             readable[index] = False
@@ -80,7 +82,7 @@ def read_texts(task: Task, examples: Sequence[Any], split: str, special: Special
         answered[index] = "D206" not in faults
         for code, detail in (*faults.items(), *special.faults(chat)):
             found.add(code, split, index, detail)
-        prompt = "\x1e".join(f"{turn['role']}\x1f{turn['content']}{_calls(turn)}" for turn in chat.turns)
+        prompt = "\x1e".join(f"{turn['role']}\x1f{turn['content']}{_calls(turn)}" for turn in chat.turns) + seen
         target = chat.target + _calls(chat.answer)
         loose = normalised(prompt)
         texts = prompt, f"{prompt}\x1d{target}", loose, f"{loose}\x1d{normalised(target)}"
@@ -98,7 +100,7 @@ def _faults(chat: Conversation) -> dict[str, str]:
     for each in chat.each():
         target = each.target
         if not (target.strip() or each.calls):
-            faults.setdefault("D206", f"asked: {shortened(each.turns[-1]['content'])}")
+            faults.setdefault("D206", f"asked: {shortened(shown(each.turns[-1]['content']))}")
         elif target != target.strip():
             faults.setdefault("D211", repr(shortened(target)))
         if not any(turn["content"].strip() for turn in each.turns if turn["role"] != "system"):
@@ -132,7 +134,7 @@ def beginning_of(task: Task, examples: Sequence[Any], split: str, index: int) ->
         turns = conversation(task, examples, split, index).turns
     except UserError:
         return ""
-    return shortened(turns[-1]["content"])
+    return shortened(shown(turns[-1]["content"]))
 
 
 def around(text: str, match: re.Match[str], length: int = 24) -> str:
