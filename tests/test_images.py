@@ -251,6 +251,10 @@ def test_an_image_is_the_same_in_every_form_in_which_it_is_given(made, tmp_path,
 
 
 REFUSED = {
+    "a stripe": (
+        {"image": Image.new("RGB", (2001, 2))},
+        "cannot make it input (ValueError: absolute aspect ratio must be",
+    ),
     "a missing file": ({"path": "nowhere.png"}, "'nowhere.png'; there is no such file"),
     "an address": ({"url": "https://example.com/a.png"}, "fetched again in every epoch; download it"),
     "no image": ({"image": b"no image"}, "an image cannot be read: it is in no format"),
@@ -277,6 +281,22 @@ def test_a_model_that_reads_no_images_is_named(tmp_path):
     encode = encoder(make_tiny(tmp_path), Colours())
     with pytest.raises(UserError, match="it reads no images, and the data has some; name a vision-language model"):
         encode(range(20), "train")
+
+
+def test_a_missing_pillow_is_named(made, monkeypatch):
+    monkeypatch.setattr("transformers.utils.is_vision_available", lambda: False)
+    with pytest.raises(UserError, match=r"need Pillow: pip install 'accel-sft\[images\]'"):
+        processor_of(made("qwen2_vl"))
+
+
+def test_a_torchvision_that_does_not_load_is_named(made, tmp_path, monkeypatch):
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("transformers.utils.is_torchvision_available", lambda: True)
+    with pytest.raises(
+        UserError, match=r"cannot be loaded \(operator torchvision::nms does not exist\); install the build"
+    ):
+        processor_of(made("qwen2_vl"))
 
 
 def test_earlier_answers_of_a_chat_have_the_images_before_them(monkeypatch):

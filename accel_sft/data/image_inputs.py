@@ -113,8 +113,7 @@ class ImageInputs:
         except UserError as error:
             raise UserError(*(f"{where}: {line}" for line in error.problems)) from error
         except Exception as error:  # a processor is code of the model's, and refuses images in ways of its own
-            cause = one_line(f"{type(error).__name__}: {error}", LONGEST_ERROR)
-            raise UserError(f"{where}: {picture} cannot be used by the model's processor ({cause})") from error
+            raise UserError(f"{where}: {picture}: {_refusal(error)}") from error
         return self._written[size]
 
     def tensors(self, rows: Sequence[Row], shape: tuple[int, int]) -> dict[str, np.ndarray]:
@@ -130,7 +129,11 @@ class ImageInputs:
         texts = [self.processor.image_token * len(each) for each in pictures]
         opened = [[picture.opened() for picture in each] for each in pictures]
         how = {"add_special_tokens": False, "padding": True, "return_tensors": "pt"}
-        made = self.processor(text=texts, images=opened, **how)
+        try:
+            made = self.processor(text=texts, images=opened, **how)
+        except Exception as error:
+            named = ", ".join(row.images.source.of(row) for row in pictured)
+            raise UserError(f"{named}: {_refusal(error)}") from error
         types = self._types([row.input_ids for row in rows])
         of_rows = [sum(kinds) for row, kinds in zip(rows, types, strict=True) if row.images]
         of_images = [sum(kinds) for kinds in self._types(made["input_ids"].tolist())]
@@ -151,6 +154,11 @@ class ImageInputs:
         """1 for each token that is an image's, else 0."""
         of_images = {*self.processor.image_token_ids}
         return [[int(token in of_images) for token in row] for row in ids]
+
+
+def _refusal(error: Exception) -> str:
+    cause = one_line(f"{type(error).__name__}: {error}", LONGEST_ERROR)
+    return f"the model's processor cannot make it input ({cause}); mend it, or take the row out"
 
 
 def _texts(chat: Conversation) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
+from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.models.source import Source, errors_explained
 
 
@@ -25,13 +26,22 @@ def load_processor(source: Source, config: TrainConfig) -> Any:
     name = source.weights
     if not is_vision_available():
         raise UserError("the data has images, which need Pillow: pip install 'accel-sft[images]'")
+    if has_torchvision := is_torchvision_available():
+        try:
+            import torchvision  # noqa: F401
+        except (ImportError, OSError, RuntimeError) as error:  # what PyPI holds is for CUDA, and fails without
+            cause = one_line(str(error), LONGEST_ERROR)
+            raise UserError(
+                f"torchvision is installed and cannot be loaded ({cause}); install the build for this torch, or "
+                "uninstall it: images are read without it too"
+            ) from error
     trust = {"trust_remote_code": config.trust_remote_code}
     with errors_explained(name):
         settings = AutoConfig.from_pretrained(name, **trust)
         kind = PROCESSOR_MAPPING.get(type(settings), None)
         if kind is None or "image_processor" not in kind.get_attributes():
             raise UserError(f"--model {name}: it reads no images, and the data has some; name a vision-language model")
-        if "video_processor" in kind.get_attributes() and not is_torchvision_available():
+        if "video_processor" in kind.get_attributes() and not has_torchvision:
             processor = _without_videos(kind, name, trust)
         else:
             processor = AutoProcessor.from_pretrained(name, **trust)
