@@ -253,10 +253,10 @@ MALFORMED = {
     "no role": (messages({"content": "x"}), "messages[0].role", "system, user, assistant or tool"),
     "an unknown role": (sharegpt(("narrator", "x")), "conversations[0].from", "system, user, assistant or tool"),
     "no content": (messages(ASK, {"role": "assistant"}), "messages[1].content", "text, got null or nothing"),
-    "an image": (
-        messages({"role": "user", "content": [{"type": "image_url"}]}, ANSWER),
+    "a video": (
+        messages({"role": "user", "content": [{"type": "video"}]}, ANSWER),
         "messages[0].content[0]",
-        "a part of type text, got 'image_url'",
+        "a part of type text or image, got 'video'",
     ),
     "a weight of a half": (messages(ASK, {**ANSWER, "weight": 0.5}), "messages[1].weight", "0 or 1, got float"),
     "marks that differ": (messages(ASK, {**ANSWER, "weight": 1, "train": False}), "messages[1].train", "the same as"),
@@ -570,3 +570,70 @@ def test_check_names_rows_of_chat_files_by_line(tmp_path):
     found = {each["code"]: [f"{row['file']}:{row['line']}" for row in each["rows"]] for each in report["findings"]}
     expected = {"D101": 8, "D102": 6, "D104": 10, "D401": 4}
     assert found == {code: [f"{tmp_path}/chats.jsonl:{line}"] for code, line in expected.items()}
+
+
+def part(path=None):
+    return {"type": "image", **({"image": path} if path else {})}
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+SEEN = [part("FOLDER/a.png"), text("what?")]
+PICTURED = {
+    "parts": {"messages": [{"role": "user", "content": [part("a.png"), text("what?")]}, ANSWER]},
+    "OpenAI's parts": {
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}, text("what?")]},
+            ANSWER,
+        ]
+    },
+    "parts and a column": {
+        "messages": [{"role": "user", "content": [part(), text("what?")]}, ANSWER],
+        "images": ["a.png"],
+    },
+    "marks and a column": {**sharegpt(("human", "<image>what?"), ("gpt", "a")), "images": ["a.png"]},
+    "a column alone": {"prompt": "what?", "completion": "a", "images": [{"path": "a.png", "bytes": None}]},
+    "one image": {"instruction": "<image>what?", "output": "a", "image": "a.png"},
+}
+
+
+@pytest.mark.parametrize("row", PICTURED.values(), ids=PICTURED)
+def test_images_of_every_form_are_parts_of_the_messages(rows, tmp_path, row):
+    (((user,), target, _),), notes = rows(row)
+    assert user["role"] == "user"
+    assert user["content"] == [part(str(tmp_path / "a.png")), text("what?")]
+    assert target == "a"
+    assert any("no <image> in their texts" in note for note in notes) == ("prompt" in row)
+
+
+def test_images_stay_with_their_turns_and_tell_rows_apart(rows, tmp_path):
+    first, second = {"role": "user", "content": "<image> and <image>"}, {"role": "user", "content": "now <image>"}
+    row = {
+        "messages": [first, {"role": "user", "content": "say"}, ANSWER, second, MORE, ASK],
+        "images": ["1", "2", "3"],
+    }
+    plain = messages({"role": "user", "content": "what is <image>?"}, ANSWER)
+    turns, _ = rows(row, plain)
+    (asked, target, _), (spoken, _, _) = turns
+    place = [part(str(tmp_path / name)) for name in "123"]
+    assert asked == [{"role": "user", "content": [place[0], text(" and "), place[1], text("\n\nsay")]}]
+    assert target[1]["content"] == [text("now "), place[2]]
+    assert spoken == plain["messages"][:1]
+    same = [parse_row((), "every", None, {"prompt": "what?", "completion": "a", "images": [name]}) for name in "12"]
+    assert same[0].group != same[1].group
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"prompt": "<image><image>?", "completion": "a", "images": ["1"]}, "an image for each of 2 <image> .* got 1"),
+        ({"prompt": "<image>?", "completion": "a", "images": [5]}, r"images\[0\]': expected the path of an image"),
+        (messages({"role": "user", "content": [part(), text("?")]}, ANSWER), "an image for each of 1 <image> .* got 0"),
+        (messages({"role": "user", "content": [part("a"), text("<image>")]}, ANSWER), "a text without <image>"),
+    ],
+)
+def test_images_that_do_not_fit_their_texts_are_told_by_row(rows, row, told):
+    with pytest.raises(UserError, match=told):
+        rows(row)

@@ -293,7 +293,7 @@ def test_an_adapter_stays_apart_on_all_ranks_where_one_has_no_room(tiny, tokeniz
         lambda *_: counted.append(1)
     )
     generator = Generator(Accelerator(cpu=True), tokenizer, model, 4)
-    with generator._ready() as reason, torch.no_grad():
+    with generator.ready() as reason, torch.no_grad():
         model(torch.tensor([examples[0].input_ids]))
     assert (reason, counted) == ("it has no room", [1])
 

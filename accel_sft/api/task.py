@@ -35,7 +35,11 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def messages(self, example: Any) -> list[dict[str, Any]]:
-        """The prompt as chat messages, [{"role": "system" | "user" | "assistant", "content": ...}, ...]."""
+        """The prompt as chat messages, [{"role": "system" | "user" | "assistant", "content": ...}, ...].
+
+        A content is a text, or a list of parts, {"type": "text", "text": ...} and {"type": "image", "image": ...}, the
+        image a path, bytes or a PIL image.
+        """
 
     @abc.abstractmethod
     def target(self, example: Any) -> str | list[dict[str, Any]]:

@@ -24,7 +24,8 @@ class Batch:
     """One forward: the model's arguments, and what its kept logits are to predict.
 
     Attributes:
-        inputs: `input_ids` and `attention_mask`, with `position_ids` and what attention wants for a tree of rows.
+        inputs: `input_ids` and `attention_mask`, with `position_ids` and what attention wants for a tree of rows, and
+            with what the processor makes of the images of padded rows.
         keep: where a label is predicted from: positions (P,) of the one sequence, or a mask (B, T) of padded rows.
         sources: index into the P kept positions of each target, (E,); None: one target each, in order.
         targets: token ids to predict, (E,).
@@ -171,7 +172,8 @@ def _rows(sizes: np.ndarray, starts: np.ndarray, prefix: int) -> Rows:
 def padded(rows: Sequence[Encoded], pad_token_id: int) -> Batch:
     """Rows one below the other, padded at the right.
 
-    What is predicted is found by position, so a pad token that equals the end-of-turn token is never supervised.
+    What is predicted is found by position, so a pad token that equals the end-of-turn token is never supervised. Images
+    are read here, when their forward is next; the model finds positions by itself.
     """
     shape = (len(rows), max(len(row.input_ids) for row in rows))
     input_ids, attention_mask = np.full(shape, pad_token_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
@@ -184,6 +186,8 @@ def padded(rows: Sequence[Encoded], pad_token_id: int) -> Batch:
             keep[number, span.start - 1 : span.stop - 1] = True
             targets += row.input_ids[span.start : span.stop]
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    if pictured := next((row for row in rows if row.images), None):
+        inputs |= pictured.images.source.inputs.tensors(rows, shape)
     return _tensors(inputs, keep, None, np.asarray(targets, np.int64), np.ones(len(targets), np.float32))
 
 

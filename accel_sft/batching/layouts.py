@@ -127,6 +127,7 @@ class Batching:
 
     def batch(self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device) -> Batch:
         """The tensors of one forward; no example: a connected forward without a target."""
+        assert self.layout == "padded" or not any(row.images for row in examples), "rows with images are padded"
         with device:
             batch = self.way.collate(examples, pad_token_id) if examples else collate.empty(pad_token_id)
         return dataclasses.replace(batch, head=self.head)

@@ -33,6 +33,8 @@ NOISE = 4
 """How many times as large as what differs without any change a difference may be that is laid to rounding."""
 FEWEST_LOGITS = 1
 """Held at once by a head in pieces while it is checked: pieces as small as can be."""
+IMAGES = "rows hold images, whose placeholders are alike where the images are not, and whose positions have two axes"
+"""Why they stand by themselves."""
 UNLIMITED = 2**31
 """Tokens in one forward while no limit is chosen."""
 
@@ -82,6 +84,9 @@ def exact_batchings(subject: Subject, also: Sequence[Encoded]) -> tuple[list[Bat
     # the longest row's logits everywhere might not fit; what it is there for does not depend on the head
     lean = whole if heads == ["everywhere"] else dataclasses.replace(whole, head="labelled")
     found, reasons, dropout = [], [], None
+    if any(row.images for row in (*subject.examples, *also)):
+        *others, only = asked
+        asked, reasons = [only], [f"{' or '.join(others)}: {IMAGES}"] if others else []
     was_training = model.training
     with torch.no_grad(), torch.random.fork_rng():
         model.train()
@@ -153,14 +158,18 @@ def _enough(examples: Sequence[Encoded]) -> list[Encoded]:
 
 
 def _trials(examples: Sequence[Encoded]) -> list[list[Encoded]]:
-    """Some short rows; and the shortest with the longest, which reaches what short rows do not, a window's end."""
-    among = _shortest(examples)
+    """Some short rows; and the shortest with the longest, which reaches what short rows do not, a window's end.
+
+    Short rows are those with images, if there are any: the others are laid out beside them in the second trial.
+    """
+    among = _shortest([row for row in examples if row.images] or examples)
     longest = max(examples, key=lambda example: (len(example.input_ids), example.index))
     short: list[Encoded] = []
     for row in among:
         if len(short) < CHECKED_ROWS and not any(_goes_on(row, other) for other in short):
             short.append(row)
-    beside = next((row for row in among if not _goes_on(longest, row)), among[0])
+    plain = [row for row in _shortest(examples) if not row.images]
+    beside = next((row for row in (*plain, *among) if not _goes_on(longest, row)), among[0])
     return [sorted(rows, key=lambda row: (row.input_ids, row.index)) for rows in (short, [beside, longest])]
 
 

@@ -12,7 +12,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.checking.findings import Findings
 from accel_sft.checking.reading import Selection, selected
 from accel_sft.checking.texts import without_index
-from accel_sft.data.chat import EMPTY_ANSWER, NO_PROMPT, NOTHING_TO_LEARN, Encoding, encode_parts
+from accel_sft.data.chat import EMPTY_ANSWER, NO_PROMPT, NOTHING_TO_LEARN, Encoding
 from accel_sft.data.template import AnswerDropped, NotAPrefix, Rejected
 from accel_sft.data.tokenization import SplitEncoder
 
@@ -73,7 +73,7 @@ def _refused_one_by_one(
             return
         seen = Encoding(split)
         try:
-            for part in encode_parts(encode.rendering, encode.task, examples, some, split, encode.rules):
+            for part in encode.parts(examples, some, split):
                 seen.note(part)
         except UserError as error:
             if len(some) == 1:
@@ -115,7 +115,7 @@ def _report_left_out(
 
 def _length_needed(encode: SplitEncoder, examples: Sequence[Any], some: list[int], split: str, count: int) -> str:
     rules = dataclasses.replace(encode.rules, max_length=1 << 40, truncation="drop")
-    parts = encode_parts(encode.rendering, encode.task, examples, some, split, rules)
+    parts = encode.parts(examples, some, split, rules)
     longest = max(len(each.input_ids) for part in parts for each in part.kept)
     which = "the longest" if len(some) == count else f"the longest of the first {len(some)}"
     return f"{which} has {longest:,} tokens"

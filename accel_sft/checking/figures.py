@@ -126,7 +126,9 @@ def step_figures(train: Encoding, plan: StepPlan, micro_batch_size: str) -> Step
     epoch_tokens, epoch_supervised = (int(each.sum(dtype=np.int64)) for each in (plan.lengths, plan.supervised))
     count = sum(len(batch) for batch in batches)
     mean = count / len(batches) / len(store)
-    computed = {name: _computed(key, rows, batches) for key, name in _NAMES.items()}
+    # rows with images are padded, and the others of such data with them
+    names = {key: name for key, name in _NAMES.items() if key[0] == "padded" or not len(store.pictured)}
+    computed = {name: _computed(key, rows, batches) for key, name in names.items()}
     padded = computed[_NAMES["padded", "mask"]]
     return StepFigures(
         total,

@@ -18,6 +18,7 @@ from accel_sft.checking.findings import Findings
 from accel_sft.data.answer_text import special_tokens
 from accel_sft.data.conversation import Conversation, Turn, conversation
 from accel_sft.data.form import divided
+from accel_sft.data.pictures import shown
 
 DAMAGED = re.compile("[\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
 """The replacement character, control characters, and what UTF-8 looks like that was read as Latin-1 or cp1252."""
@@ -85,6 +86,7 @@ def read_texts(
     for index in range(count):
         try:
             chat = conversation(task, examples, split, index)
+            seen = "".join(f"\x1e{picture.digest}" for picture in chat.images)
         except UserError as error:
             found.add("D201", split, index, without_index(str(error), split, index))
             readable[index] = False
@@ -93,7 +95,7 @@ def read_texts(
         answered[index] = "D206" not in faults
         for code, detail in (*faults.items(), *special.faults(chat)):
             found.add(code, split, index, detail)
-        prompt = "\x1e".join(f"{turn['role']}\x1f{turn['content']}{_calls(turn)}" for turn in chat.turns)
+        prompt = "\x1e".join(f"{turn['role']}\x1f{turn['content']}{_calls(turn)}" for turn in chat.turns) + seen
         target = chat.target + _calls(chat.answer)
         loose = normalised(prompt)
         texts = prompt, f"{prompt}\x1d{target}", loose, f"{loose}\x1d{normalised(target)}"
@@ -111,7 +113,7 @@ def _faults(chat: Conversation, keeps_thinking: bool) -> dict[str, str]:
     for each in chat.each():
         target = each.target
         if not (target.strip() or each.calls):
-            faults.setdefault("D206", f"asked: {shortened(each.turns[-1]['content'])}")
+            faults.setdefault("D206", f"asked: {shortened(shown(each.turns[-1]['content']))}")
         elif target != target.strip():
             faults.setdefault("D211", repr(shortened(target)))
         if keeps_thinking and target.strip() and divided(each)[0] is None:
@@ -147,7 +149,7 @@ def beginning_of(task: Task, examples: Sequence[Any], split: str, index: int) ->
         turns = conversation(task, examples, split, index).turns
     except UserError:
         return ""
-    return shortened(turns[-1]["content"])
+    return shortened(shown(turns[-1]["content"]))
 
 
 def around(text: str, match: re.Match[str], length: int = 24) -> str:

@@ -27,7 +27,7 @@ class TokenFacts:
 
     Attributes:
         indices: in the encoded split.
-        prompts, rows: hashes of the prompt's and of all tokens.
+        prompts, rows: hashes of the prompt's and of all tokens, each with its images.
         bos_twice, unknown, ends: whether it begins with two tokens that begin a text, has one that stands for what the
             tokenizer does not know, and has one that ends the turn at the end of each answer.
     """
@@ -57,7 +57,10 @@ def token_facts(store: TokenStore, tokenizer: Any, eos_ids: frozenset[int]) -> T
     parts = [
         _facts_of(columns, factors, bos, unknown_id, stops) for batch in store.columns() for columns in _chunks(batch)
     ]
-    return TokenFacts(*map(np.concatenate, zip(*parts, strict=True)))
+    facts = TokenFacts(*map(np.concatenate, zip(*parts, strict=True)))
+    for hashes in (facts.prompts, facts.rows):
+        hashes[store.pictured] ^= store.image_hashes()
+    return facts
 
 
 def _chunks(columns: Columns) -> Iterator[Columns]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from accel_sft.data.conversation import Conversation
 from accel_sft.data.form import divided
+from accel_sft.data.image_inputs import ImageInputs, RowImages
 from accel_sft.data.pieces import PieceTokenizer
 from accel_sft.data.rendering import Rendered, Rendering
 from accel_sft.data.template import holds, not_a_prefix, refusal
@@ -19,12 +20,34 @@ class AnswerTokens:
 
     Args:
         eos_ids: tokens that end an answer; the tokenizer's eos is added where the template closes it with none of them.
+        images: what the model's processor makes of images; None: no example has any.
     """
 
-    def __init__(self, rendering: Rendering, eos_ids: frozenset[int]) -> None:
+    def __init__(self, rendering: Rendering, eos_ids: frozenset[int], images: ImageInputs | None = None) -> None:
+        self.images = images
         self.rendering, self.tokenizer, self.eos_ids = rendering, rendering.tokenizer, eos_ids
         self._tokenize = PieceTokenizer(self.tokenizer)
         self._closers: dict[str, int] = {}  # how many end tokens are in what follows an answer
+
+    def with_images(
+        self, texts: list[Rendered], part: Sequence[tuple[int, Conversation]], split: str
+    ) -> list[Rendered]:
+        """The texts of some examples' answers, in which each image has as many placeholders as it has tokens.
+
+        Raises:
+            UserError: an image cannot be used, by this model or at all.
+        """
+        if self.images is None or not any(chat.images for _, chat in part):
+            return texts
+        every = [(index, each) for index, chat in part for each in chat.each()]
+        return [
+            self.images.expanded(chat, text, f"{split} example {index}") if chat.images else text
+            for (index, chat), text in zip(every, texts, strict=True)
+        ]
+
+    def images_of(self, chat: Conversation) -> RowImages | None:
+        """What a row keeps of its images."""
+        return self.images.row(chat) if self.images and chat.images else None
 
     def of_texts(self, texts: Sequence[Rendered], counts: Sequence[int]) -> list[tuple[list[int], list[int]]]:
         """The tokens of each prompt, and those of the prompt with what is learnt behind it.

@@ -12,6 +12,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.data.answer_tokens import AnswerTokens
 from accel_sft.data.conversation import Conversation, conversation
+from accel_sft.data.image_inputs import ImageInputs, RowImages
 from accel_sft.data.rendering import Rendered, Rendering
 from accel_sft.data.template import Rejected
 
@@ -29,13 +30,14 @@ class Encoded(NamedTuple):
     Of an example whose task gives several turns to be learnt, `earlier` has begin and end of the answers within the
     prompt, which carry loss too. Where a template writes them otherwise once others follow, it is several rows with the
     same index, each with an answer, in order. The last id is the end-of-turn token unless the example was cut
-    (`--truncation right`).
+    (`--truncation right`). `images` are those whose placeholders stand in the ids.
     """
 
     index: int
     input_ids: list[int]
     prompt_length: int
     earlier: tuple[tuple[int, int], ...] = ()
+    images: RowImages | None = None
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -133,22 +135,14 @@ def end_of_turn_ids(tokenizer: Any, generation_config: Any = None) -> set[int]:
     return {token for token in ids if token is not None}
 
 
-def first_examples(rows: Sequence[Encoded], count: int | None) -> list[Encoded]:
-    """The rows of the first examples; all rows, where `count` is None."""
-    if count is None:
-        return list(rows[:])
-    indices: set[int] = set()
-    found = []
-    for row in rows:
-        indices.add(row.index)
-        if len(indices) > count:
-            break
-        found.append(row)
-    return found
-
-
 def encode_parts(
-    rendering: Rendering, task: Task, examples: Sequence[Any], indices: Sequence[int], split: str, rules: Rules
+    rendering: Rendering,
+    task: Task,
+    examples: Sequence[Any],
+    indices: Sequence[int],
+    split: str,
+    rules: Rules,
+    images: ImageInputs | None = None,
 ) -> Iterator[Encoding]:
     """Render and tokenize some of a split's examples, a few at a time, and find where answers begin and end.
 
@@ -156,7 +150,7 @@ def encode_parts(
         UserError: a template that rejects the messages, that drops or cuts an answer, a task that returns nonsense, a
             prompt that does not begin the rendering with an answer, in a template for which no sound way is known.
     """
-    tokens = AnswerTokens(rendering, rules.eos_ids)
+    tokens = AnswerTokens(rendering, rules.eos_ids, images)
     waiting: list[tuple[int, Conversation]] = []
     characters = 0
     for index in indices:
@@ -170,8 +164,8 @@ def encode_parts(
 
 def _encode_part(tokens: AnswerTokens, part: list[tuple[int, Conversation]], split: str, rules: Rules) -> Encoding:
     every = [each for _, chat in part for each in chat.each()]
-    texts = _rendered(tokens.rendering, part, every, split)
     counts = [len(chat.learnt) + 1 for _, chat in part]
+    texts = tokens.with_images(_rendered(tokens.rendering, part, every, split), part, split)
     answers = zip(every, texts, tokens.of_texts(texts, counts), strict=True)
     kept: list[Encoded] = []
     result = Encoding(split, kept)
@@ -182,7 +176,8 @@ def _encode_part(tokens: AnswerTokens, part: list[tuple[int, Conversation]], spl
             continue
         rows: list[Encoded] = []
         for each, text, (prompt, whole) in its:
-            _append(rows, Encoded(index, tokens.ids(split, index, each, text, prompt, whole), len(prompt)))
+            ids = tokens.ids(split, index, each, text, prompt, whole)
+            _append(rows, Encoded(index, ids, len(prompt), images=tokens.images_of(each)))
         short = _limited(rows, split, rules)
         if not short:
             result.left_out[rules.too_long].append(index)
@@ -229,7 +224,8 @@ def _limited(rows: list[Encoded], split: str, rules: Rules) -> list[Encoded]:
     """An example's rows within `--max-length`; none, if it is to be left out."""
     if all(len(row.input_ids) <= rules.max_length for row in rows):
         return rows
-    kept = [row for row in (_cut(row, rules.max_length) for row in rows) if row] if rules.truncation == "right" else []
+    cuts = rules.truncation == "right" and not any(row.images for row in rows)  # placeholders are all or none
+    kept = [row for row in (_cut(row, rules.max_length) for row in rows) if row] if cuts else []
     # in an evaluation the last answer is generated: it needs its prompt
     if kept and split != "train" and kept[-1].prompt_length != rows[-1].prompt_length:
         return []

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
+from accel_sft.data.pictures import MARK, Picture, marks, read_parts, unmarked
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
 Given = TypeVar("Given")
 Turn = dict[str, Any]
-"""`role` and `content`; an assistant's may have `tool_calls` and `reasoning_content`."""
+"""`role` and `content`, a text in which MARK stands for an image; an assistant's may have `tool_calls` and
+`reasoning_content`."""
 Turns = list[Turn]
 _EXPECTED = 'a list of {"role": ..., "content": ...}'
 
@@ -24,12 +26,14 @@ class Conversation(NamedTuple):
         answer: the assistant's turn that is learnt, and generated at an evaluation.
         learnt: places in `turns` of answers that are learnt too.
         tools: schemas for the chat template.
+        images: of `turns`, in their order.
     """
 
     turns: Turns
     answer: Turn
     learnt: tuple[int, ...] = ()
     tools: list[dict[str, Any]] | None = None
+    images: tuple[Picture, ...] = ()
 
     @property
     def target(self) -> str:
@@ -45,6 +49,8 @@ class Conversation(NamedTuple):
     def each(self) -> list["Conversation"]:
         """A conversation for each answer that is learnt, which is its last turn, in order."""
         earlier = [Conversation(self.turns[:at], self.turns[at], tools=self.tools) for at in self.learnt]
+        if self.images:
+            earlier = [each._replace(images=self.images[: marks(each.turns)]) for each in earlier]
         return [*earlier, self._replace(learnt=())]
 
     def texts(self) -> Iterator[str]:
@@ -102,30 +108,47 @@ def conversation(task: Task, examples: Sequence[Any], split: str, index: int) ->
     turns, target, tools = from_task(f"{where}: the task failed", given)
     if not isinstance(target, (str, list)):
         raise UserError(f"{where}: target() gave {type(target).__name__}, expected text, or a list of turns")
-    turns = _checked(turns, f"{where}: messages()")
+    images: list[Picture] = []
+    turns = _checked(turns, f"{where}: messages()", images)
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise UserError(f"{where}: tools() gave {str(tools)[:80]!r}, expected a list of schemas, or None")
     if isinstance(target, list):
-        found = _with_turns(turns, target, where)._replace(tools=tools or None)
+        found = _with_turns(turns, target, where, images)._replace(tools=tools or None)
     else:
         if not turns:
             raise UserError(f"{where}: messages() gave '[]', expected {_EXPECTED}")
         if turns[-1]["role"] == "assistant":
             raise UserError(f"{where}: messages() ends with an assistant turn; the answer belongs in target()")
-        found = Conversation(turns, {"role": "assistant", "content": target}, tools=tools or None)
+        answer = {"role": "assistant", "content": unmarked(target, f"{where}: target()")}
+        found = Conversation(turns, answer, tools=tools or None)
+    if images:
+        found = _with_images(found, images, where)
     if any(not text.isprintable() and re.search("[\ud800-\udfff]", text) for text in found.texts()):
         raise UserError(f"{where}: a lone surrogate (\\ud800-\\udfff) is not text; remove it")
     return found
 
 
-def _checked(turns: Any, what: str) -> Turns:
-    """Turns as chat templates expect them: a `content` in each, no key without a value, arguments of calls as dicts."""
+def _with_images(found: Conversation, images: list[Picture], where: str) -> Conversation:
+    """With those of its turns, from all that the task gave; answers are texts."""
+    if any(MARK in turn["content"] for turn in (found.answer, *(found.turns[at] for at in found.learnt))):
+        raise UserError(f"{where}: target() gave an answer with an image; only texts are learnt")
+    return found._replace(images=tuple(images[: marks(found.turns)]))
+
+
+def _checked(turns: Any, what: str, images: list[Picture]) -> Turns:
+    """Turns as chat templates expect them: a `content` in each, no key without a value, arguments of calls as dicts.
+    Images in contents that are lists of parts are added to `images`."""
     if not isinstance(turns, list):
         raise UserError(f"{what} gave {str(turns)[:80]!r}, expected {_EXPECTED}")
     found = []
     for turn in turns:
         called = isinstance(turn, dict) and turn.get("role") == "assistant" and bool(turn.get("tool_calls"))
         content = turn.get("content") if isinstance(turn, dict) else None
+        if isinstance(content, list) and content:
+            content, pictures = read_parts(content, what)
+            images += pictures
+        elif isinstance(content, str):
+            unmarked(content, what)
         text = isinstance(content, str) or (content is None and called)
         if not text or not isinstance(turn.get("role"), str):
             raise UserError(f"{what} gave {str(turns)[:80]!r}, expected {_EXPECTED}")
@@ -168,11 +191,11 @@ def _call(call: Any, what: str) -> dict[str, Any]:
     return {**call, "function": whole} if "function" in call else {"type": "function", "function": whole}
 
 
-def _with_turns(turns: Turns, target: list[Any], where: str) -> Conversation:
+def _with_turns(turns: Turns, target: list[Any], where: str, images: list[Picture]) -> Conversation:
     """The conversation of messages and the turns that follow them; what is behind the last one learnt is left."""
     if any("weight" in turn for turn in turns):
         raise UserError(f'{where}: messages() gave a turn with "weight"; only turns of target() are learnt')
-    following = _checked(target, f"{where}: target()")
+    following = _checked(target, f"{where}: target()", images)
     if not following or following[-1]["role"] != "assistant":
         raise UserError(f"{where}: target() gave turns of which the last is not an assistant's")
     for turn in following:

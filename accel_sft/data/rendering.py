@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from accel_sft.api.errors import UserError
 from accel_sft.data.conversation import Conversation, Turns
 from accel_sft.data.form import Form, closing_mark, divided, parting, remarks
+from accel_sft.data.pictures import parted
 from accel_sft.data.template import MARK, Rejected, dated, rendered
 from accel_sft.data.tool_calls import takes_text_only, with_text_arguments
 from accel_sft.io.text import one_line
@@ -75,12 +76,12 @@ class Rendering:
                 answer, thinking = chat.answer["content"], chat.answer.get("reasoning_content")
             elif form.thinking_as != "field":
                 answer, thinking = chat.target, None
-            full.append(form.with_answer(chat.turns, answer, thinking, more))
+            full.append(parted(form.with_answer(chat.turns, answer, thinking, more), chat.images))
         tools = [chat.tools for chat in chats]
-        given = [form.given(chat.turns) for form, chat in zip(forms, chats, strict=True)]
+        given = [parted(form.given(chat.turns), chat.images) for form, chat in zip(forms, chats, strict=True)]
         asked, whole = self._rendered(given, split, True, tools), self._rendered(full, split, False, tools)
         moved = [at for at, form in enumerate(forms) if form.system_moves]
-        probes = [forms[at].with_answer(chats[at].turns, _ANSWER) for at in moved]
+        probes = [parted(forms[at].with_answer(chats[at].turns, _ANSWER), chats[at].images) for at in moved]
         probed = self._rendered(probes, split, False, [tools[at] for at in moved])
         heads = {at: text.partition(_ANSWER)[0] for at, text in zip(moved, probed, strict=True)}
         return [self._joined(forms[at], asked[at], whole[at], heads.get(at), *thoughts[at]) for at in range(len(forms))]

@@ -12,12 +12,16 @@ import numpy as np
 import pyarrow as pa
 
 from accel_sft.data.chat import Encoded, Encoding
+from accel_sft.data.image_inputs import ImageSource, RowImages
 from accel_sft.io.heartbeat import heartbeat
 
 _BATCH_BYTES = 1 << 23
 _IDS = pa.list_(pa.int32())
-_SCHEMA = pa.schema([("index", pa.int32()), ("prompt_length", pa.int32()), ("input_ids", _IDS), ("earlier", _IDS)])
-"""`earlier` has begin, end, begin, end, ..."""
+_SCHEMA = pa.schema(
+    [("index", pa.int32()), ("prompt_length", pa.int32()), ("input_ids", _IDS), ("earlier", _IDS), ("images", _IDS)]
+)
+"""`earlier` has begin, end, begin, end, ...; `images`, where a row has any, their number and digest."""
+_IMAGES_INTS = 5
 
 
 class Columns(NamedTuple):
@@ -38,18 +42,21 @@ class TokenStore(Sequence[Encoded]):
     Args:
         path: the file; it may be removed once it is open.
         fingerprint: as `merge` gave it.
+        source: of the rows' images.
     Attributes:
         lengths: tokens of each row, int32.
         supervised, answers: of each row, int32; see `Encoded.supervised_tokens` and `Encoded.answer_tokens`.
         examples: of which the rows are; fewer than rows where some are several rows.
+        pictured: places of the rows that have images, in order, int64.
     """
 
-    def __init__(self, path: Path, fingerprint: str) -> None:
-        self.fingerprint = fingerprint
+    def __init__(self, path: Path, fingerprint: str, source: ImageSource | None = None) -> None:
+        self.fingerprint, self._source = fingerprint, source
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         reader = pa.ipc.open_file(pa.py_buffer(self._map))
-        batches = [_columns(reader.get_batch(number)) for number in range(reader.num_record_batches)]
+        read = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        batches = [_columns(batch) for batch in read]
         self._batches = [Columns(*map(memoryview, columns)) for columns in batches]  # whose elements are plain int
         self._starts = [0, *np.cumsum([len(columns.prompts) for columns in batches], dtype=np.int64).tolist()]
         self.lengths = np.concatenate([np.diff(columns.offsets) for columns in batches])
@@ -57,6 +64,9 @@ class TokenStore(Sequence[Encoded]):
         self.supervised = self.answers + np.concatenate([_earlier_tokens(columns) for columns in batches])
         indices = np.concatenate([columns.indices for columns in batches])
         self.examples = len(indices) - int((indices[1:] == indices[:-1]).sum())
+        places, kept = zip(*map(_images, read), strict=True)
+        self.pictured = np.concatenate([at + start for at, start in zip(places, self._starts, strict=False)])
+        self._images = np.concatenate(kept)
         self._release_pages()
 
     def __len__(self) -> int:
@@ -75,7 +85,8 @@ class TokenStore(Sequence[Encoded]):
             ids = columns.ids[columns.offsets[at] : columns.offsets[at + 1]].tolist()
             bounds = columns.earlier[columns.earlier_offsets[at] : columns.earlier_offsets[at + 1]].tolist()
             earlier = tuple(zip(bounds[::2], bounds[1::2], strict=True))
-            found.append(Encoded(columns.indices[at], ids, columns.prompts[at], earlier))
+            images = self._images_of(row) if len(self.pictured) else None
+            found.append(Encoded(columns.indices[at], ids, columns.prompts[at], earlier, images))
         self._release_pages()
         return found
 
@@ -85,6 +96,22 @@ class TokenStore(Sequence[Encoded]):
         The system keeps the file in what memory it has to spare, so that the next access costs some microseconds.
         """
         self._map.madvise(mmap.MADV_DONTNEED)
+
+    def _images_of(self, row: int) -> RowImages | None:
+        at = int(np.searchsorted(self.pictured, row))
+        if at == len(self.pictured) or self.pictured[at] != row:
+            return None
+        count, *_ = kept = self._images[at]
+        return RowImages(int(count), kept[1:].tobytes(), self._source)
+
+    def with_images(self, place: int = 0, ranks: int = 1) -> Iterator[Encoded]:
+        """The rows that have images, or a rank's share of them."""
+        for row in self.pictured[place::ranks].tolist():
+            yield self[row]
+
+    def image_hashes(self) -> np.ndarray:
+        """64 bits of each row's images, of rows that have any, uint64."""
+        return np.ascontiguousarray(self._images[:, 1:3]).view(np.uint64)[:, 0]
 
     def of(self, index: int) -> list[Encoded]:
         """The rows of the example with this index in its split, none if it was left out."""
@@ -104,12 +131,18 @@ class TokenStore(Sequence[Encoded]):
         return largest
 
     def some(self, count: int = 4096) -> list[Encoded]:
-        """All examples, or about `count` of them: the first ones, others from all over the data, and the longest."""
+        """All examples, or about `count` of them: the first ones, others from all over the data, the longest, and the
+        first with images."""
         if len(self) <= count:
             return self[:]
         first, spread = range(count // 8), range(0, len(self), -(-len(self) // count))
         longest = np.argpartition(self.lengths, -(count // 8))[-(count // 8) :]
-        return self.take(sorted({*first, *spread, *longest.tolist()}))
+        pictured = self.pictured[: count // 8]
+        return self.take(sorted({*first, *spread, *longest.tolist(), *pictured.tolist()}))
+
+    def extremes(self) -> list[Encoded]:
+        """The longest row, and the first with images, if there are any."""
+        return self.take([int(self.lengths.argmax()), *self.pictured[:1].tolist()] if len(self) else [])
 
 
 def _columns(batch: Any) -> Columns:
@@ -119,6 +152,13 @@ def _columns(batch: Any) -> Columns:
     return Columns(*(part.to_numpy() for part in (*parts, earlier.offsets, earlier.values)))
 
 
+def _images(batch: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of a record batch that have images, and what each keeps of them, (rows, 5); copied."""
+    column = batch.column("images")
+    values = column.values.to_numpy().reshape(-1, _IMAGES_INTS).copy()
+    return np.flatnonzero(np.diff(column.offsets.to_numpy())), values
+
+
 def _earlier_tokens(columns: Columns) -> np.ndarray:
     """Tokens with a loss in front of each row's last answer."""
     sums = np.concatenate([[0], np.cumsum(columns.earlier[1::2] - columns.earlier[::2])])
@@ -126,7 +166,9 @@ def _earlier_tokens(columns: Columns) -> np.ndarray:
 
 
 def _stored(example: Encoded) -> dict[str, Any]:
-    return {**example._asdict(), "earlier": [at for span in example.earlier for at in span]}
+    images = example.images
+    kept = [images.count, *np.frombuffer(images.digest, np.int32).tolist()] if images else []
+    return {**example._asdict(), "earlier": [at for span in example.earlier for at in span], "images": kept}
 
 
 def write_part(path: Path, parts: Iterable[Encoding], split: str) -> Encoding:
@@ -151,16 +193,21 @@ def merge(parts: Sequence[Path], path: Path) -> str:
 def fingerprint_of(path: Path) -> str:
     """SHA-256 of the tokens in a file that `merge` wrote, and of which of them carry loss."""
     digests, answers = [hashlib.sha256() for _ in range(5)], 0
+    pictured = hashlib.sha256()
     with pa.OSFile(str(path), "rb") as file, pa.ipc.open_file(file) as reader:
         for number in range(reader.num_record_batches):
             heartbeat()
-            prompts, _, offsets, ids, earlier_offsets, earlier = _columns(reader.get_batch(number))
+            batch = reader.get_batch(number)
+            prompts, _, offsets, ids, earlier_offsets, earlier = _columns(batch)
             columns = prompts, np.diff(offsets), ids, np.diff(earlier_offsets), earlier
             for digest, column in zip(digests, columns, strict=True):
                 digest.update(np.ascontiguousarray(column, dtype="<i4"))
             answers += len(earlier)
+            pictured.update(np.ascontiguousarray(_images(batch)[1], dtype="<i4"))
     # rows with one answer each have the sum that versions without `earlier` made, whose runs may be resumed
     deciding = digests if answers else digests[:3]
+    if pictured.digest() != hashlib.sha256().digest():
+        deciding = [*deciding, pictured]
     return hashlib.sha256(b"".join(digest.digest() for digest in deciding)).hexdigest()
 
 

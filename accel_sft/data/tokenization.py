@@ -12,6 +12,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.data import cache
 from accel_sft.data.chat import Encoding, Rules, encode_parts
+from accel_sft.data.image_inputs import ImageInputs, ImageSource, no_processor
 from accel_sft.data.rendering import Rendering
 from accel_sft.data.rows import with_places
 from accel_sft.data.token_key import decided_without_examples, token_key
@@ -31,11 +32,21 @@ class SplitEncoder:
 
     What is kept is a TokenStore, so memory does not grow with the data. Where the cache cannot be written, the tokens
     are in a temporary file for this run alone. Making and calling one are collectives.
+
+    Args:
+        processor: gives the model's processor, or raises UserError; asked when an example has images.
     """
 
-    def __init__(self, accelerator: Accelerator, tokenizer: Any, task: Task, rules: Rules) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        tokenizer: Any,
+        task: Task,
+        rules: Rules,
+        processor: Callable[[], Any] = no_processor,
+    ) -> None:
         self.team = Team(accelerator)
-        self.task, self.rules = task, rules
+        self.task, self.rules, self.images = task, rules, ImageInputs(processor)
         self.rendering = Rendering(tokenizer, rules.thinking, rules.day)
         self._told = 0
         self._decided = decided_without_examples(tokenizer, rules)
@@ -60,8 +71,8 @@ class SplitEncoder:
         found = team.firsts(lambda: _kept(key))
         if all(found):
             folder, about = found[team.rank]
-            encoding = self._opened(folder, about, split)
-            if all(team.all(lambda: self._agrees(encoding, examples))):
+            encoding = self._opened(folder, about, examples, split)
+            if all(team.all(lambda: self._agrees(encoding, examples) and self._sees_the_same(encoding))):
                 encoding.notes.append(f"{split}: {len(encoding.kept):,} examples, tokens from the cache")
                 return self._noted(encoding, notes)
             cache.log(f"{folder}: not what the task makes of its rows now; it is made again")
@@ -94,19 +105,31 @@ class SplitEncoder:
         """The entry's name in the cache; `read`: every message and target is read, no fingerprint is used."""
         return token_key(self._decided, self.task, examples, split, read=read)
 
+    def parts(
+        self, examples: Sequence[Any], indices: Sequence[int], split: str, rules: Rules | None = None
+    ) -> Iterator[Encoding]:
+        """Some of a split's examples, as `encode_parts` gives them; by other rules than the run's if there are any."""
+        return encode_parts(self.rendering, self.task, examples, indices, split, rules or self.rules, self.images)
+
     def _agrees(self, encoding: Encoding, examples: Sequence[Any]) -> bool:
         """Whether this process makes the same tokens of some of the examples."""
         some = range(0, len(examples), -(-len(examples) // _COMPARED))
-        parts = encode_parts(self.rendering, self.task, examples, some, encoding.split, self.rules)
         stored = [row for index in some for row in encoding.kept.of(index)]
-        return [row for part in parts for row in part.kept] == stored
+        return [row for part in self.parts(examples, some, encoding.split) for row in part.kept] == stored
 
-    def _opened(self, folder: Path, about: dict[str, Any], split: str) -> Encoding:
+    def _sees_the_same(self, encoding: Encoding) -> bool:
+        """Whether every image in this rank's share of the rows is what it was; files may change below their names."""
+        ranks, place = len(self.team.here), self.team.rank - self.team.first
+        pictured = encoding.kept.with_images(place, ranks)
+        return all(row.images.source.is_as_before(row) for row in pictured)
+
+    def _opened(self, folder: Path, about: dict[str, Any], examples: Sequence[Any], split: str) -> Encoding:
         encodings: list[Encoding] = []
 
         def read() -> None:
             try:
-                store = TokenStore(folder / FILE, about["fingerprint"])
+                source = ImageSource(self.images, self.task, examples, split)
+                store = TokenStore(folder / FILE, about["fingerprint"], source)
             except OSError as error:
                 raise UserError(f"{folder}: cannot be read any more ({error}); start again") from None
             encodings.append(Encoding(split, store, about["left_out"], about["cut"]))
@@ -150,7 +173,7 @@ class SplitEncoder:
                     part.unlink()
                 return cache.publish(folder, KIND, key, about) if key else folder, about
 
-            return self._opened(*_written(team.firsts, merged)[team.rank], split)
+            return self._opened(*_written(team.firsts, merged)[team.rank], examples, split)
 
     def _share(self, folder: Path, examples: Sequence[Any], split: str) -> Encoding:
         """Write this rank's contiguous share; what was left out of it, and cut."""
@@ -158,7 +181,7 @@ class SplitEncoder:
         indices = range(len(examples) * place // ranks, len(examples) * (place + 1) // ranks)
 
         def parts() -> Iterator[Encoding]:
-            for part in encode_parts(self.rendering, self.task, examples, indices, split, self.rules):
+            for part in self.parts(examples, indices, split):
                 yield part
                 if any((folder / f"failed-{lower}").exists() for lower in range(place)):
                     return  # the error of a lower example will be reported

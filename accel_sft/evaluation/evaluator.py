@@ -16,11 +16,13 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.memory import out_of_memory
 from accel_sft.data.answer_text import AnswerText
-from accel_sft.data.chat import Encoded, end_of_turn_ids, first_examples
+from accel_sft.data.chat import Encoded, end_of_turn_ids
 from accel_sft.data.conversation import conversation
+from accel_sft.data.pictures import shown
 from accel_sft.data.rendering import Rendering
 from accel_sft.evaluation.backend import AnswerBackend
 from accel_sft.evaluation.generate import Generator
+from accel_sft.evaluation.image_answers import ImageGenerator
 from accel_sft.evaluation.scoring import EVAL_LOSS, aggregated, scored
 from accel_sft.evaluation.vllm import VllmBackend
 from accel_sft.io.heartbeat import heartbeat
@@ -61,14 +63,8 @@ def answer_backend(
         unwrapped = accelerator.unwrap_model(model)
         ends = end_of_turn_ids(tokenizer, unwrapped.generation_config)
         return VllmBackend(accelerator, config, source, dtype=unwrapped.dtype, stop_token_ids=ends)
-    return Generator(
-        accelerator,
-        tokenizer,
-        model,
-        config.eval_batch_size,
-        between,
-        log or (lambda line: print(wrapped(line), file=terminal())),
-    )
+    log = log or (lambda line: print(wrapped(line), file=terminal()))
+    return ImageGenerator(Generator(accelerator, tokenizer, model, config.eval_batch_size, between, log))
 
 
 @dataclasses.dataclass
@@ -94,7 +90,7 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self.answer_text = AnswerText(Rendering(self.tokenizer, self.config.thinking, self.config.template_date))
-        self.encoded = first_examples(self.encoded, self.config.eval_limit)
+        self.encoded = _first_examples(self.encoded, self.config.eval_limit)
         self.answered = list({row.index: row for row in self.encoded}.values())
 
     def __call__(self, model: torch.nn.Module, batching: Batching) -> Evaluation:
@@ -160,12 +156,26 @@ class Evaluator:
         text = self.answer_text(chat, answer)
         return {
             "index": encoded.index,
-            "prompt": "\n".join(turn["content"] for turn in chat.turns if turn["role"] == "user"),
+            "prompt": shown("\n".join(turn["content"] for turn in chat.turns if turn["role"] == "user")),
             "expected": self.answer_text.expected(chat),
             "generated": text,
             "scores": scored(self.task, self.examples, encoded.index, text),
             "tokens": len(answer),
         }
+
+
+def _first_examples(rows: Sequence[Encoded], count: int | None) -> list[Encoded]:
+    """The rows of the first examples; all rows, where `count` is None."""
+    if count is None:
+        return list(rows[:])
+    indices: set[int] = set()
+    found = []
+    for row in rows:
+        indices.add(row.index)
+        if len(indices) > count:
+            break
+        found.append(row)
+    return found
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ class Generator:
         self.choose(examples, max_new_tokens)
         self.accelerator.wait_for_everyone()
         started = time.perf_counter()
-        with self._ready():
+        with self.ready():
             answers = self._answer_all(examples, max_new_tokens)
         return Generated(answers, time.perf_counter() - started, peak_memory_gib(self.accelerator.device))
 
@@ -79,7 +79,7 @@ class Generator:
             return
         prefix = common_prefix(examples)
         longest = max(example.prompt_length for example in examples) + max_new_tokens
-        with self._ready() as adapter:
+        with self.ready() as adapter:
             reason = None if self.sampling == GREEDY else "the most likely tokens are not what is asked for"
             reason = reason or _reason_unsupported(self.model, examples, longest)
             reason = reason or self._reason_inexact(examples, prefix)
@@ -131,7 +131,7 @@ class Generator:
         return answered
 
     @contextlib.contextmanager
-    def _ready(self) -> Iterator[str | None]:
+    def ready(self) -> Iterator[str | None]:
         """Inside, the adapter is merged where that changes no answer; yields the reason why it is not."""
         model = self.model
         with contextlib.ExitStack() as stack:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,14 +50,16 @@ def generate(
     device: torch.device,
     sampling: Sampling = GREEDY,
     streamer: Any = None,
+    more: Mapping[str, torch.Tensor] | None = None,
 ) -> list[list[int]]:
     """Answers, up to the first of `ends`, which is part of them.
 
     Args:
         streamer: transformers' BaseStreamer, which gets a single prompt's tokens, then each token of its answer.
+        more: the model's inputs besides tokens and mask.
     """
     longest = max(map(len, prompts))
-    output = _output(model, prompts, max_new_tokens, ends, pad_token_id, device, sampling, streamer)
+    output = _output(model, prompts, max_new_tokens, ends, pad_token_id, device, sampling, streamer, more)
     answers = []
     for ids in output.sequences[:, longest:].tolist():
         stop = next((at for at, token in enumerate(ids) if token in ends), len(ids) - 1)
@@ -99,6 +101,7 @@ def _output(
     device: torch.device,
     sampling: Sampling = GREEDY,
     streamer: Any = None,
+    more: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:
     longest = max(map(len, prompts))
     rows = [[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts]
@@ -107,6 +110,7 @@ def _output(
         input_ids=torch.tensor(rows, device=device),
         attention_mask=torch.tensor(mask, device=device),
         streamer=streamer,
+        **(more or {}),
         generation_config=GenerationConfig(  # overrides sampling and penalties in the model's own
             **sampling.settings(),
             max_new_tokens=max_new_tokens,

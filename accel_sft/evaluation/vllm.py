@@ -59,8 +59,11 @@ class VllmBackend:
         """Greedy answers to all examples on rank 0 and to none on the others; every rank calls it.
 
         Raises:
-            UserError: there is no vLLM, or its script failed; with the last lines of its log.
+            UserError: there is no vLLM, or its script failed; with the last lines of its log; a prompt has images.
         """
+        if pictured := next((example for example in examples if example.images), None):
+            where = pictured.images.source.of(pictured)
+            raise UserError(f"--generate-with vllm: {where} has images, of which it is told nothing; leave it out")
         log = Path(self.config.output_dir, "vllm.log") if self.config.output_dir else None
         limit = max(example.prompt_length for example in examples) + max_new_tokens
         device = self.accelerator.device

@@ -103,12 +103,19 @@ def adapter_of(model: Any) -> Adapter:
 
 
 def new_adapter(
-    model: Any, settings: TrainConfig, total_steps: int, log: Callable[[str], None], start: Path | None = None
+    model: Any,
+    settings: TrainConfig,
+    total_steps: int,
+    log: Callable[[str], None],
+    start: Path | None = None,
+    *,
+    images: bool = False,
 ) -> Any:
     """The model with a new adapter of the type that `--adapter` names; what it leaves out is told to `log`.
 
     Args:
         start: the file in which `adapter_start.keep` put an adapter that began as a part of the base's weights.
+        images: whether the model is to read images.
     Raises:
         UserError: the settings name a module or parameter that the model does not have, or that peft does not adapt.
     """
@@ -131,7 +138,7 @@ def new_adapter(
         ) from error
     if settings.lora_init in SPLITS:
         split(adapted, settings.lora_init, start)
-    if common["target_modules"] == ALL_LINEAR and (without := left_out(adapted)):
+    if common["target_modules"] == ALL_LINEAR and (without := left_out(adapted, images=images)):
         log(f"the adapter leaves out {'; '.join(without)}")
     return adapted
 

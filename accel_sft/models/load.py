@@ -13,7 +13,7 @@ from accel_sft.io.files import read_json
 from accel_sft.launch.info import device_count
 from accel_sft.models.adapters import new_adapter
 from accel_sft.models.pretrained import OR_NONE, freeze_beyond_text, pretrained
-from accel_sft.models.saved_adapter import saved_adapter
+from accel_sft.models.saved_adapter import is_of_whole, saved_adapter
 from accel_sft.models.source import Source, errors_explained
 
 
@@ -67,6 +67,7 @@ def load_model(
     largest_id: int = 0,
     log: Callable[[str], None] = lambda line: None,
     adapter_start: Path | None = None,
+    images: bool = False,
 ) -> Any:
     """The model, ready to be prepared: weights in the right type, adapter in place.
 
@@ -77,6 +78,7 @@ def load_model(
         largest_id: of all tokens that the model will read.
         log: takes lines on what is not loaded or not trained.
         adapter_start: the file of what the run's adapter began as, if it took a part of its base's weights.
+        images: whether it is to read images.
     Raises:
         UserError: it cannot be loaded, its files lack weights, or the adapter's settings do not fit it.
     """
@@ -90,14 +92,16 @@ def load_model(
         _refuse_kernels(source.weights)
     with errors_explained(source.weights):
         dtype = _dtype(config, precision, deepspeed, train)
-        model = pretrained(source.weights, config, dtype, largest_id=largest_id, train=train, log=log)
+        whole = images or bool(source.adapter and is_of_whole(source.adapter))
+        how = {"largest_id": largest_id, "train": train, "images": whole}
+        model = pretrained(source.weights, config, dtype, log=log, **how)
     if source.adapter:
         with errors_explained(source.adapter):
             model = saved_adapter(model, source.adapter, config, train=train)
     elif config.adapter != "none" and train:
         torch.manual_seed(config.seed)  # the same new adapter on every rank and at every stage
-        model = new_adapter(model, config, total_steps, log, adapter_start)
-    freeze_beyond_text(model, log)
+        model = new_adapter(model, config, total_steps, log, adapter_start, images=images)
+    freeze_beyond_text(model, log, images=images)
     if train and config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if config.adapter != "none":

@@ -9,9 +9,10 @@ import torch
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.models.architecture import beyond_text, parts_of
+from accel_sft.models.architecture import beyond_text, parts_of, without_adapter
 from accel_sft.models.quantized import in_4bit, keep_as_trained
 from accel_sft.models.source import errors_explained
+from accel_sft.models.targets import READ_IMAGES
 
 _NAMED = 4
 _DEQUANTIZED = ("mxfp4", "fp8", "compressed-tensors")
@@ -29,9 +30,12 @@ def pretrained(
     largest_id: int,
     train: bool,
     log: Callable[[str], None],
+    images: bool = False,
 ) -> Any:
     """The model of a folder or a hub id, without an adapter.
 
+    Args:
+        images: whether it is to read images; else its language model alone is enough.
     Raises:
         UserError: it has no embedding for the largest token id; its files lack weights, or have them in another shape.
     """
@@ -44,7 +48,7 @@ def pretrained(
     quantized = getattr(settings, "quantization_config", None)
     if train and isinstance(quantized, dict) and quantized.get("quant_method") in _DEQUANTIZED:
         quantized["dequantize"] = True
-    model, found = class_of(settings).from_pretrained(
+    model, found = class_of(settings, images=images).from_pretrained(
         name,
         config=settings,
         dtype=dtype,
@@ -94,16 +98,22 @@ def text_settings(name: str, config: TrainConfig) -> Any:
 
 def auto_class(model: torch.nn.Module) -> Any:
     """The class of transformers that loads this model's saved weights."""
-    return class_of(model.config)
+    base = without_adapter(model)
+    made_by = (auto for auto in _classes() if isinstance(base, auto._model_mapping.get(type(base.config), ())))
+    return next(made_by, None) or class_of(base.config)
 
 
-def class_of(settings: Any) -> Any:
-    """Of a multimodal model without a causal class it is the one for images and text."""
+def class_of(settings: Any, *, images: bool = False) -> Any:
+    """Of a multimodal model without a causal class, or one that is to read images, the one for images and text."""
+    classes = _classes()
+    known = [auto for auto in (classes[::-1] if images else classes) if type(settings) in auto._model_mapping]
+    return (*known, classes[0])[0]
+
+
+def _classes() -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    classes = AutoModelForCausalLM, AutoModelForImageTextToText
-    known = [auto for auto in classes if type(settings) in auto._model_mapping]
-    return (*known, AutoModelForCausalLM)[0]
+    return AutoModelForCausalLM, AutoModelForImageTextToText
 
 
 def _refuse_incomplete(name: str, found: dict[str, Any]) -> None:
@@ -127,13 +137,14 @@ def _named(keys: list[str]) -> str:
     return f"{', '.join(keys[:_NAMED])}{', ...' if len(keys) > _NAMED else ''}"
 
 
-def freeze_beyond_text(model: torch.nn.Module, log: Callable[[str], None]) -> None:
-    """Let nothing be trained that no text reaches."""
+def freeze_beyond_text(model: torch.nn.Module, log: Callable[[str], None], *, images: bool = False) -> None:
+    """Let nothing be trained that no text reaches. Images pass through it as it is."""
     beyond = {name: weights for name, weights in beyond_text(model).items() if weights.requires_grad}
     for weights in beyond.values():
         weights.requires_grad_(False)
     if beyond:
-        log(f"not trained, for no text reaches it: {', '.join(parts_of(beyond))}")
+        why = READ_IMAGES if images else "for no text reaches it"
+        log(f"not trained, {why}: {', '.join(parts_of(beyond))}")
 
 
 def processor_files(name: str, model: torch.nn.Module) -> list[Path]:

@@ -4,6 +4,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from accel_sft.api.adapters import ADAPTERS, names_of
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
@@ -33,6 +35,15 @@ def saved_adapter(model: Any, folder: str, settings: TrainConfig, *, train: bool
             f"start from one of {', '.join(name for name, kind in ADAPTERS.items() if kind.mergeable)}, or from --model"
         )
     return adapted.merge_and_unload().requires_grad_(True)
+
+
+def is_of_whole(folder: str) -> bool:
+    """Whether an adapter was trained on a multimodal model, and not on its language model alone."""
+    file = Path(folder, "adapter_model.safetensors")
+    if not file.is_file():
+        return False
+    with safe_open(file, framework="pt") as weights:
+        return any(".language_model." in name for name in weights.keys())  # noqa: SIM118
 
 
 def _with_adapter(model: Any, folder: str, train: bool) -> Any:

@@ -13,6 +13,8 @@ from accel_sft.api.errors import UserError
 from accel_sft.models.architecture import beyond_text, parts_of
 
 ALL_LINEAR = "all-linear"
+READ_IMAGES = "for images pass through it as it is"
+"""Why what no text reaches is not trained where images do."""
 
 
 def targets(model: torch.nn.Module, settings: TrainConfig) -> dict[str, Any]:
@@ -76,13 +78,13 @@ def besides(model: torch.nn.Module, settings: TrainConfig) -> dict[str, Any]:
     return found
 
 
-def left_out(adapted: Any) -> list[str]:
-    """What an adapter on all linear layers does not stand on, each with the reason."""
+def left_out(adapted: Any, *, images: bool = False) -> list[str]:
+    """What an adapter on all linear layers does not stand on, each with the reason; `images`: the data has some."""
     from peft.tuners.lora.layer import ParamWrapper
 
     model = adapted.get_base_model()
     beyond = beyond_text(model)
-    found = {"no text reaches them": parts_of(beyond), **_unfit(model)}
+    found = {READ_IMAGES if images else "no text reaches them": parts_of(beyond), **_unfit(model)}
     wrapped = [module for module in model.modules() if isinstance(module, ParamWrapper)]
     stood_on = {id(getattr(module.get_base_layer(), module.parameter_name)) for module in wrapped}
     for name, parameter in model.named_parameters():

@@ -90,7 +90,8 @@ class TaskConformance:
         seen = {}
         for split in SPLITS:
             examples = self._dataset(split)
-            prompts = (json.dumps(self._conversation(examples, split, i).turns) for i in range(len(examples)))
+            chats = (self._conversation(examples, split, i) for i in range(len(examples)))
+            prompts = (json.dumps([chat.turns, *map(repr, chat.images)]) for chat in chats)
             seen[split] = {prompt: index for index, prompt in enumerate(prompts)}
         both = [prompt for prompt in seen["validation"] if prompt in seen["train"]]
         rows = [f"validation {seen['validation'][p]} is train {seen['train'][p]}" for p in both[:3]]

@@ -3,9 +3,11 @@
 import hashlib
 import json
 import math
+from typing import Any
 
 from accel_sft.api.task import Task
 from accel_sft.data.conversation import read_split
+from accel_sft.data.pictures import Picture
 
 
 def observed(task: Task, split: str, most: int) -> list[str]:
@@ -15,5 +17,10 @@ def observed(task: Task, split: str, most: int) -> list[str]:
     found = []
     for index in range(0, len(examples), step):
         content = [len(examples), task.messages(examples[index]), task.target(examples[index])]
-        found.append(hashlib.sha256(json.dumps(content, default=repr).encode()).hexdigest())
+        found.append(hashlib.sha256(json.dumps(content, default=_known_by).encode()).hexdigest())
     return found
+
+
+def _known_by(value: Any) -> str:
+    """An image's pixels: what it calls itself differs from call to call."""
+    return repr(Picture(value) if hasattr(value, "tobytes") and hasattr(value, "mode") else value)

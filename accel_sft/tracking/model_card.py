@@ -32,7 +32,7 @@ def model_card(
     Args:
         base_model: hub id, folder or `tiny`; only a hub id is named in the metadata, which takes nothing else.
         model_class: of transformers, which loads the whole model.
-        messages: one prompt as the chat template is asked, system message included.
+        messages: one prompt as the chat template is asked, system message included; with images as parts.
         template_arguments: the template's own variables.
         prompt_end: what follows the template's text in prompts.
         max_new_tokens: of an answer, as the run evaluated it.
@@ -105,6 +105,8 @@ def _usage(
         base = ["base = PeftConfig.from_pretrained(folder).base_model_name_or_path"]
         load = f"PeftModel.from_pretrained({model}.from_pretrained(base), folder)"
     given = "".join(f", {name}={value!r}" for name, value in template_arguments.items())
+    images = [part["type"] for turn in messages if isinstance(turn["content"], list) for part in turn["content"]]
+    reader = "processor" if "image" in images else "tokenizer"
     asked = [
         "inputs = tokenizer.apply_chat_template(",
         f'    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"{given}',
@@ -115,19 +117,27 @@ def _usage(
             f"prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False{given})",
             f'inputs = tokenizer(prompt + {prompt_end!r}, add_special_tokens=False, return_tensors="pt")',
         ]
+    if reader == "processor":
+        files = ", ".join(["'image.png'"] * images.count("image"))
+        asked = [
+            f"prompt = processor.apply_chat_template(messages, add_generation_prompt=True{given})",
+            f"asked = {{'text': [prompt{f' + {prompt_end!r}' * bool(prompt_end)}], 'images': [[{files}]]}}",
+            'inputs = processor(**asked, add_special_tokens=False, return_tensors="pt")',
+        ]
+    else:
+        asked.append('inputs.pop("token_type_ids", None)')
     lines = [
         *imports,
-        "from transformers import AutoTokenizer",
+        f"from transformers import Auto{reader.title()}",
         f"from {library} import {model}",
         "",
         'folder = "."  # this one',
         *base,
-        f"model, tokenizer = {load}, AutoTokenizer.from_pretrained(folder)",
+        f"model, {reader} = {load}, Auto{reader.title()}.from_pretrained(folder)",
         f"messages = {json.dumps(list(messages), ensure_ascii=False, indent=4)}",
         *asked,
-        'inputs.pop("token_type_ids", None)',
         f"output = model.generate(**inputs, max_new_tokens={max_new_tokens}, do_sample=False)",
-        'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+        f'print({reader}.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
     ]
     return _fenced("python", lines)
 

@@ -11,6 +11,7 @@ from accel_sft.api.adapters import SPLITS
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
+from accel_sft.batching.memory import forwards_alone
 from accel_sft.checkpoint.checkpoint import replacing
 from accel_sft.data.chat import Encoding
 from accel_sft.data.conversation import conversation, read_split
@@ -22,12 +23,17 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
 from accel_sft.models.adapter_start import keep
 from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
+from accel_sft.models.processor import load_processor
 from accel_sft.models.source import Source, find_source
 from accel_sft.models.tiny import build_tiny
 from accel_sft.planning import lengths
 
 _TINY_EXAMPLES = 1 << 15
 """The most training examples that the tokenizer of `tiny` is made from: more hardly change it, and slow every start."""
+_IMAGES_NOT_SHARDED = (
+    "the data has images, and ZeRO-3 and FSDP share out the layers that read them: a rank whose forward has no image "
+    "would keep the others waiting for ever; launch with accelerate_configs/z2.yaml or ddp.yaml"
+)
 _COMPARED = 8
 """Validation examples whose system messages are compared."""
 
@@ -44,7 +50,8 @@ class Assembly:
     def __init__(self, accelerator: Accelerator, task: Task, config: TrainConfig, source: Source) -> None:
         self.accelerator, self.task, self.config, self.source = accelerator, task, config, source
         self.tokenizer = load_tokenizer(source, config)
-        self.encode = SplitEncoder(accelerator, self.tokenizer, task, encoding_rules(self.tokenizer, source, config))
+        rules = encoding_rules(self.tokenizer, source, config)
+        self.encode = SplitEncoder(accelerator, self.tokenizer, task, rules, lambda: load_processor(source, config))
 
     def load_model(self, *encodings: Encoding, total_steps: int = 0, run_dir: RunDir | None = None, **more: Any) -> Any:
         """The model, not prepared yet, for these tokens; `total_steps` optimizer steps are to come, 0 to evaluate
@@ -53,7 +60,10 @@ class Assembly:
         precision, deepspeed = self.accelerator.mixed_precision, self.accelerator.state.deepspeed_plugin is not None
         launch: dict[str, Any] = {"precision": precision, "deepspeed": deepspeed}
         largest_id = max(self.tokenizer.pad_token_id, *(encoding.kept.largest_id() for encoding in encodings))
-        launch |= {"total_steps": total_steps, "largest_id": largest_id}
+        images = any(len(encoding.kept.pictured) for encoding in encodings)
+        if images and not forwards_alone(self.accelerator):
+            raise UserError(_IMAGES_NOT_SHARDED)
+        launch |= {"total_steps": total_steps, "largest_id": largest_id, "images": images}
         begun = run_dir.adapter_start if run_dir and run_dir.has_trained() else None
         splits = self.config.lora_init in SPLITS
         model = load_model(self.source, self.config, **launch, adapter_start=begun if splits else None, **more)

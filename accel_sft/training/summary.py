@@ -10,6 +10,7 @@ from rich.console import Console
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.data.conversation import conversation
+from accel_sft.data.pictures import parted
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import columns, terminal
 from accel_sft.launch.info import launcher_command
@@ -31,7 +32,7 @@ def card(task_name: str, prepared: Prepared, state: TrainState, model_class: str
         task=task_name,
         adapter=config.adapter,
         model_class=model_class,
-        messages=form.given(chat.turns),
+        messages=parted(form.given(chat.turns), chat.images),
         template_arguments={**rendering.arguments, **({"tools": chat.tools} if chat.tools else {})},
         prompt_end=rendering.closing(form),
         max_new_tokens=config.max_new_tokens or prepared.longest_answer,

@@ -115,11 +115,10 @@ class Trainer:
         kept = choice.restored(before, self.batching_asked)
         pad_token_id = self.prepared.assembly.tokenizer.pad_token_id
         some, evaluated = self.train_examples.some(), self.prepared.validation.kept
-        # the validation loss is computed in the same layout
-        longest = [evaluated[int(evaluated.lengths.argmax())]] if len(evaluated) else []
         moments = self.state.step > 0
         trial = Trial(self.accelerator, self.model, self.config, some, pad_token_id, moments=moments)
-        batching, message = trial.choose(before=kept, also=longest)
+        # the validation loss is computed in the same layout
+        batching, message = trial.choose(before=kept, also=evaluated.extremes())
         self.tracker.log(message)
         choice.write(self.accelerator, self.run_dir, self.batching_asked, batching, job)
         return TrainStep(self.stepper, batching, pad_token_id, self.run_dir, self.tracker.log)

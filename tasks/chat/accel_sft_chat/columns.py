@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from accel_sft import RowProblem
+from accel_sft_chat.images import with_images
 from accel_sft_chat.messages import IN_PROMPT, Turn, json_in, kind, read_turns
 
 COLUMNS = {
@@ -18,6 +19,7 @@ COLUMNS = {
     "history": ("history",),
     "system": ("system",),
     "tools": ("tools", "functions"),
+    "images": ("images", "image"),
 }
 """What a column may hold, and the names by which it is recognised; `--columns` gives it another."""
 _FORMS = (("messages",), ("prompt", "completion"), ("instruction", "output"))
@@ -26,16 +28,14 @@ _SHOWN = 8
 
 
 class RowTurns(NamedTuple):
-    """A row's turns as they stand there, and the form that it has. `system_text` is the column's text, or "".
-
-    `missing` names the columns of `--columns` that the row does not have.
-    """
+    """A row's turns as they stand there, and the form that it has. `system_text` is the column's text, or ""; `notes`
+    say what was done to the row, and which columns of `--columns` it does not have."""
 
     form: str
     turns: list[Turn]
     system_text: str
     tools: list[dict[str, Any]] | None
-    missing: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def named_columns(text: str | None) -> tuple[tuple[str, str], ...]:
@@ -59,9 +59,11 @@ def named_columns(text: str | None) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
-def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...]) -> RowTurns:
+def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folder: str = "") -> RowTurns:
     """The turns of a row, in whichever form.
 
+    Args:
+        folder: that the paths of images are relative to.
     Raises:
         RowProblem: the form is none that is known, or a field does not hold what it should.
     """
@@ -91,8 +93,9 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...]) -> Ro
         answer = {"role": "assistant", "content": _text(row, second := column("output"), needed=True)}
         turns = [*_history(row, column("history")), question, answer]
         form = f"Alpaca (columns {first}, input, {second})"
-    missing = tuple(name for name in named.values() if name not in row)
-    return RowTurns(form, turns, system_text, tools, missing)
+    turns, notes = with_images(turns, row.get(images := column("images")), images, folder)
+    missing = (f"without the column {name}, which --columns names" for name in named.values() if name not in row)
+    return RowTurns(form, turns, system_text, tools, (*missing, *notes))
 
 
 def _unknown(row: Mapping[str, Any]) -> RowProblem:

@@ -9,10 +9,16 @@ from accel_sft import RowProblem
 
 Turn = dict[str, Any]
 """`role` (system, user, assistant or tool) and `content`; where there are any `tool_calls`, `tool_call_id`, `name`,
-`reasoning_content`, and of an assistant `weight`, 0 or 1, where the row says whether it is learnt."""
+`reasoning_content`, and of an assistant `weight`, 0 or 1, where the row says whether it is learnt. Where messages name
+images, `images`: a path for each <image> in the content, or None for one of the row's column."""
+
+IMAGE = "<image>"
+"""Stands for an image in a text."""
 
 IN_PROMPT = "in_prompt"
 """Key of a turn that stands in a row's prompt column, and is not learnt."""
+_IMAGES = ("image", "image_url")
+"""Types of parts."""
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -99,7 +105,10 @@ def _turn(message: Any, field: str) -> Turn:
         turn = {"role": role, "content": ""}
         if which := _calling(message, role, field):
             turn["tool_calls"] = _calls(_json(message[which], f"{field}.{which}"), f"{field}.{which}")
-        turn["content"] = _content(message.get(names[1]), f"{field}.{names[1]}", role, bool(turn.get("tool_calls")))
+        given, where = message.get(names[1]), f"{field}.{names[1]}"
+        turn["content"] = _content(given, where, role, bool(turn.get("tool_calls")))
+        if images := _images(given, where):
+            turn["images"] = images
     for name in ("name", "tool_call_id", "reasoning_content"):
         if message.get(name) is not None:
             if not isinstance(message[name], str):
@@ -126,13 +135,33 @@ def _content(value: Any, field: str, role: str, called: bool) -> str:
     if value is None and called:
         return ""
     if isinstance(value, list) and value and all(isinstance(part, dict) and "type" in part for part in value):
+        images = any(part["type"] in _IMAGES for part in value)
         for number, part in enumerate(value):
+            if part["type"] in _IMAGES:
+                continue
             if part["type"] != "text" or not isinstance(part.get("text"), str):
-                raise RowProblem(f"{field}[{number}]", f"a part of type text, got {kind(part['type'])}")
-        return "".join(part["text"] for part in value)
+                raise RowProblem(f"{field}[{number}]", f"a part of type text or image, got {kind(part['type'])}")
+            if images and IMAGE in part["text"]:
+                raise RowProblem(f"{field}[{number}].text", f"a text without {IMAGE}, as images are parts here")
+        return "".join(IMAGE if part["type"] in _IMAGES else part["text"] for part in value)
     if role == "tool" and isinstance(value, (dict, list)):
         return json.dumps(value, ensure_ascii=False)
     raise RowProblem(field, f"text, got {kind(value)}")
+
+
+def _images(value: Any, field: str) -> list[str | None]:
+    """The path of each part that is an image; None where the row's column has it."""
+    parts = enumerate(value if isinstance(value, list) else ())
+    return [_path(part, f"{field}[{number}]") for number, part in parts if part["type"] in _IMAGES]
+
+
+def _path(part: Turn, field: str) -> str | None:
+    given = next((part[name] for name in ("image", "path", "url", "image_url") if part.get(name) is not None), None)
+    if isinstance(given, dict):
+        given = given.get("url", given.get("path"))
+    if given is not None and not isinstance(given, str):
+        raise RowProblem(field, f"an image by its path, got {kind(given)}")
+    return given
 
 
 def _json(value: Any, field: str) -> Any:

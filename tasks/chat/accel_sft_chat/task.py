@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from accel_sft import ParsedRow, Task, UserError, option, read_rows
 from accel_sft_chat.columns import named_columns, read_row
+from accel_sft_chat.images import as_parts
 from accel_sft_chat.metrics import METRICS, comparable, comparable_text, matching, without_thinking
 from accel_sft_chat.turns import LEARN, Dialogue, dialogue
 
@@ -86,12 +88,14 @@ class Chat(Task):
         return self._divided[split == "validation"]
 
     def messages(self, example: Dialogue) -> list[dict[str, Any]]:
-        return example.prompt
+        return as_parts(example.prompt)
 
     def target(self, example: Dialogue) -> str | list[dict[str, Any]]:
         """The answer's text, or the turns from the first to the last that is learnt."""
         plain = len(example.answered) == 1 and example.answer.keys() == {"role", "content"}
-        return example.answer["content"] if plain and example.prompt[-1]["role"] != "assistant" else example.answered
+        if plain and example.prompt[-1]["role"] != "assistant":
+            return example.answer["content"]
+        return as_parts(example.answered)
 
     def tools(self, example: Dialogue) -> list[dict[str, Any]] | None:
         return example.tools
@@ -105,9 +109,9 @@ class Chat(Task):
         return score(comparable(example.answer), comparable_text(text) if calls else text)
 
     def _read(self, path: str) -> Any:
-        return read_rows(
-            path, functools.partial(parse_row, named_columns(self.columns), self.learn, self.system_prompt)
-        )
+        how = named_columns(self.columns), self.learn, self.system_prompt
+        own = path if os.path.isdir(path) else os.path.dirname(path)
+        return read_rows(path, functools.partial(parse_row, *how, folder=own))
 
     @functools.cached_property
     def _divided(self) -> tuple[Sequence[Dialogue], Sequence[Dialogue]]:
@@ -130,18 +134,18 @@ class Chat(Task):
 
 
 def parse_row(
-    columns: tuple[tuple[str, str], ...], learn: str, system_prompt: str | None, row: dict[str, Any]
+    columns: tuple[tuple[str, str], ...], learn: str, system_prompt: str | None, row: dict[str, Any], folder: str = ""
 ) -> ParsedRow:
     """A row of a file as a Dialogue, its question and what was done to it.
 
     Args:
         columns: of `named_columns`.
         learn, system_prompt: the task's options.
+        folder: that the paths of images are relative to.
     Raises:
         RowProblem: it is malformed.
         RowLeftOut: nothing in it can be learnt.
     """
-    read = read_row(row, columns)
+    read = read_row(row, columns, folder)
     made, notes = dialogue(read.turns, read.system_text, read.tools, learn, system_prompt)
-    missing = (f"without the column {name}, which --columns names" for name in read.missing)
-    return ParsedRow(made, made.question, (f"read as {read.form}", *missing, *notes))
+    return ParsedRow(made, made.question, (f"read as {read.form}", *read.notes, *notes))

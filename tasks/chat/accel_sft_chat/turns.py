@@ -106,8 +106,9 @@ def _joined(turns: list[Turn], notes: dict[str, None]) -> list[Turn]:
             found.append(turn)
             continue
         contents = [text for text in (before["content"], turn["content"]) if text]
-        calls = [*before.get("tool_calls", ()), *turn.get("tool_calls", ())]
-        found[-1] = {**before, "content": "\n\n".join(contents), **({"tool_calls": calls} if calls else {})}
+        lists = {key: [*before.get(key, ()), *turn.get(key, ())] for key in ("tool_calls", "images")}
+        lists = {key: values for key, values in lists.items() if values}
+        found[-1] = {**before, "content": "\n\n".join(contents), **lists}
         if len(contents) > 1:
             notes[JOINED.format(turn["role"])] = None
     return found
@@ -144,4 +145,6 @@ def _unmarked(turn: Turn) -> Turn:
 
 
 def _bare(turn: Turn) -> str:
-    return "".join(mark for mark in turn["content"].casefold() if mark.isalnum()) + str(turn.get("tool_calls", ""))
+    return "".join(mark for mark in turn["content"].casefold() if mark.isalnum()) + "".join(
+        str(turn.get(key, "")) for key in ("tool_calls", "images")
+    )

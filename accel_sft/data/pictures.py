@@ -1,0 +1,170 @@
+"""Images in messages: as tasks give them, as they are known by, and where they stand in a conversation's texts."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import hashlib
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_sft.api.errors import UserError
+from accel_sft.io.text import LONGEST_ERROR, one_line
+
+MARK = "\ue006\ue007"
+"""Stands for an image in the text of a turn; in this order they are those of `Conversation.images`."""
+_SHOWN = "<image>"
+_KEYS = ("image", "path", "url", "base64", "image_url")
+"""Of a part of type "image", in which transformers looks for the image; and OpenAI's, of type "image_url"."""
+_EXPECTED = (
+    'expected {"type": "text", "text": ...} or {"type": "image", "image": ...}, the image a path, bytes or a PIL image'
+)
+
+
+class Picture:
+    """An image that a task gave: a file's path, a file's bytes, or a PIL image."""
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+
+    def __repr__(self) -> str:  # what a conversation's hash is made of
+        return f"Picture({self.digest})"
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of the file, or of the pixels of a PIL image.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        if isinstance(self.given, (str, bytes)):
+            return hashlib.sha256(self._file()).hexdigest()
+        image = self.given
+        return hashlib.sha256(f"{image.mode} {image.size} ".encode() + image.tobytes()).hexdigest()
+
+    def opened(self) -> Any:
+        """The image as transformers opens it: upright and in RGB if it is a file, a PIL image as it is.
+
+        Raises:
+            UserError: it cannot be read, or Pillow is missing.
+        """
+        if not isinstance(self.given, (str, bytes)):
+            return self.given
+        content = self._file()
+        try:
+            import PIL.Image
+            from transformers.image_utils import load_image
+        except ImportError as error:
+            raise UserError(f"images need Pillow ({error}): pip install 'accel-sft[images]'") from error
+        try:
+            return load_image(PIL.Image.open(io.BytesIO(content)))
+        except PIL.UnidentifiedImageError as error:
+            raise UserError(f"{self} cannot be read: it is in no format of images that Pillow knows") from error
+        except Exception as error:  # decoders fail on what is in a file in ways of their own
+            raise UserError(f"{self} cannot be read: {one_line(str(error), LONGEST_ERROR)}") from error
+
+    def __str__(self) -> str:
+        return f"the image {self.given}" if isinstance(self.given, str) else "an image"
+
+    def _file(self) -> bytes:
+        if isinstance(self.given, bytes):
+            return self.given
+        try:
+            return Path(self.given).read_bytes()
+        except OSError as error:
+            raise UserError(f"{self}: {error.strerror or error}") from error
+
+
+def read_parts(content: Sequence[Any], what: str) -> tuple[str, list[Picture]]:
+    """The text of a content that is a list of parts, with MARK for each image, and the images.
+
+    Raises:
+        UserError: it begins with `what`; a part is neither text nor image, or its image is not there.
+    """
+    text, pictures = [], []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            text.append(unmarked(part["text"], what))
+        elif kind in ("image", "image_url"):
+            text.append(MARK)
+            pictures.append(_picture(part, what))
+        else:
+            raise UserError(f"{what} gave the part {str(part)[:80]!r}, {_EXPECTED}")
+    return "".join(text), pictures
+
+
+def unmarked(text: str, what: str) -> str:
+    """The text.
+
+    Raises:
+        UserError: it has MARK, which would be taken for an image.
+    """
+    if MARK in text:
+        raise UserError(f"{what} gave a text with the characters U+E006 U+E007, which mean an image here; remove them")
+    return text
+
+
+def _picture(part: dict[str, Any], what: str) -> Picture:
+    given = [part[key] for key in _KEYS if part.get(key) is not None]
+    if len(given) != 1:
+        raise UserError(f"{what} gave the part {str(part)[:80]!r}, expected one image in it")
+    (value,) = given
+    if isinstance(value, dict):  # OpenAI's {"url": ...}, and {"bytes": ..., "path": ...} of the library datasets
+        value = next((value[key] for key in ("url", "bytes", "path") if value.get(key) is not None), None)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, (bytes, bytearray)):
+        return Picture(bytes(value))
+    if isinstance(value, str):
+        return Picture(_file_or_bytes(value, what, encoded="base64" in part))
+    if all(hasattr(value, name) for name in ("mode", "size", "tobytes", "convert")):
+        return Picture(value)
+    raise UserError(f"{what} gave the image {str(value)[:80]!r}, expected a path, bytes or a PIL image")
+
+
+def _file_or_bytes(value: str, what: str, *, encoded: bool) -> str | bytes:
+    if encoded or value.startswith("data:image/"):
+        try:
+            return base64.b64decode(value.partition(",")[2] if value.startswith("data:") else value)
+        except (binascii.Error, ValueError) as error:
+            raise UserError(f"{what} gave an image in base64 that cannot be decoded ({error})") from None
+    if "://" in value[:10]:
+        raise UserError(
+            f"{what} gave the image {value[:80]!r}, which would be fetched again in every epoch; download it, and give "
+            "its path"
+        )
+    if not os.path.isfile(value):
+        raise UserError(f"{what} gave the image {value!r}; there is no such file")
+    return value
+
+
+def marks(turns: Sequence[dict[str, Any]]) -> int:
+    """How many images stand in turns."""
+    return sum(turn["content"].count(MARK) for turn in turns)
+
+
+def parted(turns: list[dict[str, Any]], pictures: Sequence[Picture]) -> list[dict[str, Any]]:
+    """Turns as a chat template takes them: contents with images as lists of parts; without pictures as they are."""
+    return [{**turn, "content": _as_parts(turn["content"])} for turn in turns] if pictures else turns
+
+
+def _as_parts(content: Any) -> Any:
+    """A text, or a list of one text part, with its images between its texts."""
+    text = content[0]["text"] if isinstance(content, list) else content
+    if MARK not in text:
+        return content
+    parts: list[dict[str, Any]] = []
+    for number, piece in enumerate(text.split(MARK)):
+        parts += [{"type": "image"}] * (number > 0)
+        parts += [{"type": "text", "text": piece}] * bool(piece)
+    return parts
+
+
+def shown(text: str) -> str:
+    """A turn's text for people."""
+    return text.replace(MARK, _SHOWN)

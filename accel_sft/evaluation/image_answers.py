@@ -1,0 +1,57 @@
+"""Answers to prompts with images: by transformers' `generate`, one prompt at a time; to others as without any."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from accel_sft.data.chat import Encoded, end_of_turn_ids
+from accel_sft.evaluation.backend import Generated
+from accel_sft.evaluation.generate import Generator, divide
+from accel_sft.evaluation.left_padded import generate
+from accel_sft.tracking.system import peak_memory_gib
+
+
+class ImageGenerator:
+    """A generator that takes prompts with images too. Says once how it answers them.
+
+    Args:
+        generator: answers the other prompts.
+    """
+
+    uses_model = True
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+        self._told = False
+
+    def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
+        """Answer this rank's share of the examples; every rank calls it with the same ones."""
+        pictured = [example for example in examples if example.images]
+        if not pictured:
+            return self.generator(examples, max_new_tokens)
+        texts = [example for example in examples if not example.images]
+        before = self.generator(texts, max_new_tokens) if texts else Generated([], 0.0, {})
+        accelerator = self.generator.accelerator
+        if accelerator.is_main_process and not self._told:
+            self.generator.log("answers to prompts with images by transformers' generate, one prompt at a time")
+        self._told = True
+        accelerator.wait_for_everyone()
+        started = time.perf_counter()
+        answers = []
+        with self.generator.ready():
+            for ranks in divide(pictured, accelerator.num_processes, 1):
+                self.generator.between()
+                rows = ranks[accelerator.process_index]
+                answers += [(row, self._answer(row, max_new_tokens)) for row in rows]
+        seconds = before.seconds + time.perf_counter() - started
+        return Generated([*before.answers, *answers], seconds, peak_memory_gib(accelerator.device))
+
+    def _answer(self, row: Encoded, max_new_tokens: int) -> list[int]:
+        model, device = self.generator.model, self.generator.accelerator.device
+        prompt = row.input_ids[: row.prompt_length]
+        inputs = row.images.source.inputs.tensors([row._replace(input_ids=prompt)], (1, len(prompt)))
+        more = {name: torch.as_tensor(array, device=device) for name, array in inputs.items()}
+        tokenizer = self.generator.tokenizer
+        ends = end_of_turn_ids(tokenizer, model.generation_config)
+        return generate(model, [prompt], max_new_tokens, ends, tokenizer.pad_token_id, device, more=more)[0]

@@ -1,0 +1,73 @@
+"""Finds the images of a row: in the parts of its messages, or in a column, for each <image> in their texts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from accel_sft import RowProblem
+from accel_sft_chat.messages import IMAGE, Turn, kind
+
+PUT_FIRST = f"with images and no {IMAGE} in their texts, which are put before the first question"
+
+
+def with_images(turns: list[Turn], value: Any, column: str, folder: str) -> tuple[list[Turn], tuple[str, ...]]:
+    """Turns of which each has the paths of its images, and what was done to the row.
+
+    Args:
+        value: of the row's column of images: a path or a list of them; None where there is none.
+        folder: that paths are relative to.
+    Raises:
+        RowProblem: there are not as many images as marks.
+    """
+    paths = _paths(value, column)
+    marked = sum(turn["content"].count(IMAGE) for turn in turns)
+    notes: tuple[str, ...] = ()
+    if paths and not marked:
+        turns, notes = _put_first(turns, len(paths), column), (PUT_FIRST,)
+    found, rest = [], iter(paths)
+    wanted = 0
+    for turn in turns:
+        # a text may speak of <image> where no image is
+        marks = turn.get("images") or [None] * turn["content"].count(IMAGE) * bool(paths)
+        wanted += marks.count(None)
+        images = [path if path is not None else next(rest, None) for path in marks]
+        found.append({**turn, "images": [_placed(path, folder) for path in images if path]} if images else turn)
+    if wanted != len(paths):
+        raise RowProblem(column or "images", f"an image for each of {wanted} {IMAGE} in the texts, got {len(paths)}")
+    return found, notes
+
+
+def as_parts(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Turns as the trainer takes them: a content with images is a list of its parts."""
+    return [_as_parts(turn) if "images" in turn else turn for turn in turns]
+
+
+def _as_parts(turn: Turn) -> dict[str, Any]:
+    first, *others = turn["content"].split(IMAGE)
+    parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
+    for path, text in zip(turn["images"], others, strict=True):
+        parts += [{"type": "image", "image": path}, {"type": "text", "text": text}]
+    rest = {name: value for name, value in turn.items() if name != "images"}
+    return {**rest, "content": [part for part in parts if part.get("text") != ""]}
+
+
+def _paths(value: Any, column: str) -> list[str]:
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    paths = [image.get("path") if isinstance(image, dict) else image for image in found]
+    for number, path in enumerate(paths):
+        if not isinstance(path, str) or not path:
+            raise RowProblem(f"{column}[{number}]", f"the path of an image, got {kind(path)}")
+    return paths
+
+
+def _put_first(turns: list[Turn], count: int, column: str) -> list[Turn]:
+    at = next((at for at, turn in enumerate(turns) if turn["role"] == "user"), None)
+    if at is None:
+        raise RowProblem(column, f"no images, as there is no question, got {count}")
+    return [*turns[:at], {**turns[at], "content": IMAGE * count + turns[at]["content"]}, *turns[at + 1 :]]
+
+
+def _placed(path: str, folder: str) -> str:
+    return path if "://" in path[:10] or path.startswith("data:") else os.path.join(folder, path)

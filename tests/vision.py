@@ -1,0 +1,170 @@
+"""Tiny random vision-language models with their processors, and a task whose messages hold images."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import Sums
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText, Gemma3ImageProcessorPil, Qwen2VLImageProcessorPil
+
+from accel_sft import option
+from accel_sft.models.tiny import train_tokenizer
+
+COLOURS = {"red": (220, 30, 30), "green": (20, 200, 40), "blue": (30, 40, 210), "white": (250, 250, 250)}
+SIZES = ((16, 16), (24, 16), (16, 32), (32, 32))
+_CONTENT = (
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+)
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n" + _CONTENT + "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_QWEN = {
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+}
+_GEMMA = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+_TEXT: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "initializer_range": 0.3},
+}
+_EYES: dict[str, Any] = {"depth": 1, "num_heads": 4, "intermediate_size": 48, "patch_size": 4, "initializer_range": 0.3}
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": ({"rope_parameters": _SECTIONS}, {"embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}),
+    "qwen2_5_vl": (
+        {"rope_parameters": _SECTIONS},
+        {"hidden_size": 32, "out_hidden_size": 32, "fullatt_block_indexes": [0]},
+    ),
+    "qwen3_vl": (
+        {"rope_parameters": _SECTIONS},
+        {"hidden_size": 32, "out_hidden_size": 32, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+    ),
+    "qwen3_5": (
+        {
+            "rope_parameters": _SECTIONS | {"partial_rotary_factor": 1.0},
+            "layer_types": ["linear_attention", "full_attention"],
+        }
+        | {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+        {"hidden_size": 32, "out_hidden_size": 32, "num_position_embeddings": 64},
+    ),
+    "gemma3": (
+        {"query_pre_attn_scalar": 8, "sliding_window": 512, "tie_word_embeddings": True},
+        {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16},
+    ),
+}
+
+
+def make(folder: Path, family: str) -> Path:
+    """Write a model of this family with its processor: an image has 4 to 16 tokens of Qwen's, or 4 of Gemma's."""
+    gemma = family == "gemma3"
+    named = _GEMMA if gemma else _QWEN
+    tokenizer = train_tokenizer([*COLOURS, "You see.", "Which colours are", "What is this?", "It is and"] * 4)
+    tokenizer.add_special_tokens({"extra_special_tokens": list(named.values())}, replace_extra_special_tokens=False)
+    tokenizer.chat_template = _TEMPLATE.replace(
+        "IMAGE", named["boi_token"] if gemma else "<|vision_start|><|image_pad|><|vision_end|>"
+    )
+    text, eyes = FAMILIES[family]
+    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
+    if gemma:
+        ids = {"boi_token_index": ids["boi_token_id"], "eoi_token_index": ids["eoi_token_id"], **ids}
+        ids["mm_tokens_per_image"] = 4
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family,
+        text_config={**_TEXT, **text, **special, "vocab_size": -len(tokenizer) // 64 * -64},
+        vision_config={**_EYES, **eyes},
+        tie_word_embeddings=gemma,
+        **ids,
+    )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    write_processor(folder, family, named)
+    return folder
+
+
+def write_processor(folder: Path, family: str, named: dict[str, str]) -> None:
+    """Write the files from which AutoProcessor makes the family's own."""
+    if family == "gemma3":
+        Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, image_seq_length=4).save_pretrained(folder)
+        settings = {"processor_class": "Gemma3Processor", "image_seq_length": 4}
+        (folder / "processor_config.json").write_text(json.dumps(settings))
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | named))
+    else:
+        edges = {"shortest_edge": 256, "longest_edge": 4096}
+        Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=edges).save_pretrained(folder)
+
+
+@dataclass(kw_only=True)
+class Colours(Sums):
+    """What an image shows, or two; some examples have none."""
+
+    folder: str | None = option(None, help="Images are written there and given by path; without: PIL images.")
+    text_too: bool = option(True, help="Whether every fifth example has no image.")
+
+    def dataset(self, split):
+        return list(range(0, 20) if split == "train" else range(20, 27))
+
+    def messages(self, example):
+        names = self.names(example)
+        asked = [{"type": "text", "text": "Which colours are " if len(names) > 1 else "What is "}]
+        parts = [part for name in names for part in (self.part(example, name), {"type": "text", "text": " this?"})]
+        system = {"role": "system", "content": "You see."}
+        if self.text_too and example % 5 == 3:
+            return [system, {"role": "user", "content": f"What is this {names[0]} {example}?"}]
+        return [system, {"role": "user", "content": [*asked, *parts]}]
+
+    def names(self, example):
+        colours = list(COLOURS)
+        return [colours[example % 4], colours[example // 4 % 4]][: 1 + example % 3 // 2]
+
+    def part(self, example, name):
+        image = picture(example, name)
+        if not self.folder:
+            return {"type": "image", "image": image}
+        path = Path(self.folder, f"{example}-{name}.png")
+        if not path.exists():
+            write_picture(image, path)
+        return {"type": "image", "path": str(path)}
+
+    def target(self, example):
+        return "It is " + " and ".join(self.names(example))
+
+
+def picture(example: int, name: str) -> Image.Image:
+    """An image of one of four sizes in this colour, with a mark by which no two are equal."""
+    image = Image.new("RGB", SIZES[example % len(SIZES)], COLOURS[name])
+    image.putpixel((example % 16, 3), (example, 0, 0))
+    return image
+
+
+def write_picture(image: Image.Image, path: Path) -> None:
+    """Write it whole or not at all: several ranks may."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    own = path.with_suffix(f".{os.getpid()}.png")
+    image.save(own)
+    own.replace(path)
+
+
+class Kept(list):
+    """Examples with a fingerprint, which are not read again while it is the same."""
+
+    def __init__(self, examples, fingerprint):
+        super().__init__(examples)
+        self.fingerprint = fingerprint
