@@ -27,7 +27,9 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.run_dir import RunDir
 from accel_sft.tracking.metrics_file import MetricsFile
 from accel_sft.tracking.progress_bar import ProgressBar
+from accel_sft.tracking.spans import span
 from accel_sft.tracking.system import SYSTEM_FIELDS, SystemSampler, Usage, host_memory_gib
+from accel_sft.tracking.trace import BATCHES, FORWARD
 from accel_sft.tracking.tracker import Tracker
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
@@ -165,7 +167,7 @@ def test_curves_are_read_back_from_the_run_folder_itself(tracked):
 
 def test_system_curves_of_each_rank_have_only_new_samples(tracked):
     tracker = tracked()
-    first, second = [1.0, 50.0, 0.5, 4.0, math.nan, math.nan], [2.0, 60.0, 0.5, 4.0, math.nan, math.nan]
+    first, second = [1.0, 50.0, 0.5, 4.0, *[math.nan] * 3], [2.0, 60.0, 0.5, 4.0, *[math.nan] * 3]
     tracker.step(record(1), [first, first])
     tracker.step(record(2), [first, second])
     tracker.close()
@@ -362,13 +364,21 @@ def test_the_profiler_traces_steps_three_to_five(tracked, capsys):
     tracker = tracked(profile=True)
     with tracker.profiler() as profiler:
         for _ in range(6):
-            torch.ones(4) @ torch.ones(4)
+            with span(BATCHES):
+                rows = torch.ones(4)
+            with span(FORWARD):
+                rows @ rows
             profiler.step()
     (trace,) = (tracker.run_dir.path / "profile").iterdir()
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"} < names
     assert "aten::dot" in names
-    assert str(trace.parent) in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert str(trace.parent) in printed
+    assert "profile: where the time of 3 traced steps went in the process (" in printed
+    spent = tracker.watched()["time_spent"]
+    assert (spent["steps"], spent["rank"], spent["ranks"]) == (3, 0, 1)
+    assert 0 < spent["process"][BATCHES] < sum(spent["process"].values()) == pytest.approx(spent["seconds"])
 
 
 def test_a_run_too_short_to_profile_says_so(tracked, capsys):
@@ -405,9 +415,10 @@ def test_a_gpu_that_cannot_be_read_costs_only_its_curves():
 
 
 class Driver:
-    """NVML as of a MIG slice: it knows the memory in use and no utilisation, until it fails."""
+    """NVML as of a MIG slice: it knows the memory in use, and neither utilisation nor energy, until it fails."""
 
     NVMLError = RuntimeError
+    NVML_GPU_UTILIZATION_SAMPLES = 1
     failed = False
 
     def nvmlDeviceGetMemoryInfo(self, handle):
@@ -416,6 +427,12 @@ class Driver:
         return types.SimpleNamespace(used=2**30)
 
     def nvmlDeviceGetUtilizationRates(self, handle):
+        raise RuntimeError("Not Supported")
+
+    def nvmlDeviceGetSamples(self, handle, kind, since):
+        raise RuntimeError("Not Supported")
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
         raise RuntimeError("Not Supported")
 
 
@@ -435,12 +452,12 @@ def test_a_gpu_that_cannot_be_read_any_more_is_told_once(tracked, capsys):
 def test_means_and_peaks_of_a_rank_are_those_of_its_samples_after_the_first():
     usage, nan = Usage(), math.nan
     assert usage.by_rank() == []
-    assert usage.add(0, [1.0, 900.0, 5.0, 7.0, nan, nan])
+    assert usage.add(0, [1.0, 900.0, 5.0, 7.0, nan, nan, nan])
     assert usage.by_rank()[0]["mean"]["cpu_percent"] == 900
-    for sample in ([2.0, 100.0, 1.0, 7.0, nan, nan], [3.0, 200.0, 2.0, 7.0, nan, nan]):
+    for sample in ([2.0, 100.0, 1.0, 7.0, nan, nan, nan], [3.0, 200.0, 2.0, 7.0, nan, nan, nan]):
         assert usage.add(0, sample)
         assert not usage.add(0, sample)  # read again within a second
-    assert usage.add(1, [1.0, 10.0, 1.0, 7.0, 50.0, 3.0])
+    assert usage.add(1, [1.0, 10.0, 1.0, 7.0, 50.0, 3.0, nan])
     first, second = usage.by_rank()
     assert (first["rank"], first["samples"], second["rank"]) == (0, 2, 1)
     assert first["mean"] == {"cpu_percent": 150.0, "process_memory_gib": 1.5, "host_memory_gib": 7.0}
@@ -550,6 +567,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.io.run_dir import RunDir
+from accel_sft.tracking.trace import BATCHES, FORWARD
 from accel_sft.tracking.tracker import Tracker
 torch.set_num_threads(1)
 accelerator = Accelerator(cpu=True)
