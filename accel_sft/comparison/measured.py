@@ -26,6 +26,7 @@ NUMBERS = (
     "peak_host_memory_gib",
     "host_memory_all_ranks_gib",
     "metric_after",
+    "eval_loss_after",
     "seconds",
 )
 """The keys of a run that a cell has a median and a spread of."""
@@ -45,7 +46,7 @@ def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
     launch = record.get("launch") or {}
     ranks = [rank for rank in result.get("system") or () if isinstance(rank, dict)]
     after = result.get("after") or {}
-    metric = after.get(result.get("main_metric"))
+    metric, loss = after.get(result.get("main_metric")), after.get("eval_loss")
     return {
         "steps": len(steps),
         "total_steps": record.get("total_steps"),
@@ -57,6 +58,7 @@ def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
         "peak_host_memory_gib": result.get("peak_host_memory_gib"),
         "host_memory_all_ranks_gib": sum(_of(ranks, "peak", "process_memory_gib")) if ranks else None,
         "metric_after": metric if is_number(metric) else None,
+        "eval_loss_after": loss if is_number(loss) else None,
         "batching": result.get("batching"),
         "memory": result.get("memory") or None,
         "phases": _phases(result),
