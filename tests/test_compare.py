@@ -449,7 +449,9 @@ def test_a_sweep_is_ranked_by_the_metric_after_training_and_not_by_speed(tmp_pat
         f"{best} is the best by accuracy after training: 0.94 (median of 3 seeds, 0.9 to 0.96), validation loss 0.1."
     )
     assert told[1].startswith(
-        f"By accuracy, the best first: {best} 0.94 (median of 3 seeds, 0.9 to 0.96); learning-rate"
+        f"By accuracy, the best first: {best}: 0.94 (median of 3 seeds, 0.9 to 0.96), validation loss 0.1; "
+        "learning-rate 0.0003, lora-r 32: 0.91 (median of 2 seeds, 0.9 to 0.92), validation loss 0.1; "
+        "learning-rate 0.0001, lora-r 8: 0.5 (in all 2 seeds), validation loss 0.9"
     )
     assert told[2] == (
         "Undecided: learning-rate 0.0003, lora-r 32 may be as good. Behind the best by 0.03 at most, where seeds of "
@@ -471,14 +473,18 @@ def test_a_sweep_is_ranked_by_the_metric_after_training_and_not_by_speed(tmp_pat
 
 
 def test_a_tie_is_called_one_and_a_single_seed_too(tmp_path):
-    record = made_sweep(tmp_path, [(1e-4, 8, 1, 1.0, 0.3), (3e-4, 8, 1, 1.0, 0.1), (1e-3, 8, 1, None, None)])
+    lower = [(1e-3, 8, 1, 0.2, 0.05)]
+    record = made_sweep(tmp_path, [(1e-4, 8, 1, 1.0, 0.3), (3e-4, 8, 1, 1.0, 0.1), *lower, (1, 8, 1, None, None)])
     told = record["findings"]
     assert told[0] == (
-        "A tie: learning-rate 0.0003, lora-r 8 and learning-rate 0.0001, lora-r 8 have the same accuracy after "
+        "A tie: learning-rate 0.0003, lora-r 8; learning-rate 0.0001, lora-r 8 have the same accuracy after "
         "training, 1. learning-rate 0.0003, lora-r 8 has the lowest validation loss, 0.1 against 0.3."
     )
     assert told[2].startswith("A setting was trained with one seed only, so it is not known whether such differences")
     assert not any("may be better still" in line for line in told)
+    (tmp_path / "all").mkdir()
+    record = made_sweep(tmp_path / "all", [(1e-4, 8, seed, 0.0, None) for seed in (1, 2)] + [(3e-4, 8, 1, 0.0, None)])
+    assert record["findings"][0] == "A tie: all settings have the same accuracy after training, 0 (in all 2 seeds)."
     (tmp_path / "lower").mkdir()
     cells = [(1e-4, 8, 1, 2.0, 0.3), (3e-4, 8, 1, 5.0, 0.1)]
     record = made_sweep(tmp_path / "lower", cells, higher_is_better=False)  # a perplexity, say

@@ -176,6 +176,34 @@ def test_system_curves_of_each_rank_have_only_new_samples(tracked):
     assert "system/rank0/gpu_percent" not in events(tracker).Tags()["scalars"]
 
 
+def reading(number, joules, percent=90.0):
+    return [float(number), 50.0, 0.5, 4.0, percent, 1.0, joules]
+
+
+def test_the_runs_energy_stands_in_each_line_and_goes_on_from_there_after_a_resume(tracked):
+    tracker = tracked()
+    for step, (first, second) in enumerate([(100.0, 200.0), (150.0, math.nan), (900.0, 999.0)], start=1):
+        tracker.step(record(step), [reading(step, first), reading(step, second)])
+    tracker.close()
+    assert [line["energy_joules"] for line in lines(tracker)] == [300.0, 350.0, 1899.0]
+    resumed = tracked()
+    resumed.rewind(2)
+    resumed.step(record(3), [reading(1, 10.0), reading(1, 20.0)])
+    assert resumed.watched()["energy"] == {"joules": 380.0, "gpus": 2}
+    resumed.close()
+    assert points(resumed, "throughput/energy_joules") == [(1, 300.0), (2, 350.0), (3, 380.0)]
+
+
+def test_a_gpu_that_idles_is_told_above_the_bar_by_what_the_process_did(tracked, capsys):
+    tracker = tracked(total_steps=60)
+    for step in range(1, 61):
+        with span(BATCHES):
+            time.sleep(0.002)
+        tracker.step(record(step, seconds=0.004), [reading(step, 1.0, percent=9.0)])
+    told = capsys.readouterr().out
+    assert told.count("the GPU idles: a kernel ran in 9% of the time of steps 11 to 30. Likely cause: reading") == 1
+
+
 def test_an_evaluation_is_recorded_with_every_answer(tracked, capsys):
     tracker = tracked()
     tracker.evaluation(7, {"eval_loss": 0.25, "accuracy": 0.5, "generate_seconds": 3.0}, SAMPLES)

@@ -100,12 +100,11 @@ def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
     best, others = settings[0], settings[1:]
     tied = [other for other in others if other.metric == best.metric]
     if tied:
-        names = " and ".join(each.name for each in (best, *tied))
-        yield f"A tie: {names} have the same {metric} after training, {_told(best)}.{_by_loss(best, tied)}"
+        which = "all settings" if len(tied) == len(others) else "; ".join(each.name for each in (best, *tied))
+        yield f"A tie: {which} have the same {metric} after training, {_told(best)}.{_by_loss(best, tied)}"
     else:
-        loss = "" if best.loss is None else f", validation loss {shown(best.loss)}"
-        yield f"{best.name} is the best by {metric} after training: {_told(best)}{loss}."
-    each = "; ".join(f"{setting.name} {_told(setting)}" for setting in settings[:_LISTED])
+        yield f"{best.name} is the best by {metric} after training: {_told(best)}{_and_loss(best)}."
+    each = "; ".join(f"{setting.name}: {_told(setting)}{_and_loss(setting)}" for setting in settings[:_LISTED])
     rest = f"; and {len(settings) - _LISTED} more" if len(settings) > _LISTED else ""
     yield f"By {metric}, the best first: {each}{rest}."
     spreads = [setting.spread for setting in settings if setting.spread is not None]
@@ -135,7 +134,13 @@ def _told(setting: Setting) -> str:
     if len(setting.metrics) == 1:
         return shown(setting.metric)
     what = f"{setting.seeds} seeds" if setting.seeds > 1 else f"{len(setting.metrics)} cells"
+    if min(setting.metrics) == max(setting.metrics):
+        return f"{shown(setting.metric)} (in all {what})"
     return f"{shown(setting.metric)} (median of {what}, {shown(min(setting.metrics))} to {shown(max(setting.metrics))})"
+
+
+def _and_loss(setting: Setting) -> str:
+    return "" if setting.loss is None else f", validation loss {shown(setting.loss)}"
 
 
 def _by_loss(best: Setting, tied: Sequence[Setting]) -> str:

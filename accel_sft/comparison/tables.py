@@ -12,7 +12,7 @@ from rich.text import Text
 from accel_sft.comparison.measured import NUMBERS
 from accel_sft.comparison.outcome import COMPLETE
 from accel_sft.comparison.summary import completed
-from accel_sft.comparison.sweep import in_order, swept
+from accel_sft.comparison.sweep import costs_alike, in_order, swept
 from accel_sft.io.text import markdown_cell, markdown_table, shown
 
 _TITLES = {
@@ -43,8 +43,11 @@ _LONG_TITLES = {
 def terminal_table(record: Mapping[str, Any]) -> Table:
     """The cells, each varied setting a column; of one that has no numbers its status. Those of a sweep stand in the
     order of their metric."""
-    cells, quality = in_order(record), ["metric_after", "eval_loss_after"]
-    titles = [*quality, *(key for key in _TITLES if key not in quality)] if swept(record) else [*_TITLES][:-1]
+    cells, titles = in_order(record), [key for key in _TITLES if key != "eval_loss_after"]
+    if swept(record):
+        titles = ["metric_after", "eval_loss_after", *titles[:-1]]
+    if costs_alike(record):
+        titles.remove("tokens_per_second")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     columns = [key for key in titles if any(cell["median"][key] is not None for cell in cells)]
     names = record["varied"] or ["launch"]

@@ -97,8 +97,8 @@ class IdleWatch:
         where = " on rank 0" if ranks > 1 else ""
         share = {name: spent / self._seconds for name, spent in self._spent.items()}
         causes = {
-            BATCHES: f"reading rows and making batches takes {{}} of a step{where}, on the host; is the disk with "
-            "the token cache slow, or are the host's cores busy?"
+            BATCHES: f"reading rows and making batches takes {{}} of a step{where}, on the host; look at the "
+            "disk with the token cache, and at what else keeps the host's cores busy"
         }
         if "optimizer" in self._offloaded:
             causes[OPTIMIZER] = (
@@ -106,7 +106,7 @@ class IdleWatch:
                 "faster where memory suffices (`accel-sft plan`)"
             )
         if ranks > 1:
-            causes[COMMUNICATION] = "rank 0 waits for other ranks for {} of a step; is a machine or a GPU slower?"
+            causes[COMMUNICATION] = "rank 0 waits for other ranks for {} of a step; look for a slower GPU or machine"
         likely = max(causes, key=lambda name: share.get(name, 0.0))
         if share.get(likely, 0.0) >= _MUCH:
             return "Likely cause: " + causes[likely].format(f"{100 * share[likely]:.0f}%")
