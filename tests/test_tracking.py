@@ -590,16 +590,17 @@ def test_two_ranks_share_one_record(tmp_path):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = """
-import sys, torch
+import sys, time, torch
 from pathlib import Path
 from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.io.run_dir import RunDir
-from accel_sft.tracking.trace import BATCHES, FORWARD
+from accel_sft.tracking.spans import span
+from accel_sft.tracking.trace import BATCHES, COMMUNICATION, FORWARD
 from accel_sft.tracking.tracker import Tracker
 torch.set_num_threads(1)
 accelerator = Accelerator(cpu=True)
-with Tracker(accelerator, RunDir(Path(sys.argv[1])), TrainConfig(), total_steps=1) as tracker:
+with Tracker(accelerator, RunDir(Path(sys.argv[1])), TrainConfig(profile=True), total_steps=1) as tracker:
     tracker.phase("ready")
     phases = tracker.phases()
     assert [row["rank"] for row in phases] == [0, 1], phases
@@ -608,6 +609,16 @@ with Tracker(accelerator, RunDir(Path(sys.argv[1])), TrainConfig(), total_steps=
     tracker.evaluation(1, {"eval_loss": 1.0}, [])
     tracker.rewind(1)
     tracker.log("said once")
+    with tracker.profiler() as profiler:
+        for _ in range(6):
+            with span(BATCHES):
+                rows = torch.ones(8, 8)
+            with span(FORWARD):
+                rows @ rows
+            time.sleep(0.1 * accelerator.process_index)
+            with span(COMMUNICATION):
+                accelerator.gather(rows)
+            profiler.step()
 accelerator.end_training()
 """
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
@@ -623,6 +634,9 @@ accelerator.end_training()
     outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert "said once" in outputs[0]
+    assert re.search(r"steps of rank 0 went in the process .*: \d+% communication, waiting for other ranks", outputs[0])
     assert outputs[1] == ""
+    traces = sorted(path.name.partition(".")[0] for path in (tmp_path / "run" / "profile").iterdir())
+    assert traces == ["rank0", "rank1"]
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     assert len(list((tmp_path / "run").glob("events*"))) == 1

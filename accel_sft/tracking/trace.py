@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 SPANS = BATCHES, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, PAUSE = (
     "make batch",
@@ -20,6 +20,8 @@ SPANS = BATCHES, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, PAUSE = (
 PREFIX = "accel_sft: "
 """Before each of these names: libraries have spans called `forward` too."""
 COPIES, IDLE, OTHER = "copies", "idle", "other"
+_KINDS = {"user_annotation", "kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "cuda_driver"}
+_EVENTS, _BETWEEN, _CHUNK = '"traceEvents": [', re.compile(r"[\s,]*"), 1 << 20
 _EXCHANGES = re.compile(r"(gloo|nccl|mpi|ccl|ucc):|c10d::")
 """Of an exchange between ranks on the host: from its beginning until it has arrived."""
 _WORDS = {
@@ -45,24 +47,23 @@ def time_spent(path: Path) -> dict[str, Any] | None:
         ran beside them; and `idle`: what the process did while nothing ran on the GPU.
     """
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    except (OSError, ValueError, KeyError):  # of a run that was killed while it wrote
+        events = list(_events(path))
+    except (OSError, ValueError):  # of a run that was killed while it wrote
         return None
-    spans = [event for event in events if event.get("cat") == "user_annotation"]
-    own = {name: _intervals(span for span in spans if span["name"] == PREFIX + name) for name in SPANS}
+    spans = [event for event in events if event.kind == "user_annotation"]
+    own = {name: sorted((each.begin, each.end) for each in spans if each.name == PREFIX + name) for name in SPANS}
     begins = [begin for begin, _ in own[BATCHES]]
     steps = []
-    for step in (span for span in spans if span["name"].startswith("ProfilerStep")):
-        begin, end = _interval(step)
-        at = bisect.bisect_left(begins, begin)
-        if at < len(begins) and begins[at] < end:  # else of a training that ended with the step before
-            own[BATCHES].append((begin, begins[at]))
-            steps.append((begin, end, (step["pid"], step["tid"])))
+    for step in (span for span in spans if span.name.startswith("ProfilerStep")):
+        at = bisect.bisect_left(begins, step.begin)
+        if at < len(begins) and begins[at] < step.end:  # else of a training that ended with the step before
+            own[BATCHES].append((step.begin, begins[at]))
+            steps.append(step)
     if not steps:
         return None
     marks = [(begin, end, name) for name, found in own.items() for begin, end in found]
-    marks += [(begin, end, "step") for begin, end, _ in steps]
-    marks += _host_exchanges(events, steps[0][2])
+    marks += [(step.begin, step.end, "step") for step in steps]
+    marks += _host_exchanges(events, steps[0].thread)
     on_device = _device_work(events, own)
     found: Counter[tuple[str, str]] = Counter()
     for seconds, active in _stretches([*marks, *on_device]):
@@ -123,37 +124,75 @@ def _of_device(active: Mapping[str, int]) -> str:
     return next((name for mark, name in [*places, (COPIES, COPIES)] if active[mark]), IDLE)
 
 
-def _host_exchanges(events: Sequence[Mapping[str, Any]], thread: tuple[Any, Any]) -> list[tuple[float, float, str]]:
+class _Event(NamedTuple):
+    """An event of a trace that is of use here; times in seconds."""
+
+    kind: str
+    name: str
+    begin: float
+    end: float
+    thread: tuple[Any, Any]
+    correlation: Any
+
+
+def _events(path: Path) -> Iterator[_Event]:
+    """What is of use among a trace's events, read piece by piece: a trace may be larger than the model.
+
+    Raises:
+        ValueError: it is no trace, or was cut off.
+    """
+    decode, text, at = json.JSONDecoder().raw_decode, "", 0
+    with path.open(encoding="utf-8") as file:
+        while (at := text.find(_EVENTS)) < 0:
+            if not (more := file.read(_CHUNK)):
+                raise ValueError(f"{path}: no events")
+            text += more
+        at += len(_EVENTS)
+        while True:
+            at = _BETWEEN.match(text, at).end()
+            if text[at : at + 1] == "]":
+                return
+            try:
+                event, at = decode(text, at)
+            except ValueError:
+                if not (more := file.read(_CHUNK)):
+                    raise
+                text, at = text[at:] + more, 0
+                continue
+            kind, name = event.get("cat"), event.get("name", "")
+            if kind in _KINDS or (kind == "cpu_op" and (name.startswith("aten::") or _EXCHANGES.match(name))):
+                begin, thread = event["ts"] / 1e6, (event["pid"], event["tid"])
+                correlation = event.get("args", {}).get("correlation")
+                yield _Event(kind, name, begin, begin + event.get("dur", 0) / 1e6, thread, correlation)
+
+
+def _host_exchanges(events: Sequence[_Event], thread: tuple[Any, Any]) -> list[tuple[float, float, str]]:
     """Exchanges of this process's host, and beside them what its main thread computes meanwhile."""
-    operators = [event for event in events if event.get("cat") in ("cpu_op", "user_annotation") and "dur" in event]
-    marks = [(*_interval(event), "exchange") for event in operators if _EXCHANGES.match(event["name"])]
+    on_host = [event for event in events if event.kind in ("cpu_op", "user_annotation")]
+    marks = [(each.begin, each.end, "exchange") for each in on_host if _EXCHANGES.match(each.name)]
     if marks:
-        computing = (event for event in operators if event["name"].startswith("aten::"))
-        marks += [(*_interval(e), "operator") for e in computing if (e["pid"], e["tid"]) == thread]
+        computing = (each for each in on_host if each.name.startswith("aten::") and each.thread == thread)
+        marks += [(each.begin, each.end, "operator") for each in computing]
     return marks
 
 
 def _device_work(
-    events: Sequence[Mapping[str, Any]], own: Mapping[str, Sequence[tuple[float, float]]]
+    events: Sequence[_Event], own: Mapping[str, Sequence[tuple[float, float]]]
 ) -> list[tuple[float, float, str]]:
     """What runs on the GPU: copies, and kernels by the span in which they were launched."""
-    launches = {
-        event["args"]["correlation"]: event["ts"]
-        for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
-    }
+    launches = {event.correlation: event.begin for event in events if event.kind in ("cuda_runtime", "cuda_driver")}
     places = sorted((begin, end, name) for name in (BATCHES, FORWARD, BACKWARD, OPTIMIZER) for begin, end in own[name])
     starts = [begin for begin, _, _ in places]
 
-    def launched_in(event: Mapping[str, Any]) -> str:
-        if "nccl" in event["name"].lower():
+    def launched_in(kernel: _Event) -> str:
+        if "nccl" in kernel.name.lower():
             return COMMUNICATION
-        at = launches.get(event.get("args", {}).get("correlation"), event["ts"]) / 1e6
+        at = launches.get(kernel.correlation, kernel.begin)
         place = bisect.bisect_right(starts, at) - 1
         return places[place][2] if place >= 0 and at < places[place][1] else OTHER
 
-    work = [(*_interval(event), f"kernel: {launched_in(event)}") for event in events if event.get("cat") == "kernel"]
-    return work + [(*_interval(e), COPIES) for e in events if e.get("cat") in ("gpu_memcpy", "gpu_memset")]
+    kernels = [(each.begin, each.end, f"kernel: {launched_in(each)}") for each in events if each.kind == "kernel"]
+    return kernels + [(each.begin, each.end, COPIES) for each in events if each.kind in ("gpu_memcpy", "gpu_memset")]
 
 
 def _stretches(marks: Sequence[tuple[float, float, str]]) -> Iterator[tuple[float, Counter[str]]]:
@@ -173,12 +212,3 @@ def _summed(found: Mapping[tuple[str, str], float], side: int) -> dict[str, floa
     for names, seconds in found.items():
         parts[names[side]] += seconds
     return dict(parts)
-
-
-def _intervals(events: Iterator[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    return sorted(map(_interval, events))
-
-
-def _interval(event: Mapping[str, Any]) -> tuple[float, float]:
-    """Begin and end in seconds; a trace has microseconds."""
-    return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
