@@ -7,6 +7,7 @@ import copy
 import itertools
 import json
 import os
+import types
 
 import numpy as np
 import pytest
@@ -50,6 +51,7 @@ from accel_sft.data.chat import Encoded
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import collectives
 from accel_sft.models.prefix_attention import install, installed
+from accel_sft.training.step import TrainStep
 
 CPU = torch.device("cpu")
 install()
@@ -221,6 +223,19 @@ def test_a_forward_without_examples_gives_a_connected_zero(model):
     assert nothing.item() == 0.0
     nothing.backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_ranks_without_a_row_leave_a_steps_loss_what_it_is(model, tmp_path):
+    """Two of three ranks have nothing to learn from: theirs is a part of a sum, and no 0.0 in a mean."""
+    model, examples, parts = copy.deepcopy(model), rows(1), []
+    for rank in range(3):
+        accelerator = types.SimpleNamespace(device=CPU, num_processes=3, process_index=rank)
+        stepper = types.SimpleNamespace(accelerator=accelerator, model=model, forwards_alone=True, alone=False)
+        stepper.boundary, stepper.backward = (lambda last: contextlib.nullcontext()), torch.Tensor.backward
+        step = TrainStep(stepper, Batching("padded", 64), 0, RunDir(tmp_path), print)
+        parts.append(step.forward_backward(examples, examples[0].supervised_tokens, 1)[0].item())
+    assert sorted(parts)[:2] == [0.0, 0.0]
+    assert sum(parts) == pytest.approx(by_hand(model, examples[0]) / examples[0].supervised_tokens, rel=1e-5)
 
 
 def test_a_pad_token_that_ends_the_turn_is_learnt_where_it_ends_it():

@@ -544,12 +544,33 @@ def test_a_file_of_chats_trains_on_two_ranks(launched, files):
     assert run.lines("eval_loss")[-1]["eval_loss"] < run.lines("eval_loss")[0]["eval_loss"]
 
 
-def test_without_a_metric_but_the_loss_nothing_is_generated(tmp_path, files):
+@pytest.fixture(scope="module")
+def thousand_rows(tmp_path_factory):
+    return chats.write(tmp_path_factory.mktemp("thousand"), 1000)
+
+
+FILES = (
+    "messages",
+    "messages as Parquet",
+    "sharegpt",
+    "sharegpt, compressed",
+    "alpaca as JSON",
+    "pairs",
+    "pairs as CSV",
+)
+
+
+@pytest.mark.parametrize("name", ["alpaca", *(pytest.param(name, marks=pytest.mark.long) for name in FILES)])
+def test_a_thousand_rows_of_each_form_train_with_one_command_and_the_loss_alone(tmp_path, thousand_rows, name):
+    """Without another metric nothing is generated."""
+    assert thousand_rows.keys() == {"alpaca", *FILES}
     run = accel_sft(
-        "chat", "--train-file", str(files["alpaca"]), "--metric", "loss", "--max-steps", "2", "--eval-every", "1",
+        "chat", "--train-file", str(thousand_rows[name]), "--metric", "loss", "--max-steps", "2", "--eval-every", "1",
         run_dir=tmp_path / "run",
     )  # fmt: skip
     assert run.status == 0, run.output
+    assert "rows are held out of" in " ".join(run.output.split())
+    assert run.lines("eval_loss")[-1]["eval_loss"] < run.lines("eval_loss")[0]["eval_loss"]
     assert [set(line) for line in run.lines("eval_loss")] == [{"step", "eval_loss"}] * 3
     assert run.result()["best"]["eval_loss"] == min(line["eval_loss"] for line in run.lines("eval_loss"))
     assert "validation loss" in (run.run_dir / "report.md").read_text()

@@ -415,6 +415,96 @@ def test_a_difference_below_the_spread_is_called_undecided_and_one_round_unknown
     assert record["cells"][0]["spread"]["tokens_per_second"] is None
 
 
+def made_sweep(tmp_path, cells, varied=("learning_rate", "lora_r", "seed"), **more):
+    """A record of a sweep: of each cell learning rate, rank, seed, metric (None: it failed) and validation loss."""
+    record = {"task": "math", "varied": [*varied], "main_metric": "accuracy", "command": "compare", **more}
+    record |= {"environment": {"cores": 2}, "cells": []}
+    about = {"backend": "plain", "zero_stage": None, "processes": 1, "precision": "no", "offload": {}}
+    for number, (rate, rank, seed, metric, loss) in enumerate(cells):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        lines = [{"step": n, "loss": 1.0, "seconds": 0.1 * (number + 1), "tokens": 64} for n in (1, 2)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        after = {} if metric is None else {"accuracy": metric, "eval_loss": loss}
+        (folder / "result.json").write_text(json.dumps({"after": after, "main_metric": "accuracy"}))
+        run = {"round": 1, "status": "complete", "reason": "", "folder": folder.name, "seconds": 9}
+        run |= measure(RunDir(folder), 0)
+        settings = {"launch": "single", "learning_rate": rate, "lora_r": rank, "seed": seed}
+        name = f"learning-rate {rate}, lora-r {rank}, seed {seed}"
+        cell = {"name": name, "settings": settings, "launch": about, "runs": [run]}
+        record["cells"].append({**cell, "global_batch_size": 64, "examples_per_rank": 64.0})
+    summarise(record, tmp_path)
+    record["findings"] = findings(record)
+    return record
+
+
+def test_a_sweep_is_ranked_by_the_metric_after_training_and_not_by_speed(tmp_path):
+    slow_and_good = [(3e-4, 8, 1, 0.96, 0.1), (3e-4, 8, 2, 0.94, 0.1), (3e-4, 8, 3, 0.90, 0.2)]
+    close = [(3e-4, 32, 1, 0.92, 0.1), (3e-4, 32, 2, 0.90, 0.1)]
+    behind = [(1e-4, rank, seed, 0.5, 0.9) for rank in (8, 32) for seed in (1, 2)]
+    record = made_sweep(tmp_path, [*behind, *close, *slow_and_good])
+    told = record["findings"]
+    best = "learning-rate 0.0003, lora-r 8"
+    assert told[0] == (
+        f"{best} is the best by accuracy after training: 0.94 (median of 3 seeds, 0.9 to 0.96), validation loss 0.1."
+    )
+    assert told[1].startswith(
+        f"By accuracy, the best first: {best}: 0.94 (median of 3 seeds, 0.9 to 0.96), validation loss 0.1; "
+        "learning-rate 0.0003, lora-r 32: 0.91 (median of 2 seeds, 0.9 to 0.92), validation loss 0.1; "
+        "learning-rate 0.0001, lora-r 8: 0.5 (in all 2 seeds), validation loss 0.9"
+    )
+    assert told[2] == (
+        "Undecided: learning-rate 0.0003, lora-r 32 may be as good. Behind the best by 0.03 at most, where seeds of "
+        "one setting differ by up to 0.06."
+    )
+    assert told[3] == "--learning-rate 0.0003 is the largest that was tried: a larger one may be better still."
+    assert not any("fastest" in line or "one seed only" in line for line in told)
+    assert not any("--lora-r" in line for line in told)  # both are as good
+    table = terminal_table(record)
+    assert [str(column.header) for column in table.columns][:5] == [
+        "learning rate",
+        "lora r",
+        "seed",
+        "accuracy",
+        "loss",
+    ]
+    assert [str(cell) for cell in table.columns[3].cells] == ["0.96", "0.94", "0.92", "0.9", "0.9", *["0.5"] * 4]
+    assert "validation loss after" in markdown(record)
+
+
+def test_a_tie_is_called_one_and_a_single_seed_too(tmp_path):
+    lower = [(1e-3, 8, 1, 0.2, 0.05)]
+    record = made_sweep(tmp_path, [(1e-4, 8, 1, 1.0, 0.3), (3e-4, 8, 1, 1.0, 0.1), *lower, (1, 8, 1, None, None)])
+    told = record["findings"]
+    assert told[0] == (
+        "A tie: learning-rate 0.0003, lora-r 8; learning-rate 0.0001, lora-r 8 have the same accuracy after "
+        "training, 1. learning-rate 0.0003, lora-r 8 has the lowest validation loss, 0.1 against 0.3."
+    )
+    assert told[2].startswith("A setting was trained with one seed only, so it is not known whether such differences")
+    assert not any("may be better still" in line for line in told)
+    (tmp_path / "all").mkdir()
+    record = made_sweep(tmp_path / "all", [(1e-4, 8, seed, 0.0, None) for seed in (1, 2)] + [(3e-4, 8, 1, 0.0, None)])
+    assert record["findings"][0] == "A tie: all settings have the same accuracy after training, 0 (in all 2 seeds)."
+    (tmp_path / "lower").mkdir()
+    cells = [(1e-4, 8, 1, 2.0, 0.3), (3e-4, 8, 1, 5.0, 0.1)]
+    record = made_sweep(tmp_path / "lower", cells, higher_is_better=False)  # a perplexity, say
+    assert record["findings"][0].startswith("learning-rate 0.0001, lora-r 8 is the best by accuracy after training: 2,")
+    told = record["findings"]
+    assert "--learning-rate 0.0001 is the smallest that was tried: a smaller one may be better still." in told
+
+
+def test_a_sweep_without_a_metric_says_so_and_one_over_launches_tells_speed_too(tmp_path):
+    record = made_sweep(tmp_path, [(1e-4, 8, 1, None, None), (3e-4, 8, 1, None, None)])
+    assert record["findings"][0] == (
+        "Settings cannot be ranked: no cell has accuracy after training; leave out --eval-every off."
+    )
+    (tmp_path / "launches").mkdir()
+    cells = [(1e-4, 8, 1, 0.5, 0.3), (3e-4, 8, 1, 0.7, 0.1)]
+    record = made_sweep(tmp_path / "launches", cells, varied=("launch", "learning_rate"))
+    assert record["findings"][0].startswith("learning-rate 0.0003 is the best by accuracy")
+    assert any("is the fastest" in line for line in record["findings"])
+
+
 def test_every_rendering_takes_a_cell_without_numbers(tmp_path):
     record = made_record(tmp_path, [("z0", "32", (1000, 1100), 10.0, LOSSES)])
     record["cells"].append(copy.deepcopy(record["cells"][0]) | {"runs": [], "name": "z1"})

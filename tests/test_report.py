@@ -17,7 +17,7 @@ from accel_sft.io.files import write_atomically, write_json_lines
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.recordable import command_line
 from accel_sft.tracking.model_card import model_card
-from accel_sft.tracking.report import comparison_rows, print_report, render_report, write_report
+from accel_sft.tracking.report import comparison_rows, energy_text, print_report, render_report, write_report
 
 BEFORE = {"accuracy": 0.0, "eval_loss": 4.5, "generate_seconds": 19.7, "generate_tokens_per_second": 20.3}
 AFTER = {"accuracy": 1.0, "eval_loss": 0.01, "generate_seconds": 29.55, "generate_tokens_per_second": 12.1}
@@ -227,6 +227,9 @@ def card(**changed):
 
 
 def test_the_card_names_the_base_the_task_the_scores_and_the_data():
+    energy = energy_text({"joules": 1.512e6, "gpus": 2})
+    assert "## Energy\n\n0.42 kWh on 2 GPUs, by NVML" in card(energy=energy)
+    assert "Energy" not in card()
     text = card()
     meta = yaml.safe_load(text.split("---\n")[1])
     assert meta["base_model"] == "org/model-0.5B"

@@ -194,7 +194,8 @@ def test_the_terminal_is_quiet_and_in_order(launched):
 
 
 def lora(launched, yaml):
-    arguments = (*JOB, "--adapter", "lora", "--lora-dropout", "0.1", "--save-every", "3")
+    # under ZeRO-3 a matrix of up to 100,000 elements stays whole on every rank: it could not be saved empty
+    arguments = (*JOB, "--adapter", "lora", "--lora-r", "272", "--lora-dropout", "0.1", "--save-every", "3")
     return launched(f"lora {yaml}", *arguments, yaml=yaml)
 
 

@@ -27,7 +27,9 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.run_dir import RunDir
 from accel_sft.tracking.metrics_file import MetricsFile
 from accel_sft.tracking.progress_bar import ProgressBar
+from accel_sft.tracking.spans import span
 from accel_sft.tracking.system import SYSTEM_FIELDS, SystemSampler, Usage, host_memory_gib
+from accel_sft.tracking.trace import BATCHES, FORWARD
 from accel_sft.tracking.tracker import Tracker
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
@@ -165,13 +167,41 @@ def test_curves_are_read_back_from_the_run_folder_itself(tracked):
 
 def test_system_curves_of_each_rank_have_only_new_samples(tracked):
     tracker = tracked()
-    first, second = [1.0, 50.0, 0.5, 4.0, math.nan, math.nan], [2.0, 60.0, 0.5, 4.0, math.nan, math.nan]
+    first, second = [1.0, 50.0, 0.5, 4.0, *[math.nan] * 3], [2.0, 60.0, 0.5, 4.0, *[math.nan] * 3]
     tracker.step(record(1), [first, first])
     tracker.step(record(2), [first, second])
     tracker.close()
     assert points(tracker, "system/rank0/cpu_percent") == [(1, 50)]
     assert points(tracker, "system/rank1/cpu_percent") == [(1, 50), (2, 60)]
     assert "system/rank0/gpu_percent" not in events(tracker).Tags()["scalars"]
+
+
+def reading(number, joules, percent=90.0):
+    return [float(number), 50.0, 0.5, 4.0, percent, 1.0, joules]
+
+
+def test_the_runs_energy_stands_in_each_line_and_goes_on_from_there_after_a_resume(tracked):
+    tracker = tracked()
+    for step, (first, second) in enumerate([(100.0, 200.0), (150.0, math.nan), (900.0, 999.0)], start=1):
+        tracker.step(record(step), [reading(step, first), reading(step, second)])
+    tracker.close()
+    assert [line["energy_joules"] for line in lines(tracker)] == [300.0, 350.0, 1899.0]
+    resumed = tracked()
+    resumed.rewind(2)
+    resumed.step(record(3), [reading(1, 10.0), reading(1, 20.0)])
+    assert resumed.watched()["energy"] == {"joules": 380.0, "gpus": 2}
+    resumed.close()
+    assert points(resumed, "throughput/energy_joules") == [(1, 300.0), (2, 350.0), (3, 380.0)]
+
+
+def test_a_gpu_that_idles_is_told_above_the_bar_by_what_the_process_did(tracked, capsys):
+    tracker = tracked(total_steps=60)
+    for step in range(1, 61):
+        with span(BATCHES):
+            time.sleep(0.002)
+        tracker.step(record(step, seconds=0.004), [reading(step, 1.0, percent=9.0)])
+    told = capsys.readouterr().out
+    assert told.count("the GPU idles: a kernel ran in 9% of the time of steps 11 to 30. Likely cause: reading") == 1
 
 
 def test_an_evaluation_is_recorded_with_every_answer(tracked, capsys):
@@ -362,13 +392,21 @@ def test_the_profiler_traces_steps_three_to_five(tracked, capsys):
     tracker = tracked(profile=True)
     with tracker.profiler() as profiler:
         for _ in range(6):
-            torch.ones(4) @ torch.ones(4)
+            with span(BATCHES):
+                rows = torch.ones(4)
+            with span(FORWARD):
+                rows @ rows
             profiler.step()
     (trace,) = (tracker.run_dir.path / "profile").iterdir()
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"} < names
     assert "aten::dot" in names
-    assert str(trace.parent) in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert str(trace.parent) in printed
+    assert "profile: where the time of 3 traced steps went in the process (" in printed
+    spent = tracker.watched()["time_spent"]
+    assert (spent["steps"], spent["rank"], spent["ranks"]) == (3, 0, 1)
+    assert 0 < spent["process"][BATCHES] < sum(spent["process"].values()) == pytest.approx(spent["seconds"])
 
 
 def test_a_run_too_short_to_profile_says_so(tracked, capsys):
@@ -405,9 +443,10 @@ def test_a_gpu_that_cannot_be_read_costs_only_its_curves():
 
 
 class Driver:
-    """NVML as of a MIG slice: it knows the memory in use and no utilisation, until it fails."""
+    """NVML as of a MIG slice: it knows the memory in use, and neither utilisation nor energy, until it fails."""
 
     NVMLError = RuntimeError
+    NVML_GPU_UTILIZATION_SAMPLES = 1
     failed = False
 
     def nvmlDeviceGetMemoryInfo(self, handle):
@@ -416,6 +455,12 @@ class Driver:
         return types.SimpleNamespace(used=2**30)
 
     def nvmlDeviceGetUtilizationRates(self, handle):
+        raise RuntimeError("Not Supported")
+
+    def nvmlDeviceGetSamples(self, handle, kind, since):
+        raise RuntimeError("Not Supported")
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
         raise RuntimeError("Not Supported")
 
 
@@ -435,12 +480,12 @@ def test_a_gpu_that_cannot_be_read_any_more_is_told_once(tracked, capsys):
 def test_means_and_peaks_of_a_rank_are_those_of_its_samples_after_the_first():
     usage, nan = Usage(), math.nan
     assert usage.by_rank() == []
-    assert usage.add(0, [1.0, 900.0, 5.0, 7.0, nan, nan])
+    assert usage.add(0, [1.0, 900.0, 5.0, 7.0, nan, nan, nan])
     assert usage.by_rank()[0]["mean"]["cpu_percent"] == 900
-    for sample in ([2.0, 100.0, 1.0, 7.0, nan, nan], [3.0, 200.0, 2.0, 7.0, nan, nan]):
+    for sample in ([2.0, 100.0, 1.0, 7.0, nan, nan, nan], [3.0, 200.0, 2.0, 7.0, nan, nan, nan]):
         assert usage.add(0, sample)
         assert not usage.add(0, sample)  # read again within a second
-    assert usage.add(1, [1.0, 10.0, 1.0, 7.0, 50.0, 3.0])
+    assert usage.add(1, [1.0, 10.0, 1.0, 7.0, 50.0, 3.0, nan])
     first, second = usage.by_rank()
     assert (first["rank"], first["samples"], second["rank"]) == (0, 2, 1)
     assert first["mean"] == {"cpu_percent": 150.0, "process_memory_gib": 1.5, "host_memory_gib": 7.0}
@@ -545,15 +590,17 @@ def test_two_ranks_share_one_record(tmp_path):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = """
-import sys, torch
+import sys, time, torch
 from pathlib import Path
 from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.io.run_dir import RunDir
+from accel_sft.tracking.spans import span
+from accel_sft.tracking.trace import BATCHES, COMMUNICATION, FORWARD
 from accel_sft.tracking.tracker import Tracker
 torch.set_num_threads(1)
 accelerator = Accelerator(cpu=True)
-with Tracker(accelerator, RunDir(Path(sys.argv[1])), TrainConfig(), total_steps=1) as tracker:
+with Tracker(accelerator, RunDir(Path(sys.argv[1])), TrainConfig(profile=True), total_steps=1) as tracker:
     tracker.phase("ready")
     phases = tracker.phases()
     assert [row["rank"] for row in phases] == [0, 1], phases
@@ -562,6 +609,16 @@ with Tracker(accelerator, RunDir(Path(sys.argv[1])), TrainConfig(), total_steps=
     tracker.evaluation(1, {"eval_loss": 1.0}, [])
     tracker.rewind(1)
     tracker.log("said once")
+    with tracker.profiler() as profiler:
+        for _ in range(6):
+            with span(BATCHES):
+                rows = torch.ones(8, 8)
+            with span(FORWARD):
+                rows @ rows
+            time.sleep(0.1 * accelerator.process_index)
+            with span(COMMUNICATION):
+                accelerator.gather(rows)
+            profiler.step()
 accelerator.end_training()
 """
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
@@ -577,6 +634,9 @@ accelerator.end_training()
     outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert "said once" in outputs[0]
+    assert re.search(r"steps of rank 0 went in the process .*: \d+% communication, waiting for other ranks", outputs[0])
     assert outputs[1] == ""
+    traces = sorted(path.name.partition(".")[0] for path in (tmp_path / "run" / "profile").iterdir())
+    assert traces == ["rank0", "rank1"]
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     assert len(list((tmp_path / "run").glob("events*"))) == 1

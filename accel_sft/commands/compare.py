@@ -54,7 +54,7 @@ def run(
     if under_launcher():
         raise UserError("compare starts launches itself: run it without accelerate launch")
     cells, varied, given = _cells(task, task_class, offers, asked, parse)
-    configs, main_metric = _check(cells, asked["discard_steps"], parse)
+    configs, tasks = _check(cells, asked["discard_steps"], parse)
     if asked["dry_run"]:
         for cell in cells:
             print(f"{cell.name}\n    {cell.shown_command(Path('FOLDER'))}", file=terminal())
@@ -72,7 +72,8 @@ def run(
         "given": given,
         "fingerprints": _fingerprints(cells, asked["config_file"], task_class),
         "varied": varied,
-        "main_metric": main_metric,
+        "main_metric": tasks[0].main_metric,
+        "higher_is_better": tasks[0].higher_is_better,
         "discard_steps": asked["discard_steps"],
         "repeat": asked["repeat"],
         "time_limit_minutes": asked["time_limit"],
@@ -144,10 +145,9 @@ def _numbers(flag: str, texts: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _check(cells: Sequence[Cell], discard_steps: int, parse: Parse) -> tuple[list[TrainConfig], str]:
-    """The settings of every cell, all of whose problems are found before the first launch, and the main metric of the
-    first."""
-    configs, metrics, problems = [], [], []
+def _check(cells: Sequence[Cell], discard_steps: int, parse: Parse) -> tuple[list[TrainConfig], list[Task]]:
+    """The settings of every cell, all of whose problems are found before the first launch, and its task."""
+    configs, tasks, problems = [], [], []
     for cell in cells:
         try:
             config, task = parse(cell.words[1:])[1]()
@@ -162,10 +162,10 @@ def _check(cells: Sequence[Cell], discard_steps: int, parse: Parse) -> tuple[lis
             told = f"--profile slows the first {TRACED_STEPS} steps"
             problems.append(f"{told}: --discard-steps {TRACED_STEPS} or more leaves them out of what is measured")
         configs.append(config)
-        metrics.append(task.main_metric)
+        tasks.append(task)
     if problems:
         raise UserError(*dict.fromkeys(problems))
-    return configs, metrics[0]
+    return configs, tasks
 
 
 def _fingerprints(cells: Sequence[Cell], config_file: str | None, task_class: type[Task]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from accel_sft.io import terminal
 from accel_sft.io.lock import release
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.describe import resume_command
+from accel_sft.launch.info import read_launch
 from accel_sft.launch.start import start
 from accel_sft.models.source import is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS
@@ -63,8 +64,10 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
         with _ending(accelerator, run_dir, config, signals), terminal.quiet(log, config.debug), watch:
             prepared = prepare_data(accelerator, run_dir, task, config)
             write_run_record(run_dir, recorded_name(task_name), prepared)
-            shown = {"main_metric": task.main_metric, "terminal": terminal.terminal()}
-            with Tracker(accelerator, run_dir, config, total_steps=prepared.plan.total_steps, **shown) as tracker:
+            launch, steps = read_launch(), prepared.plan.total_steps
+            offloaded = [what for what in ("optimizer", "param") if launch.offload(what) != "none"]
+            shown = {"main_metric": task.main_metric, "terminal": terminal.terminal(), "offloaded": offloaded}
+            with Tracker(accelerator, run_dir, config, total_steps=steps, **shown) as tracker:
                 for line in (*prepared.lines, *_warnings(accelerator, task_name, prepared)):
                     tracker.log(line)
                 tracker.phase("data")

@@ -5,6 +5,7 @@ from typing import Any
 
 from accel_sft.comparison.outcome import COMPLETE
 from accel_sft.comparison.remarks import remarks
+from accel_sft.comparison.sweep import best_settings, costs_alike
 from accel_sft.comparison.tables import percent
 from accel_sft.io.text import shown
 
@@ -15,17 +16,21 @@ _SAME_MEMORY = 0.01
 
 
 def findings(record: Mapping[str, Any]) -> list[str]:
-    """One sentence or two for each finding; those on speed go by tokens/s, which other batch sizes do not change."""
+    """One sentence or two for each finding; those on speed go by tokens/s, which other batch sizes do not change.
+
+    Of a sweep, what learns best comes first; speed is told of only where something varies that it depends on.
+    """
     cells = record["cells"]
     measured = [cell for cell in cells if cell["status"] == COMPLETE and cell["median"][SPEED]]
-    lines = []
-    if measured:
+    if costs_alike(record):
+        lines = []
+    elif measured:
         best = max(measured, key=lambda cell: cell["median"][SPEED])
         lines = [*_fastest(best, measured), *_leanest(best, measured), *_offload(measured), *_stages(measured)]
         lines += _options(measured, record["varied"])
     else:
         lines = ["No cell was measured: none came to its end with a step behind the discarded ones."]
-    return [*lines, *remarks(record)]
+    return [*best_settings(record), *lines, *remarks(record)]
 
 
 def decided(one: Cell, other: Cell, key: str = SPEED) -> bool | None:

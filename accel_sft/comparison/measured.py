@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.comparison.trace import batch_share
 from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
 from accel_sft.tracking.metrics_file import read_lines
 from accel_sft.tracking.report import is_number
+from accel_sft.tracking.trace import batch_share
 
 NUMBERS = (
     "median_step_seconds",
@@ -26,6 +26,7 @@ NUMBERS = (
     "peak_host_memory_gib",
     "host_memory_all_ranks_gib",
     "metric_after",
+    "eval_loss_after",
     "seconds",
 )
 """The keys of a run that a cell has a median and a spread of."""
@@ -44,7 +45,8 @@ def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
     result, record = (_read(path) for path in (run_dir.result, run_dir.record))
     launch = record.get("launch") or {}
     ranks = [rank for rank in result.get("system") or () if isinstance(rank, dict)]
-    after = (result.get("after") or {}).get(result.get("main_metric"))
+    after = result.get("after") or {}
+    metric, loss = after.get(result.get("main_metric")), after.get("eval_loss")
     return {
         "steps": len(steps),
         "total_steps": record.get("total_steps"),
@@ -55,7 +57,8 @@ def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
         "cpu_percent": sum(_of(ranks, "mean", "cpu_percent")) if ranks else None,
         "peak_host_memory_gib": result.get("peak_host_memory_gib"),
         "host_memory_all_ranks_gib": sum(_of(ranks, "peak", "process_memory_gib")) if ranks else None,
-        "metric_after": after if is_number(after) else None,
+        "metric_after": metric if is_number(metric) else None,
+        "eval_loss_after": loss if is_number(loss) else None,
         "batching": result.get("batching"),
         "memory": result.get("memory") or None,
         "phases": _phases(result),

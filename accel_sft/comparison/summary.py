@@ -11,7 +11,7 @@ from accel_sft.comparison.outcome import COMPLETE, NOT_RUN
 from accel_sft.io.run_dir import RunDir
 from accel_sft.tracking.report import is_number
 
-_EXECUTION = LAYOUT | {"launch", "num_processes", "mixed_precision"}
+EXECUTION = LAYOUT | {"launch", "num_processes", "mixed_precision"}
 """Settings that decide how a step is executed, not what it computes."""
 _VOLATILE = ("load_before", "free_host_memory_before_gib")
 
@@ -47,7 +47,7 @@ def _spread(values: Sequence[float]) -> float | None:
 
 def learns_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two cells have the same settings but for how a step is executed."""
-    names = (one["settings"].keys() | other["settings"].keys()) - _EXECUTION
+    names = (one["settings"].keys() | other["settings"].keys()) - EXECUTION
     return all(one["settings"].get(name) == other["settings"].get(name) for name in names)
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 from accel_sft.comparison.measured import NUMBERS
 from accel_sft.comparison.outcome import COMPLETE
 from accel_sft.comparison.summary import completed
+from accel_sft.comparison.sweep import costs_alike, in_order, swept
 from accel_sft.io.text import markdown_cell, markdown_table, shown
 
 _TITLES = {
@@ -20,6 +21,7 @@ _TITLES = {
     "peak_device_memory_gib": "GPU GiB",
     "peak_host_memory_gib": "host GiB",
     "metric_after": "metric",
+    "eval_loss_after": "loss",
 }
 """Columns of the terminal's table, which has room for few."""
 _LONG_TITLES = {
@@ -33,15 +35,21 @@ _LONG_TITLES = {
     "peak_host_memory_gib": "peak host memory, largest rank (GiB)",
     "host_memory_all_ranks_gib": "host memory, all ranks (GiB)",
     "metric_after": "metric after",
+    "eval_loss_after": "validation loss after",
     "seconds": "launch to end (s)",
 }
 
 
 def terminal_table(record: Mapping[str, Any]) -> Table:
-    """The cells, each varied setting a column; of one that has no numbers its status."""
-    cells = record["cells"]
+    """The cells, each varied setting a column; of one that has no numbers its status. Those of a sweep stand in the
+    order of their metric."""
+    cells, titles = in_order(record), [key for key in _TITLES if key != "eval_loss_after"]
+    if swept(record):
+        titles = ["metric_after", "eval_loss_after", *titles[:-1]]
+    if costs_alike(record):
+        titles.remove("tokens_per_second")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
-    columns = [key for key in _TITLES if any(cell["median"][key] is not None for cell in cells)]
+    columns = [key for key in titles if any(cell["median"][key] is not None for cell in cells)]
     names = record["varied"] or ["launch"]
     for name in names:
         table.add_column(name.replace("_", " "), overflow="fold")
@@ -71,7 +79,7 @@ def terminal_table(record: Mapping[str, Any]) -> Table:
 
 def markdown(record: Mapping[str, Any]) -> str:
     """The comparison as a page: findings, every number of every cell, what differs, and the environment."""
-    cells = record["cells"]
+    cells = in_order(record)
     parts = [f"# Comparison: {markdown_cell(record['task'])}", f"```text\n{record['command']}\n```", "## Findings"]
     parts += ["\n".join(f"- {markdown_cell(line)}" for line in record["findings"]), "## Cells"]
     keys = [key for key in NUMBERS if any(cell["median"][key] is not None for cell in cells)]

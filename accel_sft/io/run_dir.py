@@ -10,8 +10,6 @@ from typing import Any
 from accel_sft.api.errors import UserError
 from accel_sft.io.files import abandoned, expanded, json_safe, read_json, write_atomically
 
-BATCH_SPAN = "make batch"
-"""In the traces below `profile`, the name of the spans in which a forward's tensors are made."""
 _RECORD = {"task": str, "config": dict, "task_options": dict}
 """What every version's run.json has, and by which it is known."""
 _BEFORE_RECORD = {"result.json", "logs", "base", ".base.partial", ".base.outgoing"}

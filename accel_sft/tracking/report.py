@@ -15,6 +15,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.io.files import write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import markdown_cell, markdown_table, one_line, shown
+from accel_sft.tracking.trace import time_sentence
 
 SHOWN_SAMPLES = 20
 """Answers listed in a report; all of them are in the run's samples folder."""
@@ -85,8 +86,11 @@ def render_report(
     title = " ".join(str(result[key]) for key in ("task", "model") if result.get(key))
     parts = [f"# {markdown_cell(title)}" if title else "# Report"]
     training = [(label, shown(result[key])) for key, label in _TRAINING.items() if result.get(key) is not None]
+    training += [("energy", text)] if (text := energy_text(result.get("energy"))) else []
     trained = "steps" in result  # `evaluate` writes a report too
     parts += ["## Training", markdown_table(["", ""], training)] if trained else []
+    if spent := result.get("time_spent"):
+        parts += [f"With `--profile`, {time_sentence(spent)}."]
     if record:
         parts += ["## Launch, data and settings", markdown_table(["", ""], _settings_rows(record))]
     if result.get("before") or result.get("after"):  # neither with --eval-every off
@@ -119,6 +123,16 @@ def _settings_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     config = {key: value for key, value in record["config"].items() if value != usual.get(key)}
     task = {key: value for key, value in record["task_options"].items() if value is not None}
     return rows + [(f"--{key.replace('_', '-')}", str(value)) for key, value in {**config, **task}.items()]
+
+
+def energy_text(energy: Mapping[str, float] | None) -> str:
+    """`Tracker.energy` in words; "" where it was not counted."""
+    if not energy:
+        return ""
+    watt_hours = energy["joules"] / 3600
+    amount = f"{watt_hours / 1000:.3g} kWh" if watt_hours >= 10 else f"{watt_hours:.3g} Wh"
+    count = f"{energy['gpus']} GPU{'s' if energy['gpus'] > 1 else ''}"
+    return f"{amount} on {count}, by NVML, from start to last step, whatever else ran on them included"
 
 
 def write_report(run_dir: RunDir, result: Mapping[str, Any], before_samples: Samples, after_samples: Samples) -> Path:

@@ -23,6 +23,7 @@ SYSTEM_FIELDS = (
     "host_memory_gib",  # in use on the whole machine
     "gpu_percent",  # share of the time in which a kernel ran
     "gpu_memory_gib",  # in use on the whole device, by every process
+    "gpu_energy_joules",  # taken by the whole device since this process began to read it
 )
 """Meaning of each place in `SystemSampler.sample()`."""
 
@@ -37,6 +38,7 @@ class SystemSampler:
         self._next = 0.0
         self._latest = [0.0] + [math.nan] * (len(SYSTEM_FIELDS) - 1)
         self._nvml: Any = None
+        self._seen, self._joules_before = 0, 0.0
         self.problem: str | None = None
         """Why there are no GPU readings, or no more, although there is a GPU."""
         if device.type == "cuda":
@@ -54,6 +56,7 @@ class SystemSampler:
             except pynvml.NVMLError:
                 handle = pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
             self._nvml = pynvml, handle
+            self._joules_before = self._joules()
         except Exception as error:  # noqa: BLE001 - a driver without NVML must not stop a training run
             self.problem = f"no GPU curves: NVML says {error}"
 
@@ -62,30 +65,46 @@ class SystemSampler:
         now = time.monotonic()
         if now >= self._next:
             self._next = now + self._seconds_between
-            gpu_percent, gpu_memory_gib = self._gpu()
             self._latest = [
                 self._latest[0] + 1,
                 self._process.cpu_percent(None),
                 self._process.memory_info().rss / GIB,
                 psutil.virtual_memory().used / GIB,
-                gpu_percent,
-                gpu_memory_gib,
+                *self._gpu(),
             ]
         return self._latest
 
-    def _gpu(self) -> tuple[float, float]:
+    def _gpu(self) -> tuple[float, float, float]:
         if self._nvml is None:
-            return math.nan, math.nan
+            return math.nan, math.nan, math.nan
         pynvml, handle = self._nvml
         percent = math.nan
         try:
             memory_gib = pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIB
         except pynvml.NVMLError as error:  # the driver was updated below the run, say; it is not asked again
             self._nvml, self.problem = None, f"no GPU curves from here on: NVML says {error}"
-            return math.nan, math.nan
+            return math.nan, math.nan, math.nan
         with contextlib.suppress(pynvml.NVMLError):  # a MIG slice has memory but no utilisation
-            percent = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-        return percent, memory_gib
+            percent = self._percent(pynvml, handle)
+        return percent, memory_gib, self._joules() - self._joules_before
+
+    def _percent(self, pynvml: Any, handle: Any) -> float:
+        """The mean since the last call. A step asks always at the same place, so that one moment would say nothing."""
+        with contextlib.suppress(pynvml.NVMLError):  # where the driver keeps no samples, or has no new one
+            _, samples = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, self._seen)
+            new = [sample.sampleValue.uiVal for sample in samples if sample.timeStamp > self._seen]
+            if new:
+                self._seen = max(sample.timeStamp for sample in samples)
+                return sum(new) / len(new)
+        return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+
+    def _joules(self) -> float:
+        """What the device has taken since its driver was loaded; NaN where it does not count (before Volta, MIG)."""
+        pynvml, handle = self._nvml
+        try:
+            return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
+        except pynvml.NVMLError:
+            return math.nan
 
 
 class Usage:
@@ -96,6 +115,7 @@ class Usage:
 
     def __init__(self) -> None:
         self._numbers: dict[int, float] = {}  # of each rank's latest sample
+        self._joules: dict[int, float] = {}
         self._rows: dict[int, dict[str, Any]] = {}
 
     def add(self, rank: int, sample: Sequence[float]) -> bool:
@@ -104,12 +124,14 @@ class Usage:
         if before == number:
             return False
         self._numbers[rank] = number
+        if not math.isnan(sample[-1]):
+            self._joules[rank] = sample[-1]
         row = self._rows.get(rank)
         if row is None or (row["samples"] == 1 and row["first"]):
             row = {"rank": rank, "samples": 0, "first": row is None, "mean": {}, "peak": {}, "read": Counter()}
             self._rows[rank] = row
         row["samples"] += 1
-        for field, value in zip(SYSTEM_FIELDS[1:], sample[1:], strict=True):
+        for field, value in zip(SYSTEM_FIELDS[1:-1], sample[1:-1], strict=True):  # energy only grows
             if not math.isnan(value):
                 row["read"][field] += 1
                 mean = row["mean"].get(field, 0.0)
@@ -118,9 +140,14 @@ class Usage:
         return True
 
     def by_rank(self) -> list[dict[str, Any]]:
-        """`rank`, number of `samples`, and `mean` and `peak` of every field of SYSTEM_FIELDS that could be read."""
+        """`rank`, number of `samples`, and `mean` and `peak` of every field of SYSTEM_FIELDS that could be read, energy
+        left out."""
         kept = ("rank", "samples", "mean", "peak")
         return [{key: row[key] for key in kept} for _, row in sorted(self._rows.items())]
+
+    def energy(self) -> tuple[float, int]:
+        """Joules that all ranks' GPUs took until their latest readings, and how many GPUs count them."""
+        return sum(self._joules.values()), len(self._joules)
 
 
 def seconds_since_start() -> float:

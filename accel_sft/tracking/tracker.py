@@ -2,11 +2,9 @@
 
 import contextlib
 import math
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
@@ -15,7 +13,9 @@ from accel_sft.io.files import write_json_lines
 from accel_sft.io.run_dir import RunDir, step_of
 from accel_sft.io.terminal import columns
 from accel_sft.io.text import markdown_table, shown
-from accel_sft.tracking.metrics_file import MetricsFile
+from accel_sft.tracking import profiler, spans
+from accel_sft.tracking.idle import IdleWatch
+from accel_sft.tracking.metrics_file import MetricsFile, read_lines
 from accel_sft.tracking.phase_peaks import PhasePeaks
 from accel_sft.tracking.progress_bar import ProgressBar
 from accel_sft.tracking.report import COSTS, Samples, is_number, memory_table, phases_table, samples_table
@@ -34,6 +34,7 @@ _CURVES = {
     "seconds": "throughput/step_seconds",
     "tokens": "throughput/tokens",
     "supervised_tokens": "throughput/supervised_tokens",
+    "energy_joules": "throughput/energy_joules",
 }
 
 
@@ -44,6 +45,7 @@ class Tracker(contextlib.AbstractContextManager):
         total_steps: optimizer steps of the whole run.
         main_metric: the metric shown in the bar.
         terminal: the stream that the bar and `log` print to; standard output by default.
+        offloaded: what the launch keeps on the host: `optimizer`, `param`.
     Raises:
         UserError: `config.tracker` names a tracker that Accelerate does not know or that is not installed.
     """
@@ -57,11 +59,14 @@ class Tracker(contextlib.AbstractContextManager):
         total_steps: int,
         main_metric: str | None = None,
         terminal: Any = None,
+        offloaded: Collection[str] = (),
     ) -> None:
         names = tracker_names(config.tracker)
         self.accelerator, self.run_dir, self.config, self.main_metric = accelerator, run_dir, config, main_metric
         self._system = SystemSampler(accelerator.device)
-        self.usage = Usage()
+        self.usage, self._idle = Usage(), IdleWatch(offloaded)
+        self._joules_before = 0.0  # of this run's earlier starts
+        self._time_spent: dict[str, Any] | None = None
         self._recorded: list[dict[str, Any]] = []  # this rank's phases
         self._phases: list[dict[str, Any]] = []  # every rank's
         self.peaks = PhasePeaks(accelerator.device)
@@ -127,19 +132,23 @@ class Tracker(contextlib.AbstractContextManager):
                 and any other number. `tokens_per_second` is added; NaN and infinity become null in metrics.jsonl.
             system: each rank's `system()`; a curve gets a point when the sample is new.
         """
+        seconds, times = spans.taken()
         if not self._writes:
             return
-        record = dict(record)
+        record, curves = dict(record), {}
         if record.get("seconds"):
             record["tokens_per_second"] = record["tokens"] / record["seconds"]
-        self._metrics.append(record)
-        curves = _training_curves(record)
         for rank, numbers in enumerate(system):
             if self.usage.add(rank, numbers):
                 for field, value in zip(SYSTEM_FIELDS[1:], numbers[1:], strict=True):
                     if not math.isnan(value):
                         curves[f"system/rank{rank}/{field}"] = value
-        self._trackers.curves(curves, record["step"])
+        if energy := self.energy():
+            record["energy_joules"] = energy["joules"]
+        self._metrics.append(record)
+        self._trackers.curves({**_training_curves(record), **curves}, record["step"])
+        if warning := self._idle.step(record, seconds, times, system):
+            self.log(warning)
         self._line.step(record)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any], samples: Samples) -> None:
@@ -185,36 +194,40 @@ class Tracker(contextlib.AbstractContextManager):
         for samples in self.run_dir.all_answers():
             if step_of(samples) > kept - (again is not None):
                 samples.unlink()
+        counted = [line["energy_joules"] for line in read_lines(self._metrics.path) if "energy_joules" in line]
+        self._joules_before = counted[-1] if counted else 0.0
         self._trackers.rewind(kept - (again is not None))
         if again:  # TensorBoard forgets whole steps
             self._trackers.curves(_training_curves(again), kept)
         if kept < 0:
             self._show_settings()
 
-    @contextlib.contextmanager
-    def profiler(self) -> Iterator[Any]:
+    def profiler(self) -> contextlib.AbstractContextManager[Any]:
         """Call the result's `step()` after each optimizer step; with --profile, steps 3-5 are traced on every rank."""
         if not self.config.profile:
-            yield types.SimpleNamespace(step=lambda: None)
-            return
-        folder, worker = self.run_dir.profile, f"rank{self.accelerator.process_index}"
-        with torch.profiler.profile(
-            schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
-            on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder), worker_name=worker),
-            record_shapes=True,
-            profile_memory=True,
-        ) as profiler:
-            yield profiler
-        if any(folder.glob(f"{worker}.*")):
-            self.log(f"profile: {folder} (open its files in ui.perfetto.dev or chrome://tracing)")
-        else:
-            self.log("profile: nothing was traced, it begins with the third step")
+            return profiler.untraced()
+        ranks = self.accelerator.process_index, self.accelerator.num_processes
+        return profiler.traced_steps(self.run_dir.profile, *ranks, self.log, self._traced if self._writes else None)
+
+    def energy(self) -> dict[str, float] | None:
+        """`joules` that the run's GPUs took until its last step, by NVML, and how many `gpus`; None where none counts.
+        Known on rank 0."""
+        joules, gpus = self.usage.energy()
+        return {"joules": self._joules_before + joules, "gpus": gpus} if gpus else None
+
+    def watched(self) -> dict[str, Any]:
+        """What result.json holds of the machine: `system` by rank, and where known `energy` and `time_spent`."""
+        known = {"energy": self.energy(), "time_spent": self._time_spent}
+        return {"system": self.usage.by_rank(), **{name: found for name, found in known.items() if found}}
 
     def close(self) -> None:
         """End the bar and every tracker; a second call does nothing."""
         self._line.close()
         self._metrics.close()
         self._trackers.close()
+
+    def _traced(self, spent: dict[str, Any]) -> None:
+        self._time_spent = spent
 
     def _tell_problem(self) -> None:
         if self._system.problem != self._told:

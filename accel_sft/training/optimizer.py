@@ -13,6 +13,8 @@ from accel_sft.api.errors import UserError
 from accel_sft.batching.memory import forwards_alone
 from accel_sft.models.adapters import adapter_of
 from accel_sft.models.quantized import bitsandbytes
+from accel_sft.tracking.spans import span
+from accel_sft.tracking.trace import BACKWARD, OPTIMIZER
 from accel_sft.training.muon import MuonWithAdamW, within_blocks
 
 
@@ -80,6 +82,7 @@ class Stepper:
             return self.accelerator.no_sync(self.model)
         return contextlib.nullcontext()
 
+    @span(BACKWARD)
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of one micro-batch, inside `boundary`."""
         if self.engine is not None:
@@ -87,6 +90,7 @@ class Stepper:
         else:
             self.accelerator.backward(loss)
 
+    @span(OPTIMIZER)
     def update(self, step: int) -> float:
         """Clip, step and clear the gradients; the gradient's norm before clipping.
 

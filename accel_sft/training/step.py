@@ -14,8 +14,10 @@ from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.memory import out_of_memory
 from accel_sft.data.chat import Encoded
 from accel_sft.io.files import read_json, write_atomically
-from accel_sft.io.run_dir import BATCH_SPAN, RunDir
+from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import gather_numbers
+from accel_sft.tracking.spans import span
+from accel_sft.tracking.trace import BATCHES, COMMUNICATION, FORWARD
 from accel_sft.training.optimizer import Stepper
 
 
@@ -66,7 +68,8 @@ class TrainStep:
         """
         accelerator, oom = self.stepper.accelerator, OutOfMemory()
         share, ranks = torch.zeros((), device=accelerator.device), accelerator.num_processes
-        forwards = self.batching.divide(examples, ranks)[accelerator.process_index]
+        with span(BATCHES):
+            forwards = self.batching.divide(examples, ranks)[accelerator.process_index]
         self._note_largest(max(forwards, key=lambda rows: sum(map(_length, rows))))
         for number, rows in enumerate(forwards, 1):
             with self.stepper.boundary(last=number == len(forwards)):
@@ -112,9 +115,10 @@ class TrainStep:
         """The summed loss of one forward; None after an out-of-memory if the step can be repeated. A function of its
         own, so that nothing keeps the tensors of a forward that failed."""
         try:
-            with torch.profiler.record_function(BATCH_SPAN):
+            with span(BATCHES):
                 batch = self.batching.batch(rows, self.pad_token_id, self.stepper.accelerator.device)
-            return nll_sum(self.stepper.model, batch)
+            with span(FORWARD):
+                return nll_sum(self.stepper.model, batch)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -143,7 +147,9 @@ def reduce_step(
 ) -> tuple[float, OutOfMemory, int, list[list[float]]]:
     """Reduce a step over ranks, the same result on each: the summed loss, the smallest out-of-memory, a signal that
     any rank got, and all ranks' system readings."""
-    every = gather_numbers([share.item(), signal, *oom, *system])
+    numbers = [share.item(), signal, *oom, *system]  # which waits for a GPU, and for no other rank
+    with span(COMMUNICATION):
+        every = gather_numbers(numbers)
     without = [OutOfMemory(*map(int, numbers[2:5])) for numbers in every if numbers[2]]
     loss, signal = sum(numbers[0] for numbers in every), int(max(numbers[1] for numbers in every))
     return loss, min(without, default=OutOfMemory()), signal, [numbers[5:] for numbers in every]

@@ -22,8 +22,14 @@ from accel_sft.training.prepare import Prepared
 from accel_sft.training.state import TrainState
 
 
-def card(task_name: str, prepared: Prepared, state: TrainState, model_class: str) -> str:
-    """The README.md beside the weights of this state, whose newest evaluation stands beside the untrained ones'."""
+def card(
+    task_name: str, prepared: Prepared, state: TrainState, model_class: str, energy: dict[str, float] | None
+) -> str:
+    """The README.md beside the weights of this state, whose newest evaluation stands beside the untrained ones'.
+
+    Args:
+        energy: `Tracker.energy`.
+    """
     config, task, rendering = prepared.assembly.config, prepared.assembly.task, prepared.assembly.encode.rendering
     chat = conversation(task, prepared.validation_examples, "validation", prepared.validation.kept[0].index)
     form = rendering.form(chat.turns, "validation", chat.tools)
@@ -47,6 +53,7 @@ def card(task_name: str, prepared: Prepared, state: TrainState, model_class: str
             ),
         },
         versions=versions(),
+        energy=report.energy_text(energy),
     )
 
 

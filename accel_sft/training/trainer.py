@@ -23,7 +23,9 @@ from accel_sft.models.load import compile_blocks, parameter_counts
 from accel_sft.models.pretrained import auto_class, processor_files
 from accel_sft.resilience.anomalies import Anomalies
 from accel_sft.resilience.signals import Interruption, StopSignals
+from accel_sft.tracking.spans import span
 from accel_sft.tracking.system import peak_memory_gib
+from accel_sft.tracking.trace import PAUSE
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training import summary
 from accel_sft.training.optimizer import Stepper, learning_rate, new_optimizer
@@ -58,7 +60,6 @@ class Trainer:
             run_dir, config, accelerator.mixed_precision, tracker.log, writes=accelerator.is_main_process
         )
         self.batching_asked = [config.batching, config.micro_batch_size]
-
         self.prediction = Prediction(accelerator, config, assembly.source.weights, tracker.log)
         tracker.peaks.begin("load")
         more = {"total_steps": self.plan.total_steps, "log": tracker.log, "run_dir": run_dir}
@@ -159,7 +160,6 @@ class Trainer:
                     continue
                 grad_norm, phase = stepper.update(state.step), "step"
                 state.step += 1
-
                 self.anomalies.look(state.step, loss, grad_norm, examples)
                 record = state.counted(
                     epoch=plan.epoch(state.step),
@@ -177,6 +177,7 @@ class Trainer:
                 self.stop_if(signal)
                 self.evaluate_and_save()
 
+    @span(PAUSE)
     def evaluate_and_save(self) -> None:
         """Make the evaluation and the checkpoint that are due at this step, unless they are there."""
         state, config = self.state, self.config
@@ -215,10 +216,9 @@ class Trainer:
     def export(self, target: Path) -> None:
         """Write the current weights, with a model card, for plain transformers or peft."""
         self.tracker.peaks.begin("export")
-        card = summary.card(self.task_name, self.prepared, self.state, self.model_class)
-        tokenizer = self.prepared.assembly.tokenizer
+        card = summary.card(self.task_name, self.prepared, self.state, self.model_class, self.tracker.energy())
         beside = self.beside, self.run_dir.adapter_start
-        checkpoint.export(self.accelerator, self.model, tokenizer, target, card, *beside)
+        checkpoint.export(self.accelerator, self.model, self.prepared.assembly.tokenizer, target, card, *beside)
 
     def save(self) -> None:
         """A checkpoint of this step, with the counters, metrics and batching so far."""
@@ -240,7 +240,7 @@ class Trainer:
             "steps_left_out": self.anomalies.left_out(),
             "batching": dataclasses.asdict(self.train_step.batching),
             "phases": self.tracker.phases(),
-            "system": self.tracker.usage.by_rank(),
+            **self.tracker.watched(),
         }
         if self.accelerator.is_main_process:
             self.tracker.close()

@@ -163,3 +163,19 @@ def signals(machine: Machine) -> str:
     killed = machine.interrupted("killed", "ddp", *job, "--resume", "auto", whom="rank", launcher=restart)
     # a GPU's kernels add up in any order unless --deterministic: the curve is held, not the bits
     return agree(whole, [stopped, killed], 1e-3)
+
+
+@check("watching", "--profile says where the GPU's time went, and its use and energy are counted", 60)
+def watching(machine: Machine) -> str:
+    run = machine.train("watched", "ddp", *SHORT, "--profile").expect()
+    spent = run.result["time_spent"]
+    parts = spent["process" if machine.tiny else "device"]
+    told = next((line for line in run.output.splitlines() if line.startswith("profile: where the time of ")), "")
+    if not told or abs(sum(parts.values()) - spent["seconds"]) > 1e-6 * spent["seconds"]:
+        raise Failed(f"{told!r}: {spent}")
+    if machine.tiny:
+        return told
+    (rank,), energy = run.result["system"], run.result.get("energy")
+    if "gpu_percent" not in rank["mean"] or not energy or energy["joules"] <= 0:
+        raise Failed(f"energy {energy}, readings {rank['mean']}")
+    return f"{told}; use {rank['mean']['gpu_percent']:.0f}%, {energy['joules']:.0f} J"

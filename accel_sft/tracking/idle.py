@@ -1,0 +1,124 @@
+"""Warns once of a GPU that idles although training goes on, with the likely cause by what was measured."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from accel_sft.tracking.system import SYSTEM_FIELDS
+from accel_sft.tracking.trace import BATCHES, COMMUNICATION, OPTIMIZER, PAUSE
+
+WARMUP_STEPS = 10
+WINDOW_STEPS = 10
+WINDOW_READINGS = 20
+"""A window has at least as many steps, and as many readings of each GPU, which come once a second."""
+LOW_PERCENT = 50.0
+_MUCH = 0.2
+"""Share of the time from which on something is a cause."""
+_SMALL_TOKENS = 4096
+"""A forward of fewer tokens may take longer to launch than to run."""
+_PAUSE_SECONDS = 0.05
+_PERCENT = SYSTEM_FIELDS.index("gpu_percent")
+
+
+class IdleWatch:
+    """Looks at GPU use over windows of steps. Evaluations, checkpoints and a start's first steps do not count.
+
+    Args:
+        offloaded: what the launch keeps on the host: `optimizer`, `param`.
+    """
+
+    def __init__(self, offloaded: Collection[str] = ()) -> None:
+        self._offloaded = offloaded
+        self._steps, self._told = 0, False
+        self._numbers: dict[int, float] = {}  # of each rank's latest sample
+        self._stale: set[int] = set()  # ranks whose next reading covers a pause
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        self._readings: dict[int, list[float]] = defaultdict(list)
+        self._spent: Counter[str] = Counter()
+        self._forwards, self._tokens, self._seconds, self._window = 0, 0, 0.0, []
+
+    def step(
+        self,
+        record: Mapping[str, Any],
+        seconds: Mapping[str, float],
+        times: Mapping[str, int],
+        system: Sequence[Sequence[float]],
+    ) -> str | None:
+        """Count a step; returns a warning, once.
+
+        Args:
+            record: the step's line of metrics.jsonl: `step`, `tokens` of all ranks, `seconds`.
+            seconds: that this rank spent since the step before, by span; `times`: how often it began each.
+            system: each rank's readings in the order of SYSTEM_FIELDS.
+        """
+        if self._told or all(math.isnan(numbers[_PERCENT]) for numbers in system):
+            return None
+        self._steps += 1
+        ranks = range(len(system))
+        if seconds.get(PAUSE, 0.0) > _PAUSE_SECONDS or self._steps <= WARMUP_STEPS:
+            self._stale.update(ranks)
+        for rank in ranks:
+            number, percent = system[rank][0], system[rank][_PERCENT]
+            if self._numbers.get(rank) != number and not math.isnan(percent):
+                self._numbers[rank] = number
+                if rank in self._stale:
+                    self._stale.discard(rank)
+                else:
+                    self._readings[rank].append(percent)
+        if self._steps <= WARMUP_STEPS:
+            return None
+        self._spent.update(seconds)
+        self._forwards += times.get(BATCHES, 0) - 1  # the first divides the step
+        self._tokens += record["tokens"]
+        self._seconds += record["seconds"]
+        self._window.append(record["step"])
+        fewest = min((len(found) for found in self._readings.values()), default=0)
+        if len(self._window) < WINDOW_STEPS or fewest < WINDOW_READINGS:
+            return None
+        use = {rank: sum(found) / len(found) for rank, found in self._readings.items()}
+        least = min(use, key=lambda rank: use[rank])
+        warning = self._warning(least, use, len(ranks)) if use[least] < LOW_PERCENT else None
+        self._told = warning is not None
+        self._begin_window()
+        return warning
+
+    def _warning(self, least: int, use: Mapping[int, float], ranks: int) -> str:
+        whose = f"the GPU of rank {least}" if ranks > 1 else "the GPU"
+        busiest = f" (of the busiest rank: {max(use.values()):.0f}%)" if ranks > 1 else ""
+        return (
+            f"{whose} idles: a kernel ran in {use[least]:.0f}% of the time of steps {self._window[0]} to "
+            f"{self._window[-1]}{busiest}. {self._cause(ranks)}; --profile traces where the time goes"
+        )
+
+    def _cause(self, ranks: int) -> str:
+        where = " on rank 0" if ranks > 1 else ""
+        share = {name: spent / self._seconds for name, spent in self._spent.items()}
+        causes = {
+            BATCHES: f"reading rows and making batches takes {{}} of a step{where}, on the host; look at the "
+            "disk with the token cache, and at what else keeps the host's cores busy"
+        }
+        if "optimizer" in self._offloaded:
+            causes[OPTIMIZER] = (
+                f"the optimizer runs on the host, which takes {{}} of a step{where}; a launch file without offload is "
+                "faster where memory suffices (`accel-sft plan`)"
+            )
+        if ranks > 1:
+            causes[COMMUNICATION] = "rank 0 waits for other ranks for {} of a step; look for a slower GPU or machine"
+        likely = max(causes, key=lambda name: share.get(name, 0.0))
+        if share.get(likely, 0.0) >= _MUCH:
+            return "Likely cause: " + causes[likely].format(f"{100 * share[likely]:.0f}%")
+        if "param" in self._offloaded:
+            return (
+                "Likely cause: weights are kept on the host and copied for every layer; `accel-sft plan` names others"
+            )
+        tokens = self._tokens / max(self._forwards * ranks, 1)
+        if tokens < _SMALL_TOKENS:
+            return (
+                f"Likely cause: a forward has {tokens:,.0f} tokens, {self._forwards / len(self._window):.0f} of them a "
+                f"step{where}: launching so small kernels takes longer than they run; try a larger --micro-batch-size, "
+                "a larger --global-batch-size, or --compile"
+            )
+        return "No cause was measured: batches, optimizer and waiting for ranks each take less than a fifth of a step"
