@@ -97,6 +97,25 @@ class CheckCommand(TaskCommand):
         run(self.name, task, config)
 
 
+class ExportDataCommand(TaskCommand):
+    """The command that writes a task's rows as chat files."""
+
+    offered = frozenset(("debug",))
+    does = (
+        "Writes its rows into OUT, a new folder, as train.jsonl and validation.jsonl, for other trainers: each line is "
+        '{"messages": [...]}, with "weight": 0 in assistant turns that carry no loss.'
+    )
+
+    def __init__(self, name: str, task_class: type[Task] | None, summary: str) -> None:
+        super().__init__(name, task_class, summary)
+        self.params.append(click.Argument(["out"], metavar="OUT"))
+
+    def run(self, task: Task, config: TrainConfig) -> None:
+        from accel_sft.commands.export_data import run
+
+        run(task, click.get_current_context().params["out"])
+
+
 class TaskGroup(click.Group):
     """A group whose task commands are known by metadata, and imported one at a time when one is called."""
 
@@ -146,6 +165,10 @@ class CheckGroup(TaskGroup):
     task_command = CheckCommand
 
 
+class ExportDataGroup(TaskGroup):
+    task_command = ExportDataCommand
+
+
 @click.group(cls=TaskGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(accel_sft.__version__, prog_name="accel-sft")
 def cli() -> None:
@@ -175,6 +198,11 @@ def plan() -> None:
 @cli.group(cls=CheckGroup)
 def check() -> None:
     """Audit a task's data before training: what is wrong, at which line, and how to mend it."""
+
+
+@cli.group("export-data", cls=ExportDataGroup)
+def export_data() -> None:
+    """Write a task's rows as chat files, for other trainers."""
 
 
 for _tool in (doctor, report, generate, merge, push, new_task, install, tasks, launch_file):
