@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -101,6 +103,18 @@ def test_what_deepspeed_refuses_is_told_in_a_line():
         ulysses.prepare(subject.accelerator, subject.model)
     expected = "Attention head count 2 is not divisible by SP size 3; train with z3.yaml instead"
     assert raised.value.problems == (f"sequence parallelism over 3 ranks: {expected}",)
+
+
+@pytest.mark.parametrize("tokens", [pytest.param(1024, marks=pytest.mark.long)])
+def test_two_ranks_that_share_a_row_keep_half_of_its_activations_each(tokens):
+    here = {"PYTHONPATH": str(Path(__file__).parent)}
+    took = {}
+    for name in ("z3", "z3_sp"):
+        done = accel_sft(str(tokens), yaml=name, launcher=FP32, module="activations", environment=here)
+        assert done.status == 0, done.output
+        took[name] = [int(number) for number in re.search(r"kept (\d+) MiB, peak (\d+) MiB", done.output).groups()]
+    for shared, alone in zip(took["z3_sp"], took["z3"], strict=True):
+        assert 0.45 * alone < shared < 0.6 * alone, took
 
 
 # test_laws.py has the curve of one group at stage 3
