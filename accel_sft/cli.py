@@ -1,26 +1,22 @@
 """The command line: a command for each task, and the tools. Only running one imports torch."""
 
 import glob
-import shlex
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import click
 from click.shell_completion import CompletionItem
 
 import accel_sft
 from accel_sft.api import registry
-from accel_sft.api.config import CHECK, PLAN, CheckConfig, EvaluateConfig, PlanConfig, TrainConfig
 from accel_sft.api.config_file import task_in
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import HIDDEN, settings
-from accel_sft.api.task import Task
-from accel_sft.api.task_file import recorded_name, task_file
+from accel_sft.api.task_file import task_file
 from accel_sft.cli_compare import CompareCommand
 from accel_sft.cli_help import HelpContext
-from accel_sft.cli_options import NAMES_A_FILE, USUAL
+from accel_sft.cli_options import USUAL
 from accel_sft.cli_task import TaskCommand
+from accel_sft.cli_tools import CheckCommand, EvaluateCommand, ExportDataCommand, PlanCommand
 from accel_sft.commands.completion import completion
 from accel_sft.commands.doctor import doctor
 from accel_sft.commands.generate import generate
@@ -32,76 +28,6 @@ from accel_sft.commands.push import push
 from accel_sft.commands.report import report
 from accel_sft.commands.tasks import tasks
 from accel_sft.resilience.task_import import load_task
-
-
-class EvaluateCommand(TaskCommand):
-    """The command that scores a model on a task; a task's options default to those of the run that `--model` is."""
-
-    config_class, offered = EvaluateConfig, EvaluateConfig.OFFERED
-    does = "Scores a model on this task's validation examples."
-
-    def run(self, task: Task, config: EvaluateConfig) -> None:
-        from accel_sft.commands.evaluate import run
-
-        run(self.name, task, config)
-
-    def usual(self, config: TrainConfig, given: Iterable[str]) -> dict[str, Any]:
-        """Raises UserError if they name files: a run's folder may be another's, and name any file of this machine."""
-        from accel_sft.io.run_dir import RunDir
-
-        record = RunDir.record_around(config.model)
-        before = record["task_options"] if record and record["task"] == recorded_name(self.name) else {}
-        mine = [s for s in self.offers[self.task_class] if s.name in before.keys() - {*given}]
-        mine = [s for s in mine if before[s.name] != HIDDEN and not s.problem(before[s.name])]
-        if files := [s for s in mine if NAMES_A_FILE.search(s.name) and before[s.name] != s.default]:
-            named = " ".join(f"{s.flag} {shlex.quote(str(before[s.name]))}" for s in files)
-            why = "its record names files, and those of a record are not read unasked"
-            raise UserError(f"--model {config.model}: {why}; add {named}, or name others")
-        return {s.name: before[s.name] for s in mine}
-
-
-class PlanCommand(TaskCommand):
-    """The command that predicts memory and speed of training a task under each launch file."""
-
-    config_class, offered = PlanConfig, PlanConfig.OFFERED
-    does = (
-        "Predicts memory and speed of its training under each launch file, before anything is loaded. Exit status: 0 "
-        "if any launch file fits, 1 if none does."
-    )
-
-    def __init__(self, name: str, task_class: type[Task] | None, summary: str) -> None:
-        super().__init__(name, task_class, summary)
-        several = next(option for option in self.params if option.name == "launch")
-        several.multiple, several.callback = True, lambda ctx, param, values: ",".join(values or ()) or None
-        self.sections = {PLAN: self.sections.pop(PLAN), **self.sections}
-
-    def run(self, task: Task, config: PlanConfig) -> None:
-        from accel_sft.commands.plan import run
-
-        run(self.name, task, config)
-
-
-class CheckCommand(TaskCommand):
-    """The command that audits a task's data. It takes every option of training, and lists those that matter."""
-
-    config_class = CheckConfig
-    offered = frozenset(setting.name for setting in settings(CheckConfig))
-    does = (
-        "Audits this task's data as training would read it; no weights are loaded. Training's other options are "
-        "accepted too: put `check` before the task of any training command."
-    )
-
-    def __init__(self, name: str, task_class: type[Task] | None, summary: str) -> None:
-        super().__init__(name, task_class, summary)
-        self.sections = {CHECK: self.sections.pop(CHECK), **self.sections}
-        self.listed -= (
-            self.offered - CheckConfig.OFFERED - {s.name for s in settings(CheckConfig) if s.section == CHECK}
-        )
-
-    def run(self, task: Task, config: CheckConfig) -> None:
-        from accel_sft.commands.check import run
-
-        run(self.name, task, config)
 
 
 class TaskGroup(click.Group):
@@ -188,6 +114,10 @@ class CheckGroup(TaskGroup):
     task_command = CheckCommand
 
 
+class ExportDataGroup(TaskGroup):
+    task_command = ExportDataCommand
+
+
 @click.group(cls=TaskGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(accel_sft.__version__, prog_name="accel-sft")
 @click.option(
@@ -220,6 +150,11 @@ def plan() -> None:
 @cli.group(cls=CheckGroup)
 def check() -> None:
     """Audit a task's data before training: what is wrong, at which line, and how to mend it."""
+
+
+@cli.group("export-data", cls=ExportDataGroup)
+def export_data() -> None:
+    """Write a task's rows as chat files, for other trainers."""
 
 
 for _tool in (doctor, report, generate, merge, push, new_task, install, tasks, launch_file, completion):

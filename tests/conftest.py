@@ -60,6 +60,7 @@ class Launched:
 def accel_sft(
     *arguments: str,
     yaml: str | None = None,
+    torchrun: tuple[str, ...] = (),
     launcher: tuple[str, ...] = (),
     run_dir: Path | None = None,
     environment: dict[str, str] | None = None,
@@ -70,6 +71,7 @@ def accel_sft(
     """Run the command line as a user would: under `accelerate launch` with one of the shipped yamls, or alone.
 
     Args:
+        torchrun: the flags of a launch by it, in place of a yaml.
         real: whether launcher and ranks are processes of their own that import what they need, and not forks with all
             of it imported (forked.py): for what is about launchers, signals, kills and ranks that are lost.
     """
@@ -82,14 +84,16 @@ def accel_sft(
         port = str(20000 + os.getpid() % 20000)
         command = (forked.LAUNCH, "--config_file", str(CONFIGS / f"{yaml}.yaml"), "--main_process_port", port)
         command += (*launcher, "-m", module, *given)
-    if yaml and real:
+    if torchrun:
+        command = (forked.TORCHRUN, *torchrun, "-m", module, *given)
+    if (yaml or torchrun) and real:
         # `accelerate launch` by its other name, which does not import what all other commands need
         command = (str(Path(sysconfig.get_path("scripts"), command[0])), *command[1:])
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, env=env)
     else:
         with tempfile.TemporaryDirectory() as folder:
             done = forked.run(command, env, Path(folder), timeout_seconds)
-    again = {"yaml": yaml, "launcher": launcher, "module": module, "real": real}
+    again = {"yaml": yaml, "torchrun": torchrun, "launcher": launcher, "module": module, "real": real}
     return Launched(run_dir or Path(), done.returncode, done.stdout + done.stderr, arguments, again)
 
 

@@ -22,12 +22,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-LAUNCH = "accelerate-launch"
+LAUNCH, TORCHRUN = "accelerate-launch", "torchrun"
 _IMPORTED = ["forked_imports"]
 
 
 def run(command: tuple[str, ...], environment: dict[str, str], folder: Path, timeout_seconds: float):
-    """`accelerate-launch ...`, or `accel_sft ...` alone; as subprocess.run with its output captured, in `folder`."""
+    """`accelerate-launch ...`, `torchrun ...`, or `accel_sft ...` alone; as subprocess.run with its output captured."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     found = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
@@ -50,11 +50,14 @@ def _main(command: tuple[str, ...], environment: dict[str, str], folder: Path) -
     sys.argv = list(command)
     for number, name in enumerate(("stdout", "stderr"), 1):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
-    if command[0] == LAUNCH:
-        from accelerate.commands.launch import main
+    if command[0] in (LAUNCH, TORCHRUN):
         from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
         SubprocessHandler._popen = _start_rank
+    if command[0] == LAUNCH:
+        from accelerate.commands.launch import main
+    elif command[0] == TORCHRUN:
+        from torch.distributed.run import main
     else:
         from accel_sft.__main__ import main
 

@@ -1,8 +1,8 @@
 """accel_sft under FSDP2 on a machine without GPUs: `accelerate launch ... -m fsdp2_on_cpu math ...`.
 
 Accelerate forms no group of an FSDP launch's ranks where no GPU is, and the audit refuses the launch for it. Here it is
-told of a group over gloo and of the CPU as every rank's device, and the audit of one device a rank; all else is
-Accelerate's and PyTorch's own.
+told of a group over gloo and of the CPU as every rank's device, and the audit of one device a rank. Offloaded shards
+are not pinned, for which torch wants a GPU. All else is Accelerate's and PyTorch's own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from accel_sft.launch import start
 
@@ -31,6 +32,7 @@ def allow() -> None:
             device(self)
 
     PartialState._prepare_backend, PartialState.set_device = over_gloo, on_cpu
+    CPUOffloadPolicy.__init__.__defaults__ = (False,)
 
 
 def _is_fsdp() -> bool:

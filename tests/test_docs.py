@@ -15,8 +15,10 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
 OTHER_PROGRAMS = {"--logdir", "--rows", "--editable"} | {"--dataset", "--local_dir"} | {"--shout", "--no-shout"}
 OTHER_PROGRAMS |= {"--enable-lora", "--lora-modules", "--outfile", "--outtype"} | {"--all"}
-"""Flags of TensorBoard, tests/fuzz.py, pip, modelscope, of the example task on a page, of vLLM and llama.cpp's
-converter, of .ci/run; `accelerate launch` is asked."""
+OTHER_PROGRAMS |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--requeue"}
+OTHER_PROGRAMS |= {"--open-mode", "--kill-on-bad-exit", "--model_name", "--model_flavor", "--pretrain"}
+"""Flags of TensorBoard, tests/fuzz.py, pip, modelscope, of the example task on a page, of vLLM, llama.cpp's converter,
+.ci/run, Slurm, and scripts of torchtitan and ColossalAI; `accelerate launch` and torchrun are asked."""
 
 
 def _prose(page: Path) -> str:
@@ -56,10 +58,12 @@ def test_the_readme_has_links_and_pictures():
 
 def test_every_flag_that_a_page_names_is_an_option_of_its_program():
     from accelerate.commands.launch import launch_command_parser
+    from torch.distributed.run import get_args_parser
 
     from accel_sft.cli import cli
 
-    known = _flags_of(cli) | set(launch_command_parser()._option_string_actions) | OTHER_PROGRAMS
+    launchers = {*launch_command_parser()._option_string_actions, *get_args_parser()._option_string_actions}
+    known = _flags_of(cli) | launchers | OTHER_PROGRAMS | {"--parallelism_config_"}  # and its names
     assert {"--max-length", "--train-file", "--base", "--no-compile", "--max_restarts"} <= known
     unknown = {}
     for page in PAGES:

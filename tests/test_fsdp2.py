@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from conftest import CONFIGS, accel_sft, stopped
+from conftest import accel_sft, stopped
 from safetensors.torch import load_file
 
 FP32 = {"launcher": ("--mixed_precision", "no")}
@@ -48,17 +47,12 @@ def test_evaluate_gives_the_runs_own_numbers(launched, tmp_path):
         assert found[name] == own[name]
 
 
-# HSDP, two copies of a model that two ranks each share, needs four ranks
-@pytest.mark.parametrize("copies", [1, pytest.param(2, marks=pytest.mark.long)])
+# HSDP: two copies of a model that two ranks each share; test_layouts.py resumes one copy
+@pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_stopped_run_of_a_tied_model_goes_on_to_the_same_bits_and_writes_its_head_once(launched, tmp_path, copies):
     arguments = (*JOB, "--eval-every", "off", "--gradient-checkpointing")
-    mesh = {"parallelism_config_dp_replicate_size": copies, "parallelism_config_dp_shard_size": 2}
-    content = yaml.safe_load((CONFIGS / "fsdp2.yaml").read_text()) | (
-        {"parallelism_config": mesh} if copies > 1 else {}
-    )
-    (tmp_path / "fsdp2.yaml").write_text(yaml.safe_dump(content))
     ranks = {"launcher": ("--num_processes", str(2 * copies), *FP32["launcher"])}
-    sharing = SHARDED | ranks | {"yaml": str(tmp_path / "fsdp2")}
+    sharing = SHARDED | ranks | {"yaml": "hsdp" if copies > 1 else "fsdp2"}
     whole = launched(f"fsdp2 full {copies}", *arguments, **sharing)
     folder = stopped(whole, tmp_path / "run", 2)
     went_on = accel_sft(*arguments, "--resume", "auto", run_dir=folder, **sharing)
@@ -67,6 +61,8 @@ def test_a_stopped_run_of_a_tied_model_goes_on_to_the_same_bits_and_writes_its_h
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert "lm_head.weight" not in ours
     if copies > 1:
+        newest = max((whole.run_dir / "checkpoints").iterdir())
+        assert len([*newest.glob("rank-*.safetensors")]) == 2  # of the first copy's ranks: others hold the same
         plain = launched("fsdp2's ddp of four", *arguments, yaml="ddp", **ranks)
         for one, other in zip(whole.lines(), plain.lines(), strict=True):
             assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "commands": "api io launch data models batching tracking evaluation resilience checkpoint training"
     " diagnosis comparison reporting planning checking",
 }
-ROOT = {"__init__", "__main__", "cli", "cli_compare", "cli_help", "cli_options", "cli_task"}
+ROOT = {"__init__", "__main__", "cli", "cli_compare", "cli_help", "cli_options", "cli_task", "cli_tools"}
 """Modules outside the packages. They import from all of these, those with torch inside functions only."""
 STANDARD_LIBRARY_ONLY = (
     "accel_sft.io.heartbeat",

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import yaml
 from accelerate.commands import launch as launcher
@@ -24,7 +25,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io import terminal
 from accel_sft.launch import audit as auditing
-from accel_sft.launch import deepspeed_ops, describe, recordable
+from accel_sft.launch import deepspeed_ops, describe, parallelism, recordable
 from accel_sft.launch.accelerator import verify_engine
 from accel_sft.launch.audit import audit, refuse
 from accel_sft.launch.environment import threads_per_process, usable_cores
@@ -59,8 +60,10 @@ def environment_of_a_rank(config_file, *flags):
 
 
 READ = re.compile(
-    "ACCELERATE_(MIXED_PRECISION|USE_(CPU|DEEPSPEED|FSDP|MEGATRON_LM)|GRADIENT_(ACCUMULATION_STEPS|CLIPPING)"
+    "ACCELERATE_(MIXED_PRECISION|USE_(CPU|DEEPSPEED|FSDP|MEGATRON_LM|PARALLELISM_CONFIG)"
+    "|GRADIENT_(ACCUMULATION_STEPS|CLIPPING)"
     "|DEEPSPEED_(ZERO_STAGE|OFFLOAD_(OPTIMIZER|PARAM)_DEVICE|ZERO3_SAVE_16BIT_MODEL|CONFIG_FILE))"
+    "|FSDP_(VERSION|OFFLOAD_PARAMS)|PARALLELISM_CONFIG_(DP_REPLICATE|DP_SHARD|TP|CP|SP)_SIZE"
 )
 """What accel_sft reads of that which the launcher hands over."""
 
@@ -99,6 +102,7 @@ def test_the_yaml_keys_we_know_are_those_of_the_launcher():
     assert deepspeed - set(auditing._YAML_DEEPSPEED.split()) == set()
     fsdp = {key.removeprefix("fsdp_") for key in groups["FSDP Arguments"]}
     assert fsdp - set(auditing._YAML_FSDP.split()) == set()
+    assert groups["ParallelismConfig Arguments"] == set(parallelism.KEYS.split())
 
 
 def test_the_top_level_keys_we_know_are_those_of_the_launcher():
@@ -137,11 +141,11 @@ def test_no_secret_of_a_launch_file_or_of_settings_is_recorded():
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_yaml_loads_and_is_clean(path, built):
-    assert load_config_from_file(str(path)).num_processes == 2
+    assert load_config_from_file(str(path)).num_processes == (4 if path.stem == "hsdp" else 2)
     machines = 2 if path.stem.startswith("multinode") else 1
     flags = ["--machine_rank", "1", "--main_process_ip", "127.0.0.1"] if machines == 2 else []
     launch = seen_by_a_rank(path, *flags)
-    found = audit(TrainConfig(), launch, devices=2 if launch.backend == "fsdp" else 0)
+    found = audit(TrainConfig(), launch, devices=launch.world_size if launch.backend == "fsdp" else 0)
     assert found == []
     assert launch.precision == ("bf16", str(path))
     assert launch.machines == machines
@@ -152,6 +156,8 @@ def test_shipped_yaml_loads_and_is_clean(path, built):
     [
         ("ddp", "ddp", 0, "none", "none"),
         ("fsdp2", "fsdp", 0, "none", "none"),
+        ("fsdp2_offload", "fsdp", 0, "cpu", "cpu"),
+        ("hsdp", "fsdp", 0, "none", "none"),
         ("z0", "deepspeed", 0, "none", "none"),
         ("z1", "deepspeed", 1, "none", "none"),
         ("z2", "deepspeed", 2, "none", "none"),
@@ -160,6 +166,7 @@ def test_shipped_yaml_loads_and_is_clean(path, built):
         ("z3_offload", "deepspeed", 3, "cpu", "cpu"),
         ("z3_nvme", "deepspeed", 3, "nvme", "nvme"),
         ("multinode_z3", "deepspeed", 3, "none", "none"),
+        ("z3_sp", "deepspeed", 3, "none", "none"),
     ],
 )
 def test_shipped_yaml_is_what_its_name_says(name, backend, stage, optimizer, param):
@@ -167,8 +174,18 @@ def test_shipped_yaml_is_what_its_name_says(name, backend, stage, optimizer, par
     launch = seen_by_a_rank(ROOT / "accelerate_configs" / f"{name}.yaml", *flags)
     assert (launch.backend, launch.stage) == (backend, stage)
     assert (launch.offload("optimizer"), launch.offload("param")) == (optimizer, param)
+    assert launch.shard_ranks == 2
+    assert launch.sequence_ranks == (2 if name == "z3_sp" else 1)
 
 
+GROUPS = {"parallelism_config_dp_replicate_size": 2}
+HSDP = DDP | {
+    "distributed_type": "FSDP",
+    "fsdp_config": {"fsdp_version": 2},
+    "parallelism_config": GROUPS,
+    "num_processes": 4,
+}
+SP = Z2 | {"parallelism_config": {"parallelism_config_sp_size": 2}}
 VARIANTS = {
     "flags of DeepSpeed": (Z2, ["--zero_stage", "3", "--gradient_clipping", "1", "--zero3_save_16bit_model", "True"]),
     "hyphens and equal signs": (Z2, ["--mixed-precision=no", "--offload-optimizer-device=CPU", "--num-processes=4"]),
@@ -215,6 +232,10 @@ VARIANTS = {
         },
         ["--fsdp_backward_prefetch", "BACKWARD_PRE"],
     ),
+    "groups": (HSDP | {"fsdp_config": {"version": 2, "offload_params": True}}, ["--num_processes", "8"]),
+    "groups by flag": (HSDP, ["--parallelism_config_dp_replicate_size", "3", "--fsdp_offload_params", "True"]),
+    "groups that a backend by flag hides": (HSDP, ["--use_fsdp", "--fsdp_version", "2"]),
+    "rows shared": (SP, ["--num_processes=4"]),
     "on the CPU": (Z2, ["--cpu"]),
     "one process": (DDP | {"distributed_type": "NO", "use_cpu": True}, []),
     "GPUs by number": (DDP | {"gpu_ids": "1,3"}, ["--debug", "--enable_cpu_affinity"]),
@@ -282,6 +303,10 @@ REFUSED = {
     "a typo in the backend": (Z2 | {"distributed_type": "DEEPSPED"}, "did you mean DEEPSPEED?"),
     "SageMaker": (Z2 | {"compute_environment": "AMAZON_SAGEMAKER"}, "write LOCAL_MACHINE"),
     "no processes": ({k: v for k, v in Z2.items() if k != "num_processes"}, "num_processes is missing: give --num_p"),
+    "a size in words": (
+        Z2 | {"parallelism_config": {"parallelism_config_sp_size": "two"}},
+        "parallelism_config_sp_size two: give --parallelism_config_sp_size at least 1",
+    ),
     "processes in words": (Z2 | {"num_processes": "two"}, "num_processes two: give --num_processes at least 1"),
     "a bare no": (Z2 | {"mixed_precision": False}, "in quotes: YAML reads a bare no as false"),
     "no such precision": (Z2 | {"mixed_precision": "bf32"}, "mixed_precision bf32 is unknown"),
@@ -360,6 +385,59 @@ FIRES = {
     ),
     "fp16 on a CPU": (Z2 | {"mixed_precision": "fp16"}, {}, 0, "needs a GPU"),
     "more ranks than GPUs": (Z2, {}, 1, "--num_processes 1"),
+    "FSDP 1": (DDP | {"distributed_type": "FSDP"}, {}, 2, "FSDP 1 is not supported: fsdp_version: 2"),
+    "groups of one": (HSDP | {"num_processes": 2}, {}, 2, "--num_processes 4, or another multiple of 2"),
+    "groups that cannot be equal": (HSDP | {"num_processes": 5}, {}, 5, "--num_processes 4, or another multiple of 2"),
+    "another size of a group": (
+        HSDP | {"parallelism_config": GROUPS | {"parallelism_config_dp_shard_size": 4}},
+        {},
+        4,
+        "parallelism_config_dp_shard_size 4, where 4 processes make it 2: remove it",
+    ),
+    "groups without FSDP": (DDP | {"parallelism_config": GROUPS}, {}, 2, "are FSDP's: remove them; accelerate_configs"),
+    "a size without its prefix": (
+        Z2 | {"parallelism_config": {"tp_size": 2}},
+        {},
+        0,
+        "tp_size is unknown, and would be ignored in silence: did you mean parallelism_config_tp_size?",
+    ),
+    "tensor parallelism": (
+        HSDP | {"parallelism_config": {"parallelism_config_tp_size": 2}},
+        {},
+        4,
+        "tp_size 2: tensor parallelism is not supported: fsdp2.yaml or z3.yaml share every weight",
+    ),
+    "tensor parallelism by DeepSpeed": (Z2, JSON | {"tensor_parallel": {"autotp_size": 2}}, 0, "tensor parallelism is"),
+    "context parallelism": (
+        HSDP | {"parallelism_config": {"parallelism_config_cp_size": 2}},
+        {},
+        4,
+        "context parallelism is not supported: z3_sp.yaml",
+    ),
+    "rows shared without DeepSpeed": (
+        DDP | {"parallelism_config": SP["parallelism_config"]},
+        {},
+        2,
+        "sequence parallelism is DeepSpeed's: accelerate_configs/z3_sp.yaml",
+    ),
+    "rows shared by groups that cannot be equal": (
+        SP | {"num_processes": 3},
+        {},
+        0,
+        "3 processes cannot be divided into groups of 2, which share a row: --num_processes 2, or another multiple",
+    ),
+    "rows shared by an allreduce": (
+        SP,
+        {"zero_optimization": {"stage": 3, "reduce_scatter": False}},
+        0,
+        "reduce_scatter false: DeepSpeed would scale gradients by the size of parameters: remove it",
+    ),
+    "rows shared and groups": (
+        SP | {"parallelism_config": {**SP["parallelism_config"], **GROUPS}},
+        {},
+        0,
+        "remove them: they follow from --num_processes",
+    ),
     "fsdp on a CPU": (DDP | {"distributed_type": "FSDP"}, {}, 0, "z2.yaml or z3.yaml run on a CPU"),
     "JSON typo": (Z2, JSON | {"gradient_cliping": 1.0}, 0, "did you mean gradient_clipping?"),
     "JSON fp16 and bf16": (Z2, JSON | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, 0, "both enabled"),
@@ -378,6 +456,29 @@ def test_error_fires(case, tmp_path, built):
     assert any(expected in line for line in lines(found, "error")), found
     with pytest.raises(UserError, match=re.escape(expected)):
         refuse(found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({"batching": "packed"}, "--batching: under sequ"), ({"micro_batch_size": "4"}, "--micro-batch-size: under sequ")],
+)
+def test_rows_that_are_shared_are_computed_one_by_one(settings, expected, tmp_path, built):
+    launch = seen_by_a_rank(written(tmp_path, SP))
+    (line,) = lines(audit(TrainConfig(**settings), launch, devices=0), "error")
+    assert line.startswith(expected)
+    assert lines(audit(TrainConfig(batching="padded", micro_batch_size="1"), launch, devices=0), "error") == []
+
+
+def test_a_size_by_flag_that_the_launcher_would_forget_is_an_error(tmp_path, built):
+    launch = seen_by_a_rank(written(tmp_path, Z2), "--parallelism_config_sp_size", "2")
+    (line,) = lines(audit(TrainConfig(), launch, devices=0), "error")
+    assert "--parallelism_config_sp_size would be ignored in silence" in line
+
+
+def test_a_size_that_is_none_is_refused(monkeypatch):
+    variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "two"}
+    with pytest.raises(UserError, match="PARALLELISM_CONFIG_TP_SIZE is 'two': expected a number of ranks"):
+        audit(TrainConfig(), read_launch(variables, []), devices=0)
 
 
 NEWER, TESTED = "1.16.0", "1.15.4"
@@ -570,6 +671,12 @@ def test_what_is_compiled_already_is_not_announced(tmp_path, monkeypatch):
     assert [*deepspeed_ops.audit_compilation(seen_by_a_rank(written(tmp_path, DDP)), 0)] == []
 
 
+def test_ranks_of_torchrun_alone_are_noted(built):
+    environment = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    (line,) = lines(audit(TrainConfig(), read_launch(environment, []), devices=0), "note")
+    assert line.startswith("started without accelerate launch: 2 processes, plain data parallel, full precision")
+
+
 def test_a_launch_without_its_yaml_is_noted(built):
     environment = {"ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     found = audit(TrainConfig(), read_launch(environment, []), devices=0)
@@ -644,7 +751,7 @@ def test_verify_engine_reports_each_difference(tmp_path, monkeypatch):
         zero_optimization_stage=lambda: 1,
         gradient_clipping=lambda: 1.0,
         gradient_accumulation_steps=lambda: 4,
-        dp_world_size=1,
+        seq_dp_world_size=1,
     )
     with pytest.raises(UserError) as raised:
         verify_engine(SimpleNamespace(num_processes=2), engine, TrainConfig(max_grad_norm=0.5))
@@ -779,6 +886,15 @@ def test_the_command_that_continues_a_run_is_the_one_that_began_it(launcher, typ
     monkeypatch.setattr(describe, "launcher_command", lambda: (launcher, Path()))
     monkeypatch.setattr(sys, "orig_argv", typed)
     assert describe.resume_command(Path.cwd() / "a", TrainConfig(**settings)) == expected
+
+
+def test_under_torchrun_the_command_that_continues_a_run_is_torchruns(monkeypatch):
+    """Not that of one of its ranks."""
+    above = ["/x/python", "bin/torchrun", "--nproc_per_node", "2", "-m", "accel_sft", "math"]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(psutil.Process, "parents", lambda self: [SimpleNamespace(cmdline=lambda: above, cwd=os.getcwd)])
+    command = describe.resume_command(Path.cwd() / "a", TrainConfig())
+    assert command == "bin/torchrun --nproc_per_node 2 -m accel_sft math --output-dir a --resume auto"
 
 
 @pytest.mark.parametrize(("activated", "expected"), [(True, "accelerate"), (False, "{scripts}/accelerate")])

@@ -22,6 +22,8 @@ LAYOUTS = {
     "z2": {"yaml": "z2", "launcher": FP32},
     "z3": {"yaml": "z3", "launcher": FP32, "real": True},
     "z2_offload": {"yaml": "z2_offload", "launcher": FP32},
+    "z3_sp": {"yaml": "z3_sp", "launcher": FP32},
+    "torchrun": {"torchrun": ("--standalone", "--nproc_per_node", "2")},
     "z2 alone": {"yaml": "z2", "launcher": (*FP32, "--num_processes", "1")},
 }
 MICRO = {"plain": "3", "ddp": "2", "z2": "2", "z3": "1"}
@@ -78,6 +80,14 @@ def test_a_head_in_pieces_draws_the_same_curve(launched, tmp_path):
     run = launched("in pieces", *arguments, yaml="z3", launcher=FP32, environment=environment)
     assert json.loads((run.run_dir / "result.json").read_text())["batching"]["head"] == "pieces"
     same_curve(layout(launched, "plain").lines(), run.lines())
+
+
+def test_ranks_share_the_tokens_of_each_row_and_torchrun_alone_starts_data_parallel_ones(launched):
+    shared, alone = layout(launched, "z3_sp"), layout(launched, "torchrun")
+    assert "DeepSpeed ZeRO-3, rows shared by 2 ranks" in shared.output
+    assert "one row a forward, its tokens shared by 2 ranks" in shared.output
+    assert "2 processes, plain data parallel, full precision" in alone.output
+    assert "data parallel (ddp)" in alone.output
 
 
 def test_two_machines_draw_the_same_curve(launched, tmp_path):

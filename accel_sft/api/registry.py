@@ -21,7 +21,7 @@ SHIPPED = {"chat": "accel-sft-chat", "math": "accel-sft-math", "ner": "accel-sft
 """Task names that belong to the distributions this project ships."""
 RESERVED = frozenset(
     ("tasks", "check", "plan", "compare", "report", "evaluate", "generate", "merge", "push", "new-task", "install")
-) | {"launch-file", "doctor", "completion"}
+) | {"launch-file", "doctor", "completion", "export-data"}
 """Names of tools, present and to come, which no task may take."""
 
 

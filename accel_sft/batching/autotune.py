@@ -15,11 +15,13 @@ from accel_sft.batching.forward_layouts import WHAT
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.memory import forwards_alone
 from accel_sft.batching.room import Room
+from accel_sft.batching.sequence import in_parts
 from accel_sft.batching.verify import exact_batchings
 from accel_sft.data.chat import Encoded
 from accel_sft.launch.collectives import largest_of_ranks
 from accel_sft.launch.describe import device_name, parallelism
 from accel_sft.launch.recordable import versions
+from accel_sft.launch.ulysses import sequence_ranks
 
 UNTIMED = {"cpu"}
 """Devices where nothing is tried."""
@@ -52,8 +54,12 @@ class Trial(Room):
         Returns:
             the batching, and a line that says what was chosen, and why not what was asked for.
         Raises:
-            UserError: not even the smallest forward fits into the device's memory.
+            UserError: not even the smallest forward fits into the device's memory; or the model cannot be trained
+                under sequence parallelism, which the launch asks for.
         """
+        if sequence_ranks(self.accelerator) > 1:
+            padded = dataclasses.replace(self, config=dataclasses.replace(self.config, batching="padded"))
+            return in_parts(self, exact_batchings(padded, also)[0][0])
         exact, reasons, dropout = exact_batchings(self, also)
         if before in (dataclasses.replace(b, tokens=before.tokens, rows=before.rows) for b in exact if before):
             batching, why = before, ", as before"

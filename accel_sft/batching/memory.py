@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import MOST_LOGITS
+from accel_sft.launch.ulysses import sequence_ranks
 
 _NO_MEMORY = (
     "CUDA error: out of memory",
@@ -34,7 +35,10 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def forwards_alone(accelerator: Accelerator) -> bool:
-    """Whether a rank's forward depends on no other rank: under ZeRO-3 and FSDP they gather weights from each other."""
+    """Whether a rank's forward depends on no other rank: under ZeRO-3 and FSDP they gather weights from each other, and
+    under sequence parallelism each has a part of another's row."""
+    if sequence_ranks(accelerator) > 1:
+        return False
     if plugin := accelerator.state.deepspeed_plugin:
         return plugin.zero_stage < 3
     return accelerator.distributed_type != DistributedType.FSDP
@@ -56,6 +60,8 @@ def first_update_bytes(accelerator: Accelerator, model: torch.nn.Module, *, mome
         for parameter in trained:
             # of what this rank holds of it: FSDP's parameters know the whole shape
             held = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            if held.device.type != accelerator.device.type:
+                continue  # FSDP's shards on the host, where the optimizer steps them
             # DDP's buckets, made with it, are the gradients
             tensors = (not isinstance(model, DistributedDataParallel)) + (0 if moments else 2)
             total += tensors * held.numel() * held.element_size()

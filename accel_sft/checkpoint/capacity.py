@@ -48,10 +48,12 @@ def check_host_memory(
     sizes = _sizes(model)
     if not sizes:
         return
-    share = 1 / launch.world_size if launch.stage or launch.backend == "fsdp" else 1.0
+    ranks = launch.shard_ranks if launch.backend == "fsdp" else launch.world_size
+    share = 1 / ranks if launch.stage or launch.backend == "fsdp" else 1.0
     states, moments = 0.0, OPTIMIZERS[optimizer].matrix_bytes  # the least
     if launch.offload("optimizer") == "cpu":
-        states = sum(sizes) * share * (moments + COPY + GRADIENT)
+        copy = 0 if launch.backend == "fsdp" else COPY  # FSDP steps the weights themselves, which are there already
+        states = sum(sizes) * share * (moments + copy + GRADIENT)
     elif accelerator.device.type == "cpu" and launch.offload("optimizer") == "none":
         states = sum(sizes) * share * (moments + (COPY if launch.backend == "deepspeed" else 0))
     largest = max(sizes) * (share if launch.stage == 3 or launch.backend == "fsdp" else 1 / launch.local_world_size)

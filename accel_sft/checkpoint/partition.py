@@ -92,7 +92,9 @@ def _of_parameters(
     for number, (parameter, tensor) in enumerate(zip(parameters, stepped, strict=True)):
         sharded = hasattr(parameter, "placements")
         span = Span(names[id(parameter)], _first_element(parameter) if sharded else 0, 0, flat(tensor).numel())
-        written = sharded or number % accelerator.num_processes == accelerator.process_index
+        written = (
+            _of_first_copy(parameter) if sharded else number % accelerator.num_processes == accelerator.process_index
+        )
         yield Partition(tensor, [span] if span.size else [], inner, written)
         if writing and tensor is not parameter:
             parameter.data.copy_(tensor.data)
@@ -104,6 +106,12 @@ def _first_element(parameter: Any) -> int:
 
     placed = parameter.shape, parameter.device_mesh, parameter.placements
     return compute_local_shape_and_global_offset(*placed)[1][0] * (parameter.numel() // max(parameter.shape[0], 1))
+
+
+def _of_first_copy(parameter: Any) -> bool:
+    """Whether this rank's shard belongs to the first of the copies that HSDP keeps; without HSDP there is only one."""
+    places = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
+    return all(place == 0 for place, placement in places if placement.is_replicate())
 
 
 def _of_stages_1_and_2(zero: Any, names: dict[int, str], writing: bool) -> Iterator[Partition]:

@@ -32,7 +32,7 @@ from accel_sft.data.rows import Rows
 from accel_sft.io import terminal
 from accel_sft.io.files import json_safe, write_atomically
 from accel_sft.io.page_file import page_file
-from accel_sft.launch.info import under_launcher
+from accel_sft.launch.launcher import under_launcher
 from accel_sft.models.pretrained import text_settings, vocabulary_problem
 from accel_sft.models.source import Source, find_source, is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS, build_tiny

@@ -21,7 +21,7 @@ from accel_sft.io.files import expanded
 from accel_sft.io.lock import lock
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.io.text import printable, shown
-from accel_sft.launch.info import under_launcher
+from accel_sft.launch.launcher import under_launcher
 from accel_sft.models.source import is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS
 

@@ -20,7 +20,8 @@ from accel_sft.api.errors import UserError
 from accel_sft.commands.launch_file import FOLDER
 from accel_sft.io import terminal
 from accel_sft.io.text import one_line
-from accel_sft.launch.info import Finding, under_launcher
+from accel_sft.launch.info import Finding
+from accel_sft.launch.launcher import under_launcher
 
 if TYPE_CHECKING:
     from accel_sft.diagnosis.launch_table import Row

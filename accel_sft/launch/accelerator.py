@@ -19,17 +19,22 @@ from torch.distributed import PrefixStore, TCPStore, register_rendezvous_handler
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io.terminal import terminal, wrapped
+from accel_sft.launch import ulysses
 from accel_sft.launch.deepspeed_ops import audit_compilation, compiling
 from accel_sft.launch.environment import threads_per_process
-from accel_sft.launch.info import Launch, device_count, read_launch, restarts
+from accel_sft.launch.info import Launch, device_count, read_launch
+from accel_sft.launch.launcher import restarts
+from accel_sft.launch.parallelism import parallelism_config
 
 
-def create_accelerator(config: TrainConfig) -> Accelerator:
+def create_accelerator(config: TrainConfig, *, train: bool = True) -> Accelerator:
     """The Accelerator of this launch, synchronised over all its ranks.
 
     The trainer decides accumulation boundaries and the schedule: DeepSpeed is configured with one micro-batch a step,
     never with the real batch. The first rank of each machine prints what DeepSpeed will compile in here and later.
 
+    Args:
+        train: if False, ranks share no rows: an evaluation gives each its own.
     Raises:
         UserError: the ranks do not form one group.
     """
@@ -43,7 +48,7 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
             print(wrapped(f"{finding.level}: {finding}"), file=terminal(), flush=True)
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # the yaml's value beats any argument
     group: dict[str, Any] = {}
-    if restarts():
+    if restarts() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         register_rendezvous_handler("attempt", _rendezvous_of_this_attempt)
         group["init_method"] = "attempt://"
     if launch.world_size > 1:
@@ -60,7 +65,12 @@ def create_accelerator(config: TrainConfig) -> Accelerator:
     handlers = [InitProcessGroupKwargs(**group), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     cpu = launch.backend == "ddp" and not devices
     with compiling(launch, devices):
-        accelerator = Accelerator(deepspeed_plugin=plugin, cpu=cpu, kwargs_handlers=handlers)
+        accelerator = Accelerator(
+            deepspeed_plugin=plugin,
+            cpu=cpu,
+            kwargs_handlers=handlers,
+            parallelism_config=parallelism_config(launch, train=train),
+        )
     if accelerator.is_fsdp2 and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy):
         # computing is reduced; what a model gives out, each token's loss, and gradients as they are averaged are not
         policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
@@ -141,7 +151,7 @@ def prepare_model(
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     with compiling(read_launch(), device_count()):
-        model, optimizer = accelerator.prepare(model, optimizer)
+        model, optimizer = ulysses.prepare(accelerator, model, optimizer)
     if accelerator.distributed_type.value.startswith("MULTI_"):
         # buffers (angles of positions) are equal on all ranks; no rank then waits for another in a forward
         model.broadcast_buffers = False
@@ -176,7 +186,7 @@ def verify_engine(accelerator: Accelerator, model: torch.nn.Module, config: Trai
         "clipping": (float(config.max_grad_norm), float(model.gradient_clipping())),
         "gradient accumulation": (1, model.gradient_accumulation_steps()),
         "precision": (launch.precision[0], precision),
-        "ranks": (accelerator.num_processes, model.dp_world_size),
+        "ranks": (accelerator.num_processes, model.seq_dp_world_size),
     }
     wrong = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if wrong:

@@ -12,6 +12,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import shown
 from accel_sft.launch.deepspeed_ops import audit_operators
 from accel_sft.launch.info import LEVELS, Finding, Launch, device_count, error, note, read_launch, warning
+from accel_sft.launch.parallelism import KEYS, audit_parallelism
 
 _ACCELERATE = (1, 15)
 """The version of accelerate whose keys these are. A newer one may read others too."""
@@ -58,6 +59,7 @@ def audit(config: TrainConfig, launch: Launch | None = None, devices: int | None
         what = f"{where}: {'FSDP' if launch.backend == 'fsdp' else 'DeepSpeed'} does not run on macOS"
         return [error(what, "leave accelerate launch out, for one process on MPS or the CPU")]
     found = [*_keys(launch), *_world(launch, devices, f"{where}"), *_precision(launch, devices), *_optimizer(config)]
+    found += audit_parallelism(config, launch, f"{where}")
     if launch.backend == "deepspeed":
         where = launch.json_file or where
         found += [*_ignored(launch, config, f"{where}"), *_zero(launch, f"{where}"), *audit_operators(launch, devices)]
@@ -84,6 +86,7 @@ def _keys(launch: Launch) -> Iterator[Finding]:
     for place, keys, known in (
         (f"{launch.config_file}: deepspeed_config.", launch.yaml.get("deepspeed_config"), _YAML_DEEPSPEED.split()),
         (f"{launch.config_file}: fsdp_config.", launch.yaml.get("fsdp_config"), [*fsdp, *(f"fsdp_{k}" for k in fsdp)]),
+        (f"{launch.config_file}: parallelism_config.", launch.yaml.get("parallelism_config"), KEYS.split()),
         (f"{launch.json_file}: ", launch.json, _JSON_DEEPSPEED.split()),
     ):
         for key in keys or ():
@@ -93,7 +96,8 @@ def _keys(launch: Launch) -> Iterator[Finding]:
 
 def _unknown(where: str, key: str, known: list[str], *, of_accelerate: bool) -> Finding:
     what = f"{where} is unknown, and would be ignored in silence"
-    if near := difflib.get_close_matches(key, known, n=1):
+    prefixed = [name for name in known if name == f"parallelism_config_{key}"]
+    if near := prefixed or difflib.get_close_matches(key, known, n=1):
         return error(what, f"did you mean {near[0]}?")
     if not of_accelerate:
         return warning(what, "remove it")
@@ -134,7 +138,8 @@ def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
         yield warning(what, 'set CUDA_VISIBLE_DEVICES="" to train on the CPU')
     if not launch.environment.get("ACCELERATE_MIXED_PRECISION"):
         mend = "accelerate launch --config_file FILE -m accel_sft ...; accel-sft launch-file lists files"
-        yield note("started without accelerate launch: one process, full precision", mend)
+        what = f"{launch.world_size} processes, plain data parallel" if launch.world_size > 1 else "one process"
+        yield note(f"started without accelerate launch: {what}, full precision", mend)
 
 
 def _precision(launch: Launch, devices: int) -> Iterator[Finding]:

@@ -29,9 +29,11 @@ _LOCAL = {"apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "hfs", "overlay", "ra
 
 def operators(launch: Launch, devices: int) -> list[str]:
     """The DeepSpeed operators this launch needs, by name; none without DeepSpeed."""
+    if launch.backend != "deepspeed":
+        return []
     places = [launch.offload("optimizer"), launch.offload("param")]
     needed = {
-        "deepspeed_shm_comm": launch.backend == "deepspeed" and not devices,
+        "deepspeed_shm_comm": not devices,
         "cpu_adam": places[0] != "none",
         "async_io": "nvme" in places,
     }

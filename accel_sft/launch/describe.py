@@ -14,8 +14,10 @@ from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.launch.environment import usable_cores
-from accel_sft.launch.info import launcher_command, read_launch
+from accel_sft.launch.info import Launch, read_launch
+from accel_sft.launch.launcher import launcher_command, torchrun_command
 from accel_sft.launch.recordable import recordable, versions, without_secrets
+from accel_sft.launch.ulysses import sequence_ranks
 
 
 def describe(accelerator: Accelerator, config: TrainConfig) -> list[tuple[str, str]]:
@@ -28,7 +30,7 @@ def describe(accelerator: Accelerator, config: TrainConfig) -> list[tuple[str, s
     return [
         ("yaml", str(launch.config_file or "none")),
         *([("DeepSpeed JSON", str(launch.json_file))] if launch.json_file else []),
-        ("backend", backends.get(launch.backend, f"DeepSpeed ZeRO-{launch.stage}{offload}")),
+        ("backend", backends.get(launch.backend, f"DeepSpeed ZeRO-{launch.stage}") + offload + _groups(launch)),
         ("processes", f"{accelerator.num_processes} on {launch.machines} machine(s)"),
         ("device", device_name(accelerator)),
         ("precision", f"{'fp32' if value == 'no' else value} (from {source})"),
@@ -37,6 +39,14 @@ def describe(accelerator: Accelerator, config: TrainConfig) -> list[tuple[str, s
         ("communication", str(accelerator.state.backend or "none")),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions().items())),
     ]
+
+
+def _groups(launch: Launch) -> str:
+    """Groups of ranks, in words; empty where all of them are one."""
+    if launch.sequence_ranks > 1:
+        return f", rows shared by {launch.sequence_ranks} ranks"
+    copies = launch.world_size // launch.shard_ranks if launch.backend == "fsdp" else 1
+    return f", {copies} copies over {launch.shard_ranks} ranks each" if copies > 1 else ""
 
 
 def launch_record(accelerator: Accelerator) -> dict[str, Any]:
@@ -51,6 +61,7 @@ def launch_record(accelerator: Accelerator) -> dict[str, Any]:
         "offload": {what: launch.offload(what) for what in ("optimizer", "param")},
         "processes": accelerator.num_processes,
         "machines": launch.machines,
+        **({"parallelism": launch.parallelism} if launch.parallelism else {}),
         "precision": launch.precision[0],
         "threads_per_process": torch.get_num_threads(),
         "communication": accelerator.state.backend,
@@ -70,8 +81,7 @@ def device_name(accelerator: Accelerator) -> str:
 
 def resume_command(run_dir: Path, config: TrainConfig) -> str:
     """The command line that continues this run, for a shell in the folder where it was started."""
-    words, _ = launcher_command()
-    words = words or sys.orig_argv
+    words = launcher_command()[0] or torchrun_command() or sys.orig_argv
     if Path(words[0]).name.startswith("python") and not words[1].startswith("-"):  # of a script on PATH
         words = words[1:]
     more = []
@@ -93,12 +103,13 @@ def shown_folder(folder: Path) -> str:
 
 def parallelism(accelerator: Accelerator) -> dict[str, Any]:
     """How this launch shares the run out between processes, and in which precision it computes."""
-    plugin = accelerator.state.deepspeed_plugin
+    plugin, sequence = accelerator.state.deepspeed_plugin, sequence_ranks(accelerator)
     return {
         "ranks": accelerator.num_processes,
         "backend": accelerator.distributed_type.value,
         "zero_stage": plugin.zero_stage if plugin else None,
         "precision": accelerator.mixed_precision,
+        **({"ranks_of_a_row": sequence} if sequence > 1 else {}),
     }
 
 

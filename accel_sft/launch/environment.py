@@ -10,7 +10,7 @@ from pathlib import Path
 
 from accel_sft.api.errors import UserError
 from accel_sft.launch import host_memory
-from accel_sft.launch.info import launcher_command
+from accel_sft.launch.launcher import launcher_command
 from accel_sft.launch.rank_environment import launcher_flags
 
 _QUIET = {

@@ -6,19 +6,18 @@ itself is read again, its path taken from the command line of the launcher (this
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.io.text import one_line
-from accel_sft.launch.rank_environment import launcher_flags, rank_environment
+from accel_sft.launch.launcher import launcher_command
+from accel_sft.launch.rank_environment import DIMENSIONS, launcher_flags, rank_environment
 
 PARENT = os.getppid()
 """Process id of the parent. Read before torch is imported, which takes seconds: a launcher that is killed meanwhile
@@ -108,7 +107,9 @@ class Launch:
         return int(self.zero.get("stage", 0) if self.json_file else self._deepspeed_variable("ZERO_STAGE", "2"))
 
     def offload(self, what: str) -> str:
-        """Where `optimizer` or `param` is offloaded to: none, cpu or nvme."""
+        """Where `optimizer` or `param` is offloaded to: none, cpu or nvme. FSDP offloads both or neither."""
+        if self.backend == "fsdp":
+            return "cpu" if self.environment.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true" else "none"
         if self.backend != "deepspeed":
             return "none"
         if self.json_file:
@@ -122,6 +123,34 @@ class Launch:
         inside = (self.zero.get(f"offload_{what}") or {}).get("nvme_path")
         named = self.arguments.get(key) or (self.yaml.get("deepspeed_config") or {}).get(key) or inside
         return Path(str(named or "nvme_offload"))
+
+    @property
+    def parallelism(self) -> dict[str, int]:
+        """Sizes in ranks of the dimensions of Accelerate's `ParallelismConfig`; {} where the launch names none.
+
+        Raises:
+            UserError: a variable set by hand is no number.
+        """
+        if self.environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() != "true":
+            return {}
+        sizes = {}
+        for name in DIMENSIONS:
+            value = self.environment.get(variable := f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")
+            if not value.isdecimal() or int(value) < 1:
+                raise UserError(f"{variable} is {value!r}: expected a number of ranks, at least 1")
+            sizes[name] = int(value)
+        return sizes
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that share one copy of the model out among them, where it is shared out; fewer than all under HSDP."""
+        copies = self.parallelism.get("dp_replicate", 1) if self.backend == "fsdp" else 1
+        return max(self.world_size // copies, 1)
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that share the tokens of each row; 1 without sequence parallelism."""
+        return self.parallelism.get("sp", 1) if self.backend == "deepspeed" else 1
 
     @property
     def gathers_16bit_weights(self) -> bool:
@@ -194,29 +223,6 @@ def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
     if not isinstance(content or {}, dict):
         raise UserError(f"launch file {path}: write one `key: value` a line")
     return text, content or {}
-
-
-def under_launcher() -> bool:
-    """Whether a launcher that still runs started this process: torchrun, or `accelerate launch` above it."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or bool(launcher_command()[0])
-
-
-def restarts() -> int:
-    """How often the launcher has started the ranks again after a failure (`--max_restarts`)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def launcher_command() -> tuple[list[str], Path]:
-    """Command line and folder of the `accelerate launch` that started this process; an empty one without it."""
-    if "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ:
-        import psutil
-
-        for process in psutil.Process().parents():
-            with contextlib.suppress(psutil.Error):
-                command = process.cmdline()
-                if any(re.search(r"accelerate([-_.]|$)", Path(word).name) for word in command[:3]):
-                    return command, Path(process.cwd())
-    return [], Path()
 
 
 def _default_config_file(environment: Mapping[str, str]) -> str | None:

@@ -26,6 +26,10 @@ _BACKENDS = {"DEEPSPEED": "use_deepspeed", "FSDP": "use_fsdp", "MEGATRON_LM": "u
 }
 """The flag that a `distributed_type` stands for, first the ones that win over others."""
 _ONE_PROCESS = ("NO", "MULTI_CPU")
+DIMENSIONS = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+"""Of Accelerate's ParallelismConfig, each with a size in ranks."""
+_PREFIXED = ("fsdp_config",)
+"""Of the sections whose keys have a prefix, which they may go without, those that are read here."""
 _DEEPSPEED = {
     "zero_stage": "DEEPSPEED_ZERO_STAGE",
     "gradient_accumulation_steps": "GRADIENT_ACCUMULATION_STEPS",
@@ -59,6 +63,14 @@ def rank_environment(content: Mapping[str, Any], flags: Mapping[str, str], where
         if args.get(key) is not None:
             value = str(args[key])
             found[f"ACCELERATE_{variable}"] = value if key == "deepspeed_config_file" else value.lower()
+    if backend == "use_fsdp":
+        found["FSDP_VERSION"] = str(args.get("fsdp_version", 1))
+        found["FSDP_OFFLOAD_PARAMS"] = str(args.get("fsdp_offload_params", False)).lower()
+    if _names_parallelism(content, flags):
+        found["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+        for name in DIMENSIONS:
+            key = f"parallelism_config_{name}_size"
+            found[key.upper()] = str(_number({key: args.get(key, 1)}, key, where))
     here = processes // machines
     rank = here * int(args.get("machine_rank") or 0) if machines > 1 else 0
     return found | {
@@ -118,10 +130,21 @@ def _arguments(content: Mapping[str, Any], flags: Mapping[str, str], where: str)
     for name in _SECTIONS:
         if isinstance(content.get(name), dict):
             args |= content[name]
+    for name in _PREFIXED:
+        prefix, section = name.removesuffix("_config"), content.get(name)
+        for key, value in section.items() if isinstance(section, dict) else ():
+            args[key if key.startswith(prefix) else f"{prefix}_{key}"] = value
     args |= flags
     if "gradient_clipping" in flags:
         args["gradient_clipping"] = float(flags["gradient_clipping"])  # as the launcher's parser reads it
     return args
+
+
+def _names_parallelism(content: Mapping[str, Any], flags: Mapping[str, str]) -> bool:
+    """Whether the launcher hands over sizes of dimensions: a backend by flag hides the file's section."""
+    if any(flag in flags for flag in _BACKENDS.values()):
+        return "use_parallelism_config" in flags
+    return content.get("parallelism_config", {}) != {}
 
 
 def _precision(args: Mapping[str, Any], where: str) -> str:

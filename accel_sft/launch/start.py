@@ -28,7 +28,7 @@ def start(config: TrainConfig, task: Task, *, train: bool = True) -> Accelerator
     findings = audit(config)
     refuse(findings)
     with quiet(None, config.debug) as terminal:
-        accelerator = create_accelerator(config)
+        accelerator = create_accelerator(config, train=train)
         if problem := launch_problem(config, accelerator.distributed_type.value, read_launch().stage):
             raise UserError(problem)
         if accelerator.is_main_process:

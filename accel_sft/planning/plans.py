@@ -4,15 +4,18 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from accel_sft.api.config import TrainConfig
 from accel_sft.api.launch_limits import launch_problem
 from accel_sft.launch.info import Launch
+from accel_sft.launch.parallelism import audit_parallelism
 from accel_sft.planning.closed import estimate
 from accel_sft.planning.estimate import Estimate
 from accel_sft.planning.job import Job
 from accel_sft.planning.machine import Machine
 from accel_sft.planning.speed import Speed, speed
 
-SIMPLEST_FIRST = ("ddp", "fsdp2", "z0", "z1", "z2", "z3", "z2_offload", "z3_offload", "z3_nvme", "multinode_z3")
+SIMPLEST_FIRST = ("ddp", "fsdp2", "z0", "z1", "z2", "z3", "hsdp", "z2_offload", "fsdp2_offload", "z3_offload")
+SIMPLEST_FIRST += ("z3_nvme", "multinode_z3", "z3_sp")
 """Of launch files that are alike fast, the earliest is recommended."""
 ALIKE = 0.15
 """Share by which the model of speed cannot tell two launch files apart."""
@@ -170,5 +173,9 @@ def _problem(job: Job, machine: Machine) -> str:
         return "Megatron-LM is not supported"
     if backend == "fsdp" and not machine.gpus:
         return "FSDP needs GPUs"
+    if refused := next(audit_parallelism(TrainConfig(), job.launch, "the file"), None):
+        return refused.what.removeprefix("the file: ")
+    if job.launch.sequence_ranks > 1:
+        return "memory under sequence parallelism is not predicted"
     problem = launch_problem(job, _ACCELERATES_NAMES.get(backend, "NO"), job.launch.stage)
     return problem or ""

@@ -44,7 +44,7 @@ class Speed:
 def speed(job: Job, step_tokens: float) -> Speed:
     """Of a step of so many tokens on a rank, in forwards of `job.tokens`."""
     forwards = max(math.ceil(step_tokens / max(job.tokens, 1)), 1)
-    shape, launch, n = job.shape, job.launch, job.ranks
+    shape, launch = job.shape, job.launch
     passes = 6 - 2 * job.is_frozen + 2 * job.gradient_checkpointing
     compute = passes * shape.active_parameters * (step_tokens + forwards * FORWARD_TOKENS) / OPERATIONS
     sent = _sent_bytes(job, forwards)
@@ -52,17 +52,19 @@ def speed(job: Job, step_tokens: float) -> Speed:
     host, update = _host_bytes(job, forwards), 0.0
     disk = launch.offload("optimizer") == "nvme" or launch.offload("param") == "nvme"
     if launch.offload("optimizer") != "none":
-        update = job.trained / n / HOST_UPDATES
+        update = job.trained / launch.shard_ranks / HOST_UPDATES
     exposed = sent / link * (1 - HIDDEN_SHARE)
     return Speed(sent, host, compute + exposed + host / (DISK if disk else HOST_LINK) + update, forwards)
 
 
 def _sent_bytes(job: Job, forwards: int) -> float:
     """A ring sends each byte that is gathered or scattered (N - 1) / N times, and twice to reduce for all ranks."""
-    n, e, trained = job.ranks, job.computes_bytes, job.trained
-    once, backend, stage = (n - 1) / n, job.launch.backend, job.launch.stage
-    if backend == "fsdp":
-        return once * forwards * (2 * e * job.parameters + 4 * trained)
+    n, e, trained, launch = job.ranks, job.computes_bytes, job.trained, job.launch
+    once, backend, stage = (n - 1) / n, launch.backend, launch.stage
+    if backend == "fsdp":  # and under HSDP copies average the gradients of their shards
+        shard, copies = launch.shard_ranks, n // launch.shard_ranks
+        gathered = (shard - 1) / shard * forwards * (2 * e * job.parameters + 4 * trained)
+        return gathered + 2 * (copies - 1) / copies * forwards * 4 * trained / shard
     if backend != "deepspeed":
         return 2 * once * 4 * trained
     if stage == 0:
@@ -82,6 +84,8 @@ def _gathered(job: Job) -> float:
 def _host_bytes(job: Job, forwards: int) -> float:
     """Gradients down and weights up for an optimizer on the host; the shards of parameters on it; state on a disk."""
     n, e, trained, launch = job.ranks, job.computes_bytes, job.trained, job.launch
+    if launch.backend == "fsdp" and launch.offload("param") != "none":  # float32 shards up twice, gradients down
+        return forwards * 4 * (2 * job.parameters + trained) / launch.shard_ranks
     found = 0.0
     if launch.offload("optimizer") != "none":
         found += (forwards + 1) * e * trained / n

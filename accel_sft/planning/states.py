@@ -186,7 +186,7 @@ def live_parameters(job: Job) -> float:
 def _fsdp(job: Job) -> tuple[Placed, Placed]:
     """Shards in float32; a block is gathered in the type that computes, with the next one behind it, and its gradient
     is exchanged in float32."""
-    n, e, trained = job.ranks, job.computes_bytes, job.trained
+    n, e, trained = job.launch.shard_ranks, job.computes_bytes, job.trained
     each = job.loaded_bytes if not job.is_frozen else 4
     group = max(job.shape.largest_block, (1 if job.shape.tied else 2) * job.shape.vocab_size * job.shape.hidden_size)
     states = Placed(
@@ -198,8 +198,7 @@ def _fsdp(job: Job) -> tuple[Placed, Placed]:
     working.gradients = (e + FLOAT32) * min(group, trained)
     if str((job.launch.yaml.get("fsdp_config") or {}).get("fsdp_reshard_after_forward", True)).lower() == "false":
         working.gathered = e * job.parameters
-    offloads = str((job.launch.yaml.get("fsdp_config") or {}).get("fsdp_offload_params", False)).lower() == "true"
-    return (working, states) if offloads else (working.plus(states), Placed())
+    return (working, states) if job.launch.offload("param") != "none" else (working.plus(states), Placed())
 
 
 def _zero(job: Job, key: str, default: Any) -> float:

@@ -41,7 +41,7 @@ def lines(
     widths = [max(len(row[at]) for row in rows if not _is_problem(row)) for at in range(len(rows[0]))]
     for row in rows:
         if _is_problem(row):
-            yield f"{row[0]:<{widths[0]}}  {row[-1]}"
+            yield _text(f"{row[0]:<{widths[0]}}  {row[-1]}", widths[0] + 2)
             continue
         yield "  ".join(
             f"{cell:<{width}}" if at == 0 or _HEAD[at] == "at" else f"{cell:>{width}}"

@@ -12,11 +12,15 @@ from types import FrameType
 
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import terminal
-from accel_sft.launch.info import PARENT, under_launcher
+from accel_sft.launch.info import PARENT
+from accel_sft.launch.launcher import under_launcher
 from accel_sft.resilience.exit import a_peer_failed, lost_peers, record_end, report
 
 WATCH_SECONDS = 1.0
 """Between looks at whether the launcher is still there."""
+ECHO_SECONDS = 5.0
+"""Under a launcher, after a signal, in which another is the same one: Slurm sends it to every process of a job, and the
+launcher passes on to its ranks what it gets itself."""
 UNHANDLED_SECONDS = 4.0
 """After a signal that the main thread has not handled: it is in C, and may wait there for a rank that has ended. The
 launcher kills after 30."""
@@ -41,6 +45,7 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
 
     def __init__(self) -> None:
         self.asked = 0  # number of the signal that came while `deferred`
+        self._asked_at = 0.0
         self.deferred = False  # whether signals are noted, for a loop that looks at `asked`
         self.run_dir: RunDir | None = None  # whose result says why the watching thread ended this rank
         self.to_continue = ""  # the command that does, once there is a folder
@@ -116,9 +121,11 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
             self.exit_if_orphaned()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.asked and (self._launcher is None or time.monotonic() - self._asked_at > ECHO_SECONDS):
             os._exit(128 + number)
-        self.asked = number
+        if self.asked:
+            return
+        self.asked, self._asked_at = number, time.monotonic()
         if not self.deferred:
             raise KeyboardInterrupt(f"interrupted by {signal.Signals(number).name}")
         if self._launcher is None:

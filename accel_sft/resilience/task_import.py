@@ -4,7 +4,8 @@ import sys
 
 from accel_sft.api import registry
 from accel_sft.api.task import Task
-from accel_sft.launch.info import launcher_flags, under_launcher
+from accel_sft.launch.launcher import under_launcher
+from accel_sft.launch.rank_environment import launcher_flags
 
 
 def load_task(name: str, hang_timeout: int) -> type[Task]:

@@ -28,7 +28,7 @@ from accel_sft.io.heartbeat import heartbeat, heartbeat_count
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import terminal
 from accel_sft.launch.activity import work
-from accel_sft.launch.info import restarts
+from accel_sft.launch.launcher import restarts
 from accel_sft.resilience import exit
 from accel_sft.resilience.ranks import place, process_beside, state, waits
 

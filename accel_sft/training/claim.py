@@ -25,7 +25,8 @@ from accel_sft.io.lock import lock
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import Team, decided_by_main
 from accel_sft.launch.describe import launch_record
-from accel_sft.launch.info import read_launch, restarts
+from accel_sft.launch.info import read_launch
+from accel_sft.launch.launcher import restarts
 from accel_sft.launch.recordable import recordable
 from accel_sft.models.source import weights_identity
 from accel_sft.resilience.exit import lost_peers

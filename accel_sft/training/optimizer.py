@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.batching.memory import forwards_alone
+from accel_sft.launch.ulysses import sequence_ranks
 from accel_sft.models.adapters import adapter_of
 from accel_sft.models.quantized import bitsandbytes
 from accel_sft.tracking.spans import span
@@ -56,8 +57,8 @@ def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
 class Stepper:
     """Backward and update on every backend, with boundaries of our own between optimizer steps.
 
-    Gradients are averaged over ranks, so a micro-batch's loss is sum(nll) * ranks / N, N being the supervised tokens
-    of the whole step. Clipping is ours on plain backends; under DeepSpeed the engine clips, as launch/accelerator.py
+    Gradients are averaged, so a micro-batch's loss is sum(nll) * `averaged_over` / N, N being the supervised tokens of
+    the whole step. Clipping is ours on plain backends; under DeepSpeed the engine clips, as launch/accelerator.py
     set it up.
     """
 
@@ -113,6 +114,18 @@ class Stepper:
             self.adapter.after_step(self.adapted, step)
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
+
+    @property
+    def averaged_over(self) -> int:
+        """By what number the sum of all ranks' gradients is divided: that of the ranks.
+
+        Under sequence parallelism each rank's gradient is of its part of a row. DeepSpeed 0.19 divides their sum by the
+        number of groups at stages 0 to 2, and by that of all ranks at stage 3, where gradients are reduced and
+        scattered (`allreduce` there, which the audit refuses, would do the one or the other by a parameter's size).
+        """
+        ranks = self.accelerator.num_processes
+        stage = self.engine.zero_optimization_stage() if self.engine is not None else 0
+        return ranks if stage == 3 else ranks // sequence_ranks(self.accelerator)
 
     @property
     def alone(self) -> bool:

@@ -54,7 +54,7 @@ class Prediction:
         peaks = largest(tracker.peaks.largest())
         by_phase = {phase: largest(found) for phase, found in tracker.peaks.by_phase.items()}
         memory, (tokens, supervised_tokens, rows) = {}, train_step.largest_forward
-        if self.job is not None and supervised_tokens:
+        if self.job is not None and supervised_tokens and self.job.launch.sequence_ranks == 1:
             sizes = {"tokens": tokens, "supervised_tokens": supervised_tokens, "rows": rows}
             job = dataclasses.replace(self.job, **sizes, head=train_step.batching.head)
             memory = _beside(estimate(job), by_phase)

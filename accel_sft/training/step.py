@@ -12,10 +12,12 @@ from accel_sft.api.errors import UserError
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.memory import out_of_memory
+from accel_sft.batching.sequence import SequenceGroup
 from accel_sft.data.chat import Encoded
 from accel_sft.io.files import read_json, write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import gather_numbers
+from accel_sft.launch.ulysses import shared_rows
 from accel_sft.tracking.spans import span
 from accel_sft.tracking.trace import BATCHES, COMMUNICATION, FORWARD
 from accel_sft.training.optimizer import Stepper
@@ -51,6 +53,7 @@ class TrainStep:
         self.largest_forward = (0, 0, 0)
         if most := _most_tokens(run_dir):
             self._limit(most if batching.rows else min(batching.tokens, most))
+        self.group = SequenceGroup.of(stepper.accelerator)
 
     def forward_backward(
         self, examples: list[Encoded], supervised_tokens: int, step: int
@@ -67,12 +70,12 @@ class TrainStep:
             UserError: out of device memory, and the step cannot be repeated with smaller forwards.
         """
         accelerator, oom = self.stepper.accelerator, OutOfMemory()
-        share, ranks = torch.zeros((), device=accelerator.device), accelerator.num_processes
+        share, group = torch.zeros((), device=accelerator.device), self.group
         with span(BATCHES):
-            forwards = self.batching.divide(examples, ranks)[accelerator.process_index]
+            forwards = self.batching.divide(examples, group.groups)[group.group]
         self._note_largest(max(forwards, key=lambda rows: sum(map(_length, rows))))
         for number, rows in enumerate(forwards, 1):
-            with self.stepper.boundary(last=number == len(forwards)):
+            with shared_rows(), self.stepper.boundary(last=number == len(forwards)):
                 nll = None if oom.tokens else self._nll(rows, step)
                 if nll is None:
                     # Other ranks exchange gradients in this backward: one row takes part, with a NaN loss.
@@ -82,7 +85,7 @@ class TrainStep:
                 # 1, or NaN: a NaN or infinite loss makes every gradient NaN on all ranks, so that the step is left
                 # out; by itself an infinite loss may have finite gradients
                 sound = value - value + 1
-                loss = nll * (sound * ranks / supervised_tokens)  # gradients are averaged
+                loss = nll * (sound * self.stepper.averaged_over / supervised_tokens)
                 try:
                     self.stepper.backward(loss)
                 except RuntimeError as error:
@@ -117,6 +120,7 @@ class TrainStep:
         try:
             with span(BATCHES):
                 batch = self.batching.batch(rows, self.pad_token_id, self.stepper.accelerator.device)
+                batch = self.group.part(batch, self.pad_token_id)
             with span(FORWARD):
                 return nll_sum(self.stepper.model, batch)
         except RuntimeError as error:

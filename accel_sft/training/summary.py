@@ -13,7 +13,7 @@ from accel_sft.data.conversation import conversation
 from accel_sft.data.pictures import parted
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import columns, terminal
-from accel_sft.launch.info import launcher_command
+from accel_sft.launch.launcher import launcher_command, torchrun_command
 from accel_sft.launch.recordable import command_line, recordable, versions
 from accel_sft.models.load import compile_seconds
 from accel_sft.tracking import report
@@ -43,7 +43,7 @@ def card(
         prompt_end=rendering.closing(form),
         max_new_tokens=config.max_new_tokens or prepared.longest_answer,
         data={**_files(task), **prepared.counts(), "SHA-256 of the tokens": prepared.fingerprint()},
-        command=command_line(launcher_command()[0] or sys.orig_argv),
+        command=command_line(launcher_command()[0] or torchrun_command() or sys.orig_argv),
         settings=recordable({**config.as_dict(), **dataclasses.asdict(task)}),
         result={  # time and memory are of moments of this process, and of no interest elsewhere
             "before": {key: number for key, number in (state.before or {}).items() if key not in report.COSTS},

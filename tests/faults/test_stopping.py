@@ -160,6 +160,25 @@ def test_a_second_signal_ends_at_once(tmp_path):
     assert json.loads((run_dir / "result.json").read_text())["status"] == "running"
 
 
+TWICE = """
+import os, signal, sys, time
+from accel_sft.resilience import signals
+
+signals.ECHO_SECONDS = float(sys.argv[1])
+with signals.StopSignals() as stopping:
+    stopping.deferred = True
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(("echo_seconds", "status"), [("60", 0), ("0.01", 128 + signal.SIGTERM)])
+def test_what_a_scheduler_and_the_launcher_both_send_a_rank_is_one_signal(echo_seconds, status):
+    under_launcher = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "RANK": "0"}
+    assert subprocess.run([sys.executable, "-c", TWICE, echo_seconds], env=under_launcher).returncode == status
+
+
 WAITING = """
 import datetime
 from accel_sft.resilience.signals import StopSignals

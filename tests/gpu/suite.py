@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from launches import Failed, Machine, Run, difference
 
 SHORT = ("--max-steps", "20", "--eval-every", "off", "--train-examples", "2000", "--validation-examples", "8")
-LAUNCHES = ("z0", "z1", "z2", "z2_offload", "z3", "z3_offload", "z3_nvme", "fsdp2")
-"""Every shipped launch file for one machine; each is held against ddp."""
+LAUNCHES = ("z0", "z1", "z2", "z2_offload", "z3", "z3_offload", "z3_nvme", "fsdp2", "fsdp2_offload")
+"""Every shipped launch file that runs on one GPU; each is held against ddp."""
 
 
 @dataclass(frozen=True)

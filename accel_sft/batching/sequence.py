@@ -1,0 +1,97 @@
+"""The parts of a row's tokens that the ranks of a group compute under sequence parallelism (launch/ulysses.py)."""
+
+import dataclasses
+
+import torch
+from accelerate import Accelerator
+from torch.nn import functional
+
+from accel_sft.api.errors import UserError
+from accel_sft.batching.collate import Batch
+from accel_sft.batching.layouts import Batching
+from accel_sft.batching.loss import nll_sum
+from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE, Subject
+from accel_sft.launch.collectives import gather_numbers
+from accel_sft.launch.ulysses import sequence_ranks, shared_rows
+from accel_sft.models.architecture import limited_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceGroup:
+    """The ranks that share the tokens of each row, among them this one; without sequence parallelism, it alone.
+
+    Attributes:
+        ranks, rank: of the group, and this one's place in it.
+        groups, group: all, each with rows of its own, and the number of this one.
+    """
+
+    ranks: int
+    rank: int
+    groups: int
+    group: int
+
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> "SequenceGroup":
+        """DeepSpeed's groups are of consecutive ranks."""
+        ranks = sequence_ranks(accelerator)
+        group, rank = divmod(accelerator.process_index, ranks)
+        return cls(ranks, rank, accelerator.num_processes // ranks, group)
+
+    def part(self, batch: Batch, pad_token_id: int) -> Batch:
+        """This rank's part of a padded forward of one row, all ranks' of the same length; it may have no target.
+
+        What stands at a part's end predicts the next part's first token: targets are found before the row is cut.
+        """
+        if self.ranks == 1:
+            return batch
+        ids = batch.inputs["input_ids"]
+        length = -(-ids.shape[1] // self.ranks)
+        ids = functional.pad(ids, (0, length * self.ranks - ids.shape[1]), value=pad_token_id)
+        begin, end = self.rank * length, (self.rank + 1) * length
+        positions = torch.arange(begin, end, device=ids.device)[None]
+        inputs = {"input_ids": ids[:, begin:end], "attention_mask": None, "position_ids": positions}
+        kept = batch.keep[0].nonzero()[:, 0] if batch.keep.ndim == 2 else batch.keep[: len(batch.targets)]
+        mine = (kept >= begin) & (kept < end)
+        keep = kept[mine] - begin
+        if not len(keep):  # a forward that is connected to the weights, as `collate.empty` is
+            keep = torch.zeros(1, dtype=torch.int64, device=ids.device)
+        return Batch(inputs, keep, None, batch.targets[mine], batch.weights[mine], batch.head)
+
+
+def in_parts(subject: Subject, exact: Batching) -> tuple[Batching, str]:
+    """The batching of sequence parallelism, one row a forward, and the line that says so.
+
+    Args:
+        exact: padded rows, with the head that the model takes.
+    Raises:
+        UserError: the loss of a row in parts is not its loss as a whole: by the model's layers, or as found here.
+    """
+    group, model = SequenceGroup.of(subject.accelerator), subject.accelerator.unwrap_model(subject.model)
+    longest = max(subject.examples, key=lambda example: (len(example.input_ids), example.index))
+    if limited := limited_layers(model, len(longest.input_ids)):
+        raise UserError(_cannot(group, f"it has layers that are not of full attention ({limited})"))
+    batching = dataclasses.replace(exact, rows=1)
+    full = subject.accelerator.mixed_precision == "no" and subject.config.dtype in ("auto", "float32")
+    line = f"batching padded, one row a forward, its tokens shared by {group.ranks} ranks"
+    if getattr(model.config.get_text_config(decoder=True), "attention_dropout", 0):
+        return batching, f"{line}; not compared with whole rows, for attention has dropout"
+    batch, was_training = subject.batch(batching, [longest]), subject.model.training
+    with torch.no_grad(), torch.random.fork_rng():
+        subject.model.eval()
+        whole = nll_sum(subject.model, batch).item()
+        subject.model.train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.eval()
+        with shared_rows():
+            mine = nll_sum(subject.model, group.part(batch, subject.pad_token_id)).item()
+        subject.model.train(was_training)
+    parts = sum(share for (share,) in gather_numbers([mine])) / group.groups  # each group had the same row
+    off = abs(whole - parts) / max(batch.weights.sum().item(), 1)
+    if not off <= (TOLERANCE if full else REDUCED_TOLERANCE):
+        raise UserError(_cannot(group, f"its loss in parts is not that of whole rows (off by {off:.2g} nats a token)"))
+    return batching, line
+
+
+def _cannot(group: SequenceGroup, why: str) -> str:
+    return f"sequence parallelism over {group.ranks} ranks: the model cannot, {why}; train with z3.yaml instead"

@@ -1,0 +1,44 @@
+"""The launcher above this process: `accelerate launch`, or torchrun alone. No torch."""
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+_ACCELERATE = re.compile(r"accelerate([-_.]|$)")
+_TORCHRUN = re.compile(r"(torchrun|torch\.distributed\.run)$")
+
+
+def launcher_command() -> tuple[list[str], Path]:
+    """Command line and folder of the `accelerate launch` that started this process; an empty one without it."""
+    if "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ:
+        return _above(_ACCELERATE)
+    return [], Path()
+
+
+def torchrun_command() -> list[str]:
+    """Command line of the torchrun that started this process; empty without it, and under `accelerate launch`."""
+    started = "TORCHELASTIC_RUN_ID" in os.environ and not launcher_command()[0]
+    return _above(_TORCHRUN)[0] if started else []
+
+
+def under_launcher() -> bool:
+    """Whether a launcher that still runs started this process: torchrun, or `accelerate launch` above it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or bool(launcher_command()[0])
+
+
+def restarts() -> int:
+    """How often the launcher has started the ranks again after a failure (`--max_restarts`)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _above(program: re.Pattern[str]) -> tuple[list[str], Path]:
+    """Command line and folder of the nearest process above this one that runs this program."""
+    import psutil
+
+    for process in psutil.Process().parents():
+        with contextlib.suppress(psutil.Error):
+            command = process.cmdline()
+            if any(program.search(Path(word).name) for word in command[:3]):
+                return command, Path(process.cwd())
+    return [], Path()

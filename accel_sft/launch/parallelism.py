@@ -1,0 +1,100 @@
+"""Accelerate's `parallelism_config`: the dimensions that are run here (HSDP, sequence parallelism), and the others'
+refusal. No torch at import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.launch.info import Finding, Launch, error
+
+if TYPE_CHECKING:
+    from accelerate import ParallelismConfig
+
+KEYS = """
+    parallelism_config_cp_backend parallelism_config_cp_comm_strategy parallelism_config_cp_size
+    parallelism_config_dp_replicate_size parallelism_config_dp_shard_size parallelism_config_sp_attn_implementation
+    parallelism_config_sp_backend parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable
+    parallelism_config_sp_size parallelism_config_tp_size
+"""
+"""Of the yaml's section of that name, as accelerate 1.15 reads them: the prefix belongs to them."""
+_REFUSED = {
+    "tp": ("tensor parallelism", "fsdp2.yaml or z3.yaml share every weight out over the ranks, too"),
+    "cp": ("context parallelism", "z3_sp.yaml shares out the tokens of each row (sequence parallelism)"),
+}
+
+
+def audit_parallelism(config: TrainConfig, launch: Launch, where: str) -> Iterator[Finding]:
+    """Errors where a launch names parallelism that would not be run, or sizes that do not fit its processes."""
+    named, sizes = [name for name in launch.arguments if name in KEYS.split()], launch.parallelism
+    if named and not sizes:
+        what = f"--{named[0]} would be ignored in silence: {where} has no parallelism_config"
+        yield error(what, "write it there; accelerate_configs/hsdp.yaml and z3_sp.yaml are examples")
+    for name, (what, mend) in _REFUSED.items():
+        if (size := sizes.get(name, 1)) > 1:
+            yield error(f"{where}: parallelism_config_{name}_size {size}: {what} is not supported", mend)
+    if (size := int((launch.json.get("tensor_parallel") or {}).get("autotp_size", 0))) > 1:
+        what, mend = _REFUSED["tp"]
+        yield error(f"{launch.json_file}: autotp_size {size}: {what} is not supported", mend)
+    if sizes.get("sp", 1) > 1:
+        yield from _sequence(config, launch, where)
+    elif launch.backend == "fsdp":
+        yield from _fsdp(launch, where)
+    elif any(sizes.get(name, 1) > 1 for name in ("dp_replicate", "dp_shard")):
+        what = f"{where}: parallelism_config: sizes of data parallelism are FSDP's"
+        yield error(what, "remove them; accelerate_configs/hsdp.yaml is a launch with them")
+
+
+def parallelism_config(launch: Launch, *, train: bool) -> ParallelismConfig | None:
+    """What Accelerate is to be built with; None where the launch names no sizes.
+
+    How many ranks share a copy, or train on other rows, follows from the number of processes, so that
+    `--num_processes` needs no second number.
+
+    Args:
+        train: if False, ranks share no rows.
+    """
+    from accelerate import ParallelismConfig
+
+    if not launch.parallelism:
+        return None
+    if launch.backend == "fsdp":
+        return ParallelismConfig(dp_shard_size=launch.shard_ranks)
+    sequence = launch.sequence_ranks if train else 1
+    shard = launch.world_size // sequence if sequence > 1 else 1
+    return ParallelismConfig(dp_replicate_size=1, dp_shard_size=shard, tp_size=1, cp_size=1, sp_size=sequence)
+
+
+def _fsdp(launch: Launch, where: str) -> Iterator[Finding]:
+    if launch.environment.get("FSDP_VERSION", "1") != "2":
+        yield error(f"{where}: FSDP 1 is not supported", "fsdp_version: 2 below fsdp_config")
+    copies, shard = launch.parallelism.get("dp_replicate", 1), launch.parallelism.get("dp_shard", 1)
+    processes = f"{launch.world_size} processes"
+    if copies > 1 and (launch.world_size % copies or launch.shard_ranks < 2):
+        what = f"{where}: {processes} do not make {copies} copies of the model, each shared out over two or more"
+        mend = f"--num_processes {2 * copies}, or another multiple of {copies}"
+        yield error(what, f"{mend}; accelerate_configs/fsdp2.yaml has one copy")
+    elif shard not in (1, launch.shard_ranks):
+        what = f"{where}: parallelism_config_dp_shard_size {shard}, where {processes} make it {launch.shard_ranks}"
+        yield error(what, "remove it: it follows from --num_processes")
+
+
+def _sequence(config: TrainConfig, launch: Launch, where: str) -> Iterator[Finding]:
+    ranks, processes = launch.parallelism["sp"], launch.world_size
+    if launch.backend != "deepspeed":
+        what = f"{where}: parallelism_config_sp_size {ranks}: sequence parallelism is DeepSpeed's"
+        yield error(what, "accelerate_configs/z3_sp.yaml is a launch with it")
+        return
+    if processes % ranks:
+        what = f"{where}: {processes} processes cannot be divided into groups of {ranks}, which share a row"
+        yield error(what, f"--num_processes {ranks}, or another multiple of parallelism_config_sp_size")
+    if launch.parallelism["dp_replicate"] > 1 or launch.parallelism["dp_shard"] not in (1, processes // ranks):
+        what = f"{where}: parallelism_config: sizes of data parallelism beside sequence parallelism"
+        yield error(what, "remove them: they follow from --num_processes")
+    if launch.stage == 3 and launch.zero.get("reduce_scatter") is False:
+        what = f"{launch.json_file}: reduce_scatter false: DeepSpeed would scale gradients by the size of parameters"
+        yield error(what, "remove it")
+    if config.batching not in ("auto", "padded") or config.micro_batch_size not in ("auto", "1"):
+        flag = "--batching" if config.batching not in ("auto", "padded") else "--micro-batch-size"
+        yield error(f"{flag}: under sequence parallelism a forward is one row, shared by {ranks} ranks", "leave it out")

@@ -1,0 +1,60 @@
+"""Sequence parallelism by DeepSpeed's Ulysses: ranks that share the tokens of each row, and in attention its heads.
+
+Each rank of a group computes with its part of a row's tokens. Around attention they exchange queries, keys and values,
+so that there each has all tokens, for its part of the heads (Jacobs et al., 2023, arXiv 2309.14509; for models of
+transformers: Bekman et al., 2025, arXiv 2506.13996).
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from accelerate import Accelerator
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from accel_sft.api.errors import UserError
+
+_shared: dict[str, Callable[..., Any]] = {}
+"""DeepSpeed's attention over a group, by the name of the attention that it computes with."""
+
+
+def sequence_ranks(accelerator: Accelerator) -> int:
+    """Ranks that share the tokens of each row; 1 without sequence parallelism."""
+    dimensions = accelerator.parallelism_config
+    return dimensions.sp_size if dimensions else 1
+
+
+def prepare(accelerator: Accelerator, model: Any, *more: Any) -> Any:
+    """`accelerator.prepare`; under sequence parallelism attention of whole rows stays as it was, with its masks, and
+    that over a group is there within `shared_rows`.
+
+    Raises:
+        UserError: the model cannot be trained so.
+    """
+    if (ranks := sequence_ranks(accelerator)) == 1:
+        return accelerator.prepare(model, *more)
+    name = str(getattr(model.config, "_attn_implementation", None))
+    if name != "sdpa" and "flash" not in name:
+        raise UserError(f"sequence parallelism over {ranks} ranks: attention {name} cannot; --attn-implementation sdpa")
+    accelerator.parallelism_config.sp_handler.sp_attn_implementation = name
+    try:
+        prepared = accelerator.prepare(model, *more)
+    except ValueError as error:  # so DeepSpeed and Accelerate say that heads cannot be divided, or layers not be cut
+        line = str(error).splitlines()[0]
+        raise UserError(f"sequence parallelism over {ranks} ranks: {line}; train with z3.yaml instead") from error
+    # DeepSpeed puts its attention, which knows no mask, in the place of every forward's
+    _shared[name] = ALL_ATTENTION_FUNCTIONS[name]
+    del ALL_ATTENTION_FUNCTIONS[name]
+    return prepared
+
+
+@contextlib.contextmanager
+def shared_rows() -> Iterator[None]:
+    """Within, forwards in training mode and their backwards are of parts of rows; without sequence parallelism nothing
+    changes. Outside, and in evaluation mode, each rank's forwards are of whole rows of its own."""
+    ALL_ATTENTION_FUNCTIONS.update(_shared)
+    try:
+        yield
+    finally:
+        for name in _shared:
+            del ALL_ATTENTION_FUNCTIONS[name]
