@@ -28,7 +28,7 @@ docs-messages:
 	$(PYTHON) -m sphinx -q -b gettext docs docs/_build/gettext
 	for page in docs/_build/gettext/*.pot; do \
 		name=$$(basename "$$page" .pot) && \
-		$(PYTHON) -m babel.messages.frontend -q update --init-missing --ignore-obsolete --previous --no-wrap \
+		$(PYTHON) -m babel.messages.frontend -q update --init-missing --ignore-obsolete --no-wrap \
 			-l zh_CN -D "$$name" -i "$$page" -d docs/locale && \
 		sed -i -E -e '1,/^$$/{/^#/d}' -e '1,/^$$/{/^"(Content|Language:)/!{/^"/d}}' \
 			"docs/locale/zh_CN/LC_MESSAGES/$$name.po" || exit 1; \

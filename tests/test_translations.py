@@ -100,7 +100,7 @@ def test_catalogues_belong_to_pages_and_change_with_their_text_only():
             "Content-Type",
             "Content-Transfer-Encoding",
         ], path
-        assert re.findall(r"^#(?!, |\| ).*", header + messages, re.M) == [], path
+        assert re.findall(r"^#(?!, ).*", header + messages, re.M) == [], path
 
 
 @pytest.mark.long
@@ -108,20 +108,19 @@ def test_a_changed_sentence_is_shown_in_english_and_the_rest_of_its_page_in_chin
     shutil.copy(ROOT / "Makefile", tmp_path)
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("_build", "*.mo"))
     page = tmp_path / "docs/tutorial.md"
-    before = "Look at the data as training will read it:"
+    before, after = "Look at the data as training will read it:", "Look at the rows as training will read them:"
     text = page.read_text(encoding="utf-8")
     assert before in text
-    page.write_text(text.replace(before, "Look at the rows as training will read them:"), encoding="utf-8")
-    for target in ("docs-messages", "docs-zh"):
+    page.write_text(text.replace(before, after), encoding="utf-8")
+    for target in ("docs-messages", "docs-messages", "docs-zh"):
         subprocess.run(["make", "-s", target, f"PYTHON={sys.executable}"], cwd=tmp_path, check=True, timeout=600)
     for path in CATALOGUES.glob("*.po"):
         updated = tmp_path / path.relative_to(ROOT)
         if path.stem == "tutorial":
-            changed = updated.read_text(encoding="utf-8")
-            assert re.findall(r'^#, fuzzy\n#\| msgid "(.*)"$', changed, re.M) == [before]
+            assert [message.id for message in _catalogue(updated) if message.fuzzy] == [after]
         else:
             assert updated.read_bytes() == path.read_bytes()
     html = (tmp_path / "docs/_build/zh/tutorial.html").read_text(encoding="utf-8")
-    assert "Look at the rows as training will read them:" in html
+    assert after in html
     assert "六条命令写出自己的任务" in html
     assert 'href="writing-a-task.html#testing-it"' in html
