@@ -160,7 +160,7 @@ def test_weights_that_find_no_room_are_one_line_and_leave_nothing(tmp_path):
     try:
         with (
             pytest.raises(
-                UserError, match="^OUT .*: a file may not be that large here .*; raise the limit, or name an"
+                UserError, match=r"^OUT .*: a file may not be that large here .*; raise the limit, or name an"
             ),
             new_folder(str(tmp_path / "out"), "OUT") as partial,
         ):
