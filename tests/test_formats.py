@@ -156,6 +156,20 @@ def test_a_folder_is_its_files_in_order(tmp_path):
     assert [problem.partition(":1:")[0] for problem in caught.value.problems] == [f"{tmp_path}/{n}.jsonl" for n in "ab"]
 
 
+def test_a_link_in_a_folder_loses_no_rows(tmp_path):
+    data = tmp_path / "data"
+    for folder, name in (("elsewhere", "a.jsonl"), ("data", "b.jsonl")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text(f'{{"answer": "{folder}"}}\n')
+    (data / "shard").symlink_to("../elsewhere")
+    (data / "again").symlink_to("../elsewhere")
+    (data / "loop").symlink_to(".")
+    assert list(read_rows(data, answer)) == ["elsewhere", "data"]
+    (data / "gone.jsonl").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"gone\.jsonl: cannot be read \(No such file or directory\)"):
+        read_rows(data, answer)
+
+
 def test_what_is_noted_and_left_out_is_counted_and_named_also_from_the_cache(tmp_path):
     content = "".join(json.dumps({"answer": text}) + "\n" for text in ["x1", "none", *"abcdefg", "x2", *["none"] * 7])
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content.encode()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 
 import hub
@@ -23,6 +24,7 @@ from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.cli import cli
 from accel_sft.commands.push import hub_id
+from accel_sft.io.files import new_folder
 from accel_sft.models import merge as merging
 from accel_sft.models.merge import merge
 from accel_sft.models.source import find_source
@@ -130,6 +132,8 @@ def test_what_cannot_be_merged_is_refused_with_the_reason(base, adapter, tmp_pat
     head = save(base, tmp_path / "head", LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"]))
     with pytest.raises(UserError, match="the adapter changes lm_head, whose weights are also those of another layer"):
         merged(head)
+    with pytest.raises(UserError, match="--model '': no such folder"):
+        merged("")
     broken = shutil.copytree(adapter, tmp_path / "broken")
     weights = load_file(broken / "adapter_model.safetensors")
     next(iter(weights.values())).fill_(float("nan"))
@@ -148,6 +152,22 @@ def test_what_cannot_be_merged_is_refused_with_the_reason(base, adapter, tmp_pat
     monkeypatch.setattr(merging, "load_model", quantized)
     with pytest.raises(UserError, match="the base is quantized"):
         merged(adapter)
+
+
+def test_weights_that_find_no_room_are_one_line_and_leave_nothing(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))
+    try:
+        with (
+            pytest.raises(
+                UserError, match=r"^OUT .*: a file may not be that large here .*; raise the limit, or name an"
+            ),
+            new_folder(str(tmp_path / "out"), "OUT") as partial,
+        ):
+            save_file({"weight": torch.zeros(1 << 16)}, partial / "model.safetensors")  # its error is no OSError
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture
@@ -181,6 +201,8 @@ def run(base, tmp_path):
     for name in ("best/rows.jsonl", "samples/step-000006.jsonl", "logs/rank-0.log", "report.md"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("of the run")
+    (folder / "best" / ".git").mkdir()
+    (folder / "best" / ".git" / "config.json").write_text("of nobody else")
     (folder / "run.json").write_text(json.dumps({"task": "math", "config": {}, "task_options": {}}))
     return folder
 
@@ -198,7 +220,7 @@ def test_a_run_is_pushed_without_data_samples_and_logs_unless_asked(run, local_h
     assert there.files["README.md"] == (run / "best/README.md").read_bytes()
     assert there.files["model.safetensors"] == (run / "best/model.safetensors").read_bytes()
     assert not [name for name in there.files if "rows" in name or "/" in name or "report" in name]
-    assert "not uploaded: rows.jsonl" in done.stdout
+    assert "not uploaded: .git/config.json, rows.jsonl" in done.stdout
     assert f"{address}/org/name" in done.stdout
     assert there.messages == ["run: best"]
     push(run, "org/name", "--also", "samples/*", "--also", "report.md")

@@ -64,7 +64,7 @@ def test_a_module_beside_the_file_is_found_and_one_that_is_hidden_is_refused(fol
 
 FAULTS = {
     "missing": (None, "", "cannot be read (No such file or directory)"),
-    "no Python": ("def (", "", "SyntaxError"),
+    "no Python": ("x = 1\ndef (", "", "cannot be imported: SyntaxError: invalid syntax (it.py:2)"),
     "no text": ("\0", "", "cannot be imported: "),
     "raises": ("raise RuntimeError('a\\nb')", "", "RuntimeError: a b"),
     "ends": ("import sys; sys.exit(3)", "", "SystemExit: 3"),

@@ -17,6 +17,8 @@ class UserError(Exception):
 
 def what_and_where(error: BaseException) -> str:
     """An error in a plugin's code as text, with the last source line outside this package that it went through."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:  # it names the place itself
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     package = Path(__file__).parent.parent
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     others = [(path, line) for path, line in frames if path.suffix == ".py" and "importlib" not in path.parts]

@@ -51,6 +51,7 @@ def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
         raise UserError(*problems)
     prepare_environment(options["debug"])
     from accel_sft.io import terminal
+    from accel_sft.io.files import new_folder
     from accel_sft.io.text import printable
 
     folder = _folder(run, options["what"])
@@ -62,9 +63,9 @@ def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
             from accel_sft.commands.merge import write_merged
 
             source = Path(temporary, "merged")
-            source.mkdir()
-            for line in write_merged(folder, source, options["dtype"], options["trust_remote_code"]):
-                print(terminal.wrapped(line, 9), file=out)
+            with new_folder(str(source), "TMPDIR") as partial:
+                for line in write_merged(folder, partial, options["dtype"], options["trust_remote_code"]):
+                    print(terminal.wrapped(line, 9), file=out)
         staged = Path(temporary, "staged")
         left = _stage(source, staged, options["base_model"])
         _stage_also(Path(run), staged, options["also"])
@@ -118,7 +119,8 @@ def _stage(source: Path, staged: Path, base_model: str | None) -> list[str]:
         name = path.relative_to(source)
         if not path.is_file():
             continue
-        if not any(fnmatch.fnmatch(path.name, pattern) for pattern in SHIPPED):
+        hidden = any(part.startswith(".") for part in name.parts)
+        if hidden or not any(fnmatch.fnmatch(path.name, pattern) for pattern in SHIPPED):
             left.append(str(name))
             continue
         (staged / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,6 @@
 """Trains a task's model: a run from its launch to its result, and the message with which each failure ends it."""
 
 import contextlib
-import errno
-import os
 import shutil
 import traceback
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from accel_sft.api.task_file import recorded_name
 from accel_sft.batching.memory import out_of_memory
 from accel_sft.checking.quick import quick_findings, quick_lines
 from accel_sft.io import terminal
+from accel_sft.io.files import trouble_of_writing
 from accel_sft.io.lock import release
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.describe import resume_command
@@ -125,19 +124,7 @@ def _explained(run_dir: RunDir, signals: StopSignals, error: BaseException) -> B
             f"out of device memory ({str(error).splitlines()[0]}); the loss does not depend on it: lower "
             "--micro-batch-size or --eval-batch-size, add --gradient-checkpointing, or choose a higher ZeRO stage"
         )
-    # the folder is looked at: writers in C++ and in threads do not pass on the system's message
-    trouble = ""
-    if not run_dir.path.is_dir():
-        trouble = "the folder is gone; put it back"
-    elif not os.access(run_dir.path, os.W_OK):
-        trouble = "the folder can no longer be written; make it writable"
-    elif os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(run_dir.path).free < 2**20:
-        trouble = "the disk is full; free space"
-    elif os.strerror(errno.EDQUOT) in str(error):
-        trouble = "your quota of the disk is used up; free space"
-    elif os.strerror(errno.EFBIG) in str(error):
-        trouble = "a file may not be that large here (`ulimit -f`, or the file system); raise the limit"
-    if trouble:
+    if trouble := trouble_of_writing(error, run_dir.path):
         return UserError(f"{run_dir}: {trouble}, then go on with --resume auto")
     if lost := signals.lost_peers():  # a collective that broke cannot name them
         return UserError(lost)

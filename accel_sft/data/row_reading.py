@@ -183,7 +183,7 @@ def _validated(
         problems.append(f"{name}: and {found.bad - MAX_PROBLEMS} more bad rows; nothing was trained")
     if problems:
         raise UserError(*problems)
-    if not found.places and not found.left_out:
+    if not found.places and not found.left_out and not found.bad:
         raise UserError(f"{name}: no rows; expected {_NO_ROWS if format.is_text_of_rows else 'a header and rows'}")
     return found
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 from accel_sft.api.errors import UserError
 from accel_sft.data.bad_rows import Place
-from accel_sft.data.formats import COMPRESSIONS, READERS, is_data_file
+from accel_sft.data.folder import data_files
 from accel_sft.data.hub import is_dataset_name
 from accel_sft.data.json_stream import ParsedRow
 from accel_sft.data.row_file import RowFile
@@ -173,7 +173,7 @@ def read_rows(path: str | Path, parse: Callable[[dict[str, Any]], Row | ParsedRo
         UserError: a file cannot be read, holds no row, or has bad rows: the first twenty, by file, line and field.
     """
     path = Path(path)
-    files = _data_files(path) if os.path.isdir(path) else [path]  # Path.is_dir raises for some names
+    files = data_files(path) if os.path.isdir(path) else [path]  # Path.is_dir raises for some names
     reader = read_dataset if is_dataset_name(str(path)) else read_file
     read, problems = [], []
     for file in files:
@@ -200,25 +200,6 @@ def with_places(lines: Sequence[str], examples: Sequence[Any], split: str) -> li
         return f"{found[0]} ({examples.places([int(found[1])])[0]})"
 
     return [re.sub(rf"^{split} example (\d+)(?=:)", placed, line) for line in lines]
-
-
-def _data_files(folder: Path) -> list[Path]:
-    """The data files of a folder, without hidden ones.
-
-    Raises:
-        UserError: there are none.
-    """
-    found = [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and is_data_file(path) and not any(p.startswith(".") for p in path.relative_to(folder).parts)
-    ]
-    if not found:
-        compressed = ", ".join(COMPRESSIONS)
-        raise UserError(
-            f"{folder}: no data files in this folder; expected {', '.join(READERS)}, or {compressed} of one"
-        )
-    return found
 
 
 def _notes(files: Sequence[RowFile]) -> list[str]:

@@ -1,6 +1,7 @@
 """Files and folders that are replaced as a whole or not at all, JSON written and read. Standard library only."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -59,6 +60,7 @@ def new_folder(name: str, what: str) -> Iterator[Path]:
         what: names the argument or option in errors.
     Raises:
         UserError: there is something already, or it cannot be written.
+        Exception: what the block raises.
     """
     target = expanded(name, what).absolute()
     try:
@@ -71,8 +73,32 @@ def new_folder(name: str, what: str) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"{what} {name}: cannot be written ({error.strerror or error}); name another folder") from error
+    except Exception as error:
+        if trouble := trouble_of_writing(error, target.parent):
+            raise UserError(f"{what} {name}: {trouble}, or name another folder") from error
+        raise
+
+
+def trouble_of_writing(error: Exception, folder: Path) -> str:
+    """What is wrong with a folder in which writing failed, and what to do; "" if nothing is known to be.
+
+    The folder is looked at too: writers in C++, in Rust and in threads do not pass on the system's error number.
+    """
+    if not folder.is_dir():
+        return "the folder is gone; put it back"
+    if not os.access(folder, os.W_OK):
+        return "the folder can no longer be written; make it writable"
+    if os.strerror(errno.ENOSPC) in str(error) or shutil.disk_usage(folder).free < 2**20:
+        return "the disk is full; free space"
+    if os.strerror(errno.EDQUOT) in str(error):
+        return "your quota of the disk is used up; free space"
+    if os.strerror(errno.EFBIG) in str(error):
+        return "a file may not be that large here (`ulimit -f`, or the file system); raise the limit"
+    return ""
 
 
 def expanded(name: str, what: str = "--model") -> Path:

@@ -36,7 +36,7 @@ def find_source(config: TrainConfig, model: str | None = None) -> Source:
     Raises:
         UserError: a folder that is not there or holds neither.
     """
-    name = model or config.init_from or config.model
+    name = config.init_from or config.model if model is None else model
     folder = expanded(name)
     if (run := RunDir(folder)).record.is_file():
         if not run.final.is_dir():
@@ -59,7 +59,7 @@ def find_source(config: TrainConfig, model: str | None = None) -> Source:
         if not (folder / "config.json").is_file():
             raise UserError(f"{name}: no config.json or adapter_config.json in this folder; it is not a saved model")
         return Source(str(folder.resolve()), str(folder))
-    if config.init_from and not model:
+    if config.init_from and model is None:
         raise UserError(f"--init-from {name}: no such run; give the folder of a finished run or of saved weights")
     parts = folder.parts
     if not name or folder.is_file() or name.startswith((".", "/", "~")) or name.endswith("/") or len(parts) > 2:
