@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 
@@ -168,6 +169,17 @@ def test_weights_that_find_no_room_are_one_line_and_leave_nothing(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert not list(tmp_path.iterdir())
+
+
+def test_weights_may_be_read_by_whoever_may_read_the_other_files(tmp_path):
+    umask = os.umask(0o027)
+    try:
+        with new_folder(str(tmp_path / "out"), "OUT") as partial:
+            save_file({"weight": torch.zeros(1)}, partial / "model.safetensors")
+            (partial / "config.json").touch()
+    finally:
+        os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}
 
 
 @pytest.fixture

@@ -42,6 +42,8 @@ def begin_folder(target: Path) -> Path:
 def put_in_place(partial: Path, target: Path) -> None:
     """Sync a folder to the disk and rename it to `target`, whose old content is removed last."""
     for path in (*partial.rglob("*"), partial):
+        if path.suffix == ".safetensors":  # the library lets nobody but the owner read them: here the umask decides
+            path.chmod(partial.stat().st_mode & 0o666)
         sync(path)
     outgoing = target.with_name(f".{target.name}.outgoing")
     shutil.rmtree(outgoing, ignore_errors=True)
