@@ -229,8 +229,9 @@ def test_ranks_without_a_row_leave_a_steps_loss_what_it_is(model, tmp_path):
     """Two of three ranks have nothing to learn from: theirs is a part of a sum, and no 0.0 in a mean."""
     model, examples, parts = copy.deepcopy(model), rows(1), []
     for rank in range(3):
-        accelerator = types.SimpleNamespace(device=CPU, num_processes=3, process_index=rank)
-        stepper = types.SimpleNamespace(accelerator=accelerator, model=model, forwards_alone=True, alone=False)
+        ranks = {"num_processes": 3, "process_index": rank, "parallelism_config": None}
+        accelerator = types.SimpleNamespace(device=CPU, **ranks)
+        stepper = types.SimpleNamespace(accelerator=accelerator, model=model, forwards_alone=True, averaged_over=1)
         stepper.boundary, stepper.backward = (lambda last: contextlib.nullcontext()), torch.Tensor.backward
         step = TrainStep(stepper, Batching("padded", 64), 0, RunDir(tmp_path), print)
         parts.append(step.forward_backward(examples, examples[0].supervised_tokens, 1)[0].item())

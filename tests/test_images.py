@@ -345,7 +345,6 @@ def test_ranks_have_the_losses_of_one_process(run, tmp_path, yaml):
     assert ranks.result()["after"]["right"] == done.result()["after"]["right"]
 
 
-@pytest.mark.long
 def test_launches_that_share_out_what_reads_images_are_refused(made, tmp_path):
     refused = accel_sft(TASK, *JOB, "--model", str(made("qwen2_vl")), yaml="z3", run_dir=tmp_path / "run")
     assert refused.status == 1

@@ -39,7 +39,6 @@ def test_what_macos_has_not_is_told_in_a_line(monkeypatch, file, kind):
     assert f"{kind} does not run on macOS: leave accelerate launch out" in str(finding)
 
 
-@pytest.mark.long
 def test_one_process_trains_without_deepspeed(tmp_path):
     (tmp_path / "site").mkdir()
     site = without(tmp_path / "site", "deepspeed")

@@ -60,9 +60,11 @@ def test_a_folder_on_a_read_only_disk_is_refused_in_a_line(tmp_path):
     ("yaml", "fault", "told"),
     [
         (None, READ_ONLY, "the folder can no longer be written; make it writable, then go on with --resume auto"),
-        (None, GONE, "the folder is gone; put it back, then go on with --resume auto"),
-        pytest.param(
-            "ddp", GONE, "the folder is gone; put it back, then go on with --resume auto", marks=pytest.mark.long
+        *(
+            pytest.param(
+                yaml, GONE, "the folder is gone; put it back, then go on with --resume auto", marks=pytest.mark.long
+            )
+            for yaml in (None, "ddp")
         ),
     ],
 )

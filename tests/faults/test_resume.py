@@ -13,7 +13,11 @@ from test_laws import FP32, JOB, layout, same_curve
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("z2", "ranks 2, now 1; backend DeepSpeed, now one process; ZeRO stage 2, now none"),
+        pytest.param(
+            "z2",
+            "ranks 2, now 1; backend DeepSpeed, now one process; ZeRO stage 2, now none",
+            marks=pytest.mark.long,
+        ),
         ("plain", "ranks 1, now 2; backend one process, now DeepSpeed; ZeRO stage none, now 3"),
     ],
     ids=["z2", "plain"],

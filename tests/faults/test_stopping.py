@@ -85,7 +85,9 @@ def same_end(run, run_dir):
     assert judged == [(line["step"], line["accuracy"]) for line in run.lines("eval_loss")]
 
 
-@pytest.mark.parametrize(("name", "number"), [("z2", signal.SIGTERM), ("plain", signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("name", "number"), [("z2", signal.SIGTERM), pytest.param("plain", signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_a_signal_ends_the_step_with_a_checkpoint_and_the_run_goes_on_to_the_same_bits(
     launched, tmp_path, name, number
 ):
