@@ -33,6 +33,7 @@ class TrainConfig:
     attn_implementation: str | None = _model(
         None, help="eager, sdpa, flash_attention_2, or a kernel of the hub (ORG/REPO)."
     )
+    use_liger_kernel: bool = _model(False, help="Liger's Triton kernels in its layers; compared before the first step.")
     gradient_checkpointing: bool = _model(False, basic=True, help="Recompute activations to save memory.")
     compile: bool = _model(False, help="torch.compile the blocks: slow first steps, faster later ones.")
 
@@ -140,6 +141,8 @@ class TrainConfig:
                 found.append(f"--{name.replace('_', '-')} {shown(str(value))}: expected {expected}")
         if self.template_date is not None and not _is_day(self.template_date):
             found.append(f"--template-date {shown(str(self.template_date))}: expected a day as YYYY-MM-DD")
+        if self.use_liger_kernel and self.compile:
+            found.append("--use-liger-kernel: --compile would fuse the same layers; leave one of the two out")
         if self.patience and self.eval_every == "off":
             found.append("--patience needs evaluations: set --eval-every")
         if self.init_from and self.model != "tiny":

@@ -157,7 +157,7 @@ class Trial(Room):
             for name, each in model.named_parameters()
         ]
         shape = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
-        settings = [config.global_batch_size, config.gradient_checkpointing, config.compile]
+        settings = [config.global_batch_size, config.gradient_checkpointing, config.compile, config.use_liger_kernel]
         return [
             [shape, parameters, settings, self.train],
             [tokens.hexdigest(), [dataclasses.asdict(batching) for batching in exact]],

@@ -75,25 +75,33 @@ class Room(Subject):
         """Bytes that training will take on this rank's device besides activations."""
         return first_update_bytes(self.accelerator, self.model, moments=self.moments) if self.train else 0
 
-    def run(self, batching: Batching, rows: list[Encoded]) -> None:
+    def run(
+        self, batching: Batching, rows: Sequence[Encoded], also: Sequence[torch.Tensor] = ()
+    ) -> tuple[float, list[torch.Tensor]]:
         """One forward and, in training, a backward through all but the weights, until the device is done.
 
-        The model runs outside what wraps it, and gradients of weights are not computed: what exchanges or divides them
+        The model runs outside what wraps it, and gradients are added to no weight: what exchanges or divides them
         between ranks must not see this backward. Random state and mode are put back.
+
+        Args:
+            also: weights whose gradients are computed besides.
+        Returns:
+            the sum of the tokens' losses, in nats; and the gradients, of the embedded tokens first, empty if not in
+            training, without those of `also` that the loss does not depend on.
         """
         model = self.accelerator.unwrap_model(self.model)
         embedded: list[torch.Tensor] = []
         handle = model.get_input_embeddings().register_forward_hook(
             lambda _, __, out: embedded.append(out.detach().requires_grad_()) or embedded[-1]
         )
-        was_training = model.training
+        was_training, gradients = model.training, ()
         model.train(self.train)  # activations are recomputed in training only
         try:
             with torch.random.fork_rng(), torch.set_grad_enabled(self.train):
                 loss = nll_sum(model, self.batch(batching, rows))
                 if self.train:
-                    torch.autograd.grad(loss, embedded)
-            loss.item()
+                    gradients = torch.autograd.grad(loss, [*embedded, *also], allow_unused=bool(also))
+            return loss.item(), [each for each in gradients if each is not None]
         finally:
             handle.remove()
             model.train(was_training)

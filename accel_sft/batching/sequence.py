@@ -71,7 +71,6 @@ def in_parts(subject: Subject, exact: Batching) -> tuple[Batching, str]:
     if limited := limited_layers(model, len(longest.input_ids)):
         raise UserError(_cannot(group, f"it has layers that are not of full attention ({limited})"))
     batching = dataclasses.replace(exact, rows=1)
-    full = subject.accelerator.mixed_precision == "no" and subject.config.dtype in ("auto", "float32")
     line = f"batching padded, one row a forward, its tokens shared by {group.ranks} ranks"
     if getattr(model.config.get_text_config(decoder=True), "attention_dropout", 0):
         return batching, f"{line}; not compared with whole rows, for attention has dropout"
@@ -88,7 +87,7 @@ def in_parts(subject: Subject, exact: Batching) -> tuple[Batching, str]:
         subject.model.train(was_training)
     parts = sum(share for (share,) in gather_numbers([mine])) / group.groups  # each group had the same row
     off = abs(whole - parts) / max(batch.weights.sum().item(), 1)
-    if not off <= (TOLERANCE if full else REDUCED_TOLERANCE):
+    if not off <= (TOLERANCE if subject.in_float32 else REDUCED_TOLERANCE):
         raise UserError(_cannot(group, f"its loss in parts is not that of whole rows (off by {off:.2g} nats a token)"))
     return batching, line
 

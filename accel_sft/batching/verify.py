@@ -56,6 +56,11 @@ class Subject:
     train: bool = True
     moments: bool = False
 
+    @property
+    def in_float32(self) -> bool:
+        """Whether it computes in full precision."""
+        return self.accelerator.mixed_precision == "no" and self.config.dtype in ("auto", "float32")
+
     def batch(self, batching: Batching, rows: Sequence[Encoded]) -> Batch:
         """One forward on this rank's device."""
         return batching.batch(rows, self.pad_token_id, self.accelerator.device)
@@ -75,23 +80,21 @@ def exact_batchings(subject: Subject, also: Sequence[Encoded]) -> tuple[list[Bat
     names = list(dict.fromkeys(layout.name for layout in LAYOUTS))
     asked = names if config.batching == "auto" else names[names.index(config.batching) :]
     heads = available_heads(unwrapped, accelerator.device)
-    full = accelerator.mixed_precision == "no" and config.dtype in ("auto", "float32")
-    tolerance, rounding = (TOLERANCE, ROUNDING) if full else (REDUCED_TOLERANCE, REDUCED_ROUNDING)
+    tolerance, rounding = (TOLERANCE, ROUNDING) if subject.in_float32 else (REDUCED_TOLERANCE, REDUCED_ROUNDING)
     trials = _trials([*subject.examples, *also])
     longest = max(len(row.input_ids) for row in trials[-1])
     # padded rows are what every model is trained with; numbers that differ are its own (a router's capacity, noise)
     whole = Batching("padded", UNLIMITED, head="everywhere")
     # the longest row's logits everywhere might not fit; what it is there for does not depend on the head
     lean = whole if heads == ["everywhere"] else dataclasses.replace(whole, head="labelled")
-    found, reasons, dropout = [], [], None
+    found, reasons, dropout, was_training = [], [], None, model.training
     if any(row.images for row in (*subject.examples, *also)):
         *others, only = asked
         asked, reasons = [only], [f"{' or '.join(others)}: {IMAGES}"] if others else []
-    was_training = model.training
     with torch.no_grad(), torch.random.fork_rng():
         model.train()
         if subject.train:
-            some = subject.batch(lean, _enough(subject.examples))
+            some = subject.batch(lean, enough(subject.examples))
             dropout = _dropout(unwrapped, _is_random(model, some, rounding))
         model.eval()
         alone = [
@@ -150,7 +153,7 @@ def _shortest(examples: Sequence[Encoded]) -> list[Encoded]:
     return sorted(examples[:CHECKED_AMONG], key=lambda example: (len(example.input_ids), example.index))
 
 
-def _enough(examples: Sequence[Encoded]) -> list[Encoded]:
+def enough(examples: Sequence[Encoded]) -> list[Encoded]:
     """The shortest rows, as many as have RANDOM_TOKENS together."""
     among = _shortest(examples)
     totals = list(itertools.accumulate(len(row.input_ids) for row in among))

@@ -19,7 +19,7 @@ from accel_sft.launch.accelerator import prepare_model
 from accel_sft.launch.collectives import decided_by_main, largest, largest_of_ranks
 from accel_sft.launch.describe import differences, parallelism, resume_command
 from accel_sft.launch.info import read_launch
-from accel_sft.models.load import compile_blocks, parameter_counts
+from accel_sft.models.load import parameter_counts
 from accel_sft.models.pretrained import auto_class, processor_files
 from accel_sft.resilience.anomalies import Anomalies
 from accel_sft.resilience.signals import Interruption, StopSignals
@@ -28,6 +28,7 @@ from accel_sft.tracking.system import peak_memory_gib
 from accel_sft.tracking.trace import PAUSE
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training import summary
+from accel_sft.training.kernels import use_liger_kernels
 from accel_sft.training.optimizer import Stepper, learning_rate, new_optimizer
 from accel_sft.training.predicted import Prediction
 from accel_sft.training.prepare import Prepared
@@ -65,8 +66,6 @@ class Trainer:
         more = {"total_steps": self.plan.total_steps, "log": tracker.log, "run_dir": run_dir}
         model = assembly.load_model(prepared.train, prepared.validation, **more)
         self.model_class, self.beside = auto_class(model).__name__, processor_files(assembly.source.weights, model)
-        if config.compile:
-            compile_blocks(model)
         tracker.phase("model")
         self.load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
         self.trained_parameters, parameters = parameter_counts(model)
@@ -118,6 +117,8 @@ class Trainer:
         some, evaluated = self.train_examples.some(), self.prepared.validation.kept
         moments = self.state.step > 0
         trial = Trial(self.accelerator, self.model, self.config, some, pad_token_id, moments=moments)
+        if self.config.use_liger_kernel:
+            self.tracker.log(use_liger_kernels(trial))
         # the validation loss is computed in the same layout
         batching, message = trial.choose(before=kept, also=evaluated.extremes())
         self.tracker.log(message)

@@ -147,6 +147,22 @@ def attention(machine: Machine) -> str:
     return agree(reference, runs, 2e-2)
 
 
+@check("liger", "--use-liger-kernel draws the curve without it, under ddp and z3; how much faster", 120)
+def liger_kernels(machine: Machine) -> str:
+    if machine.tiny:
+        return "a GPU's"
+    if not _installed("liger_kernel"):
+        raise Failed("liger-kernel is not installed: put its wheel into the folder of WHEELS")
+    launcher = ("--mixed_precision", "bf16")
+    plain = machine.train("no liger", "ddp", *SHORT, launcher=launcher).expect()
+    runs = [
+        machine.train(f"{name} liger", name, *SHORT, "--use-liger-kernel", launcher=launcher) for name in ("ddp", "z3")
+    ]
+    said = agree(plain, runs, 2e-2)
+    speeds = [run.result["train_seconds"] for run in (plain, runs[0])]
+    return f"{said}; {speeds[0] / speeds[1]:.2f} times as fast under ddp"
+
+
 def _installed(module: str) -> bool:
     import importlib.util
 

@@ -1,0 +1,54 @@
+"""Liger's Triton kernels in a model's own layers: norms, rotary positions, gated feed-forwards (arXiv 2410.10989)."""
+
+import os
+from typing import Any
+
+import torch
+
+from accel_sft.api.errors import UserError
+from accel_sft.launch.info import device_count
+
+_FLAG = "--use-liger-kernel"
+_LEFT_OUT = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+"""Liger's losses: the loss here is a sum over the supervised tokens of a whole step (batching/loss.py)."""
+
+
+def liger() -> Any:
+    """The module of liger-kernel that puts kernels into models.
+
+    Raises:
+        UserError: it is not installed or cannot be loaded, or there is no GPU (Triton's interpreter,
+            TRITON_INTERPRET=1, takes the place of one, slowly).
+    """
+    if not device_count() and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UserError(f"{_FLAG}: its kernels need a GPU; leave it out")
+    try:
+        from liger_kernel.transformers import monkey_patch
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UserError(f"{_FLAG}: needs liger-kernel ({error}); pip install 'accel-sft[liger]'") from None
+    return monkey_patch
+
+
+def put_kernels_in(model: torch.nn.Module) -> int:
+    """Have Liger's kernels compute the model's layers from now on, in place, also below an adapter's.
+
+    Returns:
+        the number of layers whose forward is a kernel's; functions that its kernels replace are not counted.
+    Raises:
+        UserError: Liger has none for this family of models, or they do not go with the installed transformers.
+    """
+    package = liger()
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    family = base.config.model_type
+    if family not in package.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise UserError(f"{_FLAG}: liger-kernel has no kernels for models of type {family}; leave it out")
+    try:
+        package._apply_liger_kernel_to_instance(base, **_LEFT_OUT)
+    except (AttributeError, ImportError, NotImplementedError, TypeError, ValueError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{_FLAG}: its kernels do not fit this model of type {family} ({line}); leave it out") from None
+    return sum(_is_kernel(module.forward) for module in base.modules())
+
+
+def _is_kernel(forward: Any) -> bool:
+    return str(getattr(forward, "__module__", "")).startswith("liger_kernel.")

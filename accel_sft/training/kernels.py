@@ -1,0 +1,56 @@
+"""Puts Liger's kernels into a prepared model, and sees that its loss and gradients stay what they were."""
+
+import dataclasses
+
+import torch
+
+from accel_sft.api.errors import UserError
+from accel_sft.batching.layouts import Batching
+from accel_sft.batching.loss import available_heads
+from accel_sft.batching.memory import forwards_alone
+from accel_sft.batching.room import Room
+from accel_sft.batching.verify import UNLIMITED, enough
+from accel_sft.launch.collectives import first_reason
+from accel_sft.models.liger import put_kernels_in
+
+_TOLERANCES = {True: (1e-3, 1e-2), False: (0.05, 0.25)}
+"""By how much they may differ, in float32 and in reduced precision: the loss in nats a token, a gradient as a share of
+its norm."""
+_SMALL = 1e-12
+"""Norm of a gradient that is taken for zero."""
+
+
+def use_liger_kernels(room: Room) -> str:
+    """Have Liger's kernels compute the prepared model's layers, and return the line that says so.
+
+    The loss of a few rows is compared with and without them; where ranks do not share the weights, so are the gradients
+    of the embedded tokens and of the vectors that are trained, such as a norm's weights.
+
+    Raises:
+        UserError: the loss or a gradient is another one than before; or liger-kernel cannot be used, see
+            `put_kernels_in`.
+    """
+    accelerator = room.accelerator
+    model = accelerator.unwrap_model(room.model)
+    # gradients of weights that ranks share are reduced as soon as they are there
+    room = dataclasses.replace(room, train=forwards_alone(accelerator))
+    head = "labelled" if "labelled" in available_heads(model, accelerator.device) else "everywhere"
+    plain, rows = Batching("padded", UNLIMITED, head=head), enough(room.examples)
+    vectors = [each for each in model.parameters() if room.train and each.requires_grad and each.ndim == 1]
+    loss, gradients = room.run(plain, rows, vectors)
+    layers = put_kernels_in(model)
+    loss_after, gradients_after = room.run(plain, rows, vectors)
+
+    off = abs(loss - loss_after) / room.batch(plain, rows).weights.sum().item()
+    line = f"Liger's kernels compute {layers} layers: the loss of {len(rows)} rows is off by {off:.1g} nats a token"
+    tolerance, most = _TOLERANCES[room.in_float32]
+    exact = off <= tolerance
+    if gradients:
+        pairs = zip(gradients, gradients_after, strict=True)
+        shares = [(before - after).norm() / before.norm().clamp(min=_SMALL) for before, after in pairs]
+        share = torch.stack(shares).max().item()  # NaN, if one of them is
+        line += f", gradients by {share:.1g} of their norm"
+        exact = exact and share <= most
+    if wrong := first_reason(None if exact else line):
+        raise UserError(f"--use-liger-kernel: {wrong}; leave it out")
+    return line
