@@ -170,7 +170,11 @@ def test_shipped_yaml_loads_and_is_clean(path, built):
     ],
 )
 def test_shipped_yaml_is_what_its_name_says(name, backend, stage, optimizer, param):
-    flags = ["--main_process_ip", "127.0.0.1"] if name.startswith("multinode") else []
+    flags = []
+    if name.startswith("multinode"):
+        with socket.socket() as free:  # the launcher looks whether the port is
+            free.bind(("127.0.0.1", 0))
+            flags = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free.getsockname()[1])]
     launch = seen_by_a_rank(ROOT / "accelerate_configs" / f"{name}.yaml", *flags)
     assert (launch.backend, launch.stage) == (backend, stage)
     assert (launch.offload("optimizer"), launch.offload("param")) == (optimizer, param)
