@@ -1,4 +1,4 @@
-"""A hub of data sets on this machine, which `HF_ENDPOINT` names: what `datasets` asks of it, and nothing else."""
+"""Hubs of data sets on this machine, which `HF_ENDPOINT` and `MODELSCOPE_ENDPOINT` name: what their programs ask."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import threading
+import urllib.parse
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -14,6 +15,13 @@ COMMIT = "a" * 40
 
 
 def _handler(name: str, files: dict[str, bytes]) -> type[BaseHTTPRequestHandler]:
+    def of_modelscope(path: str, query: dict[str, list[str]]) -> bytes | None:
+        """What ModelScope answers: the list of files, and one file."""
+        if path == f"/api/v1/datasets/{name}/repo/tree":
+            listed = [{"Path": file, "Type": "blob", "Size": len(body)} for file, body in files.items()]
+            return json.dumps({"Code": 200, "Success": True, "Data": {"Files": listed}}).encode()
+        return files.get(query["FilePath"][0]) if path == f"/api/v1/datasets/{name}/repo" else None
+
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -21,9 +29,11 @@ def _handler(name: str, files: dict[str, bytes]) -> type[BaseHTTPRequestHandler]
             pass
 
         def do_GET(self) -> None:
-            path, headers = self.path.partition("?")[0], {"X-Error-Code": "EntryNotFound"}
+            (path, _, query), headers = self.path.partition("?"), {"X-Error-Code": "EntryNotFound"}
             body = None
-            if found := re.fullmatch(rf"/datasets/{name}/resolve/[^/]+/(.*)", path):
+            if path.startswith("/api/v1/"):
+                body = of_modelscope(path, urllib.parse.parse_qs(query))
+            elif found := re.fullmatch(rf"/datasets/{name}/resolve/[^/]+/(.*)", path):
                 if (body := files.get(found[1])) is not None:
                     headers = {"ETag": f'"{hashlib.md5(body).hexdigest()}"', "X-Repo-Commit": COMMIT}
             elif re.fullmatch(rf"/api/datasets/{name}(/revision/[^/]+)?", path):

@@ -1,10 +1,11 @@
-"""Data sets of a hub are read by the library `datasets`, which is optional, from where HF_ENDPOINT says."""
+"""Data sets of a hub are read by the library `datasets`, which is optional, from where HF_ENDPOINT says; those of
+ModelScope are fetched by its program."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from fake_hub import hub
@@ -44,7 +45,6 @@ print(json.dumps({name: tried(name) for name in sys.argv[1:]} | {"places": [str(
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="the library datasets is not installed")
 def test_a_data_set_is_read_from_the_hub_that_hf_endpoint_names(tmp_path):
     names = ["org/sums", "org/sums:test", "org/sums:main:test", "org/none", "org/sums:dev", "org/sums:other:test"]
     with hub("org/sums", FILES) as address:
@@ -65,6 +65,15 @@ def test_a_data_set_is_read_from_the_hub_that_hf_endpoint_names(tmp_path):
     assert 'split dev (ValueError: Unknown split "dev"' in found["org/sums:dev"]
     assert "write ORG/NAME:SPLIT, or ORG/NAME:CONFIG:SPLIT" in found["org/sums:other:test"]
     assert all("\n" not in found[name] for name in names[3:])
+
+
+def test_a_data_set_of_modelscope_is_fetched_by_its_program_and_read_as_a_folder(tmp_path):
+    command = [Path(sys.executable).with_name("modelscope"), "download", "--dataset", "org/sums"]
+    with hub("org/sums", {**FILES, "dataset_infos.json": b'{"default": {"features": {}}}'}) as address:
+        environment = {**os.environ, "MODELSCOPE_ENDPOINT": address, "HOME": str(tmp_path)}
+        subprocess.run([*command, "--local_dir", tmp_path / "data"], env=environment, check=True, timeout=300)
+    assert (tmp_path / "data" / "dataset_infos.json").exists()
+    assert list(read_rows(tmp_path / "data", answer)) == ["99", *(row["answer"] for row in ROWS)]
 
 
 def test_without_the_library_a_line_says_what_to_install(monkeypatch, tmp_path):

@@ -6,9 +6,14 @@ from pathlib import Path
 from accel_sft.api.errors import UserError
 from accel_sft.data.formats import COMPRESSIONS, READERS, is_data_file
 
+_ABOUT_DATA = frozenset({"dataset_dict.json", "dataset_info.json", "dataset_infos.json"})
+"""Files of a data set of a hub that describe it, and hold none of its rows."""
+
 
 def data_files(folder: Path) -> list[Path]:
-    """The data files of a folder, without hidden ones. Links are followed, each folder is read once.
+    """The data files of a folder, without hidden ones and those that describe a data set.
+
+    Links are followed, each folder is read once.
 
     Raises:
         UserError: there are none, or a folder in it cannot be read.
@@ -24,7 +29,7 @@ def data_files(folder: Path) -> list[Path]:
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        paths = [Path(parent, name) for name in names if not name.startswith(".")]
+        paths = [Path(parent, name) for name in names if not name.startswith(".") and name not in _ABOUT_DATA]
         # a link to nowhere is left to the reader, which says so
         found += [path for path in paths if is_data_file(path) and (path.is_file() or not path.exists())]
     found.sort()
