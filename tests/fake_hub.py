@@ -17,10 +17,11 @@ COMMIT = "a" * 40
 def _handler(name: str, files: dict[str, bytes]) -> type[BaseHTTPRequestHandler]:
     def of_modelscope(path: str, query: dict[str, list[str]]) -> bytes | None:
         """What ModelScope answers: the list of files, and one file."""
-        if path == f"/api/v1/datasets/{name}/repo/tree":
+        if path in (f"/api/v1/datasets/{name}/repo/tree", f"/api/v1/models/{name}/repo/files"):
             listed = [{"Path": file, "Type": "blob", "Size": len(body)} for file, body in files.items()]
             return json.dumps({"Code": 200, "Success": True, "Data": {"Files": listed}}).encode()
-        return files.get(query["FilePath"][0]) if path == f"/api/v1/datasets/{name}/repo" else None
+        of_file = re.fullmatch(f"/api/v1/(datasets|models)/{name}/repo", path)
+        return files.get(query["FilePath"][0]) if of_file else None
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

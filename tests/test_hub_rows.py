@@ -67,11 +67,23 @@ def test_a_data_set_is_read_from_the_hub_that_hf_endpoint_names(tmp_path):
     assert all("\n" not in found[name] for name in names[3:])
 
 
+def fetch_of_modelscope(kind, files, folder):
+    command = [Path(sys.executable).with_name("modelscope"), "download", kind, "org/sums", "--local_dir", folder]
+    with hub("org/sums", files) as address:
+        environment = {**os.environ, "MODELSCOPE_ENDPOINT": address, "HOME": str(folder.parent)}
+        subprocess.run(command, env=environment, check=True, timeout=300)
+
+
+def test_a_model_of_modelscope_is_fetched_by_its_program(tmp_path):
+    files = {"config.json": b'{"model_type": "qwen2"}', "model.safetensors": bytes(range(256))}
+    fetch_of_modelscope("--model", files, tmp_path / "model")
+    assert {name: (tmp_path / "model" / name).read_bytes() for name in files} == files
+
+
 def test_a_data_set_of_modelscope_is_fetched_by_its_program_and_read_as_a_folder(tmp_path):
-    command = [Path(sys.executable).with_name("modelscope"), "download", "--dataset", "org/sums"]
-    with hub("org/sums", {**FILES, "dataset_infos.json": b'{"default": {"features": {}}}'}) as address:
-        environment = {**os.environ, "MODELSCOPE_ENDPOINT": address, "HOME": str(tmp_path)}
-        subprocess.run([*command, "--local_dir", tmp_path / "data"], env=environment, check=True, timeout=300)
+    fetch_of_modelscope(
+        "--dataset", {**FILES, "dataset_infos.json": b'{"default": {"features": {}}}'}, tmp_path / "data"
+    )
     assert (tmp_path / "data" / "dataset_infos.json").exists()
     assert list(read_rows(tmp_path / "data", answer)) == ["99", *(row["answer"] for row in ROWS)]
 
