@@ -418,6 +418,14 @@ def test_exit_status_1_says_that_nothing_fits(models):
     assert "No launch file fits. Try --adapter lora, --gradient-checkpointing" in done.output
 
 
+def test_a_launch_file_of_which_nothing_is_predicted_is_not_said_to_be_too_large(models):
+    done = planned(models, "--launch", "z3_sp")
+    assert done.status == 1
+    assert "memory under sequence parallelism is not predicted" in done.output
+    assert "None is recommended, for what is said of each." in done.output
+    assert "fits." not in done.output
+
+
 def test_json_has_every_phase(models):
     done = planned(models, "--json", "--launch", "z2", "--launch", str(CONFIGS / "z3.yaml"))
     found = json.loads(done.output)

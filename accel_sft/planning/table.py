@@ -54,7 +54,9 @@ def lines(
         assert each.estimate is not None
         yield from _details(each.name, each.estimate)
     if best is None:
-        yield _text(f"No launch file fits. {_mend(plans, config)}", 0)
+        refused = all(each.problem for each in plans)
+        none = "None is recommended, for what is said of each."
+        yield _text(none if refused else f"No launch file fits. {_mend(plans, config)}", 0)
         return
     yield _text(f"Recommended: {best.name}, {why}.", 0)
     yield from f"{command}".splitlines()
