@@ -1,6 +1,7 @@
 """What a shell completes, by the script that is printed: commands, tasks and files with tasks, options, values."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,13 @@ def test_every_shell_is_offered_files(complete):
     assert complete("--config", "none.yaml", "--learn") == []
 
 
+def environment(folder):
+    """That of a shell which finds the program and the folder's tasks."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    packages = os.pathsep.join(filter(None, (str(folder / "site"), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PATH": path, "PYTHONPATH": packages, "HOME": str(folder)}
+
+
 def test_the_printed_script_completes_in_bash(folder):
     """`compopt` runs only where a key was pressed: in its place stands what says that files were asked for."""
     script = """
@@ -81,10 +89,8 @@ def test_the_printed_script_completes_in_bash(folder):
         offered accel-sft loud --adapter ''; echo "${COMPREPLY[@]}"
         offered accel-sft plan ./; echo "${#COMPREPLY[@]}"
     """
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    environment = {**os.environ, "PATH": path}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder / "site"), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(["bash", "--norc", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    command = ["bash", "--norc", "-c", script]
+    done = subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
         "complete -o nosort -F _accel_sft_completion accel-sft",
@@ -103,3 +109,19 @@ def test_the_scripts_of_other_shells_are_printed(shell, registers, monkeypatch, 
     printed = capsys.readouterr().out
     assert registers in printed
     assert f"_ACCEL_SFT_COMPLETE={shell}_complete" in printed
+    assert ("compinit" in printed) == (shell == "zsh"), "a plain zsh has no completion before"
+
+
+@pytest.mark.parametrize(
+    ("shell", "script", "offered"),
+    [
+        ("zsh", 'eval "$(accel-sft completion zsh)"; print $_comps[accel-sft]', "_accel_sft_completion"),
+        ("fish", 'accel-sft completion fish | source; complete -C "accel-sft lo"', "loud"),
+    ],
+)
+def test_the_printed_scripts_run_in_the_shells_that_are_installed(shell, script, offered, folder):
+    if not shutil.which(shell):
+        pytest.skip(f"no {shell} here")
+    done = subprocess.run([shell, "-c", script], env=environment(folder), capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert done.stdout.split()[0] == offered

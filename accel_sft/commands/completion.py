@@ -10,6 +10,8 @@ _INSTALLED = {
     "zsh": "echo 'eval \"$(accel-sft completion zsh)\"' >> ~/.zshrc",
     "fish": "accel-sft completion fish > ~/.config/fish/completions/accel-sft.fish",
 }
+_BEFORE = {"zsh": "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }"}
+"""What a shell runs first: a plain zsh completes nothing until it is told to."""
 EPILOG = "\b\nOnce, for every shell that is started from then on:\n" + "\n".join(f"  {c}" for c in _INSTALLED.values())
 
 
@@ -22,4 +24,5 @@ def completion(ctx: click.Context, shell: str) -> None:
     Names of installed tasks are completed, files that tasks are in, and the options of training; the options of a
     task are not, because its code does not run for that.
     """
-    click.echo(get_completion_class(shell)(ctx.find_root().command, {}, NAME, VARIABLE).source())
+    script = get_completion_class(shell)(ctx.find_root().command, {}, NAME, VARIABLE).source()
+    click.echo("\n".join(filter(None, (_BEFORE.get(shell), script))))
