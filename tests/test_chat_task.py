@@ -222,6 +222,13 @@ def test_a_row_of_which_nothing_can_be_learnt_is_left_out_and_named(rows, turns,
     assert notes[-1] == f"1 row left out: {reason} (line 3)"
 
 
+def test_rows_of_an_array_on_one_line_are_left_out_by_their_numbers(tmp_path):
+    good, empty = messages(ASK, ANSWER), messages(ASK)
+    (tmp_path / "rows.json").write_text(json.dumps([empty, good, good, good, good, good, empty, empty]))
+    notes = Chat(validation_file=str(tmp_path / "rows.json")).dataset("validation").notes
+    assert notes[-1] == "3 rows left out: no assistant turn to learn (line 1, row 7, row 8)"
+
+
 @pytest.mark.parametrize(
     ("learn", "prompt", "answered"),
     [
@@ -245,7 +252,7 @@ def test_a_system_prompt_is_for_rows_without_one(rows):
 
 
 MALFORMED = {
-    "no form": ({"text": "x"}, "(row)", "columns messages or conversations, prompt and completion, or instruction"),
+    "no form": ({"text": "x"}, None, "columns messages or conversations, prompt and completion, or instruction"),
     "not a list": ({"messages": 3}, "messages", "a list of messages, got int"),
     "an empty list": ({"messages": []}, "messages", "a list of messages, got an empty list"),
     "not JSON": ({"messages": "[{"}, "messages", "a list of messages, or JSON of one"),
@@ -315,7 +322,8 @@ def test_malformed_rows_are_named_by_line_and_field(rows, tmp_path):
         with pytest.raises(UserError) as caught:
             rows(messages(ASK, ANSWER), *(row for row, *_ in some))
         for line, ((_, field, expected), problem) in enumerate(zip(some, caught.value.problems, strict=True), 2):
-            assert problem.startswith(f"{tmp_path}/rows.jsonl:{line}: field {field!r}: expected {expected}")
+            at = f"field {field!r}: " if field else ""
+            assert problem.startswith(f"{tmp_path}/rows.jsonl:{line}: {at}expected {expected}")
 
 
 VALUES = (

@@ -113,8 +113,8 @@ def test_a_bad_row_of_parquet_is_named_by_its_number_and_bytes_are_no_text(tmp_p
     path = parquet(tmp_path / "a.parquet", [{"answer": text} for text in (b"1", b"2", b"\xff")])
     with pytest.raises(UserError) as caught:
         read_rows(path, answer)
-    assert caught.value.problems == tuple(
-        f"{path}: row {number}: field 'answer': expected text, got dict" for number in (1, 2, 3)
+    assert caught.value.problems == (
+        f"{path}: row 1: field 'answer': expected text, got dict; rows 2, 3 have the same problem",
     )
 
 

@@ -162,7 +162,7 @@ def test_a_pipe_without_an_end_is_refused(tmp_path, monkeypatch):
 MALFORMED_LINES = {
     "field missing": ("{}", ":2: field 'answer': expected text, got NoneType"),
     "field of a wrong type": ('{"answer": 3}', ":2: field 'answer': expected text, got int"),
-    "not an object": ("[1]", ":2: field '(row)': expected a JSON object, got list"),
+    "not an object": ("[1]", ":2: expected a JSON object, got list"),
     "a bare word": ("answer", ":2: not JSON at column 1: Expecting value"),
     "cut off": ('{"answer": "1', ":2: not JSON at column 12: Unterminated string starting at"),
     "single quotes": (
@@ -185,10 +185,10 @@ MALFORMED_LINES = {
 
 @pytest.mark.parametrize(("line", "expected"), MALFORMED_LINES.values(), ids=MALFORMED_LINES)
 def test_a_malformed_line_is_named_and_the_others_are_read_on(file, line, expected):
-    content = '{"answer": "first"}\n' + line + "\n\n{}\n"
+    content = '{"answer": "first"}\n' + line + '\n\n{"answer": 4.5}\n'
     first, last = problems(file(content))
     assert first.startswith(expected)
-    assert last == ":4: field 'answer': expected text, got NoneType"
+    assert last == ":4: field 'answer': expected text, got float"
 
 
 MALFORMED_ELEMENTS = {
@@ -201,16 +201,16 @@ MALFORMED_ELEMENTS = {
 def test_rows_of_an_array_on_one_line_are_told_apart(file):
     assert problems(file(b'[{"answer": "a"}, {"answer": 1}, {"answer": "b"}, 5]'))[:2] == [
         ":1: row 2: field 'answer': expected text, got int",
-        ":1: row 4: field '(row)': expected a JSON object, got int",
+        ":1: row 4: expected a JSON object, got int",
     ]
 
 
 @pytest.mark.parametrize(("element", "expected"), MALFORMED_ELEMENTS.values(), ids=MALFORMED_ELEMENTS)
 def test_a_malformed_element_is_named_by_its_own_line_and_the_others_are_read_on(file, element, expected):
-    content = '[{"answer": "first"},\n' + element + ",\n\n{}\n]"
+    content = '[{"answer": "first"},\n' + element + ',\n\n{"answer": 4.5}\n]'
     first, last = problems(file(content))
     assert first.startswith(expected)
-    assert last == ":4: field 'answer': expected text, got NoneType"
+    assert last == ":4: field 'answer': expected text, got float"
 
 
 BROKEN_ARRAYS = {
@@ -239,9 +239,25 @@ def test_a_broken_array_says_where_reading_ended(file, content, expected):
 
 
 def test_the_first_twenty_are_told_and_the_rest_counted(file):
-    told = problems(file("{}\n" * 23))
-    assert told[:20] == [f":{line}: field 'answer': expected text, got NoneType" for line in range(1, 21)]
+    told = problems(file("".join(f'{{"k{line}": 1, "k{line}": 2}}\n' for line in range(1, 24))))
+    assert told[:20] == [
+        f":{line}: field 'k{line}': expected each key once, it stands here twice" for line in range(1, 21)
+    ]
     assert told[20:] == [": and 3 more bad rows; nothing was trained"]
+
+
+def test_a_problem_that_many_rows_have_is_told_once(file):
+    missing = "field 'answer': expected text, got NoneType"
+    assert problems(file("{}\n" * 1234)) == [
+        f":1: {missing}; lines 2, 3, 4, 5, 6, and 1,228 more have the same problem"
+    ]
+    assert problems(file('{}\n{"answer": 1}\n{}\n')) == [
+        f":1: {missing}; line 3 has the same problem",
+        ":2: field 'answer': expected text, got int",
+    ]
+    assert problems(file('[{"answer": "a"}, {}, {}, {}]')) == [
+        f":1: row 2: {missing}; row 3, row 4 have the same problem"
+    ]
 
 
 @pytest.mark.parametrize("content", ["", "  \n\n", "[]", " [ ] "])

@@ -34,13 +34,15 @@ class RowProblem(ValueError):
     """What is wrong with one row: raised by the `parse` given to `read_rows`, which adds file and line.
 
     Args:
-        field: the key, or a path such as `label.name`.
+        field: the key, or a path such as `label.name`; None: the row as a whole.
         expected: what should have stood there.
     """
 
-    def __init__(self, field: str, expected: str) -> None:
-        shown = repr(field) if len(field) <= _MAX_NAME else f"{field[:_MAX_NAME]!r}..."
-        super().__init__(f"field {shown}: expected {expected}")
+    def __init__(self, field: str | None, expected: str) -> None:
+        at = ""
+        if field is not None:
+            at = f"field {field!r}: " if len(field) <= _MAX_NAME else f"field {field[:_MAX_NAME]!r}...: "
+        super().__init__(f"{at}expected {expected}")
 
 
 class RowLeftOut(Exception):

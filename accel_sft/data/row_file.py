@@ -7,7 +7,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from accel_sft.api.errors import UserError
@@ -18,6 +18,7 @@ PLACE = struct.Struct("<qIIII")
 """Of a row: its first byte, number of bytes, their CRC-32, line (or number, from 1), and CRC-32 of its group."""
 _PLACES_BYTES = PLACE.size << 14
 """Read at once."""
+_NAMED = 5
 
 
 class OpenFile:
@@ -42,15 +43,33 @@ class OpenFile:
 
 
 class Tally(dict[str, list[Any]]):
-    """What was noted of rows: how many, and the first lines (or numbers) of them, by what it is."""
+    """What was noted of rows, by what it is: how many, and the first of them, each as [line (or number), number if it
+    is not the first row of its line]."""
 
     MOST_NAMED = 1000
 
-    def add(self, what: str, at: int) -> None:
+    def add(self, what: str, line: int, row: int | None) -> None:
         count_and_places = self.setdefault(what, [0, []])
         count_and_places[0] += 1
         if len(count_and_places[1]) < self.MOST_NAMED:
-            count_and_places[1].append(at)
+            count_and_places[1].append([line, row])
+
+
+def named(places: Sequence[Sequence[int | None]], count: int, has_lines: bool) -> str:
+    """The first of the places of `count` rows of one file, such as "lines 1, 2, 3, and 9 more"."""
+    first = places[:_NAMED]
+    if has_lines and not any(row for _, row in first):
+        shown = f"line{'s' * (count != 1)} " + ", ".join(str(line) for line, _ in first)
+    elif has_lines:  # an array may stand on one line
+        shown = ", ".join(f"row {row}" if row else f"line {line}" for line, row in first)
+    else:
+        shown = f"row{'s' * (count != 1)} " + ", ".join(str(number) for number, _ in first)
+    return shown + more(count - len(first))
+
+
+def more(count: int) -> str:
+    """What closes a list of which so many are not shown."""
+    return f", and {count:,} more" if count else ""
 
 
 @dataclasses.dataclass
@@ -98,9 +117,9 @@ class RowFile:
         alone = not number or self._place(number - 1)[3] != line
         return Place(self.name, line, None if alone or not self.complete else number + 1)
 
-    def place_at(self, line: int) -> Place:
-        """The place of a line (or number) that a tally names."""
-        return Place(self.name, line) if self.format.has_lines else Place(self.name, None, line)
+    def place_at(self, line: int, row: int | None) -> Place:
+        """The place of a row that a tally names."""
+        return Place(self.name, line, row) if self.format.has_lines else Place(self.name, None, line)
 
     def _place(self, number: int) -> tuple[int, int, int, int, int]:
         return PLACE.unpack(self.places[number * PLACE.size : (number + 1) * PLACE.size])

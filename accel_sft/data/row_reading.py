@@ -13,7 +13,7 @@ import os
 import stat
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +23,7 @@ from accel_sft.data.bad_rows import BadRow, Place, left_out_rows
 from accel_sft.data.fingerprint import code_fingerprint
 from accel_sft.data.formats import READERS, Format, decompress, format_of
 from accel_sft.data.json_stream import Located, ParsedRow, RowLeftOut, RowProblem, located
-from accel_sft.data.row_file import PLACE, OpenFile, RowFile, Tally
+from accel_sft.data.row_file import PLACE, OpenFile, RowFile, Tally, named
 
 MAX_PROBLEMS = 20
 MAX_PIPED_BYTES = 1 << 30
@@ -34,6 +34,8 @@ cache."""
 _ANNOUNCED_BYTES = 64 << 20
 """Of a file from which on a line announces that its rows are being converted."""
 _KIND, _PLACES, _TEXT = "rows", "places.bin", "rows.jsonl"
+_FORM = 2
+"""Of an entry; another number where entries of before cannot be read."""
 _EXPECTED = "a JSON, JSONL, CSV or Parquet file"
 _NO_ROWS = "a JSON array of objects or one JSON object per line"
 Parse = Callable[[dict[str, Any]], Any]
@@ -58,8 +60,7 @@ def read_file(path: Path, parse: Parse) -> RowFile:
         if not regular and len(content) > MAX_PIPED_BYTES:
             raise UserError(f"{name}: more than {MAX_PIPED_BYTES >> 20} MiB come through a pipe; give a file instead")
         source = io.BytesIO(content) if held else stream
-        decides = f"{hashlib.file_digest(source, 'sha256').hexdigest()} {known} {format if converted else ''}"
-        key = hashlib.sha256(decides.encode()).hexdigest()
+        key = _key(hashlib.file_digest(source, "sha256").hexdigest(), known, format if converted else "")
     except OSError as error:
         raise UserError(f"{name}: cannot be read ({error.strerror}); give an existing one: {_EXPECTED}") from None
     except ValueError as error:  # the name has a NUL or a lone surrogate
@@ -90,7 +91,7 @@ def read_dataset(path: Path, parse: Parse) -> RowFile:
     """
     name, known = str(path), code_fingerprint(parse)
     dataset = hub.load(name)
-    key = hashlib.sha256(f"{dataset._fingerprint} {known}".encode()).hexdigest()
+    key = _key(dataset._fingerprint, known)
     about = name, Format(".parquet", ""), known and key  # its rows are named by number, as in the files of the hub
     if known and (found := _kept(about, key, None)):
         return found
@@ -102,6 +103,11 @@ def read_dataset(path: Path, parse: Parse) -> RowFile:
         except OSError as error:
             raise UserError(f"{name}: cannot be written in {folder} ({error.strerror}); free space there") from None
         return _made(folder, key if keep else None, about, OpenFile(os.open(folder / _TEXT, os.O_RDONLY)), checked)
+
+
+def _key(*decides: Any) -> str:
+    """Of an entry of the cache, by all that decides what it holds."""
+    return hashlib.sha256(" ".join(map(str, (*decides, _FORM))).encode()).hexdigest()
 
 
 def _workspace(stack: contextlib.ExitStack, keep: bool, converted: bool) -> tuple[Path, bool]:
@@ -150,42 +156,50 @@ def _validated(
     values: Iterable[Located], name: str, format: Format, parse: Parse, lines: BinaryIO | None = None
 ) -> _Checked:
     """Parse each row; the place of each of `values`, or of its line in `lines`, to which it is written."""
-    found, problems, before, left_out = _Checked(), [], 0, left_out_rows()
-    for row, (value, line, begin, raw) in enumerate(values, 1):
+    found, problems, before, left_out = _Checked(), Tally(), 0, left_out_rows()
+    for number, (value, line, begin, raw) in enumerate(values, 1):
+        row = number if raw and line == before else None  # an array may stand on one line
         try:
             if isinstance(value, ValueError):
                 raise value
             if not isinstance(value, dict):
-                raise RowProblem("(row)", f"a JSON object, got {type(value).__name__}")
+                raise RowProblem(None, f"a JSON object, got {type(value).__name__}")
             parsed = parse(value)
             if not isinstance(parsed, ParsedRow):
                 parsed = ParsedRow(parsed)
             for note in parsed.notes:
-                found.noted.add(note, line)
+                found.noted.add(note, line, row)
             if lines is not None:
                 begin = lines.tell()
                 lines.write(raw + b"\n")
             group = zlib.crc32(parsed.group.encode() or raw)
             found.places += PLACE.pack(begin, len(raw), zlib.crc32(raw), line, group)
         except RowLeftOut as reason:
-            found.left_out.add(str(reason), line)
+            found.left_out.add(str(reason), line, row)
         except ValueError as problem:
             found.bad += 1
-            place = Place(name, line, row if raw and line == before else None)  # an array may stand on one line
-            place = place if format.has_lines else Place(name, None, line)
             if left_out is not None:
+                place = Place(name, line, row) if format.has_lines else Place(name, None, line)
                 left_out.append(BadRow(place, str(problem), isinstance(value, ValueError)))
-            elif found.bad <= MAX_PROBLEMS:
-                where = f"{name}:{line}:" if format.has_lines else f"{name}:"
-                problems.append(where + (f" row {place.row}:" if place.row else "") + f" {problem}")
+            elif str(problem) in problems or len(problems) < MAX_PROBLEMS:
+                problems.add(str(problem), line, row)
         before = line
-    if left_out is None and found.bad > MAX_PROBLEMS:
-        problems.append(f"{name}: and {found.bad - MAX_PROBLEMS} more bad rows; nothing was trained")
     if problems:
-        raise UserError(*problems)
+        raise UserError(*_told(problems, name, format, found.bad))
     if not found.places and not found.left_out and not found.bad:
         raise UserError(f"{name}: no rows; expected {_NO_ROWS if format.is_text_of_rows else 'a header and rows'}")
     return found
+
+
+def _told(problems: Tally, name: str, format: Format, bad: int) -> Iterator[str]:
+    """A line for each problem, with the first row that has it and what others have it too."""
+    for problem, (count, ((line, row), *others)) in problems.items():
+        where = f"{name}:{line}:" if format.has_lines else f"{name}: row {line}:"
+        told = f"{where} row {row}: {problem}" if row else f"{where} {problem}"
+        also = f"; {named(others, count - 1, format.has_lines)} {'has' if count == 2 else 'have'} the same problem"
+        yield told + (also if others else "")
+    if unsaid := bad - sum(count for count, _ in problems.values()):
+        yield f"{name}: and {unsaid} more bad rows; nothing was trained"
 
 
 def _kept(about: tuple[str, Format, str | None], key: str, text: OpenFile | bytes | None) -> RowFile | None:

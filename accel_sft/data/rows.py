@@ -25,7 +25,7 @@ from accel_sft.data.bad_rows import Place
 from accel_sft.data.folder import data_files
 from accel_sft.data.hub import is_dataset_name
 from accel_sft.data.json_stream import ParsedRow
-from accel_sft.data.row_file import RowFile
+from accel_sft.data.row_file import RowFile, more, named
 from accel_sft.data.row_reading import MAX_PROBLEMS, read_dataset, read_file
 
 _NAMED = 5
@@ -75,9 +75,9 @@ class Rows(Sequence[Row]):
     def left_out(self) -> list[LeftOut]:
         """What the parser left out, by file and reason."""
         return [
-            LeftOut(reason, count, [file.place_at(line) for line in lines])
+            LeftOut(reason, count, [file.place_at(*at) for at in places])
             for file in self._files
-            for reason, (count, lines) in file.left_out.items()
+            for reason, (count, places) in file.left_out.items()
         ]
 
     def held_out(self, rows: int, seed: int) -> tuple[Rows[Row], Rows[Row]]:
@@ -217,11 +217,8 @@ def _notes(files: Sequence[RowFile]) -> list[str]:
     return lines
 
 
-def _named(files: Sequence[RowFile], places: Sequence[tuple[RowFile, int]], count: int) -> str:
-    first = places[:_NAMED]
+def _named(files: Sequence[RowFile], places: Sequence[tuple[RowFile, Sequence[int | None]]], count: int) -> str:
     if len(files) == 1:
-        one = "line" if files[0].format.has_lines else "row"
-        shown = f"{one}{'s' * (count != 1)} " + ", ".join(str(at) for _, at in first)
-    else:
-        shown = ", ".join(str(file.place_at(at)) for file, at in first)
-    return shown + (f", and {count - len(first):,} more" if count > len(first) else "")
+        return named([at for _, at in places], count, files[0].format.has_lines)
+    first = places[:_NAMED]
+    return ", ".join(str(file.place_at(*at)) for file, at in first) + more(count - len(first))

@@ -101,7 +101,7 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
 def _unknown(row: Mapping[str, Any]) -> RowProblem:
     there = ", ".join(list(row)[:_SHOWN]) or "none"
     return RowProblem(
-        "(row)",
+        None,
         "columns messages or conversations, prompt and completion, or instruction and output, "
         f"got {there}; name others: --columns prompt=question,completion=answer",
     )
