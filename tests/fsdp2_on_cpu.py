@@ -17,6 +17,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from accel_sft.launch import start
 
+RUNS_HERE = hasattr(torch.cpu.Stream, "record_event")
+"""Whether this torch's FSDP2 runs on CPUs. That of 2.6 does not: a CPU's stream lacks what it calls, and its gathered
+weights are changed before the backward has used them."""
+
 
 def allow() -> None:
     """From now on an FSDP launch's ranks form a group on CPUs; launches of other kinds are as they were."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import fsdp2_on_cpu
 import pytest
 import torch
 from conftest import accel_sft, stopped
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.skipif(not fsdp2_on_cpu.RUNS_HERE, reason="this torch's FSDP2 does not run on CPUs")
 FP32 = {"launcher": ("--mixed_precision", "no")}
 SHARDED = {"yaml": "fsdp2", "module": "fsdp2_on_cpu", "environment": {"PYTHONPATH": str(Path(__file__).parent)}, **FP32}
 JOB = ("math", "--max-steps", "4", "--save-every", "2", "--global-batch-size", "10", "--validation-examples", "7")

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from conftest import CONFIGS, accel_sft
+from test_plan import AS_COUNTED
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -104,6 +105,7 @@ def test_frozen_weights_have_neither_gradients_nor_state():
     assert found.optimizer == pytest.approx(8 * asked.trained, rel=0.01)
 
 
+@AS_COUNTED
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize(

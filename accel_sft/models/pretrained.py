@@ -65,6 +65,8 @@ def pretrained(
     if quantized and not hasattr(model.config, "quantization_config"):
         # what remains of the conversion would write whole weights under the names of quantized ones
         vars(model).pop("_weight_conversions", None)
+        if dtype == torch.float32:  # transformers 5.21 leaves experts in the type in which it made them whole
+            model.float()
     if text is not settings and not isinstance(model.config, type(settings)):
         log("multimodal weights are loaded as their language model alone; what is exported, an adapter too, fits that")
     elif unused := sorted(found["unexpected_keys"]):
