@@ -210,7 +210,7 @@ def run(base, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(base, folder / "best")
     (folder / "best" / "README.md").write_text(card())
-    for name in ("best/rows.jsonl", "samples/step-000006.jsonl", "logs/rank-0.log", "report.md"):
+    for name in ("best/rows.jsonl", "best/deploy.py", "samples/step-000006.jsonl", "logs/rank-0.log", "report.md"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("of the run")
     (folder / "best" / ".git").mkdir()
@@ -232,11 +232,14 @@ def test_a_run_is_pushed_without_data_samples_and_logs_unless_asked(run, local_h
     assert there.files["README.md"] == (run / "best/README.md").read_bytes()
     assert there.files["model.safetensors"] == (run / "best/model.safetensors").read_bytes()
     assert not [name for name in there.files if "rows" in name or "/" in name or "report" in name]
-    assert "not uploaded: .git/config.json, rows.jsonl" in done.stdout
+    assert "not uploaded: .git/config.json, deploy.py, rows.jsonl" in done.stdout
     assert f"{address}/org/name" in done.stdout
     assert there.messages == ["run: best"]
     push(run, "org/name", "--also", "samples/*", "--also", "report.md")
     assert {"samples/step-000006.jsonl", "report.md"} < there.files.keys()
+    content = json.loads((run / "best" / "config.json").read_text())
+    (run / "best" / "config.json").write_text(json.dumps(content | {"auto_map": {"AutoConfig": "deploy.Config"}}))
+    assert "MB  deploy.py" in push(run, "org/name", "--dry-run"), "code of the model's own"
     there.repos["org/open"] = False
     with pytest.raises(UserError, match="org/open: this repository is public, and --private was asked for"):
         push(run, "org/open", "--private")

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CONFIGS, accel_sft
+from conftest import AS_COUNTED, CONFIGS, accel_sft
 from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
-from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_sft.api.config import TrainConfig
@@ -31,9 +30,6 @@ from accel_sft.planning.source import on_meta_device, read_shape, stored_paramet
 from accel_sft.planning.speed import Speed, speed
 from accel_sft.planning.states import Placed, least_bytes, placed
 
-AS_COUNTED = pytest.mark.skipif(
-    Version(torch.__version__) < Version("2.13"), reason="the closed form was counted on torch 2.13, others keep more"
-)
 QWEN_14B = {
     "model_type": "qwen2",
     "hidden_size": 5120,

@@ -5,8 +5,7 @@ import json
 
 import pytest
 import torch
-from conftest import CONFIGS, accel_sft
-from test_plan import AS_COUNTED
+from conftest import AS_COUNTED, CONFIGS, accel_sft
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 

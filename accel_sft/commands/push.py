@@ -14,8 +14,10 @@ from accel_sft.commands.generate import one_process
 from accel_sft.io.text import one_line
 
 SHIPPED = ("*.safetensors", "*.safetensors.index.json", "*config.json", "*.jinja", "chat_template.json", "README.md")
-SHIPPED += ("tokenizer.json", "*tokens*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "*.py")
+SHIPPED += ("tokenizer.json", "*tokens*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
 """Files of exported weights by name; whatever else lies beside them stays where it is."""
+_CODE = "*.py"
+"""Shipped too where a configuration names code that comes with the model."""
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
 
 
@@ -113,14 +115,18 @@ def _stage(source: Path, staged: Path, base_model: str | None) -> list[str]:
     Raises:
         UserError: an adapter whose base others cannot find.
     """
+    from accel_sft.io.files import read_json
+
     staged.mkdir()
-    left = []
+    left, settings = [], [read_json(file) for file in source.glob("*config.json")]
+    has_code = any(isinstance(content, dict) and "auto_map" in content for content in settings)
+    shipped = (*SHIPPED, _CODE) if has_code else SHIPPED
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source)
         if not path.is_file():
             continue
         hidden = any(part.startswith(".") for part in name.parts)
-        if hidden or not any(fnmatch.fnmatch(path.name, pattern) for pattern in SHIPPED):
+        if hidden or not any(fnmatch.fnmatch(path.name, pattern) for pattern in shipped):
             left.append(str(name))
             continue
         (staged / name).parent.mkdir(parents=True, exist_ok=True)
@@ -128,8 +134,6 @@ def _stage(source: Path, staged: Path, base_model: str | None) -> list[str]:
     config = staged / "adapter_config.json"
     if not config.exists():
         return left
-    from accel_sft.io.files import read_json
-
     content = read_json(config)
     base = base_model or hub_id(str(content.get("base_model_name_or_path")))
     if base is None:

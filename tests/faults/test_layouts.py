@@ -7,7 +7,7 @@ from pathlib import Path
 
 import fsdp2_on_cpu
 import pytest
-from conftest import accel_sft
+from conftest import AS_COUNTED, accel_sft
 
 LAYOUTS = ["ddp", "z0", "z1", "z2", "z2_offload", "z3", "z3_offload"]
 LAYOUTS += ["fsdp2", "fsdp2_offload"] if fsdp2_on_cpu.RUNS_HERE else []
@@ -82,6 +82,7 @@ def test_a_step_without_room_on_one_rank_is_repeated_by_all_with_the_same_losses
     assert 0 < run["tokens"] <= 12  # half of three rows, or less
 
 
+@AS_COUNTED
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if "offload" not in name])  # which is in host memory
 def test_what_is_reserved_before_the_first_step_is_what_the_first_two_take(everywhere, name):
     memory = everywhere[f"{name} memory"]
