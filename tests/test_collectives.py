@@ -10,11 +10,12 @@ from accel_sft.launch.collectives import any_rank, by_each_rank, first_reason, g
 
 ROOT = Path(__file__).parent.parent
 RANK = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 from accelerate import Accelerator
 from accel_sft.api.errors import UserError
 from accel_sft.launch import collectives as c
+from accel_sft.resilience.exit import leave_together
 
 accelerator = Accelerator(cpu=True)
 rank = accelerator.process_index
@@ -50,7 +51,8 @@ answers = {
     "here": list(team.here),
 }
 Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(answers))
-accelerator.end_training()
+leave_together()
+os._exit(0)
 """
 EXPECTED = {
     "decided_by_main": 0,

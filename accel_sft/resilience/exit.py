@@ -168,11 +168,14 @@ def _stdout_is_closed() -> bool:
 
 
 def leave_together() -> None:
-    """Destroy the process group once all ranks are done: a rank that just exits leaves threads that abort it."""
+    """Wait until all ranks are done.
+
+    The process group is left as it is, for `ExitHandler` to skip: to destroy it holds Python's lock while gloo's
+    threads end, and one of them that drops a tensor waits for that lock (seen with torch 2.6).
+    """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.barrier()
-        distributed.destroy_process_group()
 
 
 def _leave(status: int) -> NoReturn:
