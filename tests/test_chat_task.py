@@ -166,8 +166,18 @@ HELLO = {"role": "assistant", "content": "h"}
 BLEMISHES = {
     "two user turns": ([AGAIN, ASK, ANSWER], [{"role": "user", "content": "u2\n\nu"}], "a", "two user turns in a row"),
     "two assistant turns": ([ASK, ANSWER, MORE], [ASK], "a\n\na2", "two assistant turns in a row"),
-    "a leading assistant turn": ([SYSTEM, HELLO, ASK, ANSWER], [SYSTEM, ASK], "a", "begin with an assistant or tool"),
-    "a user turn at the end": ([ASK, ANSWER, AGAIN], [ASK], "a", "end without an answer to learn to the last turn"),
+    "a leading assistant turn": (
+        [SYSTEM, HELLO, ASK, ANSWER],
+        [SYSTEM, ASK],
+        "a",
+        "first turns are the assistant's or a tool's",
+    ),
+    "a user turn at the end": (
+        [ASK, ANSWER, AGAIN],
+        [ASK],
+        "a",
+        "last turns are no answer to learn; these turns are left out",
+    ),
     "an empty system turn": ([{"role": "system", "content": " "}, ASK, ANSWER], [ASK], "a", ""),
     "an empty answer": (
         [ASK, {"role": "assistant", "content": ""}, AGAIN, MORE],
@@ -404,8 +414,29 @@ def test_columns_by_other_names(rows):
     assert notes == ["1 row read as prompt and completion (columns question, answer)"]
     _, notes = rows(row, columns="prompt=question, completion=answer, system=who")
     assert notes[1] == "1 row without the column who, which --columns names"
-    with pytest.raises(UserError, match="got question, answer, persona"):
+    with pytest.raises(UserError, match="got question, answer, persona; name others"):
         rows({"question": "u", "answer": "a", "persona": "s"})
+    with pytest.raises(
+        UserError, match="expected a column answr, which --columns names, got question, answer, persona"
+    ):
+        rows({"question": "u", "answer": "a", "persona": "s"}, columns="prompt=question,completion=answr")
+
+
+def test_a_mark_without_an_image_is_told_where_the_row_has_a_column_of_images(rows):
+    asked = {"prompt": "What is <image> in HTML?", "completion": "a"}
+    _, notes = rows({**asked, "images": []}, {**asked, "images": None}, asked)
+    (note,) = notes[1:]  # of two in three: lines are named of fewer only
+    assert note == "2 rows with <image> in a text and no image in the row, where it stays a word"
+
+
+def test_an_image_that_is_not_there_is_named_by_its_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "u <image>", "completion": "a", "images": ["none.png"]}) + "\n")
+    task = Chat(validation_file=str(path))
+    with pytest.raises(UserError) as caught:
+        conversation(task, task.dataset("validation"), "validation", 0)
+    (line,) = caught.value.problems
+    assert line.startswith(f"validation example 0 ({path}:1): messages() gave the image ")
 
 
 OPTIONS = {

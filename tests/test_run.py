@@ -135,7 +135,9 @@ def test_final_and_best_load_in_plain_transformers(launched, name):
         assert "GiB" not in card
         sha256 = json.loads((run.run_dir / "run.json").read_text())["data_sha256"]
         assert f"| SHA-256 of the tokens | {sha256} |" in card
-        assert "\n## Command\n\n```bash\n" in card
+        (command,) = re.findall(r"^## Command\n\n```bash\n(.*)\n```", card, re.M)
+        assert not command.startswith("python"), command
+        assert "math --max-steps" in command
 
 
 def test_the_cards_own_lines_give_the_answer_the_run_gave(launched):
@@ -313,7 +315,7 @@ def test_patience_stops_early(launched):
 def test_evaluate_alone_gives_the_runs_numbers(launched, tmp_path):
     run = layout(launched, "z3")
     arguments = ("evaluate", "math", "--max-new-tokens", "6")
-    models = ("--model", str(run.run_dir), "--base", str(run.run_dir / "base"))
+    models = ("--model", str(run.run_dir), "--base", "auto")
     fp32 = ("--mixed_precision", "no")
     alone = accel_sft(*arguments, *models, yaml="z3", launcher=fp32, run_dir=tmp_path / "out")
     assert alone.status == 0, alone.output

@@ -175,7 +175,9 @@ class EvaluateConfig(TrainConfig):
     ) | {"max_new_tokens", "generate_with", "output_dir", "seed", "debug", "dry_run", "hang_timeout", "base"}
     OFFERED |= {"thinking", "template_date"}
     model: str = _model(basic=True, help="A run, saved weights or an adapter by folder, or a hub id.")
-    base: str | None = _model(None, basic=True, help="Evaluate this model too, side by side: hub id or local folder.")
+    base: str | None = _model(
+        None, basic=True, help="Evaluate this model too, side by side; auto: what the run began with."
+    )
     output_dir: str | None = _run(
         None, basic=True, help="A new folder for result.json, report.md and the answers; default: none is written."
     )

@@ -30,7 +30,7 @@ from accel_sft.launch.accelerator import shard_for_evaluation
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, largest
 from accel_sft.launch.info import device_count
 from accel_sft.launch.start import start
-from accel_sft.models.source import Source, find_source
+from accel_sft.models.source import Source, began_with, find_source
 from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tracking import report
@@ -62,8 +62,10 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     config = config.resolved({})
     if trained and trained["config"].get("load_in_4bit") and config.generate_with != "vllm":
         config = dataclasses.replace(config, load_in_4bit=True)
-    models = [config.base, config.model] if config.base else [config.model]
-    sources = [find_source(config, model) for model in models]
+    sources = [find_source(config, config.model)]
+    if config.base:
+        base = began_with(sources[0], trained) if config.base == "auto" else config.base
+        sources.insert(0, find_source(config, base))
     sides = ("base", "tuned") if config.base else ("model",)
     named = {side: source.adapter or source.weights for side, source in zip(sides, sources, strict=True)}
     for source in sources if config.generate_with == "vllm" else ():

@@ -136,7 +136,8 @@ def _run(model: str, options: dict[str, Any]) -> None:
             click.echo(f"[{side}]")
         click.echo(printable(answer.text))
         if not answer.ended:
-            click.echo(f"cut after {answer.tokens} tokens: --max-new-tokens {most}", err=True)
+            own = "" if options["max_new_tokens"] else " (the run's own, or the default)"
+            click.echo(f"cut after {answer.tokens} tokens: --max-new-tokens {most}{own}", err=True)
     return None
 
 
@@ -172,22 +173,13 @@ def _system_of(record: dict[str, Any] | None) -> str | None:
 
 def _sources(config: Any, folder: str, record: dict[str, Any] | None, base: str | None) -> dict[str, Any]:
     """What is to be loaded, the base first, by the name of its side."""
-    from accel_sft.io.run_dir import RunDir
-    from accel_sft.models.source import find_source
+    from accel_sft.models.source import began_with, find_source
 
     source = find_source(config, folder)
     if not base:
         return {"model": source}
     if base == "auto":
-        began = record["config"].get("init_from") or record["config"].get("model") if record else None
-        if source.adapter:
-            base = source.weights
-        elif began == "tiny":
-            base = str(RunDir(Path(folder).parent).base)
-        elif isinstance(began, str):
-            base = began
-        else:
-            raise UserError(f"--base auto: {config.model} is of no run, and no adapter; name its base")
+        base = began_with(source, record)
     return {"base": find_source(config, base), "tuned": source}
 
 

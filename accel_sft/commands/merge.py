@@ -8,11 +8,14 @@ import click
 from accel_sft.api.errors import UserError
 from accel_sft.commands.generate import one_process
 
+MERGED = click.Choice(["bf16", "bfloat16", "float32"])
+"""Types of merged weights; the first two are one."""
+
 
 @click.command()
 @click.argument("run", type=click.Path(), metavar="RUN")
 @click.argument("out", type=click.Path(), metavar="OUT")
-@click.option("--dtype", type=click.Choice(["bf16", "float32"]), help="Of the weights; default: as the base's files.")
+@click.option("--dtype", type=MERGED, help="Of the weights; default: as the base's files.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model.")
 @click.option("--debug", is_flag=True, help="Tracebacks, and the libraries' own messages.")
 @click.pass_context
@@ -61,7 +64,7 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
     config: Any = TrainConfig(trust_remote_code=trust_remote_code).resolved({})
     source = find_source(config, folder)
     tokenizer = load_tokenizer(source, config)
-    made = merge(source, config, tokenizer, dtype)
+    made = merge(source, config, tokenizer, "bf16" if dtype == "bfloat16" else dtype)
     made.model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     for file in processor_files(source.weights, made.model):

@@ -11,6 +11,7 @@ import click
 
 from accel_sft.api.errors import UserError
 from accel_sft.commands.generate import one_process
+from accel_sft.commands.merge import MERGED
 from accel_sft.io.text import one_line
 
 SHIPPED = ("*.safetensors", "*.safetensors.index.json", "*config.json", "*.jinja", "chat_template.json", "README.md")
@@ -30,9 +31,7 @@ _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
 @click.option("--private", is_flag=True, help="A new repository is private, and one that is not is refused.")
 @click.option("--base-model", metavar="HUB_ID", help="What an adapter stands on, where its base here is a folder.")
 @click.option("--also", metavar="PATTERN", multiple=True, help="More files of the run's folder: report.md, samples/*.")
-@click.option(
-    "--dtype", type=click.Choice(["bf16", "float32"]), help="Of merged weights; default: as the base's files."
-)
+@click.option("--dtype", type=MERGED, help="Of merged weights; default: as the base's files.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the model, to merge it.")
 @click.option("--dry-run", is_flag=True, help="List what would be uploaded, and ask no hub.")
 @click.option("--debug", is_flag=True, help="Tracebacks, and the libraries' own messages.")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
 from accel_sft.data.pictures import MARK, Picture, marks, read_parts, unmarked
+from accel_sft.data.rows import with_places
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
 Given = TypeVar("Given")
@@ -97,9 +98,15 @@ def conversation(task: Task, examples: Sequence[Any], split: str, index: int) ->
     """An example's messages and target.
 
     Raises:
-        UserError: the task fails on it or returns something else, by split and index.
+        UserError: the task fails on it or returns something else, by split and index, and by file and line.
     """
-    where = f"{split} example {index}"
+    try:
+        return _conversation(task, examples, f"{split} example {index}", index)
+    except UserError as error:
+        raise UserError(*with_places(error.problems, examples, split)) from error
+
+
+def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -> Conversation:
 
     def given() -> tuple[Any, Any, Any]:
         example = examples[index]

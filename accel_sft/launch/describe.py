@@ -79,12 +79,17 @@ def device_name(accelerator: Accelerator) -> str:
     return f"{accelerator.device.type} ({usable_cores()} cores)" if accelerator.device.type == "cpu" else "mps"
 
 
-def resume_command(run_dir: Path, config: TrainConfig) -> str:
-    """The command line that continues this run, for a shell in the folder where it was started."""
+def started_by() -> list[str]:
+    """The words of the command line that this process was started with, as its user gave them."""
     words = launcher_command()[0] or torchrun_command() or sys.orig_argv
     if Path(words[0]).name.startswith("python") and not words[1].startswith("-"):  # of a script on PATH
         words = words[1:]
-    more = []
+    return list(words)
+
+
+def resume_command(run_dir: Path, config: TrainConfig) -> str:
+    """The command line that continues this run, for a shell in the folder where it was started."""
+    words, more = started_by(), []
     if config.output_dir is None:
         more += ["--output-dir", shown_folder(run_dir)]
     if "--resume auto" not in " ".join(words).replace("=", " "):

@@ -61,4 +61,5 @@ def _task_line(task: Task) -> str:
     """The task's settings that differ from its defaults; when a run is evaluated, the run's count as given."""
     mine = [setting for setting in settings(type(task)) if getattr(task, setting.name) != setting.default]
     values = recordable({setting.name: getattr(task, setting.name) for setting in mine})
-    return ", ".join(f"{setting.flag[2:]} {values[setting.name]}" for setting in mine)
+    shown = {name: f"{value:g}" if isinstance(value, float) else value for name, value in values.items()}
+    return ", ".join(f"{setting.flag[2:]} {shown[setting.name]}" for setting in mine)

@@ -12,7 +12,6 @@ from accel_sft.data.chat import Rules, end_of_turn_ids
 from accel_sft.io.files import read_json
 from accel_sft.launch.info import device_count
 from accel_sft.models.adapters import new_adapter
-from accel_sft.models.liger import liger
 from accel_sft.models.pretrained import OR_NONE, freeze_beyond_text, pretrained
 from accel_sft.models.saved_adapter import is_of_whole, saved_adapter
 from accel_sft.models.source import Source, errors_explained
@@ -87,8 +86,6 @@ def load_model(
     attention = config.attn_implementation or ""
     if attention == "flex_attention" and train and not device_count():
         raise UserError("--attn-implementation flex_attention: it has no backward on a CPU; leave it out, or use sdpa")
-    if train and config.use_liger_kernel:
-        liger()
     if "flash" in attention and not device_count():
         raise UserError(f"--attn-implementation {attention}: its kernels need a GPU; leave it out, or use sdpa")
     if not (config.attn_implementation or config.trust_remote_code):

@@ -24,6 +24,7 @@ def load_processor(source: Source, config: TrainConfig) -> Any:
     from transformers.utils import is_torchvision_available, is_vision_available
 
     name = source.weights
+    shown = config.model if config.model == "tiny" else name
     if not is_vision_available():
         raise UserError("the data has images, which need Pillow: pip install 'accel-sft[images]'")
     if has_torchvision := is_torchvision_available():
@@ -40,7 +41,7 @@ def load_processor(source: Source, config: TrainConfig) -> Any:
         settings = AutoConfig.from_pretrained(name, **trust)
         kind = PROCESSOR_MAPPING.get(type(settings), None)
         if kind is None or "image_processor" not in kind.get_attributes():
-            raise UserError(f"--model {name}: it reads no images, and the data has some; name a vision-language model")
+            raise UserError(f"--model {shown}: it reads no images, and the data has some; name a vision-language model")
         if "video_processor" in kind.get_attributes() and not has_torchvision:
             processor = _without_videos(kind, name, trust)
         else:

@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import hashlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -70,6 +71,24 @@ def find_source(config: TrainConfig, model: str | None = None) -> Source:
             f"hub id, start where there is no {parts[0]}"
         )
     return Source(name, name)
+
+
+def began_with(source: Source, record: Mapping[str, Any] | None) -> str:
+    """What `--base auto` means: what a run's weights were trained from, or an adapter's base; a folder or a hub id.
+
+    Args:
+        record: of the run that the weights are of; None if they are of no run.
+    Raises:
+        UserError: they are of no run, and no adapter.
+    """
+    began = record["config"].get("init_from") or record["config"].get("model") if record else None
+    if source.adapter:
+        return source.weights
+    if began == "tiny":
+        return str(RunDir(Path(source.weights).parent).base)
+    if isinstance(began, str):
+        return began
+    raise UserError(f"--base auto: {source.weights} is of no run, and no adapter; name its base")
 
 
 def weights_identity(source: Source) -> str | None:

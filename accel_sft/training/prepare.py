@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accel_sft.api.adapters import SPLITS
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
+from accel_sft.api.optimizers import OPTIMIZERS
 from accel_sft.api.task import Task
 from accel_sft.batching.memory import forwards_alone
 from accel_sft.checkpoint.checkpoint import replacing
@@ -22,8 +23,10 @@ from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
 from accel_sft.models.adapter_start import keep
+from accel_sft.models.liger import liger
 from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
 from accel_sft.models.processor import load_processor
+from accel_sft.models.quantized import bitsandbytes
 from accel_sft.models.source import Source, find_source
 from accel_sft.models.tiny import build_tiny
 from accel_sft.planning import lengths
@@ -100,6 +103,7 @@ class Prepared:
         evaluated = f"{validation.kept.examples:,}"
         if (limit := config.eval_limit) and limit < validation.kept.examples:
             evaluated = f"{limit:,} of {evaluated}"
+        steps = "step" if plan.total_steps == 1 else "steps"
         examples = "examples" if len(train.kept) == train.kept.examples else "rows"
         merged = "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
         return [
@@ -107,7 +111,7 @@ class Prepared:
             *train.lines(),
             *validation.lines(),
             f"{len(train.kept):,} training {examples} ({tokens:,} tokens, {supervised:,} supervised), "
-            f"{evaluated} validation; {plan.total_steps:,} steps of {plan.global_batch_size}",
+            f"{evaluated} validation; {plan.total_steps:,} {steps} of {plan.global_batch_size}",
         ]
 
     def counts(self) -> dict[str, int]:
@@ -151,6 +155,7 @@ def prepare_data(accelerator: Accelerator, run_dir: RunDir, task: Task, config: 
     Raises:
         UserError: data, template or model that cannot be used.
     """
+    _refuse_missing_packages(config)
     splits: list[Sequence[Any]] = []
     # an error of one rank is raised on all of them, before any of them writes a file
     by_each_rank(lambda: splits.extend(_read(task, config)))
@@ -185,6 +190,16 @@ def plan_steps(train: Encoding, config: TrainConfig) -> StepPlan:
         epochs=config.epochs,
         max_steps=config.max_steps,
     )
+
+
+def _refuse_missing_packages(config: TrainConfig) -> None:
+    """Raises UserError, before any work is done, if a library or a GPU that the settings need is not here."""
+    if OPTIMIZERS[config.optimizer].package:
+        bitsandbytes(f"--optimizer {config.optimizer}")
+    if config.load_in_4bit:
+        bitsandbytes("--load-in-4bit")
+    if config.use_liger_kernel:
+        liger()
 
 
 def _read(task: Task, config: TrainConfig) -> Iterator[Sequence[Any]]:

@@ -1,7 +1,6 @@
 """The model card of exported weights, and a finished run's summary: result.json, report.md and the console."""
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from accel_sft.data.conversation import conversation
 from accel_sft.data.pictures import parted
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import columns, terminal
-from accel_sft.launch.launcher import launcher_command, torchrun_command
+from accel_sft.launch.describe import started_by
 from accel_sft.launch.recordable import command_line, recordable, versions
 from accel_sft.models.load import compile_seconds
 from accel_sft.tracking import report
@@ -43,7 +42,7 @@ def card(
         prompt_end=rendering.closing(form),
         max_new_tokens=config.max_new_tokens or prepared.longest_answer,
         data={**_files(task), **prepared.counts(), "SHA-256 of the tokens": prepared.fingerprint()},
-        command=command_line(launcher_command()[0] or torchrun_command() or sys.orig_argv),
+        command=command_line(started_by()),
         settings=recordable({**config.as_dict(), **dataclasses.asdict(task)}),
         result={  # time and memory are of moments of this process, and of no interest elsewhere
             "before": {key: number for key, number in (state.before or {}).items() if key not in report.COSTS},
@@ -94,8 +93,13 @@ def publish(
     report.write_report(run_dir, result, before, after)
     run_dir.write_result(result)
     report.print_report(result, before, after, console=Console(file=terminal(), highlight=False, width=columns()))
-    best = f"best/ (step {state.best_step}) and " if state.best_step else ""
-    lines = [f"{run_dir}: weights in {best}final/ (step {state.step}), numbers in report.md"]
+    scores = {"best": (state.best_step, state.best), "final": (state.step, (state.latest or {}).get(task.main_metric))}
+    folders = [
+        f"{name}/ (step {step}{f', {task.main_metric} {score:.4g}' if score is not None else ''})"
+        for name, (step, score) in scores.items()
+        if step
+    ]
+    lines = [f"{run_dir}: weights in {' and '.join(folders)}, numbers in report.md"]
     if left_out := result["steps_left_out"]:
         lines.insert(0, f"{left_out} of {state.step} steps were not finite and left out: {run_dir.nonfinite}")
     return lines

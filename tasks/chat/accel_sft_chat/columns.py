@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from accel_sft import RowProblem
@@ -78,7 +78,7 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
     forms = [form for form in _FORMS if not named.keys().isdisjoint(form)] or _FORMS
     form = next((form for form in forms if all(map(column, form)) and row[column(form[0])] is not None), None)
     if form is None:
-        raise _unknown(row)
+        raise _unknown(row, named.values())
     first = column(form[0])
     system_text, tools = _text(row, column("system")), _tools(row, column("tools"))
     if form[0] == "messages":
@@ -98,8 +98,10 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
     return RowTurns(form, turns, system_text, tools, (*missing, *notes))
 
 
-def _unknown(row: Mapping[str, Any]) -> RowProblem:
+def _unknown(row: Mapping[str, Any], named: Iterable[str]) -> RowProblem:
     there = ", ".join(list(row)[:_SHOWN]) or "none"
+    if absent := [name for name in named if name not in row]:
+        return RowProblem(None, f"a column {' and '.join(absent)}, which --columns names, got {there}")
     return RowProblem(
         None,
         "columns messages or conversations, prompt and completion, or instruction and output, "

@@ -11,6 +11,8 @@ from accel_sft_chat.messages import IMAGE, Turn, kind
 
 PUT_FIRST = f"with images and no {IMAGE} in their texts, which are put before the first question"
 
+WITHOUT = f"with {IMAGE} in a text and no image in the row, where it stays a word"
+
 
 def with_images(turns: list[Turn], value: Any, column: str, folder: str) -> tuple[list[Turn], tuple[str, ...]]:
     """Turns of which each has the paths of its images, and what was done to the row.
@@ -26,6 +28,8 @@ def with_images(turns: list[Turn], value: Any, column: str, folder: str) -> tupl
     notes: tuple[str, ...] = ()
     if paths and not marked:
         turns, notes = _put_first(turns, len(paths), column), (PUT_FIRST,)
+    if column and marked and not (paths or any(turn.get("images") for turn in turns)):
+        notes = (WITHOUT,)
     found, rest = [], iter(paths)
     wanted = 0
     for turn in turns:

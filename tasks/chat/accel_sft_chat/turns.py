@@ -11,8 +11,8 @@ LEARN = ("every", "last", "marked")
 """Which turns of the assistant are learnt: all but those with weight 0, the last one of these, those with weight 1."""
 
 JOINED = "with two {} turns in a row, which are joined by a blank line"
-LEADING = "that begin with an assistant or tool turn before any of the user's, which is left out"
-TRAILING = "that end without an answer to learn to the last turn, which is left out"
+LEADING = "whose first turns are the assistant's or a tool's; these turns are left out"
+TRAILING = "whose last turns are no answer to learn; these turns are left out"
 EMPTY = "with an empty assistant turn, which is not learnt"
 UNLEARNT = "with assistant turns of weight 0 (or train: false), which are not learnt"
 BOTH_SYSTEMS = "with a system turn and a system column, of which the turn is taken"
