@@ -136,8 +136,7 @@ def test_final_and_best_load_in_plain_transformers(launched, name):
         sha256 = json.loads((run.run_dir / "run.json").read_text())["data_sha256"]
         assert f"| SHA-256 of the tokens | {sha256} |" in card
         (command,) = re.findall(r"^## Command\n\n```bash\n(.*)\n```", card, re.M)
-        assert not command.startswith("python"), command
-        assert "math --max-steps" in command
+        assert run.options["yaml"] is None or re.match("accelerate.* math --max-steps", command), command
 
 
 def test_the_cards_own_lines_give_the_answer_the_run_gave(launched):
