@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -162,16 +163,18 @@ def print_report(result: Mapping[str, Any], before_samples: Samples, after_sampl
     marks = {sample["index"]: _mark(sample["scores"].get(result.get("main_metric"))) for sample in after_samples}
     columns = console.width - 3 * (len(texts) + 1) - 1  # less each column's padding and the lines between
     columns -= 3 + _MARK if any(marks.values()) else 0
-    wide = columns * 3 // (3 * len(texts) + 2)  # the same for each, so that equal answers break at the same place
+    lines = [[one_line(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)) for text in row[1:5]] for row in rows]
+    longest = max(map(cell_len, (*texts, *(text for _, *others in lines for text in others))))
+    # the same for each, so that equal answers break at the same place
+    wide = min(columns * 3 // (3 * len(texts) + 2), longest)
     answers.add_column("prompt", width=columns - len(texts) * wide, overflow="fold")
     for name in texts:
         answers.add_column(name, width=wide, overflow="fold")
     if any(marks.values()):
         answers.add_column("right", width=_MARK)
-    for index, prompt, expected, base, tuned, *_ in rows:
-        texts = (prompt, expected, base, tuned) if before else (prompt, expected, tuned)
-        cells = [Text(one_line(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))) for text in texts]
-        answers.add_row(*cells, *([marks.get(int(index), "")] if any(marks.values()) else []))
+    for (index, *_), (prompt, expected, base, tuned) in zip(rows, lines, strict=True):
+        cells = (prompt, expected, base, tuned) if before else (prompt, expected, tuned)
+        answers.add_row(*map(Text, cells), *([marks.get(int(index), "")] if any(marks.values()) else []))
     console.print(answers)
 
 
