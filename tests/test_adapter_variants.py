@@ -175,6 +175,14 @@ def test_muon_for_all_weights_that_adam_trained_is_warned_of():
         assert not any("2605.10468" in each.what for each in found)
 
 
+def test_settings_of_an_adapter_without_one_are_warned_of():
+    unused = audit(TrainConfig(lora_r=32, lora_dropout=0.1), read_launch({}, []), devices=0)
+    told = [str(finding) for finding in unused if "is not used" in str(finding)]
+    assert [line.split("--", 1)[1].split()[:2] for line in told] == [["lora-r", "32"], ["lora-dropout", "0.1"]]
+    for fine in ({"adapter": "lora", "lora_r": 32}, {"lora_r": 8}):
+        assert "is not used" not in str(audit(TrainConfig(**fine), read_launch({}, []), devices=0))
+
+
 def test_muon_steps_the_matrices_of_blocks_as_torchs_own_does_and_adamw_the_rest(accelerator, base):
     needs(optimizer="muon")
     job = Job(accelerator, base, optimizer="muon", learning_rate=0.01)

@@ -284,6 +284,7 @@ def test_cells_are_the_product_and_single_has_one_process():
 
 def test_values_are_split_at_commas_but_where_they_hold_commas():
     assert values(SETTINGS["micro_batch_size"], ("1,32", "1", "auto")) == ["1", "32", "auto"]
+    assert values(SETTINGS["learning_rate"], ("1e-4,0.0001,3e-4",)) == ["1e-4", "3e-4"]
     assert values(SETTINGS["lora_target_modules"], ("q,v", "k"), whole=True) == ["q,v", "k"]
     assert values(SETTINGS["gradient_checkpointing"], ("on,off",)) == ["on", "off"]
     with pytest.raises(UserError, match="--seed 1,,2: a value between two commas is empty"):
@@ -323,6 +324,7 @@ def test_no_secret_is_shown_in_a_command():
         (("--profile",), "--profile slows the first 5 steps: --discard-steps 5 or more"),
         (("--num-processes", "two"), "--num-processes 'two': expected whole numbers"),
         (("--output-dir", "taken"), "not empty, and no comparison"),
+        (("--lora-r", "8,32"), "--lora-r: all cells would train the same, as --adapter none has no adapter"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )

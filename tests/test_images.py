@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,14 +24,18 @@ from vision import Colours
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.layouts import Batching
+from accel_sft.commands import export_data
 from accel_sft.commands.merge import write_merged
 from accel_sft.data.chat import Rules
-from accel_sft.data.conversation import conversation
+from accel_sft.data.conversation import conversation, read_split
+from accel_sft.data.pictures import Picture
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.models.load import load_tokenizer
 from accel_sft.models.processor import load_processor
 from accel_sft.models.source import find_source
 from accel_sft.testing import TaskConformance
+from accel_sft.training.prepare import Assembly
+from accel_sft_chat import Chat
 
 TASK = f"{vision.__file__}:Colours"
 JOB = (
@@ -235,6 +240,7 @@ def test_an_image_is_the_same_in_every_form_in_which_it_is_given(made, tmp_path,
     (tmp_path / "a.png").write_bytes(png())
     encoded = base64.b64encode(png()).decode()
     forms = [
+        {"url": f"file://{str(tmp_path).replace('p', '%70')}/a.png"},
         *({"image": str(tmp_path / "a.png")}, {"path": tmp_path / "a.png"}, {"url": str(tmp_path / "a.png")}),
         *({"image": png()}, {"base64": encoded}, {"url": f"data:image/png;base64,{encoded}"}),
         {"image": {"bytes": png(), "path": None}},
@@ -250,6 +256,68 @@ def test_an_image_is_the_same_in_every_form_in_which_it_is_given(made, tmp_path,
     assert len({row.images.digest for row in rows[:-1]}) == 1
 
 
+def floats():
+    file = io.BytesIO()
+    Image.new("F", (16, 16), 0.5).save(file, "tiff")
+    return file.getvalue()
+
+
+def test_pil_images_with_other_palettes_are_others():
+    one, other = (Image.new("P", (16, 16)) for _ in range(2))
+    one.putpalette([9, 9, 9])
+    other.putpalette([200, 9, 9])
+    assert Picture(one).digest != Picture(other).digest
+
+
+def test_a_text_with_an_image_s_token_is_refused_beside_rows_with_images(made, monkeypatch):
+    asked = Colours.messages
+
+    def with_token(self, example):
+        turns = asked(self, example)
+        return [*turns[:-1], {"role": "user", "content": "<|image_pad|>"}] if example == 13 else turns
+
+    encode = encoder(made("qwen2_vl"), Colours())
+    Assembly._check_texts(SimpleNamespace(encode=encode), encode(range(20), "train"))
+    monkeypatch.setattr(Colours, "messages", with_token)
+    encode = encoder(made("qwen2_vl"), Colours())
+    with pytest.raises(UserError, match=r"^train example 13: its text has <\|image_pad\|>, which stands for an image"):
+        Assembly._check_texts(SimpleNamespace(encode=encode), encode(range(20), "train"))
+
+
+@pytest.mark.parametrize("form", ["files", "PIL images", "bytes"])
+def test_exported_rows_have_their_images(tmp_path, monkeypatch, form):
+    task = Colours(folder=str(tmp_path / "images") if form == "files" else None)
+    if form == "bytes":
+        monkeypatch.setattr(Colours, "part", lambda *_: {"type": "image", "image": png()})
+    export_data.run(task, str(tmp_path / "rows"))
+    (tmp_path / "rows").rename(tmp_path / "moved")
+    files = {f"{split}_file": str(tmp_path / "moved" / f"{split}.jsonl") for split in export_data.SPLITS}
+    again = Chat(**files)
+    for split in export_data.SPLITS:
+        ours, theirs = read_split(task, split), read_split(again, split)
+        for index in range(len(ours)):
+            expected, found = conversation(task, ours, split, index), conversation(again, theirs, split, index)
+            assert (found.turns, found.answer) == (expected.turns, expected.answer)
+            one, other = ([picture.opened().tobytes() for picture in chat.images] for chat in (expected, found))
+            assert one == other
+    assert form != "bytes" or len([*(tmp_path / "moved" / "images").iterdir()]) == 1
+
+
+def test_an_image_that_cannot_be_exported_is_named_and_leaves_no_folder(tmp_path, monkeypatch):
+    kept = export_data.conversation
+
+    def then_gone(task, examples, split, index):
+        chat = kept(task, examples, split, index)
+        for path in (tmp_path / "images").glob("2-*.png"):
+            path.unlink()
+        return chat
+
+    monkeypatch.setattr(export_data, "conversation", then_gone)
+    with pytest.raises(UserError, match=r"train example 2: the image .*2-.*png: No such file"):
+        export_data.run(Colours(folder=str(tmp_path / "images")), str(tmp_path / "rows"))
+    assert not (tmp_path / "rows").exists()
+
+
 REFUSED = {
     "a stripe": (
         {"image": Image.new("RGB", (2001, 2))},
@@ -258,6 +326,9 @@ REFUSED = {
     "a missing file": ({"path": "nowhere.png"}, "'nowhere.png'; there is no such file"),
     "an address": ({"url": "https://example.com/a.png"}, "fetched again in every epoch; download it"),
     "no image": ({"image": b"no image"}, "an image cannot be read: it is in no format"),
+    "another machine": ({"url": "file://host/a.png"}, "'file://host/a.png', on another machine"),
+    "pixels of any size": ({"image": Image.new("F", (16, 16))}, "an image has pixels of 32 bits (Pillow's mode F)"),
+    "a file of them": ({"image": floats()}, "an image has pixels of 32 bits (Pillow's mode F)"),
     "nothing": ({}, "expected one image in it"),
     "two": ({"image": png(), "path": "a.png"}, "expected one image in it"),
     "a video": ({"type": "video", "video": "a.mp4"}, 'expected {"type": "text"'),

@@ -100,6 +100,15 @@ def test_without_a_launcher_the_command_has_none(tmp_path, monkeypatch):
     assert not (tmp_path / "a run" / "launch.yaml").exists()
 
 
+def test_under_torchrun_alone_the_command_has_torchrun(tmp_path, monkeypatch):
+    typed = ["/x/python", "/x/bin/torchrun", "--nproc_per_node", "2", "-m", "accel_sft", "math", "--seed", "1"]
+    monkeypatch.setattr(run_yaml, "torchrun_command", lambda: typed)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.chdir(tmp_path)
+    program = ["ACCELERATE_MIXED_PRECISION=bf16", "torchrun", "--nproc_per_node", "2", "-m", "accel_sft"]
+    assert command_in(written(tmp_path / "run")) == [*program, "--config", "run/run.yaml"]
+
+
 def test_a_folder_s_name_is_no_setting(tmp_path, monkeypatch):
     (tmp_path / "a\nseed: 3").mkdir()
     monkeypatch.chdir(tmp_path / "a\nseed: 3")
@@ -148,6 +157,7 @@ def test_launch_yaml_has_the_flags_that_decide_numbers_and_the_command_has_the_o
         (["accelerate-launch", "--num_processes", "2", "--module", "accel_sft"], ["--num_processes", "2"]),
         (["python", "-m", "accelerate.commands.launch", "--multi_gpu", "-m", "accel_sft"], ["--multi_gpu"]),
         (["accelerate", "launch", "--num_processes", "2", "train.py", "--seed", "1"], []),
+        (["python", "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "accel_sft"], ["--nproc-per-node=2"]),
     ],
 )
 def test_the_launcher_s_own_words_end_where_its_module_begins(command, kept):

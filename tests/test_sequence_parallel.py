@@ -73,6 +73,16 @@ def mistral(**more):
     )
 
 
+def test_a_model_on_which_deepspeeds_attention_fails_is_refused(monkeypatch):
+    def fails(*_, **__):
+        raise TypeError("empty_like(): must be Tensor")  # a multimodal model's layers are told no positions
+
+    monkeypatch.setitem(ulysses._shared, "sdpa", fails)
+    monkeypatch.setattr(ulysses.ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})
+    with pytest.raises(UserError, match=r"its forward of a part of a row fails \(TypeError: empty_like.*z3.yaml"):
+        in_parts(alone(mistral()), PADDED)
+
+
 @pytest.mark.parametrize(
     ("window", "expected"),
     [

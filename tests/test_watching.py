@@ -9,6 +9,7 @@ import types
 import pytest
 
 from accel_sft.tracking.idle import WARMUP_STEPS, IdleWatch
+from accel_sft.tracking.profiler import traced_steps
 from accel_sft.tracking.report import energy_text, render_report
 from accel_sft.tracking.system import Usage
 from accel_sft.tracking.trace import (
@@ -94,6 +95,8 @@ def test_the_process_s_time_is_divided_without_a_rest_and_evaluations_are_left_o
         "15% optimizer, 10% reading rows and making batches, 10% the rest, 5% communication, waiting for other ranks "
         "included"
     )
+    alone = time_sentence({**spent, "rank": 0, "ranks": 1})  # who waits for no other rank
+    assert alone.endswith("40% backward, 20% forward, 15% optimizer, 15% the rest, 10% reading rows and making batches")
     share = batch_share(tmp_path)
     assert (share["steps"], round(share["batch_seconds"], 6)) == (2, 0.02)
 
@@ -121,8 +124,8 @@ def test_on_a_gpu_kernels_copies_and_idle_time_add_up_to_all(read):
     assert milliseconds(spent["device"]) == expected
     assert sum(expected.values()) == 100
     assert milliseconds(spent["idle"]) == {BATCHES: 8, FORWARD: 5, COMMUNICATION: 3, OPTIMIZER: 11, OTHER: 8}
-    told = time_sentence({**spent, "rank": 0, "ranks": 1})
-    assert "went on the GPU (0.1 s each): 35% idle, 25% backward, 20% forward, 12% communication" in told
+    told = time_sentence({**spent, "rank": 0, "ranks": 2})
+    assert "of rank 0 went on the GPU (0.1 s each): 35% idle, 25% backward, 20% forward, 12% communication" in told
     assert told.endswith(
         "while it was idle (0.035 s a step), the process spent its time on 31% optimizer, 23% reading rows and making "
         "batches, 23% the rest, 14% forward, 9% communication, waiting for other ranks included"
@@ -141,6 +144,16 @@ def test_a_trace_that_was_cut_off_or_has_no_step_tells_nothing(tmp_path, content
     (tmp_path / "rank0.1.pt.trace.json").write_text(content)
     assert time_spent(tmp_path / "rank0.1.pt.trace.json") is None
     assert batch_share(tmp_path) is None
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_training_too_short_to_be_traced_is_told_so(tmp_path, steps):
+    told, reported = [], []
+    with traced_steps(tmp_path, 0, 1, told.append, reported.append) as profiler:
+        for _ in range(steps):
+            profiler.step()
+    assert "begins with step 3 of a start" in told[-1]
+    assert reported == []
 
 
 # --- a GPU that idles ---

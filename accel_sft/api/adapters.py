@@ -40,6 +40,8 @@ ADAPTERS: dict[str, AdapterType] = {
 LORA_ONLY = ("use_rslora", "use_dora", "lora_init", "lora_modules_to_save", "lora_target_parameters", "load_in_4bit")
 """Settings that say how LoRA's layers are made: they are properties of one type, as peft has it, and go together where
 `conflicts` does not say otherwise."""
+OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+"""Settings of every type, which do nothing where there is no adapter."""
 SPLITS = ("pissa", "olora")
 """Values of `--lora-init` by which an adapter begins as a part of its base's weights, which is taken out of them."""
 
@@ -47,6 +49,16 @@ SPLITS = ("pissa", "olora")
 def names_of(text: str | None) -> list[str]:
     """The names in an option's text, which has commas between them."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def unused(config: Any, defaults: Any) -> list[str]:
+    """Settings of an adapter that were chosen where there is none, by name.
+
+    Args:
+        config, defaults: of `TrainConfig`.
+    """
+    without = OF_ADAPTERS if config.adapter == "none" else ()
+    return [name for name in without if getattr(config, name) != getattr(defaults, name)]
 
 
 def conflicts(config: Any, defaults: Any) -> list[str]:

@@ -6,11 +6,12 @@ import torch
 from accelerate import Accelerator
 from torch.nn import functional
 
-from accel_sft.api.errors import UserError
+from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.batching.collate import Batch
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE, Subject
+from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch.collectives import gather_numbers
 from accel_sft.launch.ulysses import sequence_ranks, shared_rows
 from accel_sft.models.architecture import limited_layers
@@ -83,7 +84,11 @@ def in_parts(subject: Subject, exact: Batching) -> tuple[Batching, str]:
             if isinstance(module, torch.nn.Dropout):
                 module.eval()
         with shared_rows():
-            mine = nll_sum(subject.model, group.part(batch, subject.pad_token_id)).item()
+            try:
+                mine = nll_sum(subject.model, group.part(batch, subject.pad_token_id)).item()
+            except (AssertionError, TypeError) as error:  # of DeepSpeed's attention, alike on every rank
+                cause = one_line(what_and_where(error), LONGEST_ERROR)
+                raise UserError(_cannot(group, f"its forward of a part of a row fails ({cause})")) from error
         subject.model.train(was_training)
     parts = sum(share for (share,) in gather_numbers([mine])) / group.groups  # each group had the same row
     off = abs(whole - parts) / max(batch.weights.sum().item(), 1)

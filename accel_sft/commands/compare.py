@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accel_sft.api.adapters import OF_ADAPTERS
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import load_yaml
 from accel_sft.api.errors import UserError
@@ -163,6 +164,10 @@ def _check(cells: Sequence[Cell], discard_steps: int, parse: Parse) -> tuple[lis
             problems.append(f"{told}: --discard-steps {TRACED_STEPS} or more leaves them out of what is measured")
         configs.append(config)
         tasks.append(task)
+    if all(config.adapter == "none" for config in configs):
+        varied = [name for name in OF_ADAPTERS if len({getattr(config, name) for config in configs}) > 1]
+        told = "all cells would train the same, as --adapter none has no adapter; add -- --adapter lora"
+        problems += [f"--{_dashed(name)}: {told}" for name in varied]
     if problems:
         raise UserError(*dict.fromkeys(problems))
     return configs, tasks

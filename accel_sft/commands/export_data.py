@@ -1,5 +1,6 @@
 """The command `export-data`: a task's rows as chat files, for other trainers."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,16 +10,18 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.commands.generate import one_process
 from accel_sft.data.conversation import Conversation, conversation, read_split
+from accel_sft.data.pictures import Picture, parted
 from accel_sft.io import terminal
 from accel_sft.io.files import new_folder
 from accel_sft.io.text import printable
 
 SPLITS = ("train", "validation")
+IMAGES = "images"
 
 
 def run(task: Task, out: str) -> None:
-    """Write train.jsonl and validation.jsonl into `out`, a new folder, whole or not at all; print how many rows each
-    has.
+    """Write train.jsonl and validation.jsonl, and the images of their rows, into `out`, a new folder, whole or not at
+    all; print how many rows each has.
 
     Raises:
         UserError: an example that training would refuse, or a folder that cannot be written.
@@ -31,14 +34,37 @@ def run(task: Task, out: str) -> None:
         print(f"{Path(out) / split}.jsonl: {rows:,} rows", file=terminal.terminal())
 
 
-def chat_row(chat: Conversation) -> dict[str, Any]:
+def chat_row(chat: Conversation, folder: Path) -> dict[str, Any]:
     """A conversation in the form of chat files: every turn in order, `"weight": 0` in those of an assistant that carry
-    no loss, and schemas of tools if it has any."""
+    no loss, and schemas of tools if it has any.
+
+    Args:
+        folder: the row's images are copied into its `images/`, each once, by their hash; the row has paths in it.
+    Raises:
+        UserError: an image that cannot be read.
+    """
+    paths = iter([_copied(picture, folder) for picture in chat.images])
     messages = [
         {**turn, "weight": 0} if turn["role"] == "assistant" and at not in chat.learnt else turn
-        for at, turn in enumerate(chat.turns)
+        for at, turn in enumerate(_with_images(turn, paths) for turn in parted(chat.turns, chat.images))
     ]
     return {"messages": [*messages, chat.answer], **({"tools": chat.tools} if chat.tools else {})}
+
+
+def _with_images(turn: dict[str, Any], paths: Iterator[str]) -> dict[str, Any]:
+    if not isinstance(turn["content"], list):
+        return turn
+    parts = [{**part, "image": next(paths)} if part["type"] == "image" else part for part in turn["content"]]
+    return {**turn, "content": parts}
+
+
+def _copied(picture: Picture, folder: Path) -> str:
+    content, suffix = picture.file()
+    path = Path(IMAGES, f"{hashlib.sha256(content).hexdigest()[:32]}{suffix}")
+    if not (folder / path).exists():
+        (folder / IMAGES).mkdir(exist_ok=True)
+        (folder / path).write_bytes(content)
+    return path.as_posix()
 
 
 def _write(task: Task, split: str, path: Path) -> int:
@@ -46,11 +72,15 @@ def _write(task: Task, split: str, path: Path) -> int:
     for note in getattr(examples, "notes", ()):
         print(terminal.wrapped(printable(str(note))), file=terminal.terminal())
     with path.open("w", encoding="utf-8") as file:
-        for row in _rows(task, examples, split):
+        for row in _rows(task, examples, split, path.parent):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     return len(examples)
 
 
-def _rows(task: Task, examples: Sequence[Any], split: str) -> Iterator[dict[str, Any]]:
+def _rows(task: Task, examples: Sequence[Any], split: str, folder: Path) -> Iterator[dict[str, Any]]:
     for index in range(len(examples)):
-        yield chat_row(conversation(task, examples, split, index))
+        chat = conversation(task, examples, split, index)
+        try:
+            yield chat_row(chat, folder)
+        except UserError as error:
+            raise UserError(*(f"{split} example {index}: {line}" for line in error.problems)) from error

@@ -61,8 +61,10 @@ class Cell:
 
 
 def values(setting: Setting, texts: Sequence[str], *, whole: bool = False) -> list[str]:
-    """The values that an option was given, by commas and by repetition; `whole`: its values hold commas themselves.
+    """The values that an option was given, by commas and by repetition, each once (1e-4 is 0.0001).
 
+    Args:
+        whole: its values hold commas themselves.
     Raises:
         UserError: an empty value, or one that is no value of the setting.
     """
@@ -71,7 +73,10 @@ def values(setting: Setting, texts: Sequence[str], *, whole: bool = False) -> li
         raise UserError(f"{setting.flag} {','.join(texts)}: a value between two commas is empty; remove a comma")
     if wrong := [line for part in found if (line := setting.problem(setting.read(part)))]:
         raise UserError(*wrong)
-    return list(dict.fromkeys(found))
+    unique: dict[Any, str] = {}
+    for part in found:
+        unique.setdefault(setting.read(part), part)
+    return list(unique.values())
 
 
 def product(

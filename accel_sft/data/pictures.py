@@ -8,6 +8,8 @@ import functools
 import hashlib
 import io
 import os
+import urllib.parse
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from accel_sft.io.text import LONGEST_ERROR, one_line
 MARK = "\ue006\ue007"
 """Stands for an image in the text of a turn; in this order they are those of `Conversation.images`."""
 _SHOWN = "<image>"
+_NUMBERS = ("F", "I")
+"""Modes of Pillow that it cuts off at 0 and 255 where it makes them RGB: of floats from 0 to 1 all becomes black."""
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 _KEYS = ("image", "path", "url", "base64", "image_url")
 """Of a part of type "image", in which transformers looks for the image; and OpenAI's, of type "image_url"."""
 _EXPECTED = (
@@ -44,7 +49,10 @@ class Picture:
         if isinstance(self.given, (str, bytes)):
             return hashlib.sha256(self._file()).hexdigest()
         image = self.given
-        return hashlib.sha256(f"{image.mode} {image.size} ".encode() + image.tobytes()).hexdigest()
+        shape = f"{image.mode} {image.size} "
+        if palette := image.getpalette():  # of which the pixels are places
+            shape += f"{palette} {image.info.get('transparency')} "
+        return hashlib.sha256(shape.encode() + image.tobytes()).hexdigest()
 
     def opened(self) -> Any:
         """The image as transformers opens it: upright and in RGB if it is a file, a PIL image as it is.
@@ -53,7 +61,7 @@ class Picture:
             UserError: it cannot be read, or Pillow is missing.
         """
         if not isinstance(self.given, (str, bytes)):
-            return self.given
+            return self._of_eight_bits(self.given)
         content = self._file()
         try:
             import PIL.Image
@@ -61,11 +69,35 @@ class Picture:
         except ImportError as error:
             raise UserError(f"images need Pillow ({error}): pip install 'accel-sft[images]'") from error
         try:
-            return load_image(PIL.Image.open(io.BytesIO(content)))
+            return load_image(self._of_eight_bits(PIL.Image.open(io.BytesIO(content))))
+        except UserError:
+            raise
         except PIL.UnidentifiedImageError as error:
             raise UserError(f"{self} cannot be read: it is in no format of images that Pillow knows") from error
         except Exception as error:  # decoders fail on what is in a file in ways of their own
             raise UserError(f"{self} cannot be read: {one_line(str(error), LONGEST_ERROR)}") from error
+
+    def _of_eight_bits(self, image: Any) -> Any:
+        if image.mode in _NUMBERS:
+            raise UserError(
+                f"{self} has pixels of 32 bits (Pillow's mode {image.mode}), and nothing says which of them are black "
+                "and white; write it with 8 bits a channel"
+            )
+        return image
+
+    def file(self) -> tuple[bytes, str]:
+        """The bytes of an image's file, and the end of such a file's name; a PIL image as a PNG.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        if isinstance(self.given, str):
+            return self._file(), Path(self.given).suffix.lower()
+        if isinstance(self.given, bytes):
+            return self.given, ""
+        file = io.BytesIO()
+        (self.given if self.given.mode in _PNG_MODES else self.given.convert("RGB")).save(file, "png")
+        return file.getvalue(), ".png"
 
     def __str__(self) -> str:
         return f"the image {self.given}" if isinstance(self.given, str) else "an image"
@@ -133,6 +165,11 @@ def _file_or_bytes(value: str, what: str, *, encoded: bool) -> str | bytes:
             return base64.b64decode(value.partition(",")[2] if value.startswith("data:") else value)
         except (binascii.Error, ValueError) as error:
             raise UserError(f"{what} gave an image in base64 that cannot be decoded ({error})") from None
+    if value.lower().startswith("file://"):
+        address = urllib.parse.urlsplit(value)
+        if address.netloc not in ("", "localhost"):
+            raise UserError(f"{what} gave the image {value[:80]!r}, on another machine; a path has three: file:///")
+        value = urllib.request.url2pathname(address.path)
     if "://" in value[:10]:
         raise UserError(
             f"{what} gave the image {value[:80]!r}, which would be fetched again in every epoch; download it, and give "

@@ -51,7 +51,7 @@ class TokenStore(Sequence[Encoded]):
     """
 
     def __init__(self, path: Path, fingerprint: str, source: ImageSource | None = None) -> None:
-        self.fingerprint, self._source = fingerprint, source
+        self.fingerprint, self.source = fingerprint, source
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         reader = pa.ipc.open_file(pa.py_buffer(self._map))
@@ -102,12 +102,22 @@ class TokenStore(Sequence[Encoded]):
         if at == len(self.pictured) or self.pictured[at] != row:
             return None
         count, *_ = kept = self._images[at]
-        return RowImages(int(count), kept[1:].tobytes(), self._source)
+        return RowImages(int(count), kept[1:].tobytes(), self.source)
 
     def with_images(self, place: int = 0, ranks: int = 1) -> Iterator[Encoded]:
         """The rows that have images, or a rank's share of them."""
         for row in self.pictured[place::ranks].tolist():
             yield self[row]
+
+    def text_with(self, ids: Sequence[int]) -> int | None:
+        """The index of the first example whose row has no images and one of these tokens; None if none is so."""
+        for start, columns in zip(self._starts, self.columns(), strict=False):
+            places = np.flatnonzero(np.isin(columns.ids, ids))
+            rows = np.unique(np.searchsorted(columns.offsets, places, side="right") - 1)
+            rows = rows[~np.isin(rows + start, self.pictured)]
+            if len(rows):
+                return int(columns.indices[rows[0]])
+        return None
 
     def image_hashes(self) -> np.ndarray:
         """64 bits of each row's images, of rows that have any, uint64."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from accel_sft.api.adapters import unused
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import shown
@@ -59,6 +60,7 @@ def audit(config: TrainConfig, launch: Launch | None = None, devices: int | None
         what = f"{where}: {'FSDP' if launch.backend == 'fsdp' else 'DeepSpeed'} does not run on macOS"
         return [error(what, "leave accelerate launch out, for one process on MPS or the CPU")]
     found = [*_keys(launch), *_world(launch, devices, f"{where}"), *_precision(launch, devices), *_optimizer(config)]
+    found += _adapter(config)
     found += audit_parallelism(config, launch, f"{where}")
     if launch.backend == "deepspeed":
         where = launch.json_file or where
@@ -169,6 +171,12 @@ def _optimizer(config: TrainConfig) -> Iterator[Finding]:
     if config.optimizer == "muon" and config.adapter == "none" and (config.model != "tiny" or config.init_from):
         what = "--optimizer muon: all weights of a model that Adam trained learn worse by it (arXiv 2605.10468)"
         yield warning(what, "--optimizer adamw; or --adapter lora, with which it learns as well")
+
+
+def _adapter(config: TrainConfig) -> Iterator[Finding]:
+    for name in unused(config, TrainConfig):
+        what = f"--{name.replace('_', '-')} {getattr(config, name)} is not used: --adapter none trains all weights"
+        yield warning(what, "add --adapter lora, or leave it out")
 
 
 def _ignored(launch: Launch, config: TrainConfig, where: str) -> Iterator[Finding]:

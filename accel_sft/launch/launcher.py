@@ -22,6 +22,11 @@ def torchrun_command() -> list[str]:
     return _above(_TORCHRUN)[0] if started else []
 
 
+def is_launcher(word: str) -> bool:
+    """Whether a word of a command line is a launcher's program or module."""
+    return any(program.search(Path(word).name) for program in (_ACCELERATE, _TORCHRUN))
+
+
 def under_launcher() -> bool:
     """Whether a launcher that still runs started this process: torchrun, or `accelerate launch` above it."""
     return "TORCHELASTIC_RUN_ID" in os.environ or bool(launcher_command()[0])

@@ -5,11 +5,11 @@ oddity that a section's key applies whatever the backend; a test compares the tw
 """
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.registry import suggestion
+from accel_sft.launch.launcher import is_launcher
 
 CONFIG_KEYS = """
     compute_environment distributed_type mixed_precision use_cpu debug num_processes machine_rank num_machines gpu_ids
@@ -104,7 +104,7 @@ def own_words(command: list[str], without: Collection[str] = ()) -> list[str]:
     Args:
         without: flags with a value, by name without dashes, that are left out with it.
     """
-    begin = next((at + 1 for at, word in enumerate(command[:3]) if "accelerate" in Path(word).name), len(command))
+    begin = next((at + 1 for at, word in enumerate(command[:3]) if is_launcher(word)), len(command))
     begin += command[begin : begin + 1] == ["launch"]
     end = next((at for at in range(begin, len(command)) if command[at] in ("-m", "--module")), begin)
     kept: list[str] = []

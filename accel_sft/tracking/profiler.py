@@ -30,7 +30,11 @@ def traced_steps(
         write(profiler)
         traced.append(max(folder.glob(f"{worker}.*"), key=lambda path: path.stat().st_mtime_ns))
         log(f"profile: {folder} (open its files in ui.perfetto.dev or chrome://tracing)")
-        if report and (spent := time_spent(traced[-1])):
+        if report is None:
+            return
+        if (spent := time_spent(traced[-1])) is None:
+            log(f"profile: it holds no whole step; tracing begins with step {_SKIPPED + _WARMUP + 1} of a start")
+        else:
             spent |= {"rank": rank, "ranks": ranks}
             log(f"profile: {time_sentence(spent)}; tracing itself takes time")
             report(spent)

@@ -94,15 +94,19 @@ def time_sentence(spent: Mapping[str, Any]) -> str:
     count = f"{spent['steps']} traced step{'s' if spent['steps'] > 1 else ''}"
     whose = f" of rank {spent['rank']}" if spent["ranks"] > 1 else ""
     where = "on the GPU" if "device" in spent else "in the process"
-    told = _listed(spent.get("device") or spent["process"])
+    alone = spent["ranks"] == 1
+    told = _listed(spent.get("device") or spent["process"], alone=alone)
     if idle := spent.get("device", {}).get(IDLE):
-        during = _listed(spent["idle"])
+        during = _listed(spent["idle"], alone=alone)
         told += f"; while it was idle ({idle / spent['steps']:.3g} s a step), the process spent its time on {during}"
     return f"where the time of {count}{whose} went {where} ({spent['seconds'] / spent['steps']:.3g} s each): {told}"
 
 
-def _listed(parts: Mapping[str, float]) -> str:
-    """The largest first, in percent; the remainders of rounding down go to those that lose most."""
+def _listed(parts: Mapping[str, float], *, alone: bool) -> str:
+    """The largest first, in percent; the remainders of rounding down go to those that lose most. Of a rank that is
+    alone, what the end of a step takes is part of the rest: there is nobody to wait for."""
+    if alone and COMMUNICATION in parts:
+        parts = {**parts, OTHER: parts.get(OTHER, 0.0) + parts[COMMUNICATION], COMMUNICATION: 0.0}
     total = sum(parts.values())
     whole = {name: int(100 * part / total) for name, part in parts.items()}
     lost = sorted(parts, key=lambda name: whole[name] - 100 * parts[name] / total)

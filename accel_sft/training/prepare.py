@@ -16,6 +16,7 @@ from accel_sft.batching.memory import forwards_alone
 from accel_sft.checkpoint.checkpoint import replacing
 from accel_sft.data.chat import Encoding
 from accel_sft.data.conversation import conversation, read_split
+from accel_sft.data.rows import with_places
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.evaluator import Evaluator, answer_backend
@@ -66,6 +67,9 @@ class Assembly:
         images = any(len(encoding.kept.pictured) for encoding in encodings)
         if images and not forwards_alone(self.accelerator):
             raise UserError(_IMAGES_NOT_SHARDED)
+        if images:
+            for encoding in encodings:
+                self._check_texts(encoding)
         launch |= {"total_steps": total_steps, "largest_id": largest_id, "images": images}
         begun = run_dir.adapter_start if run_dir and run_dir.has_trained() else None
         splits = self.config.lora_init in SPLITS
@@ -74,6 +78,15 @@ class Assembly:
             file = run_dir.adapter_start
             decided_by_main(self.accelerator, lambda: keep(model, file) if splits else file.unlink(missing_ok=True))
         return model
+
+    def _check_texts(self, encoding: Encoding) -> None:
+        """Raises UserError if a text has an image's token: beside rows with images, the model looks for its pixels."""
+        processor = self.encode.images.processor
+        index = encoding.kept.text_with(processor.image_token_ids)
+        if index is not None:
+            what = f"its text has {processor.image_token}, which stands for an image, and it has none; remove it"
+            lines = [f"{encoding.split} example {index}: {what}"]
+            raise UserError(*with_places(lines, encoding.kept.source.examples, encoding.split))
 
     def evaluator(
         self, model: Any, examples: Sequence[Any], encoding: Encoding, max_new_tokens: int | None = None, **more: Any

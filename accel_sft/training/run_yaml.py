@@ -20,11 +20,14 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import one_line
 from accel_sft.launch.describe import shown_folder
 from accel_sft.launch.info import Launch, launcher_command, read_launch
+from accel_sft.launch.launcher import torchrun_command
 from accel_sft.launch.rank_environment import own_words
 from accel_sft.launch.recordable import command_line, recordable, without_secrets
 from accel_sft.models.source import is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS
 
+_PRECISION = "ACCELERATE_MIXED_PRECISION"
+"""The variable by which a start without `accelerate launch` is told its precision."""
 _LEFT_OUT = ("output_dir", "resume", "dry_run")
 """A run that is started again has a folder of its own, and begins at its first step."""
 _IN_FILE = ("num_processes", "num_machines", "mixed_precision")
@@ -90,6 +93,11 @@ def _header(run_dir: RunDir, launch: Launch) -> str:
         file = ["--config_file", os.path.join(folder, run_dir.launch.name)] if launch.yaml else []
         own = own_words(launcher, without=("config_file", *_IN_FILE) if file else ())
         words = ["accelerate", "launch", *file, *own, "-m", "accel_sft"]
+    else:
+        if torchrun := torchrun_command():
+            words = ["torchrun", *own_words(torchrun), "-m", "accel_sft"]
+        if precision := os.environ.get(_PRECISION):
+            words = [f"{_PRECISION}={precision}", *words]
     words += ["--config", os.path.join(folder, run_dir.settings.name)]
     same = (
         f"The weights are the same bit for bit (on GPUs with --deterministic) with the same data, versions, kind of "
