@@ -63,7 +63,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     if trained and trained["config"].get("load_in_4bit") and config.generate_with != "vllm":
         config = dataclasses.replace(config, load_in_4bit=True)
     models = [config.base, config.model] if config.base else [config.model]
-    sources = [find_source(config, model) for model in models]
+    sources = [find_source(config, RunDir.weights_in(model)) for model in models]
     sides = ("base", "tuned") if config.base else ("model",)
     named = {side: source.adapter or source.weights for side, source in zip(sides, sources, strict=True)}
     for source in sources if config.generate_with == "vllm" else ():
@@ -77,7 +77,8 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
         day = decided_by_main(accelerator, lambda: config.template_date or time.strftime("%Y-%m-%d"))
         config = dataclasses.replace(config, template_date=day)
         if accelerator.is_main_process:
-            for line in _differences(config.model, recorded_name(task_name), accelerator.mixed_precision):
+            notes = _differences(config.model, recorded_name(task_name), accelerator.mixed_precision)
+            for line in RunDir.choice_in(config.model) + notes:
                 print(terminal.wrapped(printable(line)), file=terminal.terminal())
         if config.output_dir:
             decided_by_main(accelerator, lambda: _claim(Path(config.output_dir)))
