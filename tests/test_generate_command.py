@@ -79,6 +79,7 @@ def test_a_prompt_is_answered_by_the_best_weights_of_a_run(run, tmp_path):
     told = accel_sft("generate", str(run.run_dir), sample["prompt"])
     assert told.status == 0, told.output
     assert f"model  {run.run_dir / 'best'}\n" in told.output
+    assert f"note: this run's best/ weights are taken; for those of its last step name {run.run_dir}" in told.output
     assert RunDir.weights_in("org/model") == "org/model"
     unfinished = tmp_path / "run"
     unfinished.mkdir()
@@ -87,6 +88,7 @@ def test_a_prompt_is_answered_by_the_best_weights_of_a_run(run, tmp_path):
         RunDir.weights_in(str(unfinished))
     (unfinished / "final").mkdir()
     assert RunDir.weights_in(str(unfinished)) == str(unfinished / "final")
+    assert RunDir.choice_in(str(unfinished)) == RunDir.choice_in("org/model") == []
 
 
 @pytest.mark.parametrize(

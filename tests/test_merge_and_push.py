@@ -232,7 +232,7 @@ def test_a_run_is_pushed_without_data_samples_and_logs_unless_asked(run, local_h
     assert there.files["README.md"] == (run / "best/README.md").read_bytes()
     assert there.files["model.safetensors"] == (run / "best/model.safetensors").read_bytes()
     assert not [name for name in there.files if "rows" in name or "/" in name or "report" in name]
-    assert "not uploaded: .git/config.json, deploy.py, rows.jsonl" in done.stdout
+    assert "not uploaded: .git/, deploy.py, rows.jsonl" in done.stdout
     assert f"{address}/org/name" in done.stdout
     assert there.messages == ["run: best"]
     push(run, "org/name", "--also", "samples/*", "--also", "report.md")
@@ -244,6 +244,23 @@ def test_a_run_is_pushed_without_data_samples_and_logs_unless_asked(run, local_h
     with pytest.raises(UserError, match="org/open: this repository is public, and --private was asked for"):
         push(run, "org/open", "--private")
     assert len(there.messages) == 2
+
+
+def test_of_a_strangers_folder_only_the_models_files_are_pushed(base, push, tmp_path):
+    folder = shutil.copytree(base, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    code = {"AutoModelForCausalLM": "modeling_own.Own", "AutoConfig": "org/other--configuration_own.Own"}
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": code}))
+    (folder / "modeling_own.py").write_text("from .layers import Layer\n")
+    (folder / "src").mkdir()
+    for name in ("layers.py", "train.py", "api_tokens.json", "aws_config.json", "reward.model", "src/config.json"):
+        (folder / name).write_text("{}")
+    listed = push(folder, "org/name", "--dry-run")
+    assert [name for name in ("modeling_own.py", "layers.py", "config.json") if f"MB  {name}\n" not in listed] == []
+    assert "not uploaded: api_tokens.json, aws_config.json, reward.model, src/, train.py (" in listed
+    (folder / "layers.py").unlink()
+    with pytest.raises(UserError, match=r"modeling_own\.py: the model's own code cannot be read"):
+        push(folder, "org/name", "--dry-run")
 
 
 def test_an_adapter_is_pushed_with_its_bases_hub_id_or_merged(adapter, local_hub, push):

@@ -233,6 +233,9 @@ def test_evaluating_a_run_asks_as_the_run_did(whole_run, tmp_path):
     command = ("evaluate", "math", "--model", str(run.run_dir), "--validation-examples", "5")
     evaluated = accel_sft(*command, run_dir=tmp_path / "own")
     assert evaluated.status == 0, evaluated.output
+    note = f"note: this run's best/ weights are taken; for those of its last step name {run.run_dir / 'final'}\n"
+    assert note in evaluated.output  # as generate, merge and push take them
+    assert evaluated.result()["weights"] == {"model": str(run.run_dir / "best")}
     after = json.loads((tmp_path / "own" / "result.json").read_text())["after"]
     assert after["eval_loss"] == pytest.approx(run.result()["after"]["eval_loss"], rel=1e-4)
     other = accel_sft(*command, "--thinking", "template", run_dir=tmp_path / "other")

@@ -105,8 +105,9 @@ def test_two_ranks_score_its_answers_as_the_run_scored_its_own(launched, fake, t
     run = layout(launched, "z3")
     (tmp_path / "site").mkdir()
     install(tmp_path / "site", "accel-sft-weighing", "weighing = accel_sft_weighing:Weighing", WEIGHING)
+    own = str(run.run_dir / "final")  # whose numbers are the run's own
     done = accel_sft(
-        *("evaluate", "weighing", "--validation-examples", "7", "--model", str(run.run_dir), "--generate-with", "vllm"),
+        *("evaluate", "weighing", "--validation-examples", "7", "--model", own, "--generate-with", "vllm"),
         yaml="z3",
         launcher=("--mixed_precision", "no"),
         run_dir=tmp_path / "out",
@@ -124,7 +125,7 @@ def test_two_ranks_score_its_answers_as_the_run_scored_its_own(launched, fake, t
     assert result["after"]["generate_peak_host_memory_gib"] > 0.1  # of the script, which loads torch
     assert result["after"]["held"] < 100_000  # the model, of a million, had been released
     record = fake.record()
-    assert (record["arguments"]["model"], record["arguments"]["dtype"]) == (str(run.run_dir / "final"), "float32")
+    assert (record["arguments"]["model"], record["arguments"]["dtype"]) == (own, "float32")
     assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"} & record["environment"].keys()
     assert fake.is_gone()
     assert (tmp_path / "out" / "vllm.log").exists()

@@ -62,9 +62,9 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     config = config.resolved({})
     if trained and trained["config"].get("load_in_4bit") and config.generate_with != "vllm":
         config = dataclasses.replace(config, load_in_4bit=True)
-    sources = [find_source(config, config.model)]
+    sources = [find_source(config, RunDir.weights_in(config.model))]
     if config.base:
-        base = began_with(sources[0], trained) if config.base == "auto" else config.base
+        base = began_with(sources[0], trained) if config.base == "auto" else RunDir.weights_in(config.base)
         sources.insert(0, find_source(config, base))
     sides = ("base", "tuned") if config.base else ("model",)
     named = {side: source.adapter or source.weights for side, source in zip(sides, sources, strict=True)}
@@ -79,7 +79,8 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
         day = decided_by_main(accelerator, lambda: config.template_date or time.strftime("%Y-%m-%d"))
         config = dataclasses.replace(config, template_date=day)
         if accelerator.is_main_process:
-            for line in _differences(config.model, recorded_name(task_name), accelerator.mixed_precision):
+            notes = _differences(config.model, recorded_name(task_name), accelerator.mixed_precision)
+            for line in RunDir.choice_in(config.model) + notes:
                 print(terminal.wrapped(printable(line)), file=terminal.terminal())
         if config.output_dir:
             decided_by_main(accelerator, lambda: _claim(Path(config.output_dir)))

@@ -98,6 +98,7 @@ def _run(model: str, options: dict[str, Any]) -> None:
     from accel_sft.evaluation.left_padded import Sampling
     from accel_sft.evaluation.prompts import read_prompts, with_system
     from accel_sft.io import terminal
+    from accel_sft.io.run_dir import RunDir
     from accel_sft.io.text import printable
     from accel_sft.launch.accelerator import create_accelerator
 
@@ -113,6 +114,8 @@ def _run(model: str, options: dict[str, Any]) -> None:
             raise UserError(f"PROMPT: expected {expected}")
     most, sides, told = config.max_new_tokens or LONGEST_ANSWER, {}, {}
     with terminal.quiet(None, config.debug, shown_on=2) as out:
+        for line in RunDir.choice_in(model):
+            print(terminal.wrapped(printable(line)), file=out)
         accelerator = create_accelerator(config)
         for side, source in _sources(config, folder, record, options["base"]).items():
             print(terminal.wrapped(f"{side:<5}  {source.adapter or source.weights}", 7), file=out)

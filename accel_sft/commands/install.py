@@ -26,16 +26,17 @@ def install(name: str, pip_options: Sequence[str]) -> None:
     What stands behind -- is given to pip: accel-sft install mytask -- --no-index --find-links wheels
     """
     command = [sys.executable, "-m", "pip", "install", *pip_options, requirement(name)]
+    shown = without_credentials(name)
     if importlib.util.find_spec("pip") is None:
         raise UserError(
-            f"install {name}: this environment has no pip; `{shlex.quote(sys.executable)} -m ensurepip` brings it, or "
-            f"let another installer do it: uv pip install {shlex.quote(command[-1])}"
+            f"install {shown}: this environment has no pip; `{shlex.quote(sys.executable)} -m ensurepip` brings it, or "
+            f"let another installer do it: uv pip install {without_credentials(shlex.quote(command[-1]))}"
         )
     before = registry.plugins()
-    click.echo(shlex.join(command))
+    click.echo(without_credentials(shlex.join(command)))
     status = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
     if status:
-        raise UserError(f"install {name}: pip ended with status {status}; what it printed above says why")
+        raise UserError(f"install {shown}: pip ended with status {status}; what it printed above says why")
     importlib.invalidate_caches()
     came = [plugin for plugin in registry.plugins() if plugin not in before]
     for plugin in came:
@@ -43,6 +44,11 @@ def install(name: str, pip_options: Sequence[str]) -> None:
         click.echo(f"{plugin.name}  {plugin.distribution} {plugin.version}  {state}")
     if not came:
         click.echo("No task came that was not there before; `accel-sft tasks` lists those that are.")
+
+
+def without_credentials(text: str) -> str:
+    """`text` with the user and password or token of each URL in it as ****, as pip prints them: logs are kept."""
+    return re.sub(r"://[^/\s'\"]+@", "://****@", text)
 
 
 def requirement(name: str) -> str:

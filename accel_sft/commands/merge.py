@@ -40,6 +40,8 @@ def merge(ctx: click.Context, run: str, out: str, dtype: str | None, trust_remot
 
     with terminal.quiet(None, debug) as stream, new_folder(out, "OUT") as partial:
         folder = RunDir.weights_in(run)
+        for line in RunDir.choice_in(run):
+            print(terminal.wrapped(line), file=stream)
         print(f"adapter  {folder}", file=stream)
         for line in write_merged(folder, partial, dtype, trust_remote_code):
             print(terminal.wrapped(line, 9), file=stream)

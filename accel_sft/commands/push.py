@@ -1,6 +1,5 @@
 """`accel-sft push`: a run's weights, tokenizer and model card to a hub, and nothing else unless it is asked for."""
 
-import fnmatch
 import json
 import re
 import tempfile
@@ -14,11 +13,6 @@ from accel_sft.commands.generate import one_process
 from accel_sft.commands.merge import MERGED
 from accel_sft.io.text import one_line
 
-SHIPPED = ("*.safetensors", "*.safetensors.index.json", "*config.json", "*.jinja", "chat_template.json", "README.md")
-SHIPPED += ("tokenizer.json", "*tokens*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken")
-"""Files of exported weights by name; whatever else lies beside them stays where it is."""
-_CODE = "*.py"
-"""Shipped too where a configuration names code that comes with the model."""
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
 
 
@@ -53,12 +47,15 @@ def push(ctx: click.Context, run: str, repo: str, **options: Any) -> None:
     prepare_environment(options["debug"])
     from accel_sft.io import terminal
     from accel_sft.io.files import new_folder
+    from accel_sft.io.run_dir import RunDir
     from accel_sft.io.text import printable
 
     folder = _folder(run, options["what"])
     if not options["dry_run"]:
         _check_repo(repo)
     with terminal.quiet(None, options["debug"]) as out, tempfile.TemporaryDirectory() as temporary:
+        for line in RunDir.choice_in(run) if options["what"] not in ("best", "final") else ():
+            print(terminal.wrapped(printable(line)), file=out)
         source = Path(folder)
         if options["what"] == "merged":
             from accel_sft.commands.merge import write_merged
@@ -114,25 +111,18 @@ def _stage(source: Path, staged: Path, base_model: str | None) -> list[str]:
     Raises:
         UserError: an adapter whose base others cannot find.
     """
-    from accel_sft.io.files import read_json
+    from accel_sft.models.shipped_files import shipped_files
 
     staged.mkdir()
-    left, settings = [], [read_json(file) for file in source.glob("*config.json")]
-    has_code = any(isinstance(content, dict) and "auto_map" in content for content in settings)
-    shipped = (*SHIPPED, _CODE) if has_code else SHIPPED
-    for path in sorted(source.rglob("*")):
-        name = path.relative_to(source)
-        if not path.is_file():
-            continue
-        hidden = any(part.startswith(".") for part in name.parts)
-        if hidden or not any(fnmatch.fnmatch(path.name, pattern) for pattern in shipped):
-            left.append(str(name))
-            continue
-        (staged / name).parent.mkdir(parents=True, exist_ok=True)
-        (staged / name).symlink_to(path.resolve())
+    shipped, left = shipped_files(source)
+    for name in shipped:
+        (staged / name).parent.mkdir(exist_ok=True)
+        (staged / name).symlink_to((source / name).resolve())
     config = staged / "adapter_config.json"
     if not config.exists():
         return left
+    from accel_sft.io.files import read_json
+
     content = read_json(config)
     base = base_model or hub_id(str(content.get("base_model_name_or_path")))
     if base is None:

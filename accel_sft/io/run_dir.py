@@ -71,6 +71,8 @@ class RunDir:
     def weights_in(cls, model: str) -> str:
         """If the folder `model` is a run: its best/, or final/ where there is none; else `model` as it is.
 
+        Commands that use a trained model take these; training from an earlier run takes its final/ (`find_source`).
+
         Raises:
             UserError: a run without either.
         """
@@ -81,6 +83,14 @@ class RunDir:
         if found is None:
             raise UserError(f"{model}: this run has neither best/ nor final/ yet; resume it first")
         return str(found)
+
+    @classmethod
+    def choice_in(cls, model: str) -> list[str]:
+        """A line that says which weights `weights_in` takes; none if `model` is no run, or a run with one kind."""
+        run = cls(expanded(model))
+        if not (run.record.is_file() and run.best.is_dir() and run.final.is_dir()):
+            return []
+        return [f"note: this run's best/ weights are taken; for those of its last step name {run.final}"]
 
     def answers(self, step: int) -> Path:
         """The answers of the evaluation at `step`."""
