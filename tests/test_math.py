@@ -178,9 +178,10 @@ def test_built_in_training_leaves_out_the_validation_files_numbers(tmp_path):
 def test_malformed_rows_are_named(tmp_path, bad, words):
     path = write(tmp_path / "train.jsonl", [row(3), bad, row(4), bad], lines=True)
     validation = write(tmp_path / "validation.json", [row(9)])
-    lines = complaint(lambda: Math(train_file=path, validation_file=validation).dataset("train"))
-    assert [line.split(": ")[0] for line in lines] == [f"{path}:2", f"{path}:4"]
-    assert all(word in line for line in lines for word in words)
+    (line,) = complaint(lambda: Math(train_file=path, validation_file=validation).dataset("train"))
+    assert line.startswith(f"{path}:2: ")
+    assert line.endswith("; line 4 has the same problem")
+    assert all(word in line for word in words)
 
 
 @pytest.mark.parametrize(

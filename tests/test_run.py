@@ -314,7 +314,7 @@ def test_patience_stops_early(launched):
 def test_evaluate_alone_gives_the_runs_numbers(launched, tmp_path):
     run = layout(launched, "z3")
     arguments = ("evaluate", "math", "--max-new-tokens", "6")
-    models = ("--model", str(run.run_dir), "--base", "auto")
+    models = ("--model", str(run.run_dir / "final"), "--base", "auto")
     fp32 = ("--mixed_precision", "no")
     alone = accel_sft(*arguments, *models, yaml="z3", launcher=fp32, run_dir=tmp_path / "out")
     assert alone.status == 0, alone.output
