@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="Second starts of each size.")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("launcher", nargs="*", help="Behind --: what to launch with; none: one process.")
-    args = smoke.parse(parser, rows=[2000], rounds=1, steps=20)
+    args = smoke.parse(parser, rows=[2000], rounds=1, steps=8)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model")

@@ -973,7 +973,8 @@ with ExitHandler(), quiet(folder / f"rank-{os.environ['RANK']}.log"):
 
 
 @pytest.mark.parametrize(
-    ("name", "flags", "precision"), [("ddp", [], "bf16"), ("z2", ["--mixed_precision", "no"], "no")]
+    ("name", "flags", "precision"),
+    [("ddp", [], "bf16"), pytest.param("z2", ["--mixed_precision", "no"], "no", marks=pytest.mark.long)],
 )
 def test_two_real_ranks_are_one_world(name, flags, precision, tmp_path):
     script = tmp_path / "rank.py"
