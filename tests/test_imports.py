@@ -206,6 +206,6 @@ def test_the_refusal_above_fires(tmp_path):
     assert "RuntimeError: torch was imported" in accel_sft("tasks", site=tmp_path).stdout
 
 
-def test_no_module_is_longer_than_250_lines():
+def test_no_module_is_longer_than_400_lines():
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules()}
-    assert {name: count for name, count in lines.items() if count > 250} == {}
+    assert {name: count for name, count in lines.items() if count > 400} == {}
