@@ -26,6 +26,7 @@ from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.sequence import SequenceGroup
 from accel_sft.data.chat import Encoded
 from accel_sft.launch import accelerator
+from accel_sft.launch.info import read_launch
 from accel_sft.launch.ulysses import shared_rows
 from accel_sft.training.optimizer import Stepper, new_optimizer
 
@@ -36,10 +37,10 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 def main(tokens: int) -> None:
     """Print the MiB that the forward keeps for its backward, and those of the peak, besides what was there."""
     config = TrainConfig().resolved({})
-    launched = accelerator.create_accelerator(config)
+    launched, launch = accelerator.create_accelerator(config, read_launch())
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, **HEADS, max_position_embeddings=tokens)).train()
-    model, optimizer = accelerator.prepare_model(launched, model, new_optimizer(model, config), config)
+    model, optimizer = accelerator.prepare_model(launched, launch, model, new_optimizer(model, config), config)
     stepper = Stepper(launched, model, optimizer, config.max_grad_norm)
     row = Encoded(0, [5 + at % 300 for at in range(tokens)], tokens // 2)
     whole = Batching("padded", 2**31, rows=1, head="pieces").batch([row], 0, launched.device)

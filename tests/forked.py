@@ -24,6 +24,8 @@ from unittest import mock
 
 LAUNCH, TORCHRUN = "accelerate-launch", "torchrun"
 _IMPORTED = ["forked_imports"]
+_launchers: dict[str, str] = {}
+"""The launcher's own environment, before it sets what its ranks get."""
 
 
 def run(command: tuple[str, ...], environment: dict[str, str], folder: Path, timeout_seconds: float):
@@ -46,6 +48,7 @@ def run(command: tuple[str, ...], environment: dict[str, str], folder: Path, tim
 def _main(command: tuple[str, ...], environment: dict[str, str], folder: Path) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    _launchers.update(environment)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = list(command)
     for number, name in enumerate(("stdout", "stderr"), 1):
@@ -66,12 +69,13 @@ def _main(command: tuple[str, ...], environment: dict[str, str], folder: Path) -
 
 def _start_rank(_: object, command: tuple[str, ...], environment: dict[str, str]):
     """In place of a `Popen` of a rank's command, `python -u -m MODULE ...`: one of a fork that goes on with it."""
-    process = multiprocessing.get_context("fork").Process(target=_rank, args=(command, environment, sys.argv))
+    told = command, environment, sys.argv, _launchers
+    process = multiprocessing.get_context("fork").Process(target=_rank, args=told)
     process.start()
     return process._popen
 
 
-def _rank(command: tuple[str, ...], environment: dict[str, str], launch: list[str]) -> None:
+def _rank(command: tuple[str, ...], environment: dict[str, str], launch: list[str], launchers: dict[str, str]) -> None:
     import psutil
 
     from accel_sft.launch import info
@@ -81,7 +85,7 @@ def _rank(command: tuple[str, ...], environment: dict[str, str], launch: list[st
     os.environ.clear()
     os.environ.update(environment)
     info.PARENT = signals.PARENT = os.getppid()
-    launcher = SimpleNamespace(cmdline=lambda: launch, cwd=os.getcwd)
+    launcher = SimpleNamespace(cmdline=lambda: launch, cwd=os.getcwd, environ=lambda: launchers)
     psutil.Process.parents = lambda process: [launcher]
     sys.argv = list(command[command.index("-m") + 1 :])
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

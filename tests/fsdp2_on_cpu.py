@@ -46,7 +46,7 @@ def _is_fsdp() -> bool:
 if __name__ == "__main__":
     allow()
     audit = start.audit
-    start.audit = lambda config: audit(config, devices=int(os.environ["LOCAL_WORLD_SIZE"]))
+    start.audit = lambda config, launch: audit(config, launch, devices=int(os.environ["LOCAL_WORLD_SIZE"]))
 
     from accel_sft.__main__ import main
 

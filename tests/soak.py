@@ -77,7 +77,7 @@ class Launch:
         command = [sys.executable, "-m", "accel_sft"]
         if layout != "plain":
             command = [str(Path(sysconfig.get_path("scripts"), "accelerate")), "launch"]
-            command += ["--config_file", str(CONFIGS / f"{layout}.yaml"), "--mixed_precision", "no"]
+            command += ["--config_file", str(CONFIGS / f"{layout}.yaml")]
             command += ["--main_process_port", str(_free_port()), "-m", "accel_sft"]
         self.goes_on = any(run_dir.glob("checkpoints/step-*"))
         command += [*JOB, *LAYOUTS[layout], "--output-dir", str(run_dir), "--resume", "auto"]

@@ -452,7 +452,8 @@ def test_an_nvcc_of_another_cuda_is_a_warning(programs, tmp_path):
         ({"bf16_speedup": 5.2}, "ok", "5.2 times as fast as float32"),
         ({"bf16_speedup": 1.1}, "ok", "it saves memory, hardly time"),
         ({"bf16_speedup": 0.25}, "warning", "4.0 times slower than float32"),
-        ({"bf16_speedup": 0.9, "bf16_native": False}, "warning", "by emulation"),
+        ({"bf16_speedup": 0.01, "bf16_native": False}, "ok", "float32; bf16 would be emulated, 100.0 times slower"),
+        ({"bf16_speedup": 0.9, "bf16_native": False, "device_names": ["T4"]}, "warning", "T4 has no bf16"),
     ],
 )
 def test_whether_bf16_is_fast_is_told_as_measured(facts, level, words):

@@ -36,8 +36,12 @@ from accel_sft.evaluation.scoring import check_scoring, scored
 from accel_sft.io import lock
 from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import RunDir
+from accel_sft.launch.info import read_launch
 from accel_sft.resilience.signals import StopSignals
 from accel_sft.training import claim
+
+ALONE = read_launch({}, [])
+"""One process without a launcher."""
 
 
 @pytest.fixture
@@ -198,7 +202,7 @@ def test_a_folder_whose_claim_another_ranks_death_broke_off_does_not_say_that_it
     monkeypatch.setattr(claim, "decided_by_main", broken)
     config = TrainConfig(output_dir=str(tmp_path / "run")).resolved({})
     with pytest.raises(RuntimeError, match="closed by peer"):
-        claim.claim_run_dir(Accelerator(cpu=True), "sums", Sums(), config)
+        claim.claim_run_dir(Accelerator(cpu=True), ALONE, "sums", Sums(), config)
     lock.release()
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result == {"status": "failed", "error": "Connection closed by peer"}
@@ -313,7 +317,7 @@ def test_a_folder_is_a_runs_by_its_record_and_not_by_a_file_that_others_write_to
     config = TrainConfig(output_dir=str(tmp_path), resume="auto").resolved({})
     try:
         with pytest.raises(UserError, match=told) if told else contextlib.nullcontext():
-            claim.claim_run_dir(Accelerator(cpu=True), "sums", Sums(), config)
+            claim.claim_run_dir(Accelerator(cpu=True), ALONE, "sums", Sums(), config)
     finally:
         lock.release()
     if told:
@@ -323,12 +327,12 @@ def test_a_folder_is_a_runs_by_its_record_and_not_by_a_file_that_others_write_to
 
 
 def test_machines_without_a_folder_in_common_are_told_so_before_anything_is_computed(tmp_path, monkeypatch):
-    monkeypatch.setattr(claim, "read_launch", lambda: types.SimpleNamespace(machines=2))
+    two = types.SimpleNamespace(machines=2)
     monkeypatch.setattr(claim, "_SHARED_SECONDS", 0.3)
     accelerator, config = Accelerator(cpu=True), TrainConfig(output_dir=str(tmp_path / "run")).resolved({})
     with pytest.raises(UserError, match="--output-dir: name a folder that all machines share"):
-        claim.claim_run_dir(accelerator, "sums", Sums(), TrainConfig().resolved({}))
-    run_dir, *_ = claim.claim_run_dir(accelerator, "sums", Sums(), config)
+        claim.claim_run_dir(accelerator, two, "sums", Sums(), TrainConfig().resolved({}))
+    run_dir, *_ = claim.claim_run_dir(accelerator, two, "sums", Sums(), config)
     lock.release()
     assert sorted(path.name for path in run_dir.path.iterdir()) == ["logs", "result.json"]
 
@@ -339,7 +343,7 @@ def test_machines_without_a_folder_in_common_are_told_so_before_anything_is_comp
     monkeypatch.setattr(claim, "decided_by_main", on_another_machine)
     resumed = dataclasses.replace(config, resume="auto")
     with pytest.raises(UserError, match="does not see what rank 0 wrote there; name a folder on a file system that"):
-        claim.claim_run_dir(accelerator, "sums", Sums(), resumed)
+        claim.claim_run_dir(accelerator, two, "sums", Sums(), resumed)
     lock.release()
     assert run_dir.read_status() == "failed"
 

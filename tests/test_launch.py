@@ -147,7 +147,7 @@ def test_shipped_yaml_loads_and_is_clean(path, built):
     launch = seen_by_a_rank(path, *flags)
     found = audit(TrainConfig(), launch, devices=launch.world_size if launch.backend == "fsdp" else 0)
     assert found == []
-    assert launch.precision == ("bf16", str(path))
+    assert launch.named_precision is None
     assert launch.machines == machines
 
 
@@ -359,7 +359,7 @@ def test_a_json_decides_no_precision_that_deepspeed_does_not_know():
 def test_command_line_wins(tmp_path, built):
     path = written(tmp_path, Z2)
     launch = seen_by_a_rank(path, "--mixed_precision", "no", "--num_processes", "1")
-    assert launch.precision == ("no", "--mixed_precision")
+    assert launch.named_precision == ("no", "--mixed_precision")
     assert audit(TrainConfig(), launch, devices=0) == []
 
 
@@ -758,7 +758,7 @@ def test_verify_engine_reports_each_difference(tmp_path, monkeypatch):
         seq_dp_world_size=1,
     )
     with pytest.raises(UserError) as raised:
-        verify_engine(SimpleNamespace(num_processes=2), engine, TrainConfig(max_grad_norm=0.5))
+        verify_engine(SimpleNamespace(num_processes=2), read_launch(), engine, TrainConfig(max_grad_norm=0.5))
     assert [line.split(":")[0] for line in raised.value.problems] == [
         "ZeRO stage",
         "clipping",
@@ -826,9 +826,10 @@ def test_a_compilation_is_announced_by_rank_0_before_it_starts(rank, told, tmp_p
         from pathlib import Path
         from accel_sft.api.config import TrainConfig
         from accel_sft.launch.accelerator import create_accelerator
+        from accel_sft.launch.info import read_launch
         from accel_sft.io.terminal import quiet
         with quiet(Path(sys.argv[1], "log")):
-            create_accelerator(TrainConfig())
+            create_accelerator(TrainConfig(), read_launch())
         """,
         tmp_path,
         **{name: value for name, value in environment.items() if name.startswith("ACCELERATE_") or "WORLD" in name},
@@ -916,7 +917,8 @@ def test_ranks_that_would_train_alone_are_refused():
     script = """
         from accel_sft.api.config import TrainConfig
         from accel_sft.launch.accelerator import create_accelerator
-        create_accelerator(TrainConfig())
+        from accel_sft.launch.info import read_launch
+        create_accelerator(TrainConfig(), read_launch())
         """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -936,6 +938,7 @@ from pathlib import Path
 from accel_sft.launch.environment import prepare_environment
 from accel_sft.launch.accelerator import create_accelerator, prepare_model
 from accel_sft.launch.describe import describe, launch_record
+from accel_sft.launch.info import read_launch
 from accel_sft.io.terminal import quiet
 from accel_sft.resilience.exit import ExitHandler, leave_together
 
@@ -946,14 +949,14 @@ from accel_sft.api.config import TrainConfig
 folder = Path(sys.argv[1])
 with ExitHandler(), quiet(folder / f"rank-{os.environ['RANK']}.log"):
     config = TrainConfig(max_grad_norm=0.25)
-    refuse(audit(config))
-    accelerator = create_accelerator(config)
+    refuse(audit(config, read_launch()))
+    accelerator, launch = create_accelerator(config, read_launch())
     import torch
 
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model, optimizer = prepare_model(accelerator, model, optimizer, config)
+    model, optimizer = prepare_model(accelerator, launch, model, optimizer, config)
     inputs = torch.full((2, 4), 1.0 + accelerator.process_index, dtype=next(model.parameters()).dtype)
     loss = model(inputs).float().square().mean()
     if hasattr(model, "set_gradient_accumulation_boundary"):
@@ -966,7 +969,8 @@ with ExitHandler(), quiet(folder / f"rank-{os.environ['RANK']}.log"):
     weights = torch.cat([weight.detach().float().flatten() for weight in model.parameters()])
     everyone = accelerator.gather(weights[None]).tolist()
     if accelerator.is_main_process:
-        answer = {"record": launch_record(accelerator), "rows": describe(accelerator, config), "weights": everyone}
+        answer = {"record": launch_record(accelerator, launch), "rows": describe(accelerator, launch, config)}
+        answer["weights"] = everyone
         (folder / "answer.json").write_text(json.dumps(answer, allow_nan=False))
     leave_together()
 """
@@ -1024,4 +1028,7 @@ def test_what_no_launcher_sets_is_refused_in_a_line(variables, told):
 def test_a_precision_that_is_none_is_refused():
     launch = read_launch({"ACCELERATE_MIXED_PRECISION": "evil"}, [])
     (finding,) = [finding for finding in audit(TrainConfig(), launch, 0) if finding.level == "error"]
-    assert str(finding) == "mixed_precision evil (the default) is unknown: --mixed_precision bf16, fp16 or no"
+    assert (
+        str(finding)
+        == "mixed_precision evil (ACCELERATE_MIXED_PRECISION) is unknown: --mixed_precision bf16, fp16 or no"
+    )

@@ -17,6 +17,7 @@ from accel_sft.batching import loss
 from accel_sft.checkpoint import shards
 from accel_sft.evaluation import generate
 from accel_sft.launch.info import Launch
+from accel_sft.launch.precision import expected
 from accel_sft.models.adapters import new_adapter
 from accel_sft.models.tiny import build_tiny
 from accel_sft.planning import closed, job, plans
@@ -77,7 +78,7 @@ MORE = {
 
 
 def launch(name, *flags):
-    return Launch.from_yaml(CONFIGS / f"{name}.yaml", *flags)
+    return expected(Launch.from_yaml(CONFIGS / f"{name}.yaml", *flags), bf16=True)
 
 
 def config_of(family, **more):

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from accel_sft.api.errors import UserError
 from accel_sft.batching import collate, loss
 from accel_sft.launch.info import Launch
+from accel_sft.launch.precision import expected
 from accel_sft.planning.activations import peak_bytes
 from accel_sft.planning.estimate import Estimate
 from accel_sft.planning.job import Job
@@ -50,7 +51,10 @@ EXPERTS = {
 def job_of(config, launch="z0", **more):
     sizes = {"tokens": 512, "supervised_tokens": 300, **more}
     return Job(
-        shape=read_shape(config, "model"), launch=Launch.from_yaml(CONFIGS / f"{launch}.yaml"), device="cuda", **sizes
+        shape=read_shape(config, "model"),
+        launch=expected(Launch.from_yaml(CONFIGS / f"{launch}.yaml"), bf16=True),
+        device="cuda",
+        **sizes,
     )
 
 
@@ -170,7 +174,7 @@ def test_a_probe_measures_two_real_steps(alone):
 
 
 def test_a_probe_that_fails_is_an_answer(alone, tmp_path):
-    asked = dataclasses.replace(job_of(SMALL), launch=Launch.from_yaml(alone))
+    asked = dataclasses.replace(job_of(SMALL), launch=expected(Launch.from_yaml(alone), bf16=True))
     failed = probe(asked, alone, ["math", "--model", str(tmp_path / "nothing")])
     assert "no such folder" in failed.failure
     assert not failed.fits(None, None)

@@ -17,7 +17,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import load_yaml, task_in
 from accel_sft.api.options import option
 from accel_sft.io.run_dir import RunDir
-from accel_sft.launch.info import Launch
+from accel_sft.launch.info import Launch, read_launch
 from accel_sft.launch.rank_environment import own_words
 from accel_sft.training import run_yaml
 
@@ -68,11 +68,12 @@ class Odd:
 ODD = {"needed": "null", "word": "# no: 'yes' \"ё\" 王", "empty": "", "lines": "a\n\n b: c\\\t", "share": 1e-05}
 
 
-def written(folder, config=None, task=None):
+def written(folder, config=None, task=None, launch=None):
     """The run.yaml of a run of these settings, as it would be written in this process."""
     folder.mkdir(exist_ok=True)
     config = config or TrainConfig(output_dir=str(folder), resume="auto")
-    run_yaml.write_run_yaml(RunDir(folder), "odd", task or Odd(needed="x"), config.resolved({}))
+    run = "odd", task or Odd(needed="x"), config.resolved({}), launch or read_launch()
+    run_yaml.write_run_yaml(RunDir(folder), *run)
     return RunDir(folder)
 
 
@@ -132,14 +133,12 @@ def test_launch_yaml_has_the_flags_that_decide_numbers_and_the_command_has_the_o
     (tmp_path / "ds.json").write_text(json.dumps(deepspeed))
     content = yaml.safe_load((CONFIGS / "z2.yaml").read_text())
     content |= {"deepspeed_config": {"deepspeed_config_file": str(tmp_path / "ds.json")}, "main_process_port": 1}
-    content.pop("mixed_precision")
     (tmp_path / "z.yaml").write_text(yaml.safe_dump(content))
     flags = ("--num_processes", "1", "--mixed_precision", "fp16")
     launch = Launch.from_yaml(tmp_path / "z.yaml", *flags)
-    monkeypatch.setattr(run_yaml, "read_launch", lambda: launch)
     monkeypatch.setattr(run_yaml, "launcher_command", lambda: (LAUNCHER, tmp_path))
     monkeypatch.chdir(tmp_path)
-    run_dir = written(tmp_path / "run")
+    run_dir = written(tmp_path / "run", launch=launch)
     (tmp_path / "ds.json").unlink()
     again = Launch.from_yaml(run_dir.launch)
     assert (again.world_size, again.precision[0], again.stage) == (1, "fp16", 1)

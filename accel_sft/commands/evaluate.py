@@ -1,11 +1,8 @@
 """The command `evaluate`: scores a model on a task's validation examples, and its base beside it if named."""
 
 import dataclasses
-import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -28,7 +25,7 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import printable
 from accel_sft.launch.accelerator import shard_for_evaluation
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, largest
-from accel_sft.launch.info import device_count
+from accel_sft.launch.precision import recorded
 from accel_sft.launch.start import start
 from accel_sft.models.source import Source, began_with, find_source
 from accel_sft.resilience.exit import leave_together
@@ -58,7 +55,6 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
         config = dataclasses.replace(config, **{key: n for key, n in own.items() if getattr(config, key) is None})
         if found := config.problems():
             raise UserError(*(f"{line}; so says the run.json of --model {config.model}" for line in found))
-        compute_like(trained)
     config = config.resolved({})
     if trained and trained["config"].get("load_in_4bit") and config.generate_with != "vllm":
         config = dataclasses.replace(config, load_in_4bit=True)
@@ -71,7 +67,8 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     for source in sources if config.generate_with == "vllm" else ():
         vllm.check(source)
     with Watchdog(config.hang_timeout) as watch:
-        accelerator = start(config, task, train=False)
+        # in another precision than the run's it may answer otherwise
+        accelerator, _ = start(config, task, train=False, began_with=recorded(trained) if trained else None)
         if config.generate_with == "vllm":
             decided_by_main(accelerator, vllm.find_python)
         if config.dry_run:
@@ -119,32 +116,18 @@ def _publish(
         write_json_lines(run_dir.answers_of("tuned"), after.samples)
 
 
-def compute_like(run: Mapping[str, Any]) -> None:
-    """Without a launcher, which sets the precision, the run's is the default: in another it may answer otherwise."""
-    precision = _precision_of(run)
-    if precision == "bf16" or (precision == "fp16" and device_count()):
-        os.environ.setdefault("ACCELERATE_MIXED_PRECISION", precision)
-
-
-def _precision_of(run: Mapping[str, Any]) -> str | None:
-    """The precision that a record names, which may be a stranger's."""
-    launch = run.get("launch")
-    found = launch.get("precision") if isinstance(launch, dict) else None
-    return found if found in ("no", "bf16", "fp16") else None
-
-
 def _differences(model: str, task_name: str, precision: str) -> list[str]:
     """Notes on how this evaluation differs from the one that the run made of itself."""
     if (run := RunDir.record_around(model)) is None:
         return []
-    found, trained = [], _precision_of(run) or precision
+    found, trained = [], recorded(run) or precision
     if run["task"] != task_name:
         found.append(f"note: {model} was trained for {run['task']}, and is scored as {task_name}")
     if trained != precision:
         before, now = ("float32" if name == "no" else name for name in (trained, precision))
         found.append(
             f"note: the run computed in {before}, this evaluation does in {now} and may answer differently; for "
-            f"the run's own numbers start it without accelerate launch, or with its --mixed_precision {trained}"
+            f"the run's own numbers name no precision, or --mixed_precision {trained}"
         )
     return found
 

@@ -101,6 +101,8 @@ def _run(model: str, options: dict[str, Any]) -> None:
     from accel_sft.io.run_dir import RunDir
     from accel_sft.io.text import printable
     from accel_sft.launch.accelerator import create_accelerator
+    from accel_sft.launch.info import read_launch
+    from accel_sft.launch.precision import recorded
 
     chosen = {name: options[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
     sampling = Sampling(**{name: value for name, value in chosen.items() if value is not None})
@@ -116,7 +118,8 @@ def _run(model: str, options: dict[str, Any]) -> None:
     with terminal.quiet(None, config.debug, shown_on=2) as out:
         for line in RunDir.choice_in(model):
             print(terminal.wrapped(printable(line)), file=out)
-        accelerator = create_accelerator(config)
+        began_with = recorded(record) if record else None
+        accelerator, _ = create_accelerator(config, read_launch(), began_with=began_with)
         for side, source in _sources(config, folder, record, options["base"]).items():
             print(terminal.wrapped(f"{side:<5}  {source.adapter or source.weights}", 7), file=out)
             answerer = Answerer(accelerator, config, source, sampling)
@@ -148,7 +151,6 @@ def _as_trained(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any
     """The settings, of which those that are not given are the run's own; the run's record, if there is one; and the
     folder of the weights."""
     from accel_sft.api.config import EvaluateConfig
-    from accel_sft.commands.evaluate import compute_like
     from accel_sft.io.run_dir import RunDir
 
     names = "thinking", "template_date", "max_new_tokens", "eval_batch_size", "dtype", "trust_remote_code", "debug"
@@ -163,7 +165,6 @@ def _as_trained(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any
         config = dataclasses.replace(config, **{key: own[key] for key in own if getattr(config, key) is None})
         if found := config.problems():
             raise UserError(*(f"{line}; so says the run.json of {model}" for line in found))
-        compute_like(record)
     config = config.resolved({})
     return dataclasses.replace(config, template_date=config.template_date or time.strftime("%Y-%m-%d")), record, folder
 

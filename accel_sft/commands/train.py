@@ -14,11 +14,11 @@ from accel_sft.api.task_file import recorded_name
 from accel_sft.batching.memory import out_of_memory
 from accel_sft.checking.quick import quick_findings, quick_lines
 from accel_sft.io import terminal
-from accel_sft.io.files import trouble_of_writing
+from accel_sft.io.files import expanded, trouble_of_writing
 from accel_sft.io.lock import release
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.describe import resume_command
-from accel_sft.launch.info import read_launch
+from accel_sft.launch.precision import recorded
 from accel_sft.launch.start import start
 from accel_sft.models.source import is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS
@@ -50,10 +50,10 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
     with StopSignals() as signals, contextlib.ExitStack() as at_end:
         at_end.callback(release)
         with Watchdog(config.hang_timeout):
-            accelerator = start(config, task)
+            accelerator, launch = start(config, task, began_with=_began_with(config))
             if config.dry_run:
                 return
-            run_dir, config, finished = claim_run_dir(accelerator, recorded_name(task_name), task, config)
+            run_dir, config, finished = claim_run_dir(accelerator, launch, recorded_name(task_name), task, config)
         if finished:
             accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir.report}")
             return
@@ -61,9 +61,9 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
         signals.run_dir, signals.to_continue = run_dir, resume_command(run_dir.path, config)
         watch, log = Watchdog(config.hang_timeout, run_dir), run_dir.log(accelerator.process_index)
         with _ending(accelerator, run_dir, config, signals), terminal.quiet(log, config.debug), watch:
-            prepared = prepare_data(accelerator, run_dir, task, config)
+            prepared = prepare_data(accelerator, launch, run_dir, task, config)
             write_run_record(run_dir, recorded_name(task_name), prepared)
-            launch, steps = read_launch(), prepared.plan.total_steps
+            steps = prepared.plan.total_steps
             offloaded = [what for what in ("optimizer", "param") if launch.offload(what) != "none"]
             shown = {"main_metric": task.main_metric, "terminal": terminal.terminal(), "offloaded": offloaded}
             with Tracker(accelerator, run_dir, config, total_steps=steps, **shown) as tracker:
@@ -77,6 +77,13 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
                     trainer.train()
                     trainer.finalize()
             leave_together()
+
+
+def _began_with(config: TrainConfig) -> str | None:
+    """The precision that the run began with which is resumed, and which it keeps where the launch names none."""
+    run_dir = RunDir(expanded(config.output_dir or ""))
+    resumes = config.output_dir and config.resume != "off" and run_dir.record.is_file() and run_dir.has_trained()
+    return recorded(run_dir.read_record()) if resumes else None
 
 
 def _warnings(accelerator: Accelerator, task_name: str, prepared: Prepared) -> list[str]:

@@ -13,6 +13,8 @@ from typing import Any
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, Setting
 from accel_sft.launch.info import Launch
+from accel_sft.launch.launcher import PRECISION
+from accel_sft.launch.precision import expected, this_machine_computes_bf16
 from accel_sft.launch.recordable import recordable
 
 SINGLE = "single"
@@ -159,9 +161,9 @@ def _read(file: Path | None, chosen: Mapping[str, str], flags: Sequence[str]) ->
         precision = chosen.get("mixed_precision")
         facts = {"backend": "plain", "zero_stage": None, "offload": {"optimizer": "none", "param": "none"}}
         facts |= {"processes": 1, "precision": precision or "no"}
-        environment = {"ACCELERATE_MIXED_PRECISION": precision} if precision else {}
+        environment = {PRECISION: precision} if precision else {}
         return {"launch": facts, "launcher": (sys.executable,), "environment": environment, "fingerprint": ""}
-    launch = Launch.from_yaml(file, *flags)
+    launch = expected(Launch.from_yaml(file, *flags), this_machine_computes_bf16())
     if launch.machines > 1:
         raise UserError(
             f"--launch {chosen['launch']}: it is of {launch.machines} machines; compare starts launches here"

@@ -14,12 +14,12 @@ from accel_sft.diagnosis.host import cpu_name
 from accel_sft.diagnosis.machine import Machine
 from accel_sft.diagnosis.processes import ask
 from accel_sft.launch.audit import NVIDIA
+from accel_sft.launch.precision import cpu_flags
 
 USED = 0.1
 """Share of a GPU's memory that others may have without a warning."""
 SLOW, FAST = 0.95, 1.5
 """Of the measured speed of bf16 over float32."""
-_CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:
@@ -95,7 +95,7 @@ def _nvcc() -> str:
 
 
 def bf16(machine: Machine) -> Iterator[Finding]:
-    """Whether computing in bf16, which all shipped launch files ask for, is fast here: a product of matrices, timed."""
+    """Whether launch files that name no precision compute in bf16 here, and how fast: a product of matrices, timed."""
     facts = machine.torch
     if facts.bf16_speedup is None:
         return
@@ -104,7 +104,11 @@ def bf16(machine: Machine) -> Iterator[Finding]:
     measured = f"{ratio:.1f} times as fast as float32" if ratio >= 1 else f"{1 / ratio:.1f} times slower than float32"
     words = f"{measured} (one product of matrices, measured; {where})"
     if not facts.bf16_native:
-        yield warning(f"{where} computes bf16 by emulation", "--mixed_precision fp16 in front of -m")
+        instead = "launch files that name no precision compute in float32"
+        if facts.device_names:
+            yield warning(f"{where} has no bf16: {instead}", "--mixed_precision fp16 in front of -m is faster")
+        else:
+            yield ok(f"{instead}; bf16 would be emulated, {words}")
     elif ratio < SLOW:
         yield warning(words, f"it saves memory, not time; for speed: {slower}")
     else:
@@ -113,8 +117,4 @@ def bf16(machine: Machine) -> Iterator[Finding]:
 
 def _cpu() -> str:
     """The CPU's name with its instructions for bf16."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
-    given = next((line.split() for line in lines if line.lower().startswith(("flags", "features"))), [])
-    flags = [flag for flag in _CPU_FLAGS if flag in given]
-    return f"{cpu_name()} with {', '.join(flags) or 'no instructions for bf16'}"
+    return f"{cpu_name()} with {', '.join(cpu_flags()) or 'no instructions for bf16'}"

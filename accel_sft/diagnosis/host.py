@@ -35,7 +35,7 @@ def cores(machine: Machine) -> Iterator[Finding]:
 
 def cpu_name() -> str:
     """The processor's model, or else its architecture."""
-    file = Path("/proc/cpuinfo")
+    file = host_memory.SYSTEM / "proc/cpuinfo"
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.machine())

@@ -42,6 +42,7 @@ def main() -> None:
 
 def _devices(torch: Any) -> None:
     from accel_sft.launch.info import device_count
+    from accel_sft.launch.precision import computes_bf16
 
     tell(step="find the GPUs")
     with warnings.catch_warnings(record=True) as told:
@@ -64,7 +65,7 @@ def _devices(torch: Any) -> None:
     if failures or cuda != count:
         return
     tell(step="compare bf16 with float32")
-    native = not cuda or torch.cuda.is_bf16_supported(including_emulation=False)
+    native = computes_bf16(torch.device("cuda:0" if cuda else "cpu"))[0]
     device, size = ("cuda:0", 4096) if cuda else ("cpu", 1024)
     seconds: dict[Any, list[float]] = {torch.float32: [], torch.bfloat16: []}
     for _ in range(1 + ROUNDS):  # the first round warms up

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch.distributed import PrefixStore, TCPStore, register_rendezvous_handler
 
@@ -22,25 +22,29 @@ from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch import ulysses
 from accel_sft.launch.deepspeed_ops import audit_compilation, compiling
 from accel_sft.launch.environment import threads_per_process
-from accel_sft.launch.info import Launch, device_count, read_launch
+from accel_sft.launch.info import Launch, device_count
 from accel_sft.launch.launcher import restarts
 from accel_sft.launch.parallelism import parallelism_config
+from accel_sft.launch.precision import settled
 
 
-def create_accelerator(config: TrainConfig, *, train: bool = True) -> Accelerator:
-    """The Accelerator of this launch, synchronised over all its ranks.
+def create_accelerator(
+    config: TrainConfig, launch: Launch, *, train: bool = True, began_with: str | None = None
+) -> tuple[Accelerator, Launch]:
+    """The Accelerator of a launch, synchronised over all its ranks, and the launch with its precision.
 
     The trainer decides accumulation boundaries and the schedule: DeepSpeed is configured with one micro-batch a step,
     never with the real batch. The first rank of each machine prints what DeepSpeed will compile in here and later.
 
     Args:
+        launch: as this rank read it.
         train: if False, ranks share no rows: an evaluation gives each its own.
+        began_with: the precision of the run that is resumed or evaluated, for a launch that names none.
     Raises:
         UserError: the ranks do not form one group.
     """
     if config.deterministic:
         _repeat_every_bit()
-    launch = read_launch()
     devices = device_count()
     torch.set_num_threads(threads_per_process())
     if launch.environment.get("LOCAL_RANK", "0") == "0":  # each machine compiles for itself
@@ -65,7 +69,10 @@ def create_accelerator(config: TrainConfig, *, train: bool = True) -> Accelerato
     handlers = [InitProcessGroupKwargs(**group), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     cpu = launch.backend == "ddp" and not devices
     with compiling(launch, devices):
+        state = PartialState(cpu, **handlers[0].to_kwargs())  # ranks form their group, and agree on the precision
+        launch = settled(launch, state.device, began_with)
         accelerator = Accelerator(
+            mixed_precision=launch.precision[0],
             deepspeed_plugin=plugin,
             cpu=cpu,
             kwargs_handlers=handlers,
@@ -80,7 +87,7 @@ def create_accelerator(config: TrainConfig, *, train: bool = True) -> Accelerato
             f"{launch.config_file or 'the launch'}: {launch.world_size} processes were started, and each would train "
             "alone: use accelerate_configs/ddp.yaml or one of z0.yaml to z3.yaml as a model"
         )
-    return accelerator
+    return accelerator, launch
 
 
 def _repeat_every_bit() -> None:
@@ -140,7 +147,11 @@ def _swap_folder(root: Path) -> Path:
 
 
 def prepare_model(
-    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig
+    accelerator: Accelerator,
+    launch: Launch,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: TrainConfig,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """`accelerator.prepare`, with the optimizer still at step 0 and the engine's settings verified.
 
@@ -150,7 +161,7 @@ def prepare_model(
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    with compiling(read_launch(), device_count()):
+    with compiling(launch, device_count()):
         model, optimizer = ulysses.prepare(accelerator, model, optimizer)
     if accelerator.distributed_type.value.startswith("MULTI_"):
         # buffers (angles of positions) are equal on all ranks; no rank then waits for another in a forward
@@ -159,7 +170,7 @@ def prepare_model(
         group["lr"] = rate
     if type(optimizer.optimizer).__name__ in ("FP16_UnfusedOptimizer", "FP16_Optimizer"):
         optimizer.optimizer.optimizer.state.clear()
-    verify_engine(accelerator, model, config)
+    verify_engine(accelerator, launch, model, config)
     return model, optimizer
 
 
@@ -171,13 +182,12 @@ def shard_for_evaluation(accelerator: Accelerator, model: torch.nn.Module) -> to
     return model
 
 
-def verify_engine(accelerator: Accelerator, model: torch.nn.Module, config: TrainConfig) -> None:
+def verify_engine(accelerator: Accelerator, launch: Launch, model: torch.nn.Module, config: TrainConfig) -> None:
     """Read the prepared DeepSpeed engine back; nothing to do for other backends.
 
     Raises:
         UserError: stage, clipping, accumulation or precision is not what was resolved.
     """
-    launch = read_launch()
     if launch.backend != "deepspeed":
         return
     precision = "bf16" if model.bfloat16_enabled() else "fp16" if model.fp16_enabled() else "no"

@@ -12,8 +12,10 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import shown
 from accel_sft.launch.deepspeed_ops import audit_operators
-from accel_sft.launch.info import LEVELS, Finding, Launch, device_count, error, note, read_launch, warning
+from accel_sft.launch.info import LEVELS, Finding, Launch, device_count, error, note, warning
+from accel_sft.launch.launcher import PRECISION
 from accel_sft.launch.parallelism import KEYS, audit_parallelism
+from accel_sft.launch.precision import cpu_flags
 
 _ACCELERATE = (1, 15)
 """The version of accelerate whose keys these are. A newer one may read others too."""
@@ -44,16 +46,12 @@ _JSON_DEEPSPEED = """
 """
 
 
-def audit(config: TrainConfig, launch: Launch | None = None, devices: int | None = None) -> list[Finding]:
-    """Audit this launch before anything is loaded; findings, errors first.
+def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> list[Finding]:
+    """Audit a launch before anything is loaded; findings, errors first.
 
     Args:
-        launch: instead of the one this process is a rank of.
         devices: accelerators visible, instead of counting them.
-    Raises:
-        UserError: the DeepSpeed JSON cannot be read.
     """
-    launch = launch or read_launch()
     devices = device_count() if devices is None else devices
     where = launch.config_file or "the launch"
     if sys.platform == "darwin" and launch.backend in ("deepspeed", "fsdp"):
@@ -81,7 +79,7 @@ def refuse(findings: Iterable[Finding]) -> None:
 
 def _keys(launch: Launch) -> Iterator[Finding]:
     """Keys that no library reads: the launcher drops them in silence, and the run is not the one described."""
-    if launch.config_file is None and launch.environment.get("ACCELERATE_MIXED_PRECISION"):
+    if launch.config_file is None and launch.environment.get(PRECISION):
         what = "the launcher's yaml could not be found, so its keys were not checked"
         yield note(what, "start with accelerate launch --config_file FILE")
     fsdp = _YAML_FSDP.split()
@@ -138,20 +136,20 @@ def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
     if launch.yaml.get("use_cpu") and devices:
         what = f"{where}: use_cpu: true is ignored, {devices} GPUs will be used"
         yield warning(what, 'set CUDA_VISIBLE_DEVICES="" to train on the CPU')
-    if not launch.environment.get("ACCELERATE_MIXED_PRECISION"):
+    if not launch.environment.get(PRECISION):
         mend = "accelerate launch --config_file FILE -m accel_sft ...; accel-sft launch-file lists files"
         what = f"{launch.world_size} processes, plain data parallel" if launch.world_size > 1 else "one process"
         yield note(f"started without accelerate launch: {what}, full precision", mend)
 
 
 def _precision(launch: Launch, devices: int) -> Iterator[Finding]:
-    value, source = launch.precision
-    asked = launch.environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    value, source = launch.named_precision or ("no", "the default")
+    asked = launch.asked_precision
     if launch.json_enabled("bf16") == launch.json_enabled("fp16") == "true":
         yield error(f"{launch.json_file}: fp16 and bf16 are both enabled", "enable one of them")
-    elif launch.json and asked != value:
+    elif launch.json and asked and asked[0] != value:
         level = error if "mixed_precision" in launch.arguments else warning
-        what = f"{source} fixes the precision to {value}, the launch says {asked}"
+        what = f"{source} fixes the precision to {value}, the launch says {asked[0]}"
         yield level(what, 'write "enabled": "auto" there, then --mixed_precision decides')
     if value not in ("no", "fp16", "bf16", "fp8"):
         yield error(f"mixed_precision {shown(value)} ({source}) is unknown", "--mixed_precision bf16, fp16 or no")
@@ -165,6 +163,9 @@ def _precision(launch: Launch, devices: int) -> Iterator[Finding]:
         if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
             what = f"mixed_precision bf16 ({source}): this GPU computes it by emulation, slowly"
             yield warning(what, "--mixed_precision fp16, or no")
+    if value == "bf16" and not devices and not cpu_flags():
+        what = f"mixed_precision bf16 ({source}): this CPU has no instructions for it, and is several times slower"
+        yield warning(what, "--mixed_precision no, or name none: float32 is then chosen here")
 
 
 def _optimizer(config: TrainConfig) -> Iterator[Finding]:

@@ -14,16 +14,15 @@ from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.launch.environment import usable_cores
-from accel_sft.launch.info import Launch, read_launch
+from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import launcher_command, torchrun_command
 from accel_sft.launch.recordable import recordable, versions, without_secrets
 from accel_sft.launch.ulysses import sequence_ranks
 
 
-def describe(accelerator: Accelerator, config: TrainConfig) -> list[tuple[str, str]]:
+def describe(accelerator: Accelerator, launch: Launch, config: TrainConfig) -> list[tuple[str, str]]:
     """The resolved launch as (name, value) rows, for the table printed once."""
-    launch = read_launch()
-    value, source = launch.precision
+    value, why = launch.precision
     places = [(what, launch.offload(what)) for what in ("optimizer", "param")]
     offload = "".join(f", {what} to {place}" for what, place in places if place != "none")
     backends = {"plain": "one process", "ddp": "data parallel (ddp)", "fsdp": "FSDP"}
@@ -33,7 +32,7 @@ def describe(accelerator: Accelerator, config: TrainConfig) -> list[tuple[str, s
         ("backend", backends.get(launch.backend, f"DeepSpeed ZeRO-{launch.stage}") + offload + _groups(launch)),
         ("processes", f"{accelerator.num_processes} on {launch.machines} machine(s)"),
         ("device", device_name(accelerator)),
-        ("precision", f"{'fp32' if value == 'no' else value} (from {source})"),
+        ("precision", f"{'fp32' if value == 'no' else value} ({why})"),
         ("threads per process", str(torch.get_num_threads())),
         ("clipping", f"{config.max_grad_norm:g}" if config.max_grad_norm else "off"),
         ("communication", str(accelerator.state.backend or "none")),
@@ -49,9 +48,8 @@ def _groups(launch: Launch) -> str:
     return f", {copies} copies over {launch.shard_ranks} ranks each" if copies > 1 else ""
 
 
-def launch_record(accelerator: Accelerator) -> dict[str, Any]:
+def launch_record(accelerator: Accelerator, launch: Launch) -> dict[str, Any]:
     """The resolved launch for `run.json`: configuration, yaml text, versions, devices. Secrets are left out."""
-    launch = read_launch()
     plugin = accelerator.state.deepspeed_plugin
     return {
         "yaml_path": str(launch.config_file) if launch.config_file else None,

@@ -16,7 +16,7 @@ from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.io.text import one_line
-from accel_sft.launch.launcher import launcher_command
+from accel_sft.launch.launcher import PRECISION, launcher_command, launcher_environment
 from accel_sft.launch.rank_environment import DIMENSIONS, launcher_flags, rank_environment
 
 PARENT = os.getppid()
@@ -49,6 +49,8 @@ class Launch:
         config_file, text, yaml: the `--config_file`, its text and its content.
         json_file, json: the DeepSpeed JSON the yaml names, and its content; None and {} without one.
         environment: the variables that `accelerate launch` sets for a rank.
+        variable: `ACCELERATE_MIXED_PRECISION` as the user set it, which the launcher overwrites for ranks; "" if unset.
+        resolved: precision and the reason for it, chosen for a launch that names none (launch/precision.py).
     """
 
     arguments: Mapping[str, str]
@@ -58,6 +60,8 @@ class Launch:
     json_file: Path | None
     json: Mapping[str, Any]
     environment: Mapping[str, str]
+    variable: str = ""
+    resolved: tuple[str, str] | None = None
 
     @classmethod
     def from_yaml(cls, path: str | Path, *flags: str) -> Launch:
@@ -72,7 +76,7 @@ class Launch:
         """
         command = ["accelerate", "launch", "--config_file", str(path), *flags]
         handed_over = rank_environment(_read_yaml(Path(path))[1], launcher_flags(command), str(path))
-        return read_launch({**os.environ, **handed_over}, command)
+        return read_launch({**os.environ, **handed_over}, command, os.environ)
 
     @property
     def world_size(self) -> int:
@@ -164,34 +168,63 @@ class Launch:
 
     @property
     def precision(self) -> tuple[str, str]:
-        """(`bf16`, `fp16`, `fp8` or `no`, what decided it). A JSON with true or false wins over the command line."""
+        """(`bf16`, `fp16`, `fp8` or `no`, what decided it)."""
+        if named := self.named_precision:
+            return named[0], f"from {named[1]}"
+        return self.resolved or ("no", "the default")
+
+    @property
+    def named_precision(self) -> tuple[str, str] | None:
+        """(`bf16`, `fp16`, `fp8` or `no`, where it is named); None where the launch names none.
+
+        A JSON with true or false wins over the command line. The `no` that the launcher hands a rank where nothing was
+        named is no name.
+        """
         for name in ("bf16", "fp16"):
             if self.json_enabled(name) == "true":
                 return name, f"{self.json_file}"
-        value = self.environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-        if value in ("bf16", "fp16") and self.json_enabled(value) == "false":  # DeepSpeed knows no other key
+        asked = self.asked_precision
+        wanted = asked[0] if asked else "bf16"
+        if wanted in ("bf16", "fp16") and self.json_enabled(wanted) == "false":  # DeepSpeed knows no other key
             return "no", f"{self.json_file}"
+        return asked
+
+    @property
+    def asked_precision(self) -> tuple[str, str] | None:
+        """What the command line, the yaml or the user's variable names, and which of them; None where none does."""
+        value = self.environment.get(PRECISION, "no").lower()
         if "mixed_precision" in self.arguments:
             return value, "--mixed_precision"
         if self.yaml.get("mixed_precision") is not None:
             return value, f"{self.config_file}"
-        return value, "the default"
+        if self.variable:
+            return self.variable.lower(), PRECISION
+        return (value, "the launcher") if value != "no" else None
 
     def _deepspeed_variable(self, name: str, default: str) -> str:
         return self.environment.get(f"ACCELERATE_DEEPSPEED_{name}", default)
 
 
-def read_launch(environment: Mapping[str, str] | None = None, command: list[str] | None = None) -> Launch:
+def read_launch(
+    environment: Mapping[str, str] | None = None,
+    command: list[str] | None = None,
+    launchers: Mapping[str, str] | None = None,
+) -> Launch:
     """Read the launch this process is a rank of.
 
     Args:
         environment: instead of `os.environ`.
         command: of a launcher started in this folder, instead of that of the nearest one above this process.
+        launchers: the environment of that launcher; by default that of the nearest one above, or {} with a `command`.
     Raises:
         UserError: the yaml, or the DeepSpeed JSON that it names, cannot be read.
     """
     environment = os.environ if environment is None else environment
-    command, folder = launcher_command() if command is None else (command, Path())
+    if command is None:
+        command, folder = launcher_command()
+        launchers = launcher_environment() if command else environment
+    else:
+        folder, launchers = Path(), (launchers or {}) if command else environment
     arguments = launcher_flags(command)
     config_file, text, content = arguments.get("config_file"), "", {}
     if config_file is None and command:
@@ -207,7 +240,8 @@ def read_launch(environment: Mapping[str, str] | None = None, command: list[str]
         except (OSError, ValueError) as error:
             raise UserError(f"deepspeed_config_file {named}: cannot be read as JSON: {error}") from None
     path = None if config_file is None else Path(config_file)
-    return Launch(arguments, path, text, content, json_file, loaded, dict(environment))
+    variable = launchers.get(PRECISION, "")
+    return Launch(arguments, path, text, content, json_file, loaded, dict(environment), variable)
 
 
 def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:

@@ -3,23 +3,37 @@
 import contextlib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _ACCELERATE = re.compile(r"accelerate([-_.]|$)")
 _TORCHRUN = re.compile(r"(torchrun|torch\.distributed\.run)$")
+PRECISION = "ACCELERATE_MIXED_PRECISION"
+"""The variable in which `accelerate launch` always hands a rank a precision, `no` where nothing named one."""
 
 
 def launcher_command() -> tuple[list[str], Path]:
     """Command line and folder of the `accelerate launch` that started this process; an empty one without it."""
-    if "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ:
-        return _above(_ACCELERATE)
+    if "LOCAL_RANK" in os.environ or PRECISION in os.environ:
+        return _command(_above(_ACCELERATE))
     return [], Path()
+
+
+def launcher_environment() -> Mapping[str, str]:
+    """The variables that `accelerate launch` was started with, before it set those of the ranks; {} without it."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        if process := _above(_ACCELERATE):
+            return process.environ()
+    return {}
 
 
 def torchrun_command() -> list[str]:
     """Command line of the torchrun that started this process; empty without it, and under `accelerate launch`."""
     started = "TORCHELASTIC_RUN_ID" in os.environ and not launcher_command()[0]
-    return _above(_TORCHRUN)[0] if started else []
+    return _command(_above(_TORCHRUN))[0] if started else []
 
 
 def is_launcher(word: str) -> bool:
@@ -37,13 +51,22 @@ def restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def _above(program: re.Pattern[str]) -> tuple[list[str], Path]:
-    """Command line and folder of the nearest process above this one that runs this program."""
+def _above(program: re.Pattern[str]) -> Any:
+    """The nearest process above this one that runs this program, as psutil has it; None without one."""
     import psutil
 
     for process in psutil.Process().parents():
         with contextlib.suppress(psutil.Error):
-            command = process.cmdline()
-            if any(program.search(Path(word).name) for word in command[:3]):
-                return command, Path(process.cwd())
+            if any(program.search(Path(word).name) for word in process.cmdline()[:3]):
+                return process
+    return None
+
+
+def _command(process: Any) -> tuple[list[str], Path]:
+    """Command line and folder of a process; empty ones without it, or where it has just ended."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        if process:
+            return process.cmdline(), Path(process.cwd())
     return [], Path()

@@ -9,7 +9,7 @@ from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.registry import suggestion
-from accel_sft.launch.launcher import is_launcher
+from accel_sft.launch.launcher import PRECISION, is_launcher
 
 CONFIG_KEYS = """
     compute_environment distributed_type mixed_precision use_cpu debug num_processes machine_rank num_machines gpu_ids
@@ -53,7 +53,7 @@ def rank_environment(content: Mapping[str, Any], flags: Mapping[str, str], where
     """
     args = _arguments(content, flags, where)
     processes, machines = (_number(args, name, where) for name in ("num_processes", "num_machines"))
-    found = {"ACCELERATE_MIXED_PRECISION": _precision(args, where)}
+    found = {PRECISION: _precision(args, where)}
     backend = _backend(args, where)
     if backend is None:
         return found | {"ACCELERATE_USE_CPU": str("cpu" in args or bool(args.get("use_cpu")))}

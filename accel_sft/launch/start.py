@@ -14,25 +14,31 @@ from accel_sft.io.text import printable
 from accel_sft.launch.accelerator import create_accelerator
 from accel_sft.launch.audit import audit, refuse
 from accel_sft.launch.describe import describe, recordable
-from accel_sft.launch.info import read_launch
+from accel_sft.launch.info import Launch, read_launch
 
 
-def start(config: TrainConfig, task: Task, *, train: bool = True) -> Accelerator:
-    """Audit the launch, build its Accelerator, and print the resolved launch and settings once.
+def start(
+    config: TrainConfig, task: Task, *, train: bool = True, began_with: str | None = None
+) -> tuple[Accelerator, Launch]:
+    """Read the launch, audit it, build its Accelerator, and print the resolved launch and settings once.
+
+    The launch is read here alone, and what is recorded of it is what is returned: its file may be edited meanwhile.
 
     Args:
         train: if False, only the settings that an evaluation uses are shown.
+        began_with: the precision of the run that is resumed or evaluated, for a launch that names none.
     Raises:
         UserError: every error of the audit.
     """
-    findings = audit(config)
+    launch = read_launch()
+    findings = audit(config, launch)
     refuse(findings)
     with quiet(None, config.debug) as terminal:
-        accelerator = create_accelerator(config, train=train)
-        if problem := launch_problem(config, accelerator.distributed_type.value, read_launch().stage):
+        accelerator, launch = create_accelerator(config, launch, train=train, began_with=began_with)
+        if problem := launch_problem(config, accelerator.distributed_type.value, launch.stage):
             raise UserError(problem)
         if accelerator.is_main_process:
-            rows = [row for row in describe(accelerator, config) if train or row[0] != "clipping"]
+            rows = [row for row in describe(accelerator, launch, config) if train or row[0] != "clipping"]
             width = max(len(name) for name, _ in rows)
             for name, value in rows:
                 print(wrapped(f"{name:<{width}}  {value}", width + 2), file=terminal)
@@ -43,7 +49,7 @@ def start(config: TrainConfig, task: Task, *, train: bool = True) -> Accelerator
                 print(wrapped(printable("task      " + line), 10), file=terminal)
             if config.dry_run:
                 print("the launch is valid; data and model were not checked", file=terminal)
-    return accelerator
+    return accelerator, launch
 
 
 def _settings_line(config: TrainConfig, train: bool) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 
 from accel_sft.api.errors import UserError
 from accel_sft.launch import host_memory
+from accel_sft.launch.precision import this_machine_computes_bf16
 
 GIB = 2**30
 
@@ -17,12 +18,14 @@ class Machine:
         gpu_bytes: of one GPU; None without one.
         host_bytes: of memory that training may take.
         is_free: whether that is what is free of it at present, and not what the user gave.
+        bf16: whether its ranks have instructions for bf16; of GPUs that are not here it is assumed.
     """
 
     gpus: int
     gpu_bytes: float | None
     host_bytes: float
     is_free: bool = False
+    bf16: bool = True
 
     def describe(self) -> str:
         """In words, for the head of a table."""
@@ -51,6 +54,7 @@ def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> 
         gpu_bytes=smallest if gpu_gib is None else gpu_gib * GIB,
         host_bytes=host_memory.free_bytes() if host_gib is None else host_gib * GIB,
         is_free=host_gib is None,
+        bf16=bool(gpus) or this_machine_computes_bf16(),
     )
 
 

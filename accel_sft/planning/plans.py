@@ -8,6 +8,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.launch_limits import launch_problem
 from accel_sft.launch.info import Launch
 from accel_sft.launch.parallelism import audit_parallelism
+from accel_sft.launch.precision import expected
 from accel_sft.planning.closed import estimate
 from accel_sft.planning.estimate import Estimate
 from accel_sft.planning.job import Job
@@ -65,8 +66,8 @@ def launch_of(file: Path, machine: Machine) -> Launch:
     """
     launch = Launch.from_yaml(file)
     if machine.gpus:
-        return Launch.from_yaml(file, "--num_processes", str(machine.gpus * max(launch.machines, 1)))
-    return launch
+        launch = Launch.from_yaml(file, "--num_processes", str(machine.gpus * max(launch.machines, 1)))
+    return expected(launch, machine.bf16)
 
 
 def plan(name: str, file: Path, job: Job, machine: Machine, step_tokens: float) -> Plan:

@@ -25,7 +25,7 @@ from accel_sft.io.lock import lock
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import Team, decided_by_main
 from accel_sft.launch.describe import launch_record
-from accel_sft.launch.info import read_launch
+from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import restarts
 from accel_sft.launch.recordable import recordable
 from accel_sft.models.source import weights_identity
@@ -38,7 +38,7 @@ _SHARED_SECONDS = 10
 
 
 def claim_run_dir(
-    accelerator: Accelerator, task_name: str, task: Task, config: TrainConfig
+    accelerator: Accelerator, launch: Launch, task_name: str, task: Task, config: TrainConfig
 ) -> tuple[RunDir, TrainConfig, bool]:
     """Create or reuse the run's folder, the same on every rank.
 
@@ -50,7 +50,7 @@ def claim_run_dir(
         UserError: the folder is not empty and `--resume` is off, belongs to something else, or cannot be written.
     """
     claimed: list[RunDir] = []
-    machines = read_launch().machines
+    machines = launch.machines
     if machines > 1 and not config.output_dir:
         raise UserError("--output-dir: name a folder that all machines share; this launch has several")
 
@@ -154,7 +154,7 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
         "data_sha256": prepared.fingerprint(),
         "task_file": file_record(type(assembly.task)),
         "task_code": code_fingerprint(type(assembly.task)),
-        "launch": launch_record(assembly.accelerator),
+        "launch": launch_record(assembly.accelerator, prepared.launch),
     }
 
     def write() -> None:
@@ -163,7 +163,7 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
         if not resumed and run_dir.record.exists() and run_dir.has_trained():
             return _check_unchanged(run_dir.read_record(), record, run_dir)
         write_atomically(run_dir.record, json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n")
-        write_run_yaml(run_dir, task_name, assembly.task, assembly.config)
+        write_run_yaml(run_dir, task_name, assembly.task, assembly.config, prepared.launch)
 
     decided_by_main(assembly.accelerator, write)
 

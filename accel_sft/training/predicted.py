@@ -12,7 +12,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.launch import host_memory
 from accel_sft.launch.collectives import by_each_rank, largest
-from accel_sft.launch.info import Launch, read_launch
+from accel_sft.launch.info import Launch
 from accel_sft.planning.closed import estimate
 from accel_sft.planning.estimate import Estimate, totals
 from accel_sft.planning.job import AS_CONFIGURED, Job
@@ -36,10 +36,17 @@ class Prediction:
         UserError: on every rank, if model states alone, a lower bound, do not fit on some rank, and not `--force`.
     """
 
-    def __init__(self, accelerator: Accelerator, config: TrainConfig, weights: str, log: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        launch: Launch,
+        config: TrainConfig,
+        weights: str,
+        log: Callable[[str], None],
+    ) -> None:
         self.job: Job | None = None
         try:
-            job = _job(config, weights, read_launch(), accelerator.device)
+            job = _job(config, weights, launch, accelerator.device)
             self.job = job if job.trained else None  # names of modules that are not there are the model's to refuse
         except (UserError, OSError, ValueError) as error:
             log(f"no memory is predicted: {error}")

@@ -23,6 +23,7 @@ from accel_sft.evaluation.evaluator import Evaluator, answer_backend
 from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
+from accel_sft.launch.info import Launch
 from accel_sft.models.adapter_start import keep
 from accel_sft.models.liger import liger
 from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
@@ -100,8 +101,9 @@ class Assembly:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """The data of a run, and what its model is made from; the same on every rank."""
+    """The launch and the data of a run, and what its model is made from; the same on every rank."""
 
+    launch: Launch
     assembly: Assembly
     validation_examples: Sequence[Any]
     train: Encoding
@@ -162,7 +164,9 @@ class Prepared:
         return hashlib.sha256(both.encode()).hexdigest()
 
 
-def prepare_data(accelerator: Accelerator, run_dir: RunDir, task: Task, config: TrainConfig) -> Prepared:
+def prepare_data(
+    accelerator: Accelerator, launch: Launch, run_dir: RunDir, task: Task, config: TrainConfig
+) -> Prepared:
     """Read the task's splits, find the model's source (building `tiny`), tokenize, and plan the steps.
 
     Raises:
@@ -184,7 +188,7 @@ def prepare_data(accelerator: Accelerator, run_dir: RunDir, task: Task, config: 
     validation = assembly.encode(validation_examples, "validation")
     if accelerator.is_main_process and len(train.kept):
         lengths.keep(task, config, train.kept.lengths, train.kept.supervised)
-    return Prepared(assembly, validation_examples, train, validation, plan_steps(train, config))
+    return Prepared(launch, assembly, validation_examples, train, validation, plan_steps(train, config))
 
 
 def plan_steps(train: Encoding, config: TrainConfig) -> StepPlan:

@@ -19,29 +19,27 @@ from accel_sft.io.files import write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import one_line
 from accel_sft.launch.describe import shown_folder
-from accel_sft.launch.info import Launch, launcher_command, read_launch
-from accel_sft.launch.launcher import torchrun_command
+from accel_sft.launch.info import Launch
+from accel_sft.launch.launcher import PRECISION, launcher_command, torchrun_command
 from accel_sft.launch.rank_environment import own_words
 from accel_sft.launch.recordable import command_line, recordable, without_secrets
 from accel_sft.models.source import is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS
 
-_PRECISION = "ACCELERATE_MIXED_PRECISION"
-"""The variable by which a start without `accelerate launch` is told its precision."""
 _LEFT_OUT = ("output_dir", "resume", "dry_run")
 """A run that is started again has a folder of its own, and begins at its first step."""
 _IN_FILE = ("num_processes", "num_machines", "mixed_precision")
 """Flags of the launcher that launch.yaml has, because the run's numbers depend on them; others stay flags."""
 
 
-def write_run_yaml(run_dir: RunDir, task_name: str, task: Task, config: TrainConfig) -> None:
+def write_run_yaml(run_dir: RunDir, task_name: str, task: Task, config: TrainConfig, launch: Launch) -> None:
     """Write both files into the run's folder, without secrets.
 
     Args:
+        launch: as `start` read it, with its precision.
         task_name: an installed task's name; of a task in a file its path is written.
         config: as it was resolved.
     """
-    launch = read_launch()
     if launch.yaml:
         write_atomically(run_dir.launch, _launch_file(run_dir, launch))
     else:  # of an earlier start of this run
@@ -70,16 +68,20 @@ def _yaml(values: dict[str, Any]) -> str:
 
 
 def _launch_file(run_dir: RunDir, launch: Launch) -> str:
-    """The launch file's content, with the flags of the command line that decide the run's numbers; a DeepSpeed JSON
-    that it names is copied."""
+    """The launch file's content, with the flags of the command line that decide the run's numbers, and with the
+    precision that was computed in, which another machine might not choose; a DeepSpeed JSON that it names is copied."""
     content = dict(launch.yaml)
     for name in _IN_FILE:
         if (value := launch.arguments.get(name)) is not None:
             content[name] = int(value) if value.isdecimal() else value
-    section = content.get("deepspeed_config") or {}
+    section, precision = content.get("deepspeed_config") or {}, launch.precision[0]
     if launch.json_file and section.get("deepspeed_config_file"):
-        write_atomically(run_dir.deepspeed, json.dumps(recordable(launch.json), indent=2) + "\n")
+        content.pop("mixed_precision", None)  # the launcher takes it from one of the two
+        kinds = {name: {**(launch.json.get(name) or {}), "enabled": name == precision} for name in ("bf16", "fp16")}
+        write_atomically(run_dir.deepspeed, json.dumps(recordable({**launch.json, **kinds}), indent=2) + "\n")
         content["deepspeed_config"] = {**section, "deepspeed_config_file": str(run_dir.deepspeed)}
+    else:
+        content["mixed_precision"] = precision
     return (
         f"# What `accelerate launch` read of this run's launch; the command is in run.yaml.\n{without_secrets(content)}"
     )
@@ -96,8 +98,8 @@ def _header(run_dir: RunDir, launch: Launch) -> str:
     else:
         if torchrun := torchrun_command():
             words = ["torchrun", *own_words(torchrun), "-m", "accel_sft"]
-        if precision := os.environ.get(_PRECISION):
-            words = [f"{_PRECISION}={precision}", *words]
+        if (precision := launch.precision[0]) != "no":
+            words = [f"{PRECISION}={precision}", *words]
     words += ["--config", os.path.join(folder, run_dir.settings.name)]
     same = (
         f"The weights are the same bit for bit (on GPUs with --deterministic) with the same data, versions, kind of "

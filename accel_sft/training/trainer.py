@@ -18,7 +18,6 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.accelerator import prepare_model
 from accel_sft.launch.collectives import decided_by_main, largest, largest_of_ranks
 from accel_sft.launch.describe import differences, parallelism, resume_command
-from accel_sft.launch.info import read_launch
 from accel_sft.models.load import parameter_counts
 from accel_sft.models.pretrained import auto_class, processor_files
 from accel_sft.resilience.anomalies import Anomalies
@@ -61,7 +60,7 @@ class Trainer:
             run_dir, config, accelerator.mixed_precision, tracker.log, writes=accelerator.is_main_process
         )
         self.batching_asked = [config.batching, config.micro_batch_size]
-        self.prediction = Prediction(accelerator, config, assembly.source.weights, tracker.log)
+        self.prediction = Prediction(accelerator, prepared.launch, config, assembly.source.weights, tracker.log)
         tracker.peaks.begin("load")
         more = {"total_steps": self.plan.total_steps, "log": tracker.log, "run_dir": run_dir}
         model = assembly.load_model(prepared.train, prepared.validation, **more)
@@ -72,8 +71,8 @@ class Trainer:
         tracker.log(f"{self.trained_parameters:,} of {parameters:,} parameters are trained")
         tracker.peaks.begin("shard")
         optimizer = new_optimizer(model, config)
-        check_host_memory(accelerator, model, read_launch(), config.optimizer)
-        self.model, self.optimizer = prepare_model(accelerator, model, optimizer, config)
+        check_host_memory(accelerator, model, prepared.launch, config.optimizer)
+        self.model, self.optimizer = prepare_model(accelerator, prepared.launch, model, optimizer, config)
         tracker.phase("sharded")
         tracker.peaks.begin(None)
         self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm)

@@ -45,6 +45,7 @@ from accel_sft.checkpoint.partition import MOMENTS, flat, partitions
 from accel_sft.data.chat import Encoded
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import accelerator
+from accel_sft.launch.info import read_launch
 from accel_sft.training import step as training_step
 from accel_sft.training.optimizer import Stepper, new_optimizer
 
@@ -66,7 +67,7 @@ class Job:
         os.environ.update({name: value for name, value in told.items() if name.startswith(SETTINGS)})
         AcceleratorState._reset_state(reset_partial_state=True)
         config = TrainConfig(adapter="none", adam_beta2=0.95).resolved({})
-        self.accelerator = accelerator.create_accelerator(config)
+        self.accelerator, launch = accelerator.create_accelerator(config, read_launch())
         torch.manual_seed(0)
         shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 64}
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": dropout}
@@ -75,7 +76,7 @@ class Job:
         if halves or (precision == "bf16" and os.environ.get("ACCELERATE_USE_DEEPSPEED")):
             model.to(torch.bfloat16)
         self.model, self.optimizer = accelerator.prepare_model(
-            self.accelerator, model.train(), new_optimizer(model, config), config
+            self.accelerator, launch, model.train(), new_optimizer(model, config), config
         )
         self.stepper = Stepper(self.accelerator, self.model, self.optimizer, config.max_grad_norm)
         self.folder = folder

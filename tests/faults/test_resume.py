@@ -35,7 +35,8 @@ def test_a_run_goes_on_under_another_launch_with_the_same_curve(launched, tmp_pa
 def test_another_precision_is_refused_with_the_way_out(launched, tmp_path):
     run_dir = stopped(layout(launched, "z2"), tmp_path / "run", 3)
     record = (run_dir / "run.json").read_text()
-    refused = accel_sft(*layout(launched, "z2").arguments, "--resume", "auto", run_dir=run_dir, yaml="z2")
+    again = {"run_dir": run_dir, "yaml": "z2", "launcher": ("--mixed_precision", "bf16")}
+    refused = accel_sft(*layout(launched, "z2").arguments, "--resume", "auto", **again)
     assert refused.status == 1
     assert "written under precision no, and this launch has bf16" in refused.output
     assert "--mixed_precision no" in refused.output
