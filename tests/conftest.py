@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sysconfig
 import tempfile
@@ -18,6 +19,9 @@ import pytest
 from filelock import FileLock
 from packaging.version import Version
 
+pytest_plugins = ["overdue"]
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for all that a script puts into the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what tests start inherits the default
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two workers' threads would spin for the same cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 CONFIGS = Path(__file__).parent.parent / "accelerate_configs"
@@ -70,7 +74,6 @@ def accel_sft(
     launcher: tuple[str, ...] = (),
     run_dir: Path | None = None,
     environment: dict[str, str] | None = None,
-    timeout_seconds: int = 600,  # a first launch compiles DeepSpeed's operators
     module: str = "accel_sft",
     real: bool = False,
 ) -> Launched:
@@ -95,10 +98,10 @@ def accel_sft(
     if (yaml or torchrun) and real:
         # `accelerate launch` by its other name, which does not import what all other commands need
         command = (str(Path(sysconfig.get_path("scripts"), command[0])), *command[1:])
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, env=env)
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            done = forked.run(command, env, Path(folder), timeout_seconds)
+            done = forked.run(command, env, Path(folder))
     again = {"yaml": yaml, "torchrun": torchrun, "launcher": launcher, "module": module, "real": real}
     return Launched(run_dir or Path(), done.returncode, done.stdout + done.stderr, arguments, again)
 

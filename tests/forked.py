@@ -28,7 +28,7 @@ _launchers: dict[str, str] = {}
 """The launcher's own environment, before it sets what its ranks get."""
 
 
-def run(command: tuple[str, ...], environment: dict[str, str], folder: Path, timeout_seconds: float):
+def run(command: tuple[str, ...], environment: dict[str, str], folder: Path):
     """`accelerate-launch ...`, `torchrun ...`, or `accel_sft ...` alone; as subprocess.run with its output captured."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
@@ -37,10 +37,7 @@ def run(command: tuple[str, ...], environment: dict[str, str], folder: Path, tim
         forkserver.ensure_running()
     process = context.Process(target=_main, args=(command, environment, folder))
     process.start()
-    process.join(timeout_seconds)
-    if process.exitcode is None:
-        process.kill()
-        raise subprocess.TimeoutExpired(command, timeout_seconds)
+    process.join()
     printed = [(folder / name).read_text(encoding="utf-8", errors="replace") for name in ("stdout", "stderr")]
     return subprocess.CompletedProcess(command, process.exitcode, *printed)
 

@@ -28,7 +28,7 @@ from accel_sft.comparison.findings import findings
 from accel_sft.comparison.launching import launch
 from accel_sft.comparison.measured import measure
 from accel_sft.comparison.outcome import outcome
-from accel_sft.comparison.rounds import _resuming
+from accel_sft.comparison.rounds import _resuming, _signals_interrupt
 from accel_sft.comparison.summary import summarise
 from accel_sft.comparison.tables import as_csv, markdown, terminal_table
 from accel_sft.io.run_dir import RunDir
@@ -193,6 +193,16 @@ def test_the_files_have_every_cell_and_the_terminal_s_lines_fit(compared):
     assert sum("─" in line for line in table) == 1
     assert sum(line.split()[:1] in ([fault] for fault in FAULTS) for line in table) == len(FAULTS)
     assert max(map(len, table)) <= 80
+
+
+def test_a_comparison_under_nohup_goes_on_when_its_terminal_is_closed():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _signals_interrupt():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_an_interrupted_comparison_leaves_no_process_and_goes_on(site, tmp_path):

@@ -112,6 +112,7 @@ def test_two_machines_draw_the_same_curve(launched, tmp_path):
 
 
 @pytest.mark.nvme
+@pytest.mark.timeout(1500)
 def test_parameters_and_states_on_disk_draw_the_same_curve(launched, tmp_path):
     disk = (
         "--offload_param_nvme_path",
@@ -119,6 +120,6 @@ def test_parameters_and_states_on_disk_draw_the_same_curve(launched, tmp_path):
         "--offload_optimizer_nvme_path",
         str(tmp_path / "disk"),
     )
-    run = launched("z3_nvme", *JOB, *ONCE, yaml="z3_nvme", launcher=(*FP32, *disk), timeout_seconds=1500)
+    run = launched("z3_nvme", *JOB, *ONCE, yaml="z3_nvme", launcher=(*FP32, *disk))
     same_curve(layout(launched, "plain").lines(), run.lines())
     assert not list((tmp_path / "disk").glob("*-*")), "swap files were left behind"

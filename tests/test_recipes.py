@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(1200)
 RECIPES = Path(__file__).parent.parent / "recipes"
 
 
@@ -24,7 +25,7 @@ def run(name, folder, **variables):
         "DISCARD": "1",
     }
     command = ["bash", str(RECIPES / f"{name}.sh")]
-    done = subprocess.run(command, env={**given, **variables}, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, env={**given, **variables}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {path.parent: json.loads(path.read_text()) for path in folder.rglob("comparison.json")}
     return done.stdout, found

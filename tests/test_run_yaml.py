@@ -36,7 +36,7 @@ def test_the_command_in_run_yaml_starts_the_run_again_to_the_same_bits(launched,
     assert (program, launch, words[0]) == ("accelerate", "launch", "--config_file")
     assert "--mixed_precision" not in words  # it is in the file
     command = (forked.LAUNCH, *words, "--output-dir", str(again))
-    done = forked.run(command, {**os.environ, "COLUMNS": "100"}, tmp_path, 600)
+    done = forked.run(command, {**os.environ, "COLUMNS": "100"}, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     for folder in ("base", "final"):
         file = f"{folder}/model.safetensors"

@@ -165,13 +165,14 @@ def _with_message(interruption: KeyboardInterrupt, text: str) -> KeyboardInterru
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """Inside, SIGINT, SIGTERM and SIGHUP (a terminal that is closed) raise `Interrupted`."""
+    """Inside, SIGINT, SIGTERM and SIGHUP (a terminal that is closed) raise `Interrupted`, unless ignored (nohup)."""
 
     def raise_it(number: int, frame: FrameType | None) -> None:
         raise Interrupted(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, raise_it) for number in numbers}
+    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, raise_it) for number in heard}
     try:
         yield
     finally:

@@ -41,6 +41,8 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
     A rank whose launcher has ended does so too within two seconds and writes no file: a later run may already write
     there. One that got a signal before may still write its checkpoint. A main thread that waits for other ranks in C
     handles no signal: the watching thread ends the process then, during start-up or if a rank was lost.
+
+    SIGINT stays ignored where it was ignored at the start, as a shell has it for a script's commands in the background.
     """
 
     def __init__(self) -> None:
@@ -54,7 +56,9 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
         self._ended = threading.Event()
 
     def __enter__(self) -> StopSignals:
-        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        numbers = (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGINT)
+        self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
         # a process that a task forks, to run an answer with a timeout, say, handles signals as if there were no run
         os.register_at_fork(after_in_child=self._leave_alone)
         if self._launcher is not None:

@@ -111,10 +111,13 @@ def test_a_signal_ends_the_step_with_a_checkpoint_and_the_run_goes_on_to_the_sam
     same_end(run, run_dir)
 
 
-def test_a_signal_ends_an_evaluation_before_its_next_answers(tmp_path):
+def test_a_signal_ends_an_evaluation_before_its_next_answers_but_not_one_that_is_ignored(tmp_path):
     run_dir, few = tmp_path / "run", ("--validation-examples", "60", "--eval-batch-size", "1", "--max-steps", "2")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for what a script starts in the background
     with started(run_dir, None, *few) as process:
+        signal.signal(signal.SIGINT, before)
         wait_for(lambda: "answers: the" in (tmp_path / "run.log").read_text())  # those of the untrained model
+        process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
     assert "stopped by SIGTERM after step 0, with a checkpoint" in (tmp_path / "run.log").read_text()

@@ -1,0 +1,45 @@
+"""A test that hangs is ended and says what all of its processes were doing."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+HANGING = """
+import subprocess, sys
+
+CHILD = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
+GRANDCHILD = "import time; time.sleep(600)  # in {}"
+
+def test_that_waits():
+    subprocess.run([sys.executable, "-c", CHILD, GRANDCHILD], capture_output=True)
+
+def test_with_a_limit_of_its_own():
+    subprocess.run([sys.executable, "-c", CHILD, GRANDCHILD], capture_output=True, timeout=1)
+
+def test_behind_it():
+    pass
+"""
+ABORTED = r"\nFatal Python error: Aborted\n\n.*\n"
+
+
+def test_a_hanging_test_ends_with_the_stacks_of_its_processes_and_leaves_none(tmp_path):
+    (tmp_path / "test_hanging.py").write_text(HANGING.format(tmp_path))
+    command = [sys.executable, "-m", "pytest", "-c", os.devnull, "-p", "overdue", "--timeout", "2", str(tmp_path)]
+    given = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True)
+    assert "2 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    first, second = re.split("_ test_with_a_limit_of_its_own _", done.stdout)
+    assert "Timeout (>2.0s) from pytest-timeout" in first
+    assert "subprocess.TimeoutExpired" in second
+    parent, child = rf"process \d+, .*{ABORTED}  File .*subprocess", rf"process \d+, .*{tmp_path}{ABORTED}"
+    assert re.search(parent, first), first
+    assert re.search(child, first), first
+    assert re.search(child, second), second  # its parent was ended by `subprocess.run`
+    commands = [each.info["cmdline"] for each in psutil.process_iter(["cmdline"])]
+    assert not [command for command in commands if command and f"# in {tmp_path}" in command[-1]]
