@@ -825,6 +825,27 @@ class Leaking(Wrapped):
         )
 
 
+class Refusing(Wrapped):
+    """One that takes nothing but padded rows, and refuses the rest without a message."""
+
+    refusal: type[Exception] = AssertionError
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None, **others):
+        if attention_mask is None or attention_mask.ndim > 2:
+            raise self.refusal
+        kept = {"logits_to_keep": logits_to_keep, "use_cache": False}
+        return self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids, **kept)
+
+
+@pytest.mark.parametrize("refusal", [AssertionError, NotImplementedError, KeyError])
+def test_a_model_that_refuses_a_layout_without_a_word_gets_padded_rows(model, refusal):
+    refusing = Refusing(model)
+    refusing.refusal = refusal
+    batching, told = chosen(refusing)
+    assert batching.layout == "padded"
+    assert told.count(f"the model does not take it ({refusal.__name__})") == 2, told
+
+
 class Smearing(Leaking):
     """One that sees a little of the token before, whosever it is."""
 

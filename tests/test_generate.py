@@ -79,6 +79,21 @@ class Strict(Qwen2ForCausalLM):
         return super().forward(input_ids, attention_mask, **given)
 
 
+class Asserting(Qwen2ForCausalLM):
+    """Takes masks of two dimensions only, and says so without a message."""
+
+    refusal = AssertionError
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        if attention_mask is not None and attention_mask.ndim > 2:
+            raise self.refusal
+        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
+
+
+class Unimplemented(Asserting):
+    refusal = NotImplementedError
+
+
 class Lost(Qwen2ForCausalLM):
     """Takes positions, and does not look at them."""
 
@@ -91,6 +106,7 @@ def build(kind, tiny, vocabulary):
     torch.manual_seed(1)
     common = {**SMALL, "vocab_size": vocabulary, "initializer_range": 0.2}
     classes = {"tiny": Qwen2ForCausalLM, "lora": Qwen2ForCausalLM, "lost": Lost, "strict": Strict}
+    classes |= {"asserting": Asserting, "unimplemented": Unimplemented}
     if kind in classes:
         model = classes[kind].from_pretrained(tiny)
     elif kind == "eager":
@@ -212,6 +228,8 @@ REFUSED = {
     "eager": "attention eager takes no shared prefix, sdpa does",
     "lost": "its predictions behind a shared prefix are not those of single rows (off by ",
     "strict": "the model takes no shared prefix (",
+    "asserting": "the model takes no shared prefix (AssertionError)",
+    "unimplemented": "the model takes no shared prefix (NotImplementedError)",
 }
 
 

@@ -185,10 +185,17 @@ def test_a_dataset_that_cannot_be_made_is_named_with_its_line():
         read_split(type("Broken", (Sums,), {"dataset": fail})(), "train")
 
 
-def test_a_part_of_an_epoch_without_an_example_is_refused(tmp_path):
-    run = accel_sft("math", "--epochs", "0.0001", "--train-examples", "60", run_dir=tmp_path / "run")
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--epochs", "0.0001"), "--epochs 0.0001: not one of 60 examples"),
+        (("--max-steps", "3", "--warmup-steps", "4"), "--warmup-steps 4: the run has 3 steps"),
+    ],
+)
+def test_a_plan_of_steps_that_makes_no_sense_is_refused(tmp_path, flags, told):
+    run = accel_sft("math", *flags, "--train-examples", "60", run_dir=tmp_path / "run")
     assert run.status == 1
-    assert "--epochs 0.0001: not one of 60 examples" in run.output
+    assert told in run.output
 
 
 # --- a run's folder ---

@@ -13,11 +13,13 @@ LAYOUT = frozenset(
 )
 """Settings that decide how a run is executed or observed, not what a step computes: a resume may change them."""
 
+_SCHEDULE = ("warmup_steps", "decay_ratio", "min_lr_ratio")
+
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """One line for each setting of the mathematics in which a resumed run differs from what its folder records."""
     lines = []
-    defaults = {name: getattr(TrainConfig, name) for name in ("optimizer", *LORA_ONLY)}
+    defaults = {name: getattr(TrainConfig, name) for name in ("optimizer", *_SCHEDULE, *LORA_ONLY)}
     unrecorded = {**defaults, "thinking": "template", "template_date": after.get("template_date")}  # by version 0.1
     before = {**unrecorded, **before}
     for key in sorted(before.keys() | after.keys()):

@@ -89,8 +89,15 @@ class TrainConfig:
         "model that Adam pretrained learn worse by it (arXiv 2605.10468), an adapter does not.",
     )
     learning_rate: float | None = _optim(None, basic=True, min=0, help="Peak learning rate.")
-    lr_scheduler: str = _optim("cosine", choices=("cosine", "linear", "constant"), help="After warm-up.")
+    lr_scheduler: str = _optim(
+        "cosine",
+        choices=("cosine", "linear", "constant", "wsd"),
+        help="After warm-up; wsd (warmup-stable-decay): constant, then linear over the last steps.",
+    )
     warmup_ratio: float = _optim(0.03, min=0, max=1, help="Share of the steps that warm up.")
+    warmup_steps: int | None = _optim(None, min=0, help="Steps that warm up; wins over --warmup-ratio.")
+    decay_ratio: float = _optim(0.2, min=0, max=1, help="wsd: share of the steps, the last ones, in which it falls.")
+    min_lr_ratio: float = _optim(0.0, min=0, max=1, help="Share of the peak rate to which it falls.")
     weight_decay: float | None = _optim(None, min=0, help="AdamW's, on matrices only.")
     adam_beta1: float = _optim(0.9, min=0, max=0.9999, help="AdamW's first moment decay.")
     adam_beta2: float | None = _optim(None, min=0, max=0.9999, help="AdamW's second moment decay.")
@@ -143,6 +150,10 @@ class TrainConfig:
             found.append(f"--template-date {shown(str(self.template_date))}: expected a day as YYYY-MM-DD")
         if self.use_liger_kernel and self.compile:
             found.append("--use-liger-kernel: --compile would fuse the same layers; leave one of the two out")
+        if self.min_lr_ratio and self.lr_scheduler == "constant":
+            found.append("--min-lr-ratio: with --lr-scheduler constant the rate never falls; leave one of the two out")
+        if self.decay_ratio != TrainConfig.decay_ratio and self.lr_scheduler != "wsd":
+            found.append(f"--decay-ratio: --lr-scheduler {shown(self.lr_scheduler)} has none; add --lr-scheduler wsd")
         if self.patience and self.eval_every == "off":
             found.append("--patience needs evaluations: set --eval-every")
         if self.init_from and self.model != "tiny":

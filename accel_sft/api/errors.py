@@ -1,4 +1,4 @@
-"""The error that is shown to users without a traceback, and the source line at which a plugin failed."""
+"""The error that is shown to users without a traceback, and the place and the first line of others."""
 
 import traceback
 from pathlib import Path
@@ -13,6 +13,11 @@ class UserError(Exception):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+def first_line(error: BaseException) -> str:
+    """An error's first line of text; the name of its class if it has none, as a bare `raise NotImplementedError`."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def what_and_where(error: BaseException) -> str:

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import first_line
 from accel_sft.batching.collate import Batch
 from accel_sft.batching.forward_layouts import LAYOUTS, Layout
 from accel_sft.batching.layouts import Batching
@@ -17,7 +18,7 @@ from accel_sft.batching.loss import available_heads, nll
 from accel_sft.batching.memory import out_of_memory
 from accel_sft.data.chat import Encoded
 from accel_sft.launch.collectives import any_rank, first_reason
-from accel_sft.models.architecture import arguments, attentions, limited_layers
+from accel_sft.models.architecture import REFUSALS, arguments, attentions, limited_layers
 from accel_sft.models.prefix_attention import install
 
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
@@ -218,10 +219,10 @@ def _differs(
     batch = subject.batch(batching, rows)
     try:
         together = nll(subject.model, batch, FEWEST_LOGITS)
-    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
+    except REFUSALS as error:
         if out_of_memory(error):  # no matter of what the model can take
             raise
-        return f"the model does not take it ({str(error).splitlines()[0][:100]})"
+        return f"the model does not take it ({first_line(error)[:100]})"
     difference = abs(alone - (together * batch.weights).sum().item()) / batch.weights.sum().item()
     wrong = f"its loss is not that of single rows (off by {difference:.2g} nats a token)"
     return None if difference <= tolerance else wrong

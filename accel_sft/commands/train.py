@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.api.errors import UserError
+from accel_sft.api.errors import UserError, first_line
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import recorded_name
 from accel_sft.batching.memory import out_of_memory
@@ -128,7 +128,7 @@ def _explained(run_dir: RunDir, signals: StopSignals, error: BaseException) -> B
         return error
     if out_of_memory(error):
         return UserError(
-            f"out of device memory ({str(error).splitlines()[0]}); the loss does not depend on it: lower "
+            f"out of device memory ({first_line(error)}); the loss does not depend on it: lower "
             "--micro-batch-size or --eval-batch-size, add --gradient-checkpointing, or choose a higher ZeRO stage"
         )
     if trouble := trouble_of_writing(error, run_dir.path):

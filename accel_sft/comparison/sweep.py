@@ -14,7 +14,7 @@ from accel_sft.tracking.report import is_number
 SEED = "seed"
 _COST_NOTHING = frozenset(
     {"learning_rate", "lr_scheduler", "warmup_ratio", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", SEED}
-    | {"lora_r", "lora_alpha", "lora_dropout"}
+    | {"warmup_steps", "decay_ratio", "min_lr_ratio", "lora_r", "lora_alpha", "lora_dropout"}
 )
 """Options on which the time and memory of a step do not depend, or hardly."""
 _TRAINERS = {"launch", "num_processes", "mixed_precision", *(field.name for field in dataclasses.fields(TrainConfig))}

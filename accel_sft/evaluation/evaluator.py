@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.api.errors import UserError
+from accel_sft.api.errors import UserError, first_line
 from accel_sft.api.task import Task
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
@@ -186,6 +186,6 @@ def _out_of_memory_explained() -> Iterator[None]:
         if not out_of_memory(error):
             raise
         raise UserError(
-            f"evaluation: out of device memory ({str(error).splitlines()[0][:100]}); lower --eval-batch-size or "
+            f"evaluation: out of device memory ({first_line(error)[:100]}); lower --eval-batch-size or "
             "--max-new-tokens, or choose a higher ZeRO stage"
         ) from error

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from accel_sft.api.errors import first_line
 from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.data.chat import Encoded, end_of_turn_ids
 from accel_sft.evaluation.backend import Generated
@@ -18,7 +19,7 @@ from accel_sft.evaluation.decoder import Decoder
 from accel_sft.evaluation.left_padded import GREEDY, Sampling, generate, nats_apart, padding_changes
 from accel_sft.launch.collectives import any_rank, first_reason
 from accel_sft.models.adapters import merged, reason_unmergeable
-from accel_sft.models.architecture import arguments, attentions, limited_layers
+from accel_sft.models.architecture import REFUSALS, arguments, attentions, limited_layers
 from accel_sft.tracking.system import peak_memory_gib
 
 SHORTEST_PREFIX = 8
@@ -161,8 +162,8 @@ class Generator:
             found = [decoder.start([prompt[prefix:] for prompt in prompts]), decoder.step(tokens[:, 0])]
             decoder.keep(torch.arange(0, len(rows), 2, device=tokens.device))
             found.append(decoder.step(tokens[::2, 1]))
-        except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, KeyError) as error:
-            return f"the model takes no shared prefix ({str(error).splitlines()[0][:100]})"
+        except REFUSALS as error:
+            return f"the model takes no shared prefix ({first_line(error)[:100]})"
         largest = 0.0
         for number, (prompt, more) in enumerate(zip(prompts, fed, strict=True)):
             ids = torch.tensor([[*prompt, *more]], device=self.accelerator.device)

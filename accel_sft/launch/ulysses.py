@@ -12,7 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from accel_sft.api.errors import UserError
+from accel_sft.api.errors import UserError, first_line
 
 _shared: dict[str, Callable[..., Any]] = {}
 """DeepSpeed's attention over a group, by the name of the attention that it computes with."""
@@ -40,7 +40,7 @@ def prepare(accelerator: Accelerator, model: Any, *more: Any) -> Any:
     try:
         prepared = accelerator.prepare(model, *more)
     except ValueError as error:  # so DeepSpeed and Accelerate say that heads cannot be divided, or layers not be cut
-        line = str(error).splitlines()[0]
+        line = first_line(error)
         raise UserError(f"sequence parallelism over {ranks} ranks: {line}; train with z3.yaml instead") from error
     # DeepSpeed puts its attention, which knows no mask, in the place of every forward's
     _shared[name] = ALL_ATTENTION_FUNCTIONS[name]

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from accel_sft.api.adapters import ADAPTERS, SPLITS
 from accel_sft.api.config import TrainConfig
-from accel_sft.api.errors import UserError
+from accel_sft.api.errors import UserError, first_line
 from accel_sft.launch import host_memory
 from accel_sft.models.adapter_start import split
 from accel_sft.models.targets import ALL_LINEAR, besides, left_out, targets
@@ -132,7 +132,7 @@ def new_adapter(
         adapted = get_peft_model(model, TYPES[settings.adapter].config(settings, total_steps, common))
     except ValueError as error:
         named = ", ".join(filter(None, (settings.lora_target_modules, settings.lora_target_parameters)))
-        why = str(error).splitlines()[0]
+        why = first_line(error)
         raise UserError(
             f"--lora-target-modules {named}: peft does not adapt all of these ({why}); name others"
         ) from error

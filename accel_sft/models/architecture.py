@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a model's forward raises where it does not take rows laid out in some way."""
+
 
 def without_adapter(model: Any) -> Any:
     """The causal model below an adapter."""

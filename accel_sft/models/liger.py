@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from accel_sft.api.errors import UserError
+from accel_sft.api.errors import UserError, first_line
 from accel_sft.launch.info import device_count
 
 _FLAG = "--use-liger-kernel"
@@ -45,7 +45,7 @@ def put_kernels_in(model: torch.nn.Module) -> int:
     try:
         package._apply_liger_kernel_to_instance(base, **_LEFT_OUT)
     except (AttributeError, ImportError, NotImplementedError, TypeError, ValueError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
+        line = first_line(error)
         raise UserError(f"{_FLAG}: its kernels do not fit this model of type {family} ({line}); leave it out") from None
     return sum(_is_kernel(module.forward) for module in base.modules())
 

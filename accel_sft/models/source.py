@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.api.errors import UserError, what_and_where
+from accel_sft.api.errors import UserError, first_line, what_and_where
 from accel_sft.io.files import expanded, read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import waiting
@@ -140,7 +140,7 @@ def errors_explained(name: str) -> Iterator[None]:
         of_file = isinstance(error, RecursionError) or "PytorchStreamReader" in str(error)
         if isinstance(error, RuntimeError) and not of_file:
             raise  # of memory, or of a rank that was lost
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        cause = first_line(error)
         if not isinstance(error, (OSError, ValueError, ImportError, UserWarning, SafetensorError)):
             cause = one_line(" ".join(what_and_where(error).split()), LONGEST_ERROR)
         if isinstance(error, pickle.UnpicklingError):  # torch's own text suggests to run what is in the file

@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 from transformers import AttentionInterface, AutoConfig
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.api.errors import UserError
+from accel_sft.api.errors import UserError, first_line
 from accel_sft.batching.collate import Batch
 from accel_sft.batching.loss import nll_sum
 from accel_sft.models.adapters import new_adapter
@@ -118,7 +118,7 @@ def forward_backward(job: Job, config: Mapping[str, Any]) -> Simulated:
     except UserError:
         raise
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"--simulate: model_type {name} cannot be simulated ({reason}); use --probe") from error
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from accel_sft.api.errors import UserError
+from accel_sft.api.errors import UserError, first_line
 from accel_sft.io.files import read_json
 from accel_sft.planning.families import count
 from accel_sft.planning.job import BYTES
@@ -95,7 +95,7 @@ def on_meta_device(config: dict[str, Any], name: str) -> ModelShape:
         with init_empty_weights(include_buffers=True), torch.device("meta"):
             model = auto.from_config(settings)
     except Exception as error:  # noqa: BLE001 - a library's error on a stranger's configuration is the user's to read
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise UserError(f"--model {name}: model_type {kind}: its parameters cannot be counted: {reason}") from None
     return _walked(model)
 

@@ -1,4 +1,4 @@
-"""The optimizer, the learning-rate schedule, and clipping and stepping on every backend."""
+"""The optimizer, and clipping and stepping on every backend."""
 
 import contextlib
 import math
@@ -42,16 +42,6 @@ def new_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Op
     if config.optimizer == "adamw-8bit":
         return bitsandbytes("--optimizer adamw-8bit").optim.AdamW8bit(groups, **adam)
     return torch.optim.AdamW(groups, **adam, fused=True)
-
-
-def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
-    """The rate of step `step` (from 0): linear warm-up, then `--lr-scheduler` down to 0 behind the last step."""
-    warmup_steps = math.ceil(config.warmup_ratio * total_steps)
-    if step < warmup_steps:
-        return config.learning_rate * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(total_steps - warmup_steps, 1)
-    factor = {"cosine": 0.5 * (1 + math.cos(math.pi * progress)), "linear": 1 - progress, "constant": 1.0}
-    return config.learning_rate * factor[config.lr_scheduler]
 
 
 class Stepper:

@@ -195,11 +195,11 @@ def plan_steps(train: Encoding, config: TrainConfig) -> StepPlan:
     """The optimizer steps that the settings ask for, of these examples.
 
     Raises:
-        UserError: they ask for less than one example.
+        UserError: they ask for less than one example, or to warm up for longer than the run.
     """
     if config.max_steps is None and round(config.epochs * len(train.kept)) == 0:
         raise UserError(f"--epochs {config.epochs:g}: not one of {len(train.kept)} examples; ask for more")
-    return StepPlan(
+    plan = StepPlan(
         train.kept.lengths,
         train.kept.supervised,
         seed=config.seed,
@@ -207,6 +207,9 @@ def plan_steps(train: Encoding, config: TrainConfig) -> StepPlan:
         epochs=config.epochs,
         max_steps=config.max_steps,
     )
+    if (config.warmup_steps or 0) > plan.total_steps:
+        raise UserError(f"--warmup-steps {config.warmup_steps}: the run has {plan.total_steps} steps; ask for fewer")
+    return plan
 
 
 def _refuse_missing_packages(config: TrainConfig) -> None:

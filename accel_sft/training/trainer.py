@@ -28,9 +28,10 @@ from accel_sft.tracking.trace import PAUSE
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training import summary
 from accel_sft.training.kernels import use_liger_kernels
-from accel_sft.training.optimizer import Stepper, learning_rate, new_optimizer
+from accel_sft.training.optimizer import Stepper, new_optimizer
 from accel_sft.training.predicted import Prediction
 from accel_sft.training.prepare import Prepared
+from accel_sft.training.schedule import learning_rate
 from accel_sft.training.state import TrainState
 from accel_sft.training.step import TrainStep, reduce_step
 

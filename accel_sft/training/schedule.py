@@ -1,0 +1,27 @@
+"""The learning rate of every step: a pure function, so that a resumed run goes on with the same rates. No torch."""
+
+import math
+
+from accel_sft.api.config import TrainConfig
+
+
+def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
+    """The rate of step `step` (from 0).
+
+    It rises in a line to `--learning-rate`, and then goes as `--lr-scheduler` says: cosine and linear fall from there
+    on; wsd (warmup-stable-decay) stays, and falls in a line over the last `--decay-ratio` of the steps; constant stays.
+    What falls reaches `--min-lr-ratio` of the peak behind the last step.
+    """
+    warmup_steps = config.warmup_steps
+    if warmup_steps is None:
+        warmup_steps = math.ceil(config.warmup_ratio * total_steps)
+    if step < warmup_steps:
+        return config.learning_rate * (step + 1) / warmup_steps
+    if config.lr_scheduler == "constant":
+        return config.learning_rate
+    begin = warmup_steps
+    if config.lr_scheduler == "wsd":
+        begin = max(begin, total_steps - math.ceil(config.decay_ratio * total_steps))
+    progress = max(step - begin, 0) / max(total_steps - begin, 1)
+    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.lr_scheduler == "cosine" else 1 - progress
+    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)

@@ -1,0 +1,121 @@
+"""The learning rate of every step by value, and what AdamW does with a rate, its moments and weight decay."""
+
+import math
+
+import pytest
+import torch
+from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule
+
+from accel_sft.api.changes import changed
+from accel_sft.api.config import TrainConfig
+from accel_sft.training.optimizer import new_optimizer
+from accel_sft.training.schedule import learning_rate
+
+HALF = 0.5 * (1 + math.cos(math.pi / 4)), 0.5, 0.5 * (1 + math.cos(3 * math.pi / 4))
+RATES = {
+    "linear": ({"lr_scheduler": "linear", "warmup_ratio": 0.0}, [1, 0.75, 0.5, 0.25]),
+    "linear after two": (
+        {"lr_scheduler": "linear", "warmup_ratio": 0.25},
+        [0.5, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6],
+    ),
+    "cosine": ({"warmup_ratio": 0.0}, [1, *HALF]),
+    "cosine after a started step": ({"warmup_ratio": 0.03}, [1, 1, *HALF]),  # 0.15 steps are one
+    "constant": ({"lr_scheduler": "constant", "warmup_ratio": 0.0}, [1, 1, 1, 1]),
+    "constant after three": ({"lr_scheduler": "constant", "warmup_ratio": 0.5}, [1 / 3, 2 / 3, 1, 1, 1, 1]),
+    "all warm-up": ({"warmup_ratio": 1.0}, [0.25, 0.5, 0.75, 1]),
+    "steps win over the ratio": ({"warmup_ratio": 1.0, "warmup_steps": 2, "lr_scheduler": "constant"}, [0.5, 1, 1, 1]),
+    "no step": ({"warmup_ratio": 1.0, "warmup_steps": 0}, [1, *HALF]),
+    "cosine to a tenth": ({"warmup_steps": 0, "min_lr_ratio": 0.1}, [1, *(0.1 + 0.9 * part for part in HALF)]),
+    "linear to a half": (
+        {"warmup_steps": 1, "lr_scheduler": "linear", "min_lr_ratio": 0.5},
+        [1, 1, 0.875, 0.75, 0.625],
+    ),
+    "wsd": ({"lr_scheduler": "wsd", "warmup_steps": 2}, [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.5]),
+    "wsd in half the steps": (
+        {"lr_scheduler": "wsd", "decay_ratio": 0.5, "warmup_steps": 1},
+        [1, 1, 1, 1, 2 / 3, 1 / 3],
+    ),
+    "wsd to a tenth": (
+        {"lr_scheduler": "wsd", "decay_ratio": 0.5, "warmup_steps": 0, "min_lr_ratio": 0.1},
+        [1, 1, 1, 0.55],
+    ),
+    "wsd without an end": ({"lr_scheduler": "wsd", "decay_ratio": 0.0, "warmup_steps": 1}, [1, 1, 1]),
+    "wsd that falls from its warm-up on": (
+        {"lr_scheduler": "wsd", "decay_ratio": 1.0, "warmup_steps": 2},
+        [0.5, 1, 1, 0.5],
+    ),
+    "one step": ({}, [1]),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_the_rate_of_every_step_by_value(name):
+    settings, expected = RATES[name]
+    config = TrainConfig(learning_rate=2e-3, **settings)
+    assert config.problems() == []
+    found = [learning_rate(step, len(expected), config) for step in range(len(expected))]
+    assert found == pytest.approx([2e-3 * share for share in expected], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "theirs"),
+    [
+        ({"min_lr_ratio": 0.2}, lambda each: get_cosine_with_min_lr_schedule_with_warmup(each, 5, 50, min_lr_rate=0.2)),
+        (
+            {"lr_scheduler": "wsd", "decay_ratio": 0.3, "min_lr_ratio": 0.2},
+            lambda each: get_wsd_schedule(each, 5, 15, num_training_steps=50, decay_type="linear", min_lr_ratio=0.2),
+        ),
+    ],
+    ids=["cosine", "wsd"],
+)
+def test_after_warm_up_the_rates_are_those_of_transformers(settings, theirs):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
+    schedule, found = theirs(optimizer), []
+    for _ in range(50):
+        found += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+    config = TrainConfig(learning_rate=1e-3, warmup_steps=5, **settings)
+    assert [learning_rate(step, 50, config) for step in range(5, 50)] == pytest.approx(found[5:], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"lr_scheduler": "constant", "min_lr_ratio": 0.1}, "--min-lr-ratio"),
+        ({"decay_ratio": 0.1}, "--decay-ratio"),
+        ({"warmup_steps": -1}, "--warmup-steps"),
+        ({"min_lr_ratio": 1.1}, "--min-lr-ratio"),
+    ],
+)
+def test_a_schedule_that_makes_no_sense_is_refused_by_its_flag(settings, flag):
+    (line,) = TrainConfig(**settings).problems()
+    assert line.startswith(flag)
+
+
+def test_a_run_that_recorded_no_such_settings_goes_on_with_the_rates_it_had():
+    now = TrainConfig(learning_rate=1e-3).as_dict()
+    before = {name: value for name, value in now.items() if name not in ("warmup_steps", "decay_ratio", "min_lr_ratio")}
+    assert changed(before, now) == []
+    assert len(changed(before, {**now, "min_lr_ratio": 0.1, "warmup_steps": 3})) == 2
+
+
+def test_adamw_takes_its_rate_its_moments_and_weight_decay_for_matrices_only():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    settings = {"learning_rate": 0.01, "adam_beta1": 0.7, "adam_beta2": 0.9, "weight_decay": 0.5}
+    optimizer = new_optimizer(model, TrainConfig(**settings))
+    gradients = [[torch.randn_like(each) for each in model.parameters()] for _ in range(3)]
+    for index, (parameter, decay) in enumerate(zip(model.parameters(), (0.5, 0.0), strict=True)):  # weight, bias
+        expected, first, second = parameter.detach().clone(), 0.0, 0.0
+        for step, gradient in enumerate((each[index] for each in gradients), 1):
+            first, second = 0.7 * first + 0.3 * gradient, 0.9 * second + 0.1 * gradient**2
+            expected *= 1 - 0.01 * decay
+            expected -= 0.01 * (first / (1 - 0.7**step)) / ((second / (1 - 0.9**step)).sqrt() + 1e-8)
+            gradients[step - 1][index] = (gradient, expected.clone())
+    for step in gradients:
+        for parameter, (gradient, _) in zip(model.parameters(), step, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        for parameter, (_, expected) in zip(model.parameters(), step, strict=True):
+            torch.testing.assert_close(parameter.detach(), expected, rtol=1e-5, atol=1e-7)
