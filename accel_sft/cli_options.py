@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -22,13 +23,20 @@ def make_option(setting: Setting) -> click.Option:
     help = help_of(setting)
     if setting.type is bool:
         return click.Option([f"{setting.flag}/--no-{setting.flag[2:]}", setting.name], default=None, help=help)
+    several = {"multiple": True, "callback": _joined} if setting.rows else {}
     return click.Option(
         [setting.flag, setting.name],
         type=setting.read,
         metavar="|".join(setting.choices) or _METAVARS[setting.type],
         shell_complete=functools.partial(_complete, setting),
         help=help,
+        **several,
     )
+
+
+def _joined(ctx: click.Context, param: click.Parameter, values: Sequence[str] | None) -> str | None:
+    """The values of an option that may be repeated, as one text; None if it was not given."""
+    return ",".join(values) if values else None
 
 
 def help_of(setting: Setting, *, limits: bool = True) -> str:

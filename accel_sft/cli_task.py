@@ -17,6 +17,7 @@ from accel_sft.api.task import Task
 from accel_sft.api.task_file import same_task
 from accel_sft.cli_help import HelpContext, help_all_option, shows_all
 from accel_sft.cli_options import help_of, make_option
+from accel_sft.data.rows import absent_rows
 from accel_sft.resilience.exit import ExitHandler
 
 _SHORT_HEADINGS = {ADAPTER: MODEL, DATA: "Training", OPTIM: "Training", EVAL: "Training"}
@@ -36,6 +37,8 @@ class TaskCommand(click.Command):
     context_class = HelpContext
     config_class: ClassVar[type[TrainConfig]] = TrainConfig
     offered: ClassVar[frozenset[str]] = frozenset(setting.name for setting in settings(TrainConfig))
+    reads_rows: ClassVar[bool] = True
+    """Whether rows that are not there are refused when the command line is read: importing torch takes seconds."""
     does: ClassVar[str] = "Trains, evaluates and saves a model for this task."
 
     def __init__(self, name: str, task_class: type[Task] | None, summary: str) -> None:
@@ -140,6 +143,9 @@ class TaskCommand(click.Command):
             except UserError as error:
                 flags = set(wrong.values())
                 problems += [line for line in error.problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
+        if not problems and self.reads_rows:
+            names = {s.flag: getattr(built[1], s.name) for s in self.offers[self.task_class] if s.rows}
+            problems = [line for flag, name in names.items() if name for line in absent_rows(name, flag)]
         if problems:
             raise UserError(*dict.fromkeys(problems))
         return tuple(built)

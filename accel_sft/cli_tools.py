@@ -45,6 +45,7 @@ class PlanCommand(TaskCommand):
     """The command that predicts memory and speed of training a task under each launch file."""
 
     config_class, offered = PlanConfig, PlanConfig.OFFERED
+    reads_rows = False
     does = (
         "Predicts memory and speed of its training under each launch file, before anything is loaded. Exit status: 0 "
         "if any launch file fits, 1 if none does."
@@ -66,6 +67,7 @@ class CheckCommand(TaskCommand):
     """The command that audits a task's data. It takes every option of training, and lists those that matter."""
 
     config_class = CheckConfig
+    reads_rows = False  # its report has what is missing, among the rest
     offered = frozenset(setting.name for setting in settings(CheckConfig))
     does = (
         "Audits this task's data as training would read it; no weights are loaded. Training's other options are "

@@ -668,6 +668,16 @@ def test_images_of_every_form_are_parts_of_the_messages(rows, tmp_path, row):
     assert any("no <image> in their texts" in note for note in notes) == ("prompt" in row)
 
 
+def test_images_are_looked_for_beside_the_file_that_names_them(tmp_path):
+    asked = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "rows.jsonl").write_text(json.dumps(messages(asked, ANSWER)) + "\n")
+    task = Chat(validation_file=f"{tmp_path}/one/rows.jsonl,{tmp_path}/two")
+    found = [task.messages(example)[0]["content"][0]["image"] for example in task.dataset("validation")]
+    assert found == [f"{tmp_path}/one/a.png", f"{tmp_path}/two/a.png"]
+
+
 def test_images_stay_with_their_turns_and_tell_rows_apart(rows, tmp_path):
     first, second = {"role": "user", "content": "<image> and <image>"}, {"role": "user", "content": "now <image>"}
     row = {

@@ -243,6 +243,25 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(run, tmp
     assert (got["config"]["learning_rate"], got["config"]["seed"], got["config"]["adapter"]) == (1e-3, 42, "none")
 
 
+READS = GOOD.replace("shout: bool", 'train_file: str | None = option(None, rows=True, help="Rows.")\n    shout: bool')
+
+
+@pytest.mark.parametrize("form", ["repeated", "with a comma", "in YAML", "in run.yaml"])
+def test_several_files_of_rows_are_one_value_however_they_are_named(run, site, tmp_path, form):
+    install(site, "accel-sft-reads", "reads = accel_sft_reads:Good", READS)
+    one, two = (str(tmp_path / name) for name in ("one.jsonl", "two.jsonl"))
+    for path in (one, two):
+        Path(path).touch()
+    both, file = f"{one},{two}", tmp_path / "run.yaml"
+    file.write_text(f"train_file: [{one}, {two}]" if form == "in YAML" else f"train_file: {both}")
+    words = {"repeated": ("--train-file", one, "--train-file", two), "with a comma": ("--train-file", both)}
+    for command in ("reads",), ("evaluate", "reads", "--model", "m"):
+        got = handed_over(run(*command, *words.get(form, ("--config", str(file)))))
+        assert got["options"]["train_file"] == both
+    assert handed_over(run("reads", "--train-file", one))["options"]["train_file"] == one
+    assert handed_over(run("reads"))["options"]["train_file"] is None
+
+
 def test_values_get_their_types(run, site):
     args = ("--limit", "2", "--shout", "--micro-batch-size", "8", "--max-steps", "3", "--learning-rate", "1e-4")
     got = handed_over(run("good", *args))

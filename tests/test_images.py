@@ -5,10 +5,13 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
+import struct
 import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 import vision
@@ -230,9 +233,9 @@ class Given(Colours):
         return [{"role": "user", "content": list(self.parts)}]
 
 
-def png(colour=(1, 2, 3)):
+def png(colour=(1, 2, 3), size=(16, 16), mode="RGB"):
     file = io.BytesIO()
-    Image.new("RGB", (16, 16), colour).save(file, "png")
+    Image.new(mode, size, colour if mode == "RGB" else 1).save(file, "png")
     return file.getvalue()
 
 
@@ -260,6 +263,42 @@ def floats():
     file = io.BytesIO()
     Image.new("F", (16, 16), 0.5).save(file, "tiff")
     return file.getvalue()
+
+
+def postscript():
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(file, "eps")
+    return file.getvalue()
+
+
+def tiff_of_12_bits():
+    """16 grey values of 12 bits in a row, from black to white."""
+    packed = bytes.fromhex("".join(f"{4095 * number // 15:03x}" for number in range(16)))
+    tags = [(256, 3, 16), (257, 3, 1), (258, 3, 12), (259, 3, 1), (262, 3, 1), (273, 4, 8), (277, 3, 1), (279, 4, 24)]
+    entries = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in tags)
+    return struct.pack("<2sHI", b"II", 42, 8 + len(packed)) + packed + struct.pack("<H", 8) + entries + bytes(4)
+
+
+def grey_ramp(mode):
+    values = numpy.linspace(0, 65535, 256).astype(">u2" if mode == "I;16B" else "<u2").reshape(16, 16)
+    return Image.frombytes(mode, (16, 16), values.tobytes())
+
+
+@pytest.mark.parametrize("form", ["png", "tiff", "I;16", "I;16B", "I;16L", "I;16N"])
+def test_a_grey_ramp_of_16_bits_stays_a_ramp_in_training_and_in_an_export(form, tmp_path):
+    given = grey_ramp(form if form.startswith("I") else "I;16")
+    if form in ("png", "tiff"):
+        given.save(path := tmp_path / f"ramp.{form}")
+        given = str(path)
+    picture = Picture(given)
+    copied, _ = picture.file()
+    for image in (picture.opened(), Picture(copied).opened()):
+        assert numpy.asarray(image.convert("RGB"))[..., 0].ravel().tolist() == [*range(256)]
+
+
+def test_grey_values_of_12_bits_reach_from_black_to_white():
+    image = Picture(tiff_of_12_bits()).opened()
+    assert numpy.asarray(image)[..., 0].ravel().tolist() == [255 * number // 15 for number in range(16)]
 
 
 def test_pil_images_with_other_palettes_are_others():
@@ -318,6 +357,34 @@ def test_an_image_that_cannot_be_exported_is_named_and_leaves_no_folder(tmp_path
     assert not (tmp_path / "rows").exists()
 
 
+@pytest.mark.parametrize("how", ["its path", "a link", "proc", "a pipe that was a file"])
+def test_no_file_that_is_no_image_gets_into_an_export(tmp_path, monkeypatch, how):
+    (tmp_path / "secret.png").write_text("my key")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "link.png").symlink_to(tmp_path / "secret.png")
+    named = {"its path": "../secret.png", "a link": "link.png", "proc": "/proc/self/environ"}.get(how, "pipe")
+    if named == "pipe":
+        (tmp_path / "data" / "pipe").write_bytes(png())
+        kept = export_data.conversation
+
+        def then_a_pipe(*which):
+            chat = kept(*which)
+            (tmp_path / "data" / "pipe").unlink(missing_ok=True)
+            os.mkfifo(tmp_path / "data" / "pipe")
+            return chat
+
+        monkeypatch.setattr(export_data, "conversation", then_a_pipe)
+    rows = tmp_path / "data" / "rows.jsonl"
+    image = {"type": "image", "image": named}
+    turns = [{"role": "user", "content": [image]}, {"role": "assistant", "content": "a"}]
+    rows.write_text(json.dumps({"messages": turns}) + "\n")
+    with pytest.raises(UserError) as raised:
+        export_data.run(Chat(train_file=str(rows), validation_file=str(rows)), str(tmp_path / "out"))
+    (line,) = raised.value.problems
+    assert line.startswith(f"train example 0 ({rows}:1): the image {tmp_path / 'data' / named}")
+    assert not (tmp_path / "out").exists()
+
+
 REFUSED = {
     "a stripe": (
         {"image": Image.new("RGB", (2001, 2))},
@@ -325,10 +392,19 @@ REFUSED = {
     ),
     "a missing file": ({"path": "nowhere.png"}, "'nowhere.png'; there is no such file"),
     "an address": ({"url": "https://example.com/a.png"}, "fetched again in every epoch; download it"),
-    "no image": ({"image": b"no image"}, "an image cannot be read: it is in no format"),
+    "no image": ({"image": b"no image"}, "image 2 of the row cannot be read: it is in no format"),
     "another machine": ({"url": "file://host/a.png"}, "'file://host/a.png', on another machine"),
-    "pixels of any size": ({"image": Image.new("F", (16, 16))}, "an image has pixels of 32 bits (Pillow's mode F)"),
-    "a file of them": ({"image": floats()}, "an image has pixels of 32 bits (Pillow's mode F)"),
+    "pixels of any size": (
+        {"image": Image.new("F", (16, 16))},
+        "image 2 of the row has pixels of 32 bits (Pillow's mode F)",
+    ),
+    "a file of them": ({"image": floats()}, "image 2 of the row has pixels of 32 bits (Pillow's mode F)"),
+    "a device": ({"path": "/dev/zero"}, "'/dev/zero'; a folder, a pipe or a device, not a file"),
+    "a program": ({"image": postscript()}, "image 2 of the row: EPS is a program, not pixels; convert it to PNG"),
+    "too many pixels": (
+        {"image": png(size=(9500, 9500), mode="1")},
+        "image 2 of the row has 9,500 x 9,500 pixels; 89,478,485 are the most",
+    ),
     "nothing": ({}, "expected one image in it"),
     "two": ({"image": png(), "path": "a.png"}, "expected one image in it"),
     "a video": ({"type": "video", "video": "a.mp4"}, 'expected {"type": "text"'),

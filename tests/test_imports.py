@@ -200,6 +200,20 @@ def test_the_commands_that_answer_at_once_do_without_torch(tmp_path, command, en
     assert answer in result.stdout
 
 
+@pytest.mark.parametrize("command", ["chat", "evaluate chat --model M", "export-data chat OUT"])
+def test_rows_that_are_not_there_are_refused_without_torch(tmp_path, command):
+    (tmp_path / "sitecustomize.py").write_text(REFUSE)
+    (tmp_path / "rows.jsonl").touch()
+    result = accel_sft(
+        *command.split(), "--train-file", f"rows.jsonl,{tmp_path}/row.jsonl", site=tmp_path, cwd=tmp_path
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == (
+        f"Error: --train-file {tmp_path}/row.jsonl: cannot be read (No such file or directory); give an existing one: "
+        "a JSON, JSONL, CSV or Parquet file\n"
+    )
+
+
 def test_the_refusal_above_fires(tmp_path):
     install(tmp_path, "accel-sft-quick", "quick = accel_sft_quick:Good", "import torch\n")
     (tmp_path / "sitecustomize.py").write_text(REFUSE)

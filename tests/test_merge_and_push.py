@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 
 import hub
 import pytest
@@ -24,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.cli import cli
+from accel_sft.commands import merge as merge_module
 from accel_sft.commands.push import hub_id
 from accel_sft.io.files import new_folder
 from accel_sft.models import merge as merging
@@ -180,6 +182,63 @@ def test_weights_may_be_read_by_whoever_may_read_the_other_files(tmp_path):
     finally:
         os.umask(umask)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}
+
+
+def test_of_two_writers_of_a_folder_one_succeeds_and_the_other_is_told(tmp_path):
+    out = str(tmp_path / "out")
+    with new_folder(out, "OUT") as first:
+        (first / "rows").write_text("whole")
+        with pytest.raises(UserError, match="out: another process is writing it; wait"), new_folder(out, "OUT"):
+            raise AssertionError("not begun")
+        (first / "more").write_text("whole")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["more", "rows"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_appeared_while_a_folder_was_filled_stays(tmp_path, kind):
+    (tmp_path / "other").mkdir()
+    out = tmp_path / "out"
+
+    def fill():
+        with new_folder(str(out), "OUT") as partial:
+            (partial / "rows").write_text("mine")
+            {"folder": out.mkdir, "file": out.touch, "link": lambda: out.symlink_to("other")}[kind]()
+            if kind == "folder":
+                (out / "rows").write_text("theirs")
+
+    with pytest.raises(UserError, match="out: another process has written it meanwhile; name another folder"):
+        fill()
+    assert kind != "folder" or (out / "rows").read_text() == "theirs"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
+
+
+def test_an_empty_folder_behind_a_link_is_filled_and_the_link_stays(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to("disk")
+    with new_folder(str(tmp_path / "out"), "OUT") as partial:
+        (partial / "rows").touch()
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "rows").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out"]
+
+
+def test_a_merge_killed_midway_leaves_no_folder_and_the_next_one_cleans_up(adapter, tmp_path):
+    def killed(*arguments):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if not child:
+        merge_module.write_merged = lambda folder, target, *_: (target / "half").touch() or killed()
+        cli.main(["merge", str(adapter), str(tmp_path / "out")], standalone_mode=False)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".out.")
+    done = accel_sft("merge", str(adapter), str(tmp_path / "out"))
+    assert done.status == 0, done.output
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.fixture

@@ -281,3 +281,27 @@ def test_an_error_that_passes_through_the_reader_names_the_caller_s_line(file):
 def test_a_file_that_cannot_be_read(tmp_path):
     assert problems(tmp_path / "none.json")[0].startswith(": cannot be read (No such file or directory)")
     assert problems(tmp_path)[0].startswith(": no data files in this folder; expected .json, .jsonl")
+
+
+def test_several_files_are_read_in_the_order_given_and_each_row_names_its_own(tmp_path):
+    names = [tmp_path / name for name in ("b.jsonl", "a, with a comma.jsonl", "c")]
+    names[2].mkdir()
+    files = [names[0], names[1], names[2] / "d.jsonl"]
+    for number, path in enumerate(files):
+        path.write_text("".join(json.dumps({"answer": f"{number}{row}"}) + "\n" for row in range(2)))
+    assert list(read_rows(names[1], answer)) == ["10", "11"]
+    rows = read_rows(f"{names[0]},{names[2]}", answer)
+    assert list(rows) == ["00", "01", "20", "21"]
+    assert [str(place) for place in rows.places([1, 2])] == [f"{files[0]}:2", f"{files[2]}:1"]
+    assert rows.fingerprint != read_rows(f"{names[2]},{names[0]}", answer).fingerprint
+    files[0].write_text('{"answer": 1}\n')
+    files[2].write_text('{"answer": "x"}\n{"answer": 2}\n')
+    with pytest.raises(UserError) as caught:
+        read_rows(f"{names[0]},{names[2]}", answer)
+    assert [line.split(" field")[0] for line in caught.value.problems] == [f"{files[0]}:1:", f"{files[2]}:2:"]
+
+
+@pytest.mark.parametrize("names", ["", "rows.json,", ",rows.json"])
+def test_an_empty_name_is_refused_and_no_folder_read_for_it(names):
+    with pytest.raises(UserError, match="an empty name; give a file, a folder or a data set, with commas between"):
+        read_rows(names, answer)

@@ -24,6 +24,7 @@ def option(
     max: float | None = None,
     section: str = "",
     basic: bool = False,
+    rows: bool = False,
 ) -> Any:
     """A dataclass field that is also a command-line option.
 
@@ -34,11 +35,13 @@ def option(
         min, max: inclusive limits of a number.
         section: heading under which `--help` lists it.
         basic: whether `--help` lists it too if it is the trainer's; `--help-all` lists all. A task's are always listed.
+        rows: whether a `str` option names rows for `read_rows`: it may be given several times, which joins the names by
+            commas, and one that is not there is refused before anything is loaded.
     """
     if isinstance(default, (list, dict, set)):
         raise TypeError(f"option(default={default!r}): a default is shared between runs, use an immutable value")
     limits = {"help": help, "choices": tuple(choices or ()), "min": min, "max": max}
-    limits |= {"section": section, "basic": basic}
+    limits |= {"section": section, "basic": basic, "rows": rows}
     return dataclasses.field(default=default, metadata={__name__: limits})
 
 
@@ -60,6 +63,7 @@ class Setting:
     max: float | None = None
     section: str = ""
     basic: bool = False
+    rows: bool = False
 
     @property
     def flag(self) -> str:

@@ -11,6 +11,7 @@ from accel_sft.api.task import Task
 from accel_sft.commands.generate import one_process
 from accel_sft.data.conversation import Conversation, conversation, read_split
 from accel_sft.data.pictures import Picture, parted
+from accel_sft.data.rows import with_places
 from accel_sft.io import terminal
 from accel_sft.io.files import new_folder
 from accel_sft.io.text import printable
@@ -41,7 +42,7 @@ def chat_row(chat: Conversation, folder: Path) -> dict[str, Any]:
     Args:
         folder: the row's images are copied into its `images/`, each once, by their hash; the row has paths in it.
     Raises:
-        UserError: an image that cannot be read.
+        UserError: an image that training would not take either: a row may name any file of this machine.
     """
     paths = iter([_copied(picture, folder) for picture in chat.images])
     messages = [
@@ -83,4 +84,5 @@ def _rows(task: Task, examples: Sequence[Any], split: str, folder: Path) -> Iter
         try:
             yield chat_row(chat, folder)
         except UserError as error:
-            raise UserError(*(f"{split} example {index}: {line}" for line in error.problems)) from error
+            lines = [f"{split} example {index}: {line}" for line in error.problems]
+            raise UserError(*with_places(lines, examples, split)) from error

@@ -139,7 +139,8 @@ def _with_images(found: Conversation, images: list[Picture], where: str) -> Conv
     """With those of its turns, from all that the task gave; answers are texts."""
     if any(MARK in turn["content"] for turn in (found.answer, *(found.turns[at] for at in found.learnt))):
         raise UserError(f"{where}: target() gave an answer with an image; only texts are learnt")
-    return found._replace(images=tuple(images[: marks(found.turns)]))
+    numbered = (Picture(picture.given, number) for number, picture in enumerate(images, 1))
+    return found._replace(images=tuple(numbered)[: marks(found.turns)])
 
 
 def _checked(turns: Any, what: str, images: list[Picture]) -> Turns:

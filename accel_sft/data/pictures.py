@@ -8,8 +8,10 @@ import functools
 import hashlib
 import io
 import os
+import stat
 import urllib.parse
 import urllib.request
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,15 @@ MARK = "\ue006\ue007"
 _SHOWN = "<image>"
 _NUMBERS = ("F", "I")
 """Modes of Pillow that it cuts off at 0 and 255 where it makes them RGB: of floats from 0 to 1 all becomes black."""
+_GREY_OF_16_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
+_BITS_PER_SAMPLE = 258
+"""Tag of a TIFF: Pillow opens grey values of 12 bits as `I;16` too."""
+_PROGRAMS = ("EPS",)
+"""Formats that are programs: Pillow has Ghostscript run them."""
+MAX_FILE_BYTES = 512 << 20
+"""An image file with as many pixels as are accepted is smaller, even uncompressed."""
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+_NO_FILE = "a folder, a pipe or a device, not a file"
 _KEYS = ("image", "path", "url", "base64", "image_url")
 """Of a part of type "image", in which transformers looks for the image; and OpenAI's, of type "image_url"."""
 _EXPECTED = (
@@ -31,10 +41,14 @@ _EXPECTED = (
 
 
 class Picture:
-    """An image that a task gave: a file's path, a file's bytes, or a PIL image."""
+    """An image that a task gave: a file's path, a file's bytes, or a PIL image.
 
-    def __init__(self, given: Any) -> None:
-        self.given = given
+    Args:
+        number: its place among the example's, from 1, which names it in messages where no path does.
+    """
+
+    def __init__(self, given: Any, number: int = 1) -> None:
+        self.given, self.number = given, number
 
     def __repr__(self) -> str:  # what a conversation's hash is made of
         return f"Picture({self.digest})"
@@ -62,14 +76,21 @@ class Picture:
         """
         if not isinstance(self.given, (str, bytes)):
             return self._of_eight_bits(self.given)
-        content = self._file()
+        return self._decoded(self._file())
+
+    def _decoded(self, content: bytes) -> Any:
         try:
             import PIL.Image
             from transformers.image_utils import load_image
         except ImportError as error:
             raise UserError(f"images need Pillow ({error}): pip install 'accel-sft[images]'") from error
         try:
-            return load_image(self._of_eight_bits(PIL.Image.open(io.BytesIO(content))))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)  # `_of_eight_bits` refuses these
+                image = PIL.Image.open(io.BytesIO(content))
+            if image.format in _PROGRAMS:
+                raise UserError(f"{self}: {image.format} is a program, not pixels; convert it to PNG")
+            return load_image(self._of_eight_bits(image))
         except UserError:
             raise
         except PIL.UnidentifiedImageError as error:
@@ -78,6 +99,22 @@ class Picture:
             raise UserError(f"{self} cannot be read: {one_line(str(error), LONGEST_ERROR)}") from error
 
     def _of_eight_bits(self, image: Any) -> Any:
+        """The image, with 8 bits a channel if it is grey with 16, before Pillow decodes its pixels.
+
+        Raises:
+            UserError: it has pixels of 32 bits, or too many.
+        """
+        import PIL.Image
+
+        most = PIL.Image.MAX_IMAGE_PIXELS
+        width, height = image.size
+        if most and width * height > most:
+            raise UserError(
+                f"{self} has {width:,} x {height:,} pixels; {most:,} are the most (Pillow's "
+                "MAX_IMAGE_PIXELS): scale it down"
+            )
+        if image.mode in _GREY_OF_16_BITS:
+            return _scaled(image)
         if image.mode in _NUMBERS:
             raise UserError(
                 f"{self} has pixels of 32 bits (Pillow's mode {image.mode}), and nothing says which of them are black "
@@ -89,26 +126,44 @@ class Picture:
         """The bytes of an image's file, and the end of such a file's name; a PIL image as a PNG.
 
         Raises:
-            UserError: it cannot be read.
+            UserError: it cannot be read, or training would not take it for an image.
         """
-        if isinstance(self.given, str):
-            return self._file(), Path(self.given).suffix.lower()
-        if isinstance(self.given, bytes):
-            return self.given, ""
-        file = io.BytesIO()
-        (self.given if self.given.mode in _PNG_MODES else self.given.convert("RGB")).save(file, "png")
+        if isinstance(self.given, (str, bytes)):
+            self._decoded(content := self._file())  # a row may name any file
+            return content, Path(self.given).suffix.lower() if isinstance(self.given, str) else ""
+        image, file = self.opened(), io.BytesIO()
+        (image if image.mode in _PNG_MODES else image.convert("RGB")).save(file, "png")
         return file.getvalue(), ".png"
 
     def __str__(self) -> str:
-        return f"the image {self.given}" if isinstance(self.given, str) else "an image"
+        return f"the image {self.given}" if isinstance(self.given, str) else f"image {self.number} of the row"
 
     def _file(self) -> bytes:
         if isinstance(self.given, bytes):
             return self.given
         try:
-            return Path(self.given).read_bytes()
+            # it may have become a pipe since the row was read: to open one does not wait for its writer
+            with open(os.open(self.given, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise UserError(f"{self}: {_NO_FILE}")
+                content = file.read(MAX_FILE_BYTES + 1)
         except OSError as error:
             raise UserError(f"{self}: {error.strerror or error}") from error
+        if len(content) > MAX_FILE_BYTES:
+            raise UserError(f"{self}: larger than {MAX_FILE_BYTES >> 20} MiB; scale it down")
+        return content
+
+
+def _scaled(grey: Any) -> Any:
+    """A grey image of 16 bits with 8, black and white kept: Pillow's `convert` cuts off all that is above 255."""
+    import numpy as np
+    import PIL.Image
+    import PIL.ImageOps
+
+    (bits, *_) = getattr(grey, "tag_v2", {}).get(_BITS_PER_SAMPLE) or (16,)
+    most = 2**bits - 1
+    values = np.asarray(PIL.ImageOps.exif_transpose(grey)).astype(np.uint32)
+    return PIL.Image.fromarray(((values * 255 + most // 2) // most).astype(np.uint8))
 
 
 def read_parts(content: Sequence[Any], what: str) -> tuple[str, list[Picture]]:
@@ -176,7 +231,8 @@ def _file_or_bytes(value: str, what: str, *, encoded: bool) -> str | bytes:
             "its path"
         )
     if not os.path.isfile(value):
-        raise UserError(f"{what} gave the image {value!r}; there is no such file")
+        problem = _NO_FILE if os.path.exists(value) else "there is no such file"
+        raise UserError(f"{what} gave the image {value!r}; {problem}")
     return value
 
 

@@ -62,7 +62,7 @@ def read_file(path: Path, parse: Parse) -> RowFile:
         source = io.BytesIO(content) if held else stream
         key = _key(hashlib.file_digest(source, "sha256").hexdigest(), known, format if converted else "")
     except OSError as error:
-        raise UserError(f"{name}: cannot be read ({error.strerror}); give an existing one: {_EXPECTED}") from None
+        raise UserError(f"{name}: {unreadable(error)}") from None
     except ValueError as error:  # the name has a NUL or a lone surrogate
         raise UserError(f"{name!r}: not a file's name ({error}); give {_EXPECTED}") from None
     with contextlib.ExitStack() as stack:
@@ -81,6 +81,11 @@ def read_file(path: Path, parse: Parse) -> RowFile:
         if not held and (before.st_size, before.st_mtime_ns) != (content.stat.st_size, content.stat.st_mtime_ns):
             raise UserError(f"{name}: was changed while it was read; start again")
         return _made(folder, key if keep else None, about, content if text is None else text, checked)
+
+
+def unreadable(error: OSError) -> str:
+    """What is wrong with a file that cannot be opened, and what to do."""
+    return f"cannot be read ({error.strerror}); give an existing one: {_EXPECTED}"
 
 
 def read_dataset(path: Path, parse: Parse) -> RowFile:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import bisect
 import dataclasses
+import functools
 import hashlib
 import heapq
 import itertools
@@ -26,7 +27,7 @@ from accel_sft.data.folder import data_files
 from accel_sft.data.hub import is_dataset_name
 from accel_sft.data.json_stream import ParsedRow
 from accel_sft.data.row_file import RowFile, more, named
-from accel_sft.data.row_reading import MAX_PROBLEMS, read_dataset, read_file
+from accel_sft.data.row_reading import MAX_PROBLEMS, read_dataset, read_file, unreadable
 
 _NAMED = 5
 """Rows that a note names."""
@@ -54,7 +55,7 @@ class Rows(Sequence[Row]):
 
     name: str
     _files: tuple[RowFile, ...]
-    _parse: Callable[[dict[str, Any]], Row | ParsedRow]
+    _parsers: tuple[Callable[[dict[str, Any]], Row | ParsedRow], ...]
     _chosen: Sequence[int]
     notes: list[str] = dataclasses.field(default_factory=list)
 
@@ -70,7 +71,7 @@ class Rows(Sequence[Row]):
 
     def places(self, indices: Sequence[int]) -> list[Place]:
         """Where these rows stand."""
-        return [file.place(row) for file, row in map(self._file_of, indices)]
+        return [self._files[file].place(row) for file, row in map(self._file_of, indices)]
 
     def left_out(self) -> list[LeftOut]:
         """What the parser left out, by file and reason."""
@@ -113,11 +114,11 @@ class Rows(Sequence[Row]):
         kept.notes = list(self.notes)
         return kept, out
 
-    def _file_of(self, index: int) -> tuple[RowFile, int]:
-        """The file of a row, and its index there."""
+    def _file_of(self, index: int) -> tuple[int, int]:
+        """The number of a row's file, and its index there."""
         row = self._chosen[index]
         number = bisect.bisect_right(self._ends, row) - 1
-        return self._files[number], row - self._ends[number]
+        return number, row - self._ends[number]
 
     @property
     def fingerprint(self) -> str | None:
@@ -143,7 +144,7 @@ class Rows(Sequence[Row]):
         if isinstance(index, slice):
             return dataclasses.replace(self, _chosen=self._chosen[index])
         file, row = self._file_of(index)
-        parsed = self._parse(file.row(row))
+        parsed = self._parsers[file](self._files[file].row(row))
         return parsed.example if isinstance(parsed, ParsedRow) else parsed
 
     def __eq__(self, other: object) -> bool:
@@ -155,7 +156,7 @@ class Rows(Sequence[Row]):
         return f"<{len(self):,} rows of {self.name}>"
 
 
-def read_rows(path: str | Path, parse: Callable[[dict[str, Any]], Row | ParsedRow]) -> Rows[Row]:
+def read_rows(path: str | Path, parse: Callable[..., Row | ParsedRow], *, with_folder: bool = False) -> Rows[Row]:
     """Read the rows of a file, or of all data files in a folder, and parse every one once.
 
     Args:
@@ -163,32 +164,61 @@ def read_rows(path: str | Path, parse: Callable[[dict[str, Any]], Row | ParsedRo
             .gz, .bz2, .xz or .zst behind it is decompressed. Text is UTF-8 (a byte-order mark is accepted). Of a
             folder, the files with these suffixes and .json, .jsonl, .ndjson, those of folders in it too, in the order
             of their names. ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT that is no path is a data set of the
-            Hugging Face hub, read by the library `datasets`.
+            Hugging Face hub, read by the library `datasets`. Several, joined by commas, are read in this order.
         parse: turns an object into an example (or a ParsedRow), raises RowProblem for a malformed one and RowLeftOut
             for one to do without; a pure function, called again for each use. A CSV row has text in every column.
+        with_folder: `parse` takes as its argument `folder` what paths in a row are relative to: the folder that `path`
+            names, or that of its file.
     Returns:
         The examples. Those of a large file are read again whenever they are used, so that a million take no memory;
         rows of other formats than JSON are kept in the cache as JSON.
     Raises:
         UserError: a file cannot be read, holds no row, or has bad rows: the first twenty, by file, line and field.
     """
-    path = Path(path)
-    files = data_files(path) if os.path.isdir(path) else [path]  # Path.is_dir raises for some names
-    reader = read_dataset if is_dataset_name(str(path)) else read_file
-    read, problems = [], []
-    for file in files:
-        try:
-            read.append(reader(file, parse))
-        except UserError as error:
-            problems += error.problems
-        if len(problems) >= MAX_PROBLEMS:
-            break
+    read, parsers, problems = [], [], []
+    for name in row_names(path):
+        folder = str(name) if os.path.isdir(name) else os.path.dirname(name)  # Path.is_dir raises for some names
+        parser = functools.partial(parse, folder=folder) if with_folder else parse
+        reader = read_dataset if is_dataset_name(str(name)) else read_file
+        for file in data_files(name) if os.path.isdir(name) else [name]:
+            try:
+                read.append(reader(file, parser))
+                parsers.append(parser)
+            except UserError as error:
+                problems += error.problems
+            if len(problems) >= MAX_PROBLEMS:
+                raise UserError(*problems)
     if problems:
         raise UserError(*problems)
-    rows = Rows(str(path), tuple(read), parse, range(sum(map(len, read))), _notes(read))
+    rows = Rows(str(path), tuple(read), tuple(parsers), range(sum(map(len, read))), _notes(read))
     if not len(rows):
         raise UserError(*rows.notes, f"{path}: no row is left to use")
     return rows
+
+
+def row_names(names: str | Path) -> list[Path]:
+    """The files, folders and data sets of the hub that an option names, with commas between several.
+
+    Raises:
+        UserError: a name is empty.
+    """
+    text = str(names)
+    parts = [text] if os.path.exists(text) else text.split(",")
+    if not all(parts):
+        raise UserError(f"{text!r}: an empty name; give a file, a folder or a data set, with commas between several")
+    return [Path(part) for part in parts]
+
+
+def absent_rows(names: str, flag: str) -> list[str]:
+    """A line for each file or folder of an option that is not there."""
+    lines = []
+    for name in row_names(names):
+        try:
+            if not is_dataset_name(str(name)):
+                os.stat(name)
+        except OSError as error:
+            lines.append(f"{flag} {name}: {unreadable(error)}")
+    return lines
 
 
 def with_places(lines: Sequence[str], examples: Sequence[Any], split: str) -> list[str]:

@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import fcntl
+import glob
 import json
 import math
 import os
@@ -41,10 +43,7 @@ def begin_folder(target: Path) -> Path:
 
 def put_in_place(partial: Path, target: Path) -> None:
     """Sync a folder to the disk and rename it to `target`, whose old content is removed last."""
-    for path in (*partial.rglob("*"), partial):
-        if path.suffix == ".safetensors":  # the library lets nobody but the owner read them: here the umask decides
-            path.chmod(partial.stat().st_mode & 0o666)
-        sync(path)
+    _sync_all(partial)
     outgoing = target.with_name(f".{target.name}.outgoing")
     shutil.rmtree(outgoing, ignore_errors=True)
     if target.exists():
@@ -52,6 +51,13 @@ def put_in_place(partial: Path, target: Path) -> None:
     partial.rename(target)
     sync(target.parent)
     shutil.rmtree(outgoing, ignore_errors=True)
+
+
+def _sync_all(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        if path.suffix == ".safetensors":  # the library lets nobody but the owner read them: here the umask decides
+            path.chmod(folder.stat().st_mode & 0o666)
+        sync(path)
 
 
 @contextlib.contextmanager
@@ -64,17 +70,25 @@ def new_folder(name: str, what: str) -> Iterator[Path]:
         UserError: there is something already, or it cannot be written.
         Exception: what the block raises.
     """
-    target = expanded(name, what).absolute()
+    target = Path(os.path.realpath(expanded(name, what)))  # a link stays, and the folder that it names is filled
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise UserError(f"{what} {name}: not empty; name another folder")
-        partial = begin_folder(target)
-        try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if _others_at_work(target):
+            raise UserError(f"{what} {name}: another process is writing it; wait for its end, or name another folder")
+        with _own_partial(target) as partial:
             yield partial
-            put_in_place(partial, target)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+            _sync_all(partial)
+            try:
+                partial.rename(target)  # the system refuses to replace a file, or a folder with something in it
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                raise UserError(
+                    f"{what} {name}: another process has written it meanwhile; name another folder"
+                ) from None
+            sync(target.parent)
     except UserError:
         raise
     except OSError as error:
@@ -83,6 +97,44 @@ def new_folder(name: str, what: str) -> Iterator[Path]:
         if trouble := trouble_of_writing(error, target.parent):
             raise UserError(f"{what} {name}: {trouble}, or name another folder") from error
         raise
+
+
+@contextlib.contextmanager
+def _own_partial(target: Path) -> Iterator[Path]:
+    """An empty folder beside `target`, of this process alone and locked while it is filled; removed at the end unless
+    it has another name by then."""
+    while True:
+        partial = target.with_name(f".{target.name}.{os.urandom(4).hex()}.partial")
+        partial.mkdir()
+        descriptor = os.open(partial, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if partial.exists():
+            break
+        os.close(descriptor)  # before it was locked, another process took it for abandoned
+    try:
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _others_at_work(target: Path) -> bool:
+    """Whether a living process fills an `_own_partial` of `target`; those of dead ones are removed."""
+    alive = False
+    for partial in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(partial, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(partial, ignore_errors=True)
+            except BlockingIOError:
+                alive = True
+            except OSError:  # a file system without locks: nobody knows
+                pass
+            finally:
+                os.close(descriptor)
+    return alive
 
 
 def trouble_of_writing(error: Exception, folder: Path) -> str:

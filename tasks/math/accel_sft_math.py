@@ -38,8 +38,12 @@ class Math(Task):
 
     main_metric: ClassVar[str] = "accuracy"
 
-    train_file: str | None = option(None, help="Training rows: instruction, input, output; JSON array or JSON Lines.")
-    validation_file: str | None = option(None, help="Validation rows, none of whose numbers may be in training.")
+    train_file: str | None = option(
+        None, rows=True, help="Training rows: instruction, input, output; JSON array or JSON Lines."
+    )
+    validation_file: str | None = option(
+        None, rows=True, help="Validation rows, none of whose numbers may be in training."
+    )
     answer_prefix: str = option("王大丫丫的回答是--->", help="Fixed text before every answer.")
     max_number: int = option(9999, min=3, max=1_000_000, help="Largest number asked about.")
     train_examples: int = option(30_000, min=1, max=10_000_000, help="Built-in training rows; numbers repeat.")

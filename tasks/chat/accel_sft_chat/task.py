@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -16,7 +15,10 @@ from accel_sft_chat.metrics import METRICS, comparable, comparable_text, matchin
 from accel_sft_chat.turns import LEARN, Dialogue, dialogue
 
 _SHARE, _MOST = 0.05, 500
-_FILES = "JSON, JSONL, CSV or Parquet, also .gz .bz2 .xz .zst, a folder of them, or a data set of the hub (ORG/NAME)."
+_FILES = (
+    "JSON, JSONL, CSV or Parquet, also .gz .bz2 .xz .zst, a folder of them, or a data set of the hub (ORG/NAME); may "
+    "be repeated."
+)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -25,8 +27,10 @@ class Chat(Task):
 
     main_metric: ClassVar[str] = "token_f1"
 
-    train_file: str | None = option(None, help=f"Rows to train on: {_FILES}")
-    validation_file: str | None = option(None, help="Rows to evaluate, the same; without: some of --train-file's.")
+    train_file: str | None = option(None, rows=True, help=f"Rows to train on: {_FILES}")
+    validation_file: str | None = option(
+        None, rows=True, help="Rows to evaluate, the same; without: some of --train-file's."
+    )
     held_out: float | None = option(
         None,
         help="Rows of --train-file to evaluate: a share below 1, or their number; without: 5 %, at most 500.",
@@ -110,8 +114,7 @@ class Chat(Task):
 
     def _read(self, path: str) -> Any:
         how = named_columns(self.columns), self.learn, self.system_prompt
-        own = path if os.path.isdir(path) else os.path.dirname(path)
-        return read_rows(path, functools.partial(parse_row, *how, folder=own))
+        return read_rows(path, functools.partial(parse_row, *how), with_folder=True)
 
     @functools.cached_property
     def _divided(self) -> tuple[Sequence[Dialogue], Sequence[Dialogue]]:

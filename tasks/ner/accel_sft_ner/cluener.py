@@ -22,7 +22,7 @@ def read(path: str) -> Sequence[Sentence]:
     return read_rows(path, parse)
 
 
-def read_unseen(path: str, validation: Sequence[Sentence], validation_file: str) -> Sequence[Sentence]:
+def read_unseen(path: str, validation: Any) -> Sequence[Sentence]:
     """As `read`, of sentences to train on; as part of parsing, that none is in `validation` is checked once a file.
 
     Raises:
@@ -32,7 +32,7 @@ def read_unseen(path: str, validation: Sequence[Sentence], validation_file: str)
     try:
         return read_rows(path, functools.partial(_parse_unseen, texts))
     except UserError:
-        refuse_overlap(read(path), validation, path, validation_file)  # if it is the rows themselves, that comes first
+        refuse_overlap(read(path), validation)  # if it is the rows themselves, that comes first
         raise
 
 
@@ -57,18 +57,19 @@ def parse(row: dict[str, Any]) -> Sentence:
     return Sentence(row["text"], row["label"])
 
 
-def refuse_overlap(train: Sequence[Sentence], validation: Sequence[Sentence], train_file: str, file: str) -> None:
-    """Raise UserError, naming the first few, when validation sentences are among the training ones."""
-    first_at = {}
-    for number, sentence in enumerate(train, 1):
-        first_at.setdefault(sentence.text, number)
-    shared = [(number, sentence) for number, sentence in enumerate(validation, 1) if sentence.text in first_at]
+def refuse_overlap(train: Any, validation: Any) -> None:
+    """Raise UserError, naming the first few, when validation sentences (as `read` gives them) are trained on too."""
+    first_at: dict[str, int] = {}
+    for index, sentence in enumerate(train):
+        first_at.setdefault(sentence.text, index)
+    shared = [index for index, sentence in enumerate(validation) if sentence.text in first_at]
     if not shared:
         return
-    lines = [
-        f"{file}: row {number} {_short(sentence.text)} is also row {first_at[sentence.text]} of {train_file}"
-        for number, sentence in shared[:_MAX_SHOWN]
-    ]
+    lines = []
+    for index in shared[:_MAX_SHOWN]:
+        text = validation[index].text
+        (there,), (here,) = train.places([first_at[text]]), validation.places([index])
+        lines.append(f"{here}: {_short(text)} is also trained on ({there})")
     raise UserError(
         f"--validation-file: {len(shared)} of {len(validation)} sentences are also trained on, so the metric would "
         "flatter; take them out of one file, or accept it with --allow-overlap",

@@ -27,8 +27,10 @@ class Ner(Task):
 
     main_metric = "f1"
 
-    train_file: str | None = option(None, help="Training rows in CLUENER 2020's form, JSONL or a JSON array.")
-    validation_file: str | None = option(None, help="Validation rows, same form.")
+    train_file: str | None = option(
+        None, rows=True, help="Training rows in CLUENER 2020's form, JSONL or a JSON array."
+    )
+    validation_file: str | None = option(None, rows=True, help="Validation rows, same form.")
     allow_overlap: bool = option(False, help="Accept validation sentences (of files) that are trained on too.")
     train_sentences: int = option(20_000, min=1, help="Built-in training sentences.")
     validation_sentences: int = option(200, min=1, max=5_000, help="Built-in validation sentences.")
@@ -74,7 +76,7 @@ class Ner(Task):
             if self.allow_overlap:
                 train = cluener.read(self.train_file)
             else:
-                train = cluener.read_unseen(self.train_file, validation, self.validation_file)
+                train = cluener.read_unseen(self.train_file, validation)
         else:
             train, validation = generate(self.train_sentences, self.validation_sentences, self.language, self.data_seed)
         return {"train": train, "validation": validation}
