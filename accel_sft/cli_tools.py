@@ -34,7 +34,7 @@ class EvaluateCommand(TaskCommand):
         record = RunDir.record_around(config.model)
         before = record["task_options"] if record and record["task"] == recorded_name(self.name) else {}
         mine = [s for s in self.offers[self.task_class] if s.name in before.keys() - {*given}]
-        mine = [s for s in mine if before[s.name] != HIDDEN and not s.problem(before[s.name])]
+        mine = [s for s in mine if HIDDEN not in str(before[s.name]) and not s.problem(before[s.name])]
         if files := [s for s in mine if NAMES_A_FILE.search(s.name) and before[s.name] != s.default]:
             named = " ".join(f"{s.flag} {shlex.quote(str(before[s.name]))}" for s in files)
             why = "its record names files, and those of a record are not read unasked"
