@@ -1,5 +1,6 @@
 """The command line: a command for each task, and the tools. Only running one imports torch."""
 
+import difflib
 import glob
 from pathlib import Path
 from typing import ClassVar
@@ -48,7 +49,14 @@ class TaskGroup(click.Group):
             if named is None and not ctx.resilient_parsing:
                 raise UserError(f"--config {path}: no task in it; write `task: NAME`, or the name before the options")
             args = [*([named] if named else []), *args]
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if ctx.resilient_parsing or difflib.get_close_matches(error.option_name, _flags(self), cutoff=0.75):
+                raise
+            example = f"`{ctx.command_path} TASK {error.option_name} ...`"
+            told = f"{error.option_name}: name a task before its options, as in {example}; `accel-sft tasks` lists them"
+            raise UserError(told) from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*registry.names(), *self.commands]
@@ -86,6 +94,10 @@ class TaskGroup(click.Group):
             return [*found, CompletionItem(incomplete, type="file")]
         files = Path().glob(f"{glob.escape(incomplete)}*.py") if incomplete and not found else ()
         return [*found, *(CompletionItem(path.name) for path in sorted(files))]
+
+
+def _flags(command: click.Command) -> list[str]:
+    return ["--help", *(flag for option in command.params for flag in option.opts)]
 
 
 def _config_file(args: list[str]) -> str | None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from accel_sft.api.config import CHECK, PLAN, CheckConfig, EvaluateConfig, PlanConfig, TrainConfig
 from accel_sft.api.errors import UserError
@@ -33,7 +34,7 @@ class EvaluateCommand(TaskCommand):
         record = RunDir.record_around(config.model)
         before = record["task_options"] if record and record["task"] == recorded_name(self.name) else {}
         mine = [s for s in self.offers[self.task_class] if s.name in before.keys() - {*given}]
-        mine = [s for s in mine if before[s.name] != HIDDEN and not s.problem(before[s.name])]
+        mine = [s for s in mine if HIDDEN not in str(before[s.name]) and not s.problem(before[s.name])]
         if files := [s for s in mine if NAMES_A_FILE.search(s.name) and before[s.name] != s.default]:
             named = " ".join(f"{s.flag} {shlex.quote(str(before[s.name]))}" for s in files)
             why = "its record names files, and those of a record are not read unasked"
@@ -44,11 +45,13 @@ class EvaluateCommand(TaskCommand):
 class PlanCommand(TaskCommand):
     """The command that predicts memory and speed of training a task under each launch file."""
 
-    config_class, offered = PlanConfig, PlanConfig.OFFERED
+    config_class = PlanConfig
+    offered = frozenset(setting.name for setting in settings(PlanConfig))
     reads_rows = False
     does = (
-        "Predicts memory and speed of its training under each launch file, before anything is loaded. Exit status: 0 "
-        "if any launch file fits, 1 if none does."
+        "Predicts memory and speed of its training under each launch file, before anything is loaded. Training's other "
+        "options are accepted too: put `plan` before the task of any training command. No data is read. Exit status: "
+        "0 if any launch file fits, 1 if none does."
     )
 
     def __init__(self, name: str, task_class: type[Task] | None, summary: str) -> None:
@@ -56,11 +59,26 @@ class PlanCommand(TaskCommand):
         several = next(option for option in self.params if option.name == "launch")
         several.multiple, several.callback = True, lambda ctx, param, values: ",".join(values or ()) or None
         self.sections = {PLAN: self.sections.pop(PLAN), **self.sections}
+        self.listed -= self.offered - PlanConfig.OFFERED
 
     def run(self, task: Task, config: PlanConfig) -> None:
         from accel_sft.commands.plan import run
 
         run(self.name, task, config)
+
+    def read(self, ctx: click.Context) -> tuple[TrainConfig, Task]:
+        """Files that the task needs and that are not named have a placeholder: only training reads them."""
+        try:
+            return super().read(ctx)
+        except UserError as error:
+            files = [s for s in self.offers[self.task_class] if s.type is str and NAMES_A_FILE.search(s.name)]
+            needed = [s for s in files if any(line.startswith(f"{s.flag}: ") for line in error.problems)]
+            if not needed or any(ctx.params[s.name] is not None for s in needed):
+                raise
+        for setting in needed:
+            ctx.params[setting.name] = setting.name.upper()
+            ctx.set_parameter_source(setting.name, ParameterSource.COMMANDLINE)
+        return super().read(ctx)
 
 
 class CheckCommand(TaskCommand):

@@ -157,6 +157,15 @@ def test_unknown_commands_and_options_suggest_the_near_ones(run, site):
     result = run("good", "--learning-rat", "1")
     assert result.returncode == 2
     assert "--learning-rate" in result.stderr
+    assert "Did you mean '--help'" in run("--hlep").stderr
+
+
+@pytest.mark.parametrize("words", [("plan", "--model", "x"), ("--model", "x", "good")])
+def test_options_before_a_task_s_name_ask_for_it(run, words):
+    result = run(*words)
+    assert result.returncode == 1
+    assert "--model: name a task before its options" in result.stderr
+    assert f"`accel-sft {'plan ' if 'plan' in words else ''}TASK --model ...`" in result.stderr
 
 
 def test_task_help_groups_the_options_by_section(run, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from fake_plugins import GOOD, accel_sft
 
 from accel_sft.api.errors import UserError
-from accel_sft.commands.install import requirement, without_credentials
+from accel_sft.commands.install import requirement
 
 
 @pytest.fixture
@@ -52,10 +52,8 @@ def test_a_token_in_a_url_is_not_printed(tmp_path):
     url = f"git+file://me:hf_secret@localhost{tmp_path}/none"
     done = accel_sft("install", url, "--", "--no-index", "--disable-pip-version-check")
     assert done.returncode == 1
-    assert f"install git+file://****@localhost{tmp_path}/none: pip ended with status 1" in done.stderr
+    assert f"install git+file://***@localhost{tmp_path}/none: pip ended with status 1" in done.stderr
     assert "hf_secret" not in done.stdout.splitlines()[0] + done.stderr.splitlines()[-1]  # pip's are between them
-    index = without_credentials("pip install --index-url 'https://u:p@host:8/simple' accel-sft-mine@https://t@host/x")
-    assert index == "pip install --index-url 'https://****@host:8/simple' accel-sft-mine@https://****@host/x"
 
 
 def test_where_there_is_no_pip_one_line_says_what_to_do(tmp_path):

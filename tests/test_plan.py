@@ -346,18 +346,57 @@ def plan_of(name, machine, **more):
 
 
 def test_the_largest_forward_is_the_last_that_fits():
-    machine = Machine(2, 80 * GIB, 500 * GIB)
-    found = plan_of("z3_offload", machine, eval_rows=0)
+    machine = Machine(2, 16 * GIB, 500 * GIB)
+    found = plan_of("z3_offload", machine, eval_rows=0, gradient_checkpointing=True)
     assert found.fits
-    assert closed.estimate(plans.with_tokens(found.job, found.largest_tokens)).fits(80 * GIB, 500 * GIB)
-    assert not closed.estimate(plans.with_tokens(found.job, found.largest_tokens + 1)).fits(80 * GIB, 500 * GIB)
+    assert closed.estimate(plans.with_tokens(found.job, found.largest_tokens)).fits(16 * GIB, 500 * GIB)
+    assert not closed.estimate(plans.with_tokens(found.job, found.largest_tokens + 1)).fits(16 * GIB, 500 * GIB)
 
 
 def test_fewer_answers_at_once_before_a_launch_is_given_up():
     machine = Machine(2, 24 * GIB, 180 * GIB)
     found = plan_of("z3_offload", machine, adapter="lora", gradient_checkpointing=True)
     assert found.fits
-    assert found.eval_rows < 64
+    assert found.more["eval_batch_size"] == found.job.eval_rows < 64
+
+
+QWEN_7B = {**QWEN_14B, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+QWEN_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4}
+LORA_7B = ("--adapter", "lora", "--gpus", "2", "--gpu-memory", "24", "--host-memory", "180")
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "without"),
+    [
+        ((), "--gradient-checkpointing --eval-batch-size 32", "would not fit"),
+        (("--gradient-checkpointing",), "--eval-batch-size 32", "would barely fit"),
+        (("--gradient-checkpointing", "--eval-batch-size", "16"), "", "ddp needs no such change"),
+        (("--gradient-checkpointing", "--eval-limit", "20"), "", "ddp needs no such change"),
+        (("--gradient-checkpointing", "--metric", "loss"), "", ""),  # nothing is generated
+    ],
+)
+def test_the_commonest_job_gets_the_fastest_launch_with_the_options_that_it_needs(models, given, flags, without):
+    done = accel_sft("plan", "chat", "--model", str(models / "7b"), *LORA_7B, *given)
+    assert done.status == 0, done.output
+    *_, command = done.output.strip().splitlines()
+    told = " ".join(done.output.split())
+    assert ("Recommended: ddp with " + flags if flags else "Recommended: ddp, the simplest") in told
+    assert without in told
+    assert all(flag in command for flag in (*flags.replace(" 32", "").split(), "--train-file TRAIN_FILE"))
+    assert command.count("--eval-batch-size") == ("eval-batch-size" in f"{flags} {given}")
+
+
+def test_a_larger_forward_has_more_rows_and_no_longer_answers():
+    small, large = (job_of(QWEN_7B, tokens=tokens, eval_tokens=2048) for tokens in (2048, 8192))
+    evaluations = [totals(closed.estimate(each).device)["evaluate"] for each in (small, large)]
+    assert evaluations[0] == evaluations[1]
+
+
+def test_a_training_command_can_be_planned_as_it_is(models):
+    of_training = ("--max-new-tokens", "30", "--output-dir", "runs/x", "--resume", "auto", "--learning-rate", "0.0001")
+    done = planned(models, "--adapter", "lora", *of_training, "--patience", "2")
+    assert done.status == 0, done.output
+    assert all(word in done.output.splitlines()[-1] for word in of_training)
 
 
 def test_adalora_under_deepspeed_is_a_problem_not_a_prediction():
@@ -369,7 +408,7 @@ def test_adalora_under_deepspeed_is_a_problem_not_a_prediction():
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    for name, content in {"14b": QWEN_14B, "05b": QWEN_05B}.items():
+    for name, content in {"14b": QWEN_14B, "7b": QWEN_7B, "05b": QWEN_05B}.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(content))
     return folder
@@ -389,7 +428,7 @@ def test_the_table_names_every_launch_file_and_recommends_one(models):
     assert all(f"\n{path.stem} " in head for path in CONFIGS.glob("*.yaml"))
     assert max(map(len, head.splitlines())) <= 80
     assert "longest example has 128 tokens: --max-length" in head
-    assert "Recommended: fsdp2, the fastest that fits" in head
+    assert "Recommended: ddp with --eval-batch-size 8, the simplest of the fastest that fit" in head
     assert "-m accel_sft math --model" in command
     assert "--adapter lora" in command
 
@@ -409,7 +448,7 @@ def test_one_machine_s_plan_is_recommended_and_what_barely_fits_is_named():
     offload, barely = fitting("z3_offload", 2.0), fitting("z2", 1.0, tight=True)
     best, why = plans.recommended([fitting("multinode_z3", 1.0, machines=2), offload, barely])
     assert best is offload
-    assert why == "the fastest that fits with room to spare, for z2 barely would"
+    assert why == "the fastest that fits with room to spare, because z2 would barely fit"
     best, why = plans.recommended([fitting("multinode_z3", 1.0, machines=2)])
     assert why == "which fits; it needs 2 such machines"
 
@@ -417,7 +456,8 @@ def test_one_machine_s_plan_is_recommended_and_what_barely_fits_is_named():
 def test_exit_status_1_says_that_nothing_fits(models):
     done = planned(models, "--host-memory", "20")
     assert done.status == 1
-    assert "No launch file fits. Try --adapter lora, --gradient-checkpointing" in done.output
+    told = " ".join(done.output.split())
+    assert "No launch file fits, nor does one with --gradient-checkpointing. Try --adapter lora, a lower" in told
 
 
 def test_a_launch_file_of_which_nothing_is_predicted_is_not_said_to_be_too_large(models):

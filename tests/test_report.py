@@ -15,7 +15,7 @@ from rich.console import Console
 from accel_sft import UserError
 from accel_sft.io.files import write_atomically, write_json_lines
 from accel_sft.io.run_dir import RunDir
-from accel_sft.launch.recordable import command_line
+from accel_sft.launch.recordable import command_line, masked_words, recordable
 from accel_sft.tracking.model_card import model_card
 from accel_sft.tracking.report import comparison_rows, energy_text, print_report, render_report, write_report
 
@@ -257,6 +257,31 @@ def test_the_card_asks_with_the_templates_switches_and_ends_the_prompt_as_traini
 def test_a_command_line_is_shown_without_secrets_and_without_the_programs_folder():
     words = ["/opt/env/bin/python", "-m", "accel_sft", "t", "--api-key", "a b", "--max-new-tokens", "7", "--hf-token=x"]
     assert command_line(words) == "python -m accel_sft t --api-key '***' --max-new-tokens 7 '--hf-token=***'"
+
+
+TOKEN = "_".join(("hf", "AbCdEfGhIjKlMnOpQrStUvWx"))
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("--hub-tokens a --max-new-tokens 5", "--hub-tokens *** --max-new-tokens 5"),
+        ("--hf-token --odd --seed 1", "--hf-token *** --seed 1"),
+        ("HF_TOKEN=a wandb_api_key=b OMP_NUM_THREADS=1", "HF_TOKEN=*** wandb_api_key=*** OMP_NUM_THREADS=1"),
+        ("-i https://u:p@host:8/simple mine@git+https://t@host/x", "-i https://***@host:8/simple mine@git+https://***@host/x"),
+        ("https://host/rows?access_token=a&part=2", "https://host/rows?access_token=***&part=2"),
+        (f"--system-prompt {TOKEN}", "--system-prompt ***"),
+        ("--columns prompt=key,completion=token", None),
+    ],
+)  # fmt: skip
+def test_one_mask_hides_secrets_of_every_form_in_commands_and_records(words, shown):
+    assert masked_words(words.split()) == (shown or words).split()
+
+
+def test_a_secret_within_a_recorded_value_is_hidden():
+    assert recordable({"train_file": f"https://me:{TOKEN}@host/rows.jsonl", "x": ["A_KEY=b", 5]}) == {
+        "train_file": "https://***@host/rows.jsonl", "x": ["A_KEY=***", 5]
+    }  # fmt: skip
 
 
 def test_an_adapters_card_names_peft_and_a_folder_is_no_hub_id(tmp_path):

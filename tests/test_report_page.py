@@ -23,6 +23,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from accel_sft.api.errors import UserError
 from accel_sft.cli import cli
+from accel_sft.io import files
 from accel_sft.io.files import write_json_lines
 from accel_sft.reporting import memory, runs
 from accel_sft.reporting.comparison import read_comparison
@@ -152,6 +153,45 @@ def test_a_half_written_file_is_named_and_the_rest_is_shown(two, tmp_path, file,
     assert len(run.steps) == 6
     assert any(line.startswith(note) and "half-written" in line for line in run.notes)
     page_of(tmp_path, broken)
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "run.json", "result.json", "samples/step-000006.jsonl"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_has_no_end_is_not_read(two, tmp_path, file, kind):
+    """Neither is read to the end that it does not have: the command would never come back."""
+    endless = copy(two[0], tmp_path / "endless")
+    (endless / file).unlink()
+    if kind == "pipe":
+        os.mkfifo(endless / file)
+        os.mkfifo(endless / "events.out.tfevents.1.pipe")
+    else:
+        (endless / file).symlink_to("/dev/zero")
+    said = report(endless, "--output", tmp_path / "page.html")
+    assert f"{Path(file).name} cannot be read: it is no regular file" in said
+
+
+def test_a_file_that_is_too_large_is_named(two, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MOST_BYTES", 1000)
+    large = copy(two[0], tmp_path / "large")
+    assert any("metrics.jsonl cannot be read: it is larger than" in line for line in read_run(large, "large").notes)
+
+
+def test_a_number_of_many_digits_and_many_names_make_no_large_page(two, tmp_path):
+    odd = copy(two[0], tmp_path / "odd")
+    lines = [{"step": step, "loss": 10**400, f"{'n' * 2000}": 1} for step in (7, 8)]
+    lines.append({"step": 8, **{f"metric_{number}": 0.5 for number in range(3000)}})
+    with (odd / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    result = json.loads((odd / "result.json").read_text())
+    result["after"] |= {f"metric_{number}": 0.5 for number in range(3000)}
+    (odd / "result.json").write_text(json.dumps(result))
+    page = page_of(tmp_path, odd)
+    assert page.stat().st_size < MOST_BYTES + 200_000
+    text = Elements(page.read_text(encoding="utf-8")).prose()
+    assert "2,9" in text.partition("What this page leaves out")[2]
+    assert "metrics are too many for a table: 300 are shown" in text
+    titles = [chart["title"] for chart in Elements(page.read_text(encoding="utf-8")).data()["charts"]]
+    assert titles[:3] == ["Training loss", "Validation loss", "Validation: accuracy"]
 
 
 def test_why_a_run_failed_is_on_the_page(two, tmp_path):

@@ -196,14 +196,16 @@ class EvaluateConfig(TrainConfig):
 
 @dataclasses.dataclass(kw_only=True)
 class PlanConfig(TrainConfig):
-    """The settings of `plan`, which offers those of training that memory and speed depend on, in `OFFERED`."""
+    """The settings of `plan`: all of training's, so that a training command is planned as it is, and its own."""
 
     OFFERED: ClassVar[frozenset[str]] = frozenset(
         ("model", "init_from", "trust_remote_code", "dtype", "gradient_checkpointing", "adapter", "lora_r")
     ) | {"lora_dropout", "lora_target_modules", "max_length", "truncation", "thinking", "global_batch_size"}
-    OFFERED |= {"micro_batch_size", "batching", "eval_every", "eval_batch_size", "save_every", "hang_timeout", "debug"}
+    OFFERED |= {"micro_batch_size", "eval_every", "eval_batch_size", "eval_limit", "save_every", "debug"}
     OFFERED |= {"gpus", "gpu_memory", "host_memory", "launch", "details", "json", "simulate", "probe", "optimizer"}
     OFFERED |= {*LORA_ONLY}
+    """Those of training's that memory and speed depend on, and its own, which the help lists."""
+
     gpus: int | None = _plan(None, min=0, help="GPUs of a machine, 0: its CPU; default: this machine's.")
     gpu_memory: float | None = _plan(None, min=0, help="GiB of one GPU; default: this machine's.")
     host_memory: float | None = _plan(None, min=0, help="GiB of host memory; default: what is free here.")

@@ -16,13 +16,14 @@ from accel_sft.api.task import Task
 from accel_sft.api.task_file import file_record, recorded_name
 from accel_sft.commands.launch_file import shipped
 from accel_sft.comparison import rounds
-from accel_sft.comparison.cells import OWN_COMMAS, PRECISIONS, SINGLE, Cell, product, values, without_secrets
+from accel_sft.comparison.cells import OWN_COMMAS, PRECISIONS, SINGLE, Cell, product, values
 from accel_sft.comparison.record import open_record
 from accel_sft.io.files import expanded
 from accel_sft.io.lock import lock
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.io.text import printable, shown
 from accel_sft.launch.launcher import under_launcher
+from accel_sft.launch.recordable import masked_words
 from accel_sft.models.source import is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS
 
@@ -120,8 +121,8 @@ def _cells(
     launches = _launches(asked["launch"] or (SINGLE,))
     cells, varied = product(task, launches, processes, precisions, options, [*usual, *words])
     given = {"--launch": [*launches], "--num-processes": processes, "--mixed-precision": precisions}
-    given |= {each.flag: [without_secrets([each.flag, value])[1] for value in found] for each, found in options.items()}
-    given |= {"the options behind --": [shlex.join(without_secrets(asked["run_words"]))] if behind else []}
+    given |= {each.flag: [masked_words([each.flag, value])[1] for value in found] for each, found in options.items()}
+    given |= {"the options behind --": [shlex.join(masked_words(asked["run_words"]))] if behind else []}
     given |= {"--config": [asked["config_file"]] if asked["config_file"] else []}
     return cells, varied, {name: found for name, found in given.items() if found}
 
@@ -199,7 +200,7 @@ def _command(task: str, given: Mapping[str, Sequence[str]], asked: Mapping[str, 
     if asked["output_dir"]:
         words += ["--output-dir", asked["output_dir"]]
     words += ["--", *asked["run_words"]] if asked["run_words"] else []
-    return shlex.join(without_secrets(words))
+    return shlex.join(masked_words(words))
 
 
 def _describe(record: Mapping[str, Any], folder: Path, cells: Sequence[Cell]) -> None:

@@ -13,6 +13,7 @@ import click
 
 from accel_sft.api import registry
 from accel_sft.api.errors import UserError
+from accel_sft.launch.recordable import masked, masked_words
 
 _NOT_A_NAME = re.compile(r"[/\\:@]|\.whl$|\.tar\.gz$|^\.")
 
@@ -26,14 +27,14 @@ def install(name: str, pip_options: Sequence[str]) -> None:
     What stands behind -- is given to pip: accel-sft install mytask -- --no-index --find-links wheels
     """
     command = [sys.executable, "-m", "pip", "install", *pip_options, requirement(name)]
-    shown = without_credentials(name)
+    shown = masked(name)
     if importlib.util.find_spec("pip") is None:
         raise UserError(
             f"install {shown}: this environment has no pip; `{shlex.quote(sys.executable)} -m ensurepip` brings it, or "
-            f"let another installer do it: uv pip install {without_credentials(shlex.quote(command[-1]))}"
+            f"let another installer do it: uv pip install {shlex.quote(masked(command[-1]))}"
         )
     before = registry.plugins()
-    click.echo(without_credentials(shlex.join(command)))
+    click.echo(shlex.join(masked_words(command)))
     status = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
     if status:
         raise UserError(f"install {shown}: pip ended with status {status}; what it printed above says why")
@@ -44,11 +45,6 @@ def install(name: str, pip_options: Sequence[str]) -> None:
         click.echo(f"{plugin.name}  {plugin.distribution} {plugin.version}  {state}")
     if not came:
         click.echo("No task came that was not there before; `accel-sft tasks` lists those that are.")
-
-
-def without_credentials(text: str) -> str:
-    """`text` with the user and password or token of each URL in it as ****, as pip prints them: logs are kept."""
-    return re.sub(r"://[^/\s'\"]+@", "://****@", text)
 
 
 def requirement(name: str) -> str:

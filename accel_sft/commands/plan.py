@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from accel_sft.api.options import settings
 from accel_sft.api.registry import suggestion
 from accel_sft.api.task import Task
 from accel_sft.commands.launch_file import FOLDER
+from accel_sft.evaluation.scoring import EVAL_LOSS
 from accel_sft.launch.info import Launch
 from accel_sft.models.source import errors_explained, find_source, is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS, TINY_SHAPE, TINY_VOCABULARY
@@ -42,22 +44,25 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
     shape, stored = read_shape(content, name, folder), stored_bytes(content)
     here = machine(config.gpus, config.gpu_memory, config.host_memory)
     lengths = read(task, config)
-    plans = []
+    plans, jobs = [], {}
     for name, file in launch_files(config.launch):
         launch = launch_of(file, here)
-        job = job_of(config, shape, stored, launch, here, lengths)
+        jobs[name] = job = job_of(config, task, shape, stored, launch, here, lengths)
         step_tokens = config.global_batch_size * lengths.mean / job.ranks
         plans.append(plan(name, file, job, here, step_tokens))
     best, why = recommended(plans)
     command = command_of(task_name, task, asked, best, here) if best else None
     if not config.json:
-        for line in table.lines(plans, shape, here, lengths, config, best, why, command):
+        for line in table.lines(plans, shape, here, lengths, config, jobs, best, why, command):
             print(line)
     asked_more = config.simulate or config.probe
     chosen = [each for each in plans if each.job and (config.launch or each is best)] if asked_more else []
     if asked_more and not chosen:
         raise UserError("--simulate, --probe: no launch file fits; name one by --launch to look at it all the same")
-    found = {each.name: answers(each, content, config, here, [task_name, *_given(asked, task)]) for each in chosen}
+    found = {}
+    for each in chosen:
+        probed = dataclasses.replace(asked, **each.more, dry_run=False, resume="off", patience=None)
+        found[each.name] = answers(each, content, config, here, [task_name, *_given(probed, task)])
     if config.json:
         as_json = table.as_json(plans, shape, here, lengths, best, why, command)
         answered = {name: [dataclasses.asdict(each) for each in of_launch] for name, of_launch in found.items()}
@@ -137,7 +142,13 @@ def launch_files(asked: str | None) -> list[tuple[str, Path]]:
 
 
 def job_of(
-    config: PlanConfig, shape: ModelShape, stored_bytes: int, launch: Launch, here: Machine, lengths: Lengths
+    config: PlanConfig,
+    task: Task,
+    shape: ModelShape,
+    stored_bytes: int,
+    launch: Launch,
+    here: Machine,
+    lengths: Lengths,
 ) -> Job:
     """The job with the smallest forward that must fit: one longest example, or as many as --micro-batch-size says; on a
     CPU the smallest forward that the trainer makes."""
@@ -147,6 +158,10 @@ def job_of(
         step = config.global_batch_size * lengths.mean / launch.world_size
         tokens = max(tokens, min(_CPU_TOKENS, round(step)))
         supervised = max(supervised, round(tokens * lengths.mean_supervised / lengths.mean))
+    generates = config.eval_every != "off" and task.main_metric != EVAL_LOSS
+    answers = config.eval_batch_size or _EVAL_ROWS
+    if config.eval_limit:
+        answers = min(answers, math.ceil(config.eval_limit / launch.world_size))
     return Job(
         shape=shape,
         launch=launch,
@@ -157,7 +172,8 @@ def job_of(
         tokens=tokens,
         supervised_tokens=min(supervised, tokens),
         rows=rows,
-        eval_rows=0 if config.eval_every == "off" else config.eval_batch_size or _EVAL_ROWS,
+        eval_rows=answers if generates else 0,
+        eval_tokens=lengths.longest,
         saves=config.save_every != "off",
     )
 
@@ -169,9 +185,7 @@ def command_of(task_name: str, task: Task, asked: PlanConfig, best: Plan, here: 
     words = ["accelerate", "launch", "--config_file", f"{best.name}.yaml" if shipped else str(best.file)]
     if here.gpus:
         words += ["--num_processes", str(best.job.ranks)]
-    words += ["-m", "accel_sft", task_name, *_given(asked, task)]
-    if best.eval_rows is not None:
-        words += ["--eval-batch-size", str(best.eval_rows)]
+    words += ["-m", "accel_sft", task_name, *_given(dataclasses.replace(asked, **best.more), task)]
     fetch = f"accel-sft launch-file {best.name} > {best.name}.yaml\n" if shipped else ""
     return fetch + shlex.join(words)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import HIDDEN, Setting
+from accel_sft.api.options import Setting
 from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import PRECISION
 from accel_sft.launch.precision import expected, this_machine_computes_bf16
-from accel_sft.launch.recordable import recordable
+from accel_sft.launch.recordable import masked_words, recordable
 
 SINGLE = "single"
 """The value of --launch that stands for one process without a launcher."""
@@ -58,7 +58,7 @@ class Cell:
         module = "accelerate.commands.launch"
         typed = ["accelerate", "launch", *words[words.index(module) + 1 :]] if module in words else words
         before = [f"{name}={value} " for name, value in self.environment.items()]
-        typed = ["python" if word == sys.executable else word for word in without_secrets(typed)]
+        typed = ["python" if word == sys.executable else word for word in masked_words(typed)]
         return "".join(before) + shlex.join(typed)
 
 
@@ -123,24 +123,6 @@ def product(
             **launch,
         )
     return [*cells.values()], varied
-
-
-def without_secrets(words: Sequence[str]) -> list[str]:
-    """The words of a command, the values of options with the name of a secret hidden."""
-    shown, name = [], ""
-    for word in words:
-        flag, equals, value = word.partition("=")
-        if word.startswith("--"):
-            name = flag[2:].replace("-", "_")
-            shown.append(f"{flag}={_masked(name, value)}" if equals else word)
-        else:
-            shown.append(_masked(name, word) if name else word)
-            name = ""
-    return shown
-
-
-def _masked(name: str, value: str) -> str:
-    return HIDDEN if recordable(int(value) if value.isdecimal() else value, name) == HIDDEN else value
 
 
 def _name(chosen: Mapping[str, str], varied: Sequence[str]) -> str:

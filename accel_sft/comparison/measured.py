@@ -74,18 +74,20 @@ def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
 
 
 def training_lines(run_dir: RunDir) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that are optimizer steps."""
-    return [line for line in read_lines(run_dir.metrics) if "loss" in line]
+    """The lines of metrics.jsonl that are optimizer steps; none where it cannot be read."""
+    try:
+        return [line for line in read_lines(run_dir.metrics) if "loss" in line]
+    except OSError:
+        return []
 
 
 def last_step(run_dir: RunDir) -> int:
     """The newest step in metrics.jsonl, 0 before the first. Only the file's end is read: a look must cost nothing."""
-    try:
-        with run_dir.metrics.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
-            found = re.findall(rb'"step": (\d+)', file.read())
-    except FileNotFoundError:
+    if not run_dir.metrics.is_file():
         return 0
+    with run_dir.metrics.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
+        found = re.findall(rb'"step": (\d{1,18})\b', file.read(_END_BYTES))
     return int(found[-1]) if found else 0
 
 

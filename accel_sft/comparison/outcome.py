@@ -1,13 +1,14 @@
 """How a run ended, in a word and with its reason: the last line of its own message."""
 
-import json
 import re
 import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accel_sft.api.errors import UserError
 from accel_sft.comparison.launching import Ended
+from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
@@ -56,8 +57,8 @@ def outcome(ended: Ended, run_dir: RunDir, log: Path, limit_seconds: float) -> t
 def _read_result(run_dir: RunDir) -> Mapping[str, Any]:
     """The run's result.json; {} where it wrote none, or was killed while it did."""
     try:
-        result = json.loads(run_dir.result.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        result = read_json(run_dir.result)
+    except UserError:
         return {}
     return result if isinstance(result, dict) else {}
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.comparison.cells import Cell, without_secrets
+from accel_sft.comparison.cells import Cell
 from accel_sft.comparison.environment import environment
 from accel_sft.io.files import abandoned, json_safe, read_json, write_atomically
+from accel_sft.launch.recordable import masked_words
 
 SCHEMA = 1
 FILE = "comparison.json"
@@ -47,7 +48,7 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def _entry(cell: Cell) -> dict[str, Any]:
-    words = without_secrets(cell.words)
+    words = masked_words(cell.words)
     return {"name": cell.name, "settings": cell.settings, "launch": cell.launch, "words": words, "runs": []}
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -177,10 +178,31 @@ def json_safe(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+MOST_BYTES = 2**29
+"""Of a file of a run that is read as a whole; no run writes a larger one."""
+
+
+def read_text(path: Path, errors: str = "strict") -> str:
+    """The text of a regular file of at most MOST_BYTES; a folder of others may have a pipe or a device, without an end.
+
+    Raises:
+        OSError: it is none, or cannot be read.
+        UnicodeDecodeError: it is no UTF-8, unless `errors` says what to do then.
+    """
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    with path.open("rb") as file:  # some of /proc have no size
+        content = file.read(MOST_BYTES + 1) if about.st_size <= MOST_BYTES else None
+    if content is None or len(content) > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it is larger than {MOST_BYTES >> 20} MiB", str(path))
+    return content.decode("utf-8", errors)
+
+
 def read_json(path: Path) -> Any:
     """The content of a JSON file of a run; raises UserError if it cannot be read."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(read_text(Path(path)))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: cannot be read ({error}); put it back, or start a new run in another folder"

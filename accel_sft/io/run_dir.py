@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.io.files import abandoned, expanded, json_safe, read_json, write_atomically
+from accel_sft.io.files import abandoned, expanded, json_safe, read_json, read_text, write_atomically
 
 _RECORD = {"task": str, "config": dict, "task_options": dict}
 """What every version's run.json has, and by which it is known."""
@@ -155,7 +155,7 @@ class RunDir:
     def read_status(self) -> str | None:
         """The `status` in result.json; None where there is no such file or it is broken."""
         try:
-            return json.loads(self.result.read_text(encoding="utf-8"))["status"]
+            return json.loads(read_text(self.result))["status"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
@@ -167,7 +167,7 @@ class RunDir:
         """
         path = self.answers(step)
         try:  # not splitlines(): an answer may hold the other characters at which that breaks lines
-            return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+            return [json.loads(line) for line in read_text(path).split("\n") if line]
         except FileNotFoundError:
             return []
         except (OSError, ValueError, RecursionError) as error:

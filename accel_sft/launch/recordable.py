@@ -18,11 +18,21 @@ _SECRET = re.compile(r"key|token|secret|passw|passphrase|credential", re.IGNOREC
 _COUNT = re.compile(r"tokens", re.IGNORECASE)
 _ASSIGNED = re.compile(rf"(?i)([\w-]*(?:{_SECRET.pattern})[\w-]*\s*[=: ]\s*)\S.*")
 """A secret within a text of a launch file: `export HF_TOKEN=...`, `--api-key ...`."""
+_IN_TEXT = tuple(
+    (re.compile(pattern), shown)
+    for pattern, shown in (
+        (r"://[^/\s'\"]+@", f"://{HIDDEN}@"),  # user and password, or token, of a URL
+        (rf"([?&][\w-]*(?i:{_SECRET.pattern})[\w-]*=)[^\s&'\"]+", rf"\1{HIDDEN}"),  # in a URL's query
+        (rf"\b([A-Z0-9_]*(?:{_SECRET.pattern.upper()})[A-Z0-9_]*=)[^\s'\"]+", rf"\1{HIDDEN}"),  # HF_TOKEN=...
+        (r"\b(?:hf_|gh[opsru]_|github_pat_|glpat-|pypi-|sk-)[\w-]{16,}", HIDDEN),  # access tokens by their beginning
+    )
+)
+"""What is a secret by its form, in any text."""
 
 
 def recordable(value: Any, name: str = "") -> Any:
-    """`value` as JSON can hold it, at any depth. What has the name of a secret is left out, of whatever type; a number
-    of tokens is none."""
+    """`value` as JSON can hold it, at any depth. What has the name of a secret is left out, of whatever type, and texts
+    are `masked`; a number of tokens is none."""
     counts = isinstance(value, (int, float)) and _COUNT.search(name)
     if value is not None and _SECRET.search(name) and not counts:
         return HIDDEN
@@ -30,36 +40,55 @@ def recordable(value: Any, name: str = "") -> Any:
         return {key: recordable(item, str(key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [recordable(item) for item in value]
+    if isinstance(value, str):
+        return masked(value)
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+def masked(text: str) -> str:
+    """`text` without what is a secret by its form: credentials of a URL, values of variables, access tokens."""
+    for secret, shown in _IN_TEXT:
+        text = secret.sub(shown, text)
+    return text
+
+
+def masked_words(words: Sequence[str]) -> list[str]:
+    """The words of a command line, without the values of options and variables that name secrets, and `masked`."""
+    shown, name = [], ""  # of the option whose value comes next
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if name:
+            shown.append(HIDDEN if _is_secret(name, word) else masked(word))
+            name = ""
+        elif equals and _is_secret(flag, value) and re.fullmatch(r"[\w-]+", flag):
+            shown.append(f"{flag}={HIDDEN}")
+        else:
+            shown.append(masked(word))
+            name = flag if word.startswith("--") and not equals and _SECRET.search(flag) else ""
+    return shown
+
+
+def _is_secret(name: str, text: str) -> bool:
+    return bool(_SECRET.search(name)) and not (_COUNT.search(name) and text.isdecimal())
 
 
 def without_secrets(content: Mapping[str, Any]) -> str | None:
     """A launch file's content as YAML: comments are gone, and what has the name of a secret, within texts too."""
 
-    def masked(value: Any) -> Any:
+    def within(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: masked(item) for key, item in value.items()}
+            return {key: within(item) for key, item in value.items()}
         if isinstance(value, list):
-            return [masked(item) for item in value]
+            return [within(item) for item in value]
         return _ASSIGNED.sub(rf"\1{HIDDEN}", value) if isinstance(value, str) else value
 
-    return yaml.safe_dump(masked(recordable(dict(content))), sort_keys=False, allow_unicode=True) if content else None
+    return yaml.safe_dump(within(recordable(dict(content))), sort_keys=False, allow_unicode=True) if content else None
 
 
 def command_line(words: Sequence[str]) -> str:
-    """A command line for a shell, its program by name alone, without the values of options that name secrets."""
-    shown: list[str] = []
-    hide = False
-    for at, word in enumerate(words):
-        flag, equals, _ = word.partition("=")
-        secret = flag.startswith("--") and bool(_SECRET.search(flag)) and not _COUNT.search(flag)
-        if hide:
-            word = HIDDEN
-        elif secret and equals:
-            word = f"{flag}={HIDDEN}"
-        hide = secret and not equals and not hide
-        shown.append(word if at else Path(word).name)
-    return shlex.join(shown)
+    """A command line for a shell, its program by name alone, without secrets."""
+    program, *rest = masked_words(words)
+    return shlex.join([Path(program).name, *rest])
 
 
 def versions() -> dict[str, str]:

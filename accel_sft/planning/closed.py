@@ -140,7 +140,7 @@ def _beside_gpu(job: Job, at: Placed) -> dict[str, dict[str, float]]:
 def _generating_bytes(job: Job) -> float:
     """Keys and values of the answers generated at once, and the logits of their next tokens."""
     shape, e = job.shape, job.computes_bytes
-    length = max(job.tokens // max(job.rows, 1), 1)
+    length = job.eval_tokens or max(job.tokens // max(job.rows, 1), 1)
     cache = 2 * shape.layers * shape.key_value_heads * shape.head_dim * e * length
     return job.eval_rows * (cache + shape.vocab_size * (4 + e))
 

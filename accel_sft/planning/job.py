@@ -40,6 +40,7 @@ class Job:
         head: `labelled`, `everywhere`, `pieces` or `fused`, as `batching.loss.HEADS` has them.
         dense_mask: whether attention takes a mask of tokens by tokens, as the layouts `shared` and `packed` give sdpa.
         eval_rows: answers generated at once during the run; 0: none are.
+        eval_tokens: of the longest of them, its prompt included; 0: as many as a row of the forward has.
         saves: whether checkpoints are written.
     """
 
@@ -65,6 +66,7 @@ class Job:
     head: str = "pieces"
     dense_mask: bool = False
     eval_rows: int = 64
+    eval_tokens: int = 0
     saves: bool = True
 
     @property

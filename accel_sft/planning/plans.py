@@ -1,8 +1,9 @@
 """A plan for each launch file: does it fit, how large a forward, how fast; and the one to run."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.launch_limits import launch_problem
@@ -24,6 +25,10 @@ MOST_TOKENS = 2**17
 """In one forward; no larger one is looked for."""
 MARGIN = 0.92
 """Share of a memory up to which a prediction fits without a warning: its mean error is less than the rest."""
+OUTCOMES = ROOMY, BARELY, OVER = "be slower", "barely fit", "not fit"
+"""How a job fits into a memory, the best first, in the words that end `it would ...`."""
+_Memory = tuple[float | None, float | None]
+"""Bytes of a GPU and of the host; None: not known, or none."""
 _ACCELERATES_NAMES = {"deepspeed": "DEEPSPEED", "fsdp": "FSDP", "ddp": "MULTI_GPU"}
 
 
@@ -39,7 +44,8 @@ class Plan:
         largest_tokens: of the largest forward that fits, at most a rank's part of a step; 0: none.
         speed: with forwards of that size.
         tight: whether it fits only just.
-        eval_rows: answers that can be generated at once, where those asked for are too many.
+        more: settings of the run besides those asked for, by name, with which `job` is planned.
+        without: what the launch file would do without them: one of OUTCOMES.
     """
 
     name: str
@@ -51,11 +57,20 @@ class Plan:
     largest_tokens: int = 0
     speed: Speed | None = None
     tight: bool = False
-    eval_rows: int | None = None
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    without: str = ""
 
     @property
     def fits(self) -> bool:
         return self.estimate is not None and not self.over
+
+    @property
+    def flags(self) -> str:
+        """`more` as words of a command line."""
+        words = {name: f"--{name.replace('_', '-')}" for name in self.more}
+        return " ".join(
+            flag if self.more[name] is True else f"{flag} {self.more[name]}" for name, flag in words.items()
+        )
 
 
 def launch_of(file: Path, machine: Machine) -> Launch:
@@ -71,7 +86,8 @@ def launch_of(file: Path, machine: Machine) -> Launch:
 
 
 def plan(name: str, file: Path, job: Job, machine: Machine, step_tokens: float) -> Plan:
-    """The plan for a job under its launch.
+    """The plan for a job under its launch: with gradient checkpointing too where it fits better or is faster by it, and
+    with fewer answers at once in evaluations where as many as asked for leave no room.
 
     Args:
         job: with the smallest forward that must fit.
@@ -80,26 +96,49 @@ def plan(name: str, file: Path, job: Job, machine: Machine, step_tokens: float) 
     if problem := _problem(job, machine):
         return Plan(name=name, file=file, problem=problem)
     memory = machine.gpu_bytes if machine.gpus else None, machine.host_bytes
-    found, eval_rows = estimate(job), None
-    while found.tightest == "evaluate" and found.over(*memory) and job.eval_rows > 1:
-        eval_rows = job.eval_rows // 2  # which costs an evaluation time, and training nothing
-        job = dataclasses.replace(job, eval_rows=eval_rows)
-        found = estimate(job)
-    over = found.over(*memory)
-    tight = not over and bool(found.over(*(None if size is None else size * MARGIN for size in memory)))
-    largest = 0 if over else _largest(job, memory, max(int(step_tokens), job.tokens))
-    sized = with_tokens(job, largest or job.tokens)
-    return Plan(
-        name=name,
-        file=file,
-        job=job,
-        estimate=found,
-        over=over,
-        largest_tokens=largest,
-        speed=speed(sized, step_tokens),
-        tight=tight,
-        eval_rows=eval_rows,
-    )
+
+    def planned(tried: Job) -> Plan:
+        over = (found := estimate(tried)).over(*memory)
+        largest = 0 if over else _largest(tried, memory, max(int(step_tokens), tried.tokens))
+        more = {"gradient_checkpointing": True} if tried.gradient_checkpointing > job.gradient_checkpointing else {}
+        more |= {"eval_batch_size": tried.eval_rows} if tried.eval_rows < job.eval_rows else {}
+        return Plan(
+            name=name,
+            file=file,
+            job=tried,
+            estimate=found,
+            over=over,
+            largest_tokens=largest,
+            speed=speed(with_tokens(tried, largest or tried.tokens), step_tokens),
+            tight=_outcome(tried, memory) == BARELY,
+            more=more,
+            without=_outcome(job, memory) if more else "",
+        )
+
+    best = planned(_fewer_answers(job, memory))
+    if not job.gradient_checkpointing:
+        other = planned(_fewer_answers(dataclasses.replace(job, gradient_checkpointing=True), memory))
+        before, after = ((each.over != (), each.tight) for each in (best, other))
+        if after < before or (after == before and other.fits and _speedup(other, best) > ALIKE):
+            best = other
+    return best
+
+
+def _outcome(job: Job, memory: _Memory) -> str:
+    found = estimate(job)
+    if found.over(*memory):
+        return OVER
+    return BARELY if found.over(*(None if size is None else size * MARGIN for size in memory)) else ROOMY
+
+
+def _fewer_answers(job: Job, memory: _Memory) -> Job:
+    """The job with as many answers at once as leave room, else as fit at all, else as it is: fewer cost an evaluation
+    time, and training nothing."""
+    rows = [job.eval_rows]
+    while rows[-1] > 1:
+        rows.append(rows[-1] // 2)
+    tried = [dataclasses.replace(job, eval_rows=count) for count in rows]
+    return min(tried, key=lambda each: OUTCOMES.index(_outcome(each, memory)))  # of several the first
 
 
 def with_tokens(job: Job, tokens: int) -> Job:
@@ -126,10 +165,21 @@ def recommended(plans: Sequence[Plan]) -> tuple[Plan | None, str]:
         return best, "which fits" + _but(best)
     why = "the fastest that fits" if len(alike) == 1 else "the simplest of the fastest that fit"
     if faster := [each.name for each in fitting if each.tight and each not in roomy and _speedup(each, best) > ALIKE]:
-        why += f" with room to spare, for {', '.join(faster)} barely would"
+        why += f" with room to spare, because {', '.join(faster)} would barely fit"
     if simpler:
-        why += f"; {', '.join(each.name for each in simpler)} would not"
+        why += f"; {', '.join(each.name for each in simpler)} would not fit"
     return best, why + _but(best)
+
+
+def tried(job: Job, best: Plan) -> str:
+    """A sentence on what was tried besides the job as it is asked for, and what the recommended plan has of it; "" if
+    nothing was."""
+    also = [] if job.gradient_checkpointing else ["with --gradient-checkpointing"]
+    also += [f"with fewer than {job.eval_rows} answers at once in evaluations"] if job.eval_rows > 1 else []
+    if not also:
+        return ""
+    why = f"without {best.flags} {best.name} would {best.without}" if best.more else f"{best.name} needs no such change"
+    return f"Each launch file was tried {' and '.join(also)} too: {why}."
 
 
 def _speedup(plan: Plan, other: Plan) -> float:
@@ -144,8 +194,6 @@ def _but(plan: Plan) -> str:
     told = ""
     if plan.job.launch.machines > 1:
         told += f"; it needs {plan.job.launch.machines} such machines"
-    if plan.eval_rows is not None:
-        told += f"; {plan.eval_rows} answers are generated at once, as more do not fit"
     if plan.tight:
         told += f"; it comes within {1 - MARGIN:.0%} of the memory there is, and a prediction may err by as much"
     return told
@@ -155,7 +203,7 @@ def _simplicity(plan: Plan) -> int:
     return SIMPLEST_FIRST.index(plan.name) if plan.name in SIMPLEST_FIRST else len(SIMPLEST_FIRST)
 
 
-def _largest(job: Job, memory: tuple[float | None, float | None], most: int) -> int:
+def _largest(job: Job, memory: _Memory, most: int) -> int:
     """The largest forward that fits, in tokens, by bisection between the one that does and a rank's part of a step."""
     low, high = job.tokens, max(min(most, MOST_TOKENS), job.tokens)
     while low < high:

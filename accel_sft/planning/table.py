@@ -2,14 +2,15 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from accel_sft.api.config import PlanConfig
 from accel_sft.planning.estimate import COMPONENTS, PHASES, Estimate, Memory, totals
+from accel_sft.planning.job import Job
 from accel_sft.planning.lengths import Lengths
 from accel_sft.planning.machine import Machine
-from accel_sft.planning.plans import MARGIN, Plan
+from accel_sft.planning.plans import MARGIN, Plan, tried
 from accel_sft.planning.shape import ModelShape
 
 GIB = 2**30
@@ -24,11 +25,16 @@ def lines(
     here: Machine,
     lengths: Lengths,
     config: PlanConfig,
+    asked: Mapping[str, Job],
     best: Plan | None,
     why: str,
     command: str | None,
 ) -> Iterator[str]:
-    """What a terminal shows; the table and the text keep to 80 columns, the command does not."""
+    """What a terminal shows; the table and the text keep to 80 columns, the command does not.
+
+    Args:
+        asked: the job of each launch file with the settings that were asked for.
+    """
     trained = shape.trained(config.adapter, config.lora_r, config.lora_target_modules)
     how = "all trained" if config.adapter == "none" else f"frozen, {trained:,} trained ({config.adapter})"
     yield _text(f"model    {shape.family}, {shape.parameters:,} parameters, {how}; counted from {shape.source}")
@@ -56,12 +62,13 @@ def lines(
     if best is None:
         refused = all(each.problem for each in plans)
         none = "None is recommended, for what is said of each."
-        yield _text(none if refused else f"No launch file fits. {_mend(plans, config)}", 0)
+        yield _text(none if refused else f"No launch file fits{_also(config)}. {_mend(config)}", 0)
         return
-    yield _text(f"Recommended: {best.name}, {why}.", 0)
+    named = f"{best.name} with {best.flags}" if best.more else best.name
+    yield _text(f"Recommended: {named}, {why}.", 0)
+    if line := tried(asked[best.name], best):
+        yield _text(line, 0)
     yield from f"{command}".splitlines()
-    if here.gpus and not config.gradient_checkpointing and any(each.tight or "device" in each.over for each in plans):
-        yield _text("With --gradient-checkpointing forwards take less memory, and a third more time.", 0)
 
 
 def as_json(
@@ -112,6 +119,7 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
         "launch": plan.name,
         "fits": plan.fits,
         "tight": plan.tight,
+        "options": dict(plan.more),
         "over": list(plan.over),
         "ranks": plan.job.ranks,
         "tokens": plan.job.tokens,
@@ -130,6 +138,7 @@ def _row(plan: Plan, here: Machine, fastest: float) -> tuple[str, ...]:
     if found is None:
         return (plan.name, plan.problem)
     fits = "no" if plan.over else "barely" if plan.tight else "yes"
+    fits = f"{fits} {''.join(name[0] for name in plan.more)}" if plan.more else fits
     forward = f"{plan.largest_tokens:,}" if plan.largest_tokens else "-"
     speed = f"{fastest / plan.speed.seconds:.2f}" if plan.fits and plan.speed else "-"
     return (
@@ -167,6 +176,10 @@ def _notes(plans: Sequence[Plan], here: Machine) -> Iterator[str]:
     where = "one GPU" if here.gpus else "all ranks of this machine"
     yield _text(f"memory   at its peak phase, with {what}; host: of all ranks of a machine; !: too little", 9)
     yield _text("fits     in memory; accel-sft doctor says what else a launch file needs", 9)
+    if any("gradient_checkpointing" in each.more for each in plans):
+        yield _text("g        with --gradient-checkpointing", 9)
+    if rows := sorted({each.more["eval_batch_size"] for each in plans if "eval_batch_size" in each.more}):
+        yield _text(f"e        with --eval-batch-size {', '.join(map(str, rows))}", 9)
     yield _text("forward  the largest that fits, up to a rank's part of a step", 9)
     if any(each.tight for each in plans):
         yield _text(f"barely   within {1 - MARGIN:.0%} of {where}'s memory; a prediction may err by as much", 9)
@@ -191,16 +204,17 @@ def _details(name: str, found: Estimate) -> Iterator[str]:
 
 
 def _text(text: str, indent: int = 9) -> str:
-    return textwrap.fill(text, _COLUMNS, subsequent_indent=" " * indent, break_long_words=False)
+    return textwrap.fill(text, _COLUMNS, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _mend(plans: Sequence[Plan], config: PlanConfig) -> str:
-    over = {place for each in plans for place in each.over}
+def _also(config: PlanConfig) -> str:
+    return "" if config.gradient_checkpointing else ", nor does one with --gradient-checkpointing"
+
+
+def _mend(config: PlanConfig) -> str:
     ways = []
     if config.adapter == "none":
         ways.append("--adapter lora")
-    if "device" in over and not config.gradient_checkpointing:
-        ways.append("--gradient-checkpointing")
     if config.micro_batch_size not in ("auto", "1"):
         ways.append("--micro-batch-size auto")
     ways.append("a lower --max-length, a smaller model, or more GPUs")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from accel_sft.io.files import read_text
 from accel_sft.io.run_dir import step_of
 from accel_sft.reporting.runs import Run
 from accel_sft.tracking.report import is_number
@@ -149,7 +150,7 @@ def _evaluations(place: int, run: Run) -> Iterator[Evaluation]:
 def _read(runs: Sequence[Run], evaluation: Evaluation) -> list[dict[str, Any]]:
     found, unreadable = [], 0
     try:
-        text = evaluation.path.read_text(encoding="utf-8", errors="replace")
+        text = read_text(evaluation.path, "replace")
     except OSError as error:
         runs[evaluation.run].notes.append(f"{evaluation.path.name} cannot be read: {error.strerror}")
         return []

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from accel_sft.io.text import one_line
 from accel_sft.reporting.events import Readings
 from accel_sft.reporting.runs import Run
 from accel_sft.tracking.report import COSTS, is_number
@@ -65,7 +66,8 @@ def _curve(found: dict[str, list[dict[str, Any]]], key: str, run: int, rank: int
 
 
 def _chart(key: str, curves: Sequence[dict[str, Any]], main: bool) -> dict[str, Any]:
-    title, unit, group = MEASURED.get(key, (f"Validation: {key}", key, "main" if main else "more"))
+    name = one_line(key, 80)
+    title, unit, group = MEASURED.get(key, (f"Validation: {name}", name, "main" if main else "more"))
     most = min(_MOST, max(_FEWEST, POINTS_OF_A_CHART // len(curves)))
     thinned, drawn = False, []
     for curve in curves:

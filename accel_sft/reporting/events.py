@@ -16,7 +16,7 @@ def system_readings(run: Run) -> Readings:
 
     A file that cannot be read to its end counts as far as it goes, and the run's notes say so.
     """
-    paths = sorted(run.folder.path.glob("events.out.tfevents.*"))
+    paths = sorted(path for path in run.folder.path.glob("events.out.tfevents.*") if path.is_file())
     if not paths:
         return {}
     from google.protobuf.message import DecodeError

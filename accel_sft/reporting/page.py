@@ -14,7 +14,7 @@ import jinja2
 
 import accel_sft
 from accel_sft.io.files import json_safe
-from accel_sft.io.text import shown
+from accel_sft.io.text import one_line, shown
 from accel_sft.reporting import answers, chart_groups, curves, memory, settings, specs
 from accel_sft.reporting.comparison import Comparison
 from accel_sft.reporting.events import system_readings
@@ -23,6 +23,8 @@ from accel_sft.tracking.report import comparison_rows, is_number
 
 MOST_BYTES = 1_950_000
 """Of a page; what answers leave of it stays empty."""
+MOST_CHARTS, MOST_ROWS = 60, 300
+"""Of things measured, the trainer's own and the main metric first; of metrics and settings in a table."""
 _FEWEST_ANSWER_BYTES = 100_000
 """Kept for answers on a page that curves of very many runs fill."""
 _FOLDER = Path(__file__).parent
@@ -43,6 +45,8 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
     cells = [cell for comparison in comparisons for cell in comparison.cells]
     series = [*dict.fromkeys([*(run.series for run in every), *(cell.name for cell in cells)])]
     measured = curves.charts(every, [system_readings(run) for run in every])
+    undrawn, scores, chosen = measured[MOST_CHARTS:], _scores(every), settings.table(every)
+    measured = measured[:MOST_CHARTS]
     groups = chart_groups.groups(every, cells, series, measured)
     data = {
         "series": specs.look(series),
@@ -63,8 +67,8 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
         "series": specs.look(series),
         "groups": groups,
         "rows": [_row(run) for run in every],
-        "scores": _scores(every),
-        "settings": settings.table(every),
+        "scores": {**scores, "rows": scores["rows"][:MOST_ROWS]},
+        "settings": {**chosen, **{kind: chosen[kind][:MOST_ROWS] for kind in ("differing", "common")}},
         "predicted": memory.predicted_and_measured(every),
         "policy": _policy(parts["scripts"]),
         "smooth": any(chart["thinned"] for chart in measured),
@@ -74,9 +78,21 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
     }
     taken = len(_whole(template, context, data).encode())
     data["answers"], answers_left_out = answers.collect(every, max(MOST_BYTES - taken, _FEWEST_ANSWER_BYTES))
-    context["left_out"] = [*curves.left_out(measured), *answers_left_out]
+    context["left_out"] = [*curves.left_out(measured), *_too_many(undrawn, scores, chosen), *answers_left_out]
     context["has_answers"] = bool(data["answers"]["evaluations"])
     return _whole(template, context, data), context["left_out"]
+
+
+def _too_many(undrawn: Sequence[dict], scores: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    """Sentences on charts and rows of tables beyond what a page can show."""
+    said = []
+    if undrawn:
+        said.append(f"{len(undrawn):,} more things were measured, {one_line(undrawn[0]['key'], 80)} the first of them.")
+    counts = {"metrics": len(scores["rows"]), "settings": max(len(settings["differing"]), len(settings["common"]))}
+    said += [
+        f"{n:,} {what} are too many for a table: {MOST_ROWS} are shown." for what, n in counts.items() if n > MOST_ROWS
+    ]
+    return [*said, "metrics.jsonl, result.json and run.json have all."] if said else []
 
 
 def _whole(template: jinja2.Template, context: dict[str, Any], data: dict[str, Any]) -> str:
@@ -147,7 +163,7 @@ def _scores(every: Sequence[Run]) -> dict[str, Any]:
         if not after and run.evaluations:
             before, after = ({k: n for k, n in run.evaluations[place].items() if k != "step"} for place in (0, -1))
         if lines := comparison_rows(before, after):
-            found[run.name] = {label: tuple(cells) for label, *cells in lines}
+            found[run.name] = {one_line(label, 80): tuple(cells) for label, *cells in lines}
     labels = dict.fromkeys(label for lines in found.values() for label in lines)
     rows = [(label, [lines.get(label, ("", "", "")) for lines in found.values()]) for label in labels]
     return {"columns": [*found], "rows": rows}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.io.files import expanded, read_json
+from accel_sft.io.files import expanded, read_json, read_text
 from accel_sft.io.lock import is_locked
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import one_line
@@ -113,7 +113,8 @@ def _damaged(path: Path) -> bool:
 def _read(run: Run, path: Path) -> dict[str, Any]:
     """A JSON file of the run; empty where it is not there, or damaged, which the notes say."""
     if _damaged(path):
-        run.notes.append(f"{path.name} cannot be read: it is half-written or damaged")
+        what = "half-written or damaged" if path.is_file() else "no regular file"
+        run.notes.append(f"{path.name} cannot be read: it is {what}")
         return {}
     found = read_json(path) if path.exists() else {}
     return found if isinstance(found, dict) else {}
@@ -126,7 +127,7 @@ def _read_metrics(run: Run) -> None:
             run.notes.append("metrics.jsonl is not there: no step was recorded")
         return
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_text(path, "replace")
     except OSError as error:
         run.notes.append(f"metrics.jsonl cannot be read: {error.strerror}")
         return

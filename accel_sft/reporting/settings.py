@@ -58,7 +58,7 @@ def _flatten(flat: dict[tuple[str, str], str], kind: str, prefix: str, values: M
         if isinstance(value, Mapping):
             _flatten(flat, kind, f"{prefix}{key}.", value)
         else:
-            flat[kind, f"{prefix}{key}"] = _shown(value)
+            flat[kind, _shown(f"{prefix}{key}")] = _shown(value)
 
 
 def _shown(value: Any) -> str:

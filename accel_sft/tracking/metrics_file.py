@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_sft.io.files import json_safe, write_atomically
+from accel_sft.io.files import json_safe, read_text, write_atomically
 
 
 class MetricsFile:
@@ -64,15 +64,19 @@ class MetricsFile:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; none where there is no file. One that is half written is left out."""
+    """The lines of a metrics.jsonl; none where there is no file. One that is half written is left out.
+
+    Raises:
+        OSError: there is something that cannot be read.
+    """
     if not path.exists():
         return []
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in read_text(path, "replace").splitlines():
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and "step" in record:
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
             found.append(record)
     return found

@@ -52,7 +52,8 @@ Samples = Sequence[Mapping[str, Any]]
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether it is a float or an integer of at most 63 bits: one of more digits, which JSON may have, is no float."""
+    return isinstance(value, float) or (type(value) is int and value.bit_length() < 64)
 
 
 def comparison_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:

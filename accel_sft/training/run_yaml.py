@@ -12,7 +12,7 @@ import yaml
 import accel_sft
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import TASK
-from accel_sft.api.options import HIDDEN, settings
+from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import file_record
 from accel_sft.io.files import write_atomically
@@ -53,7 +53,7 @@ def write_run_yaml(run_dir: RunDir, task_name: str, task: Task, config: TrainCon
     defaults |= {setting.name: setting.default for setting in settings(type(task))}
     mine = {**config.as_dict(), **{setting.name: getattr(task, setting.name) for setting in settings(type(task))}}
     kept = {name: value for name, value in recordable(mine).items() if name not in _LEFT_OUT}
-    hidden = [name for name, value in kept.items() if value == HIDDEN and mine[name] != HIDDEN]
+    hidden = [name for name, value in kept.items() if isinstance(mine[name], str) and value != mine[name]]
     chosen = {name: value for name, value in kept.items() if value != defaults[name] and name not in hidden}
     rest = {name: value for name, value in kept.items() if name not in chosen and name not in hidden}
     secrets = "".join(f"# {name}: a secret is not recorded; add it to the command line\n" for name in hidden)
