@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 import pytest
@@ -250,6 +251,16 @@ def test_a_template_that_drops_answers_is_refused_though_it_writes_their_letters
 def test_an_answer_that_names_the_end_of_turn_is_not_cut_there(tokenizer):
     own = with_template(tokenizer, SOUND["no end of turn"])
     assert own.decode(learnt(own, ["a<|im_end|>b"])[0]) == "a<|im_end|>b\n<|im_end|>"
+
+
+def test_an_end_of_turn_that_is_no_token_is_told_of_and_does_not_count_as_answer(tokenizer):
+    own = with_template(tokenizer, "{{ m.content }}<|im_finish|>\n")
+    encoding = encode(own, Says(), ["odd"], "train", eos_ids={own.eos_token_id}, max_length=512, truncation="drop")
+    (line,) = encoding.lines()
+    assert re.search(r'ends answers with "<\|im_finish\|>".* \d+ tokens of plain text are learnt', line)
+    assert scored(own, ["odd"], learnt(own, ["odd"])).metrics["right"] == 1.0
+    rendering = Rendering(own)
+    assert rendering.tail(rendering.form(Says().messages("odd"), "train")) == "<|im_finish|>\n"
 
 
 def test_control_tokens_in_an_answer_are_learnt_and_scored_as_characters(tokenizer):

@@ -60,16 +60,15 @@ class AnswerText:
         return self._said(form, answer, self.rendering.lead(form), "")
 
     def _said(self, form: Form, answer: Sequence[int], lead: str, target: str) -> str:
-        ids, tail, special = list(answer), form.tail, self.control.pattern
+        ids, special = list(answer), self.control.pattern
         while ids and ids[-1] in self.control.special_ids:
             ids.pop()
         text = _without_lead(self.control.text(ids), lead, target)
         if self._keeps:  # before special tokens go, which its marks may be
             text = _without_thinking(text, *form.thinking_marks)
-        end = special.search(tail)
-        if end:
-            text, tail = text.partition(end[0])[0], tail[: end.start()]
-        return without_guards(special.sub("", text.removesuffix(tail)))
+        if end := special.search(form.tail):
+            text = text.partition(end[0])[0]
+        return without_guards(special.sub("", text.removesuffix(self.rendering.tail(form))))
 
 
 def _without_thinking(text: str, before: str, behind: str) -> str:

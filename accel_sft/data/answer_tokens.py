@@ -12,7 +12,7 @@ from accel_sft.data.form import divided
 from accel_sft.data.image_inputs import ImageInputs, RowImages
 from accel_sft.data.pieces import PieceTokenizer
 from accel_sft.data.rendering import Rendered, Rendering
-from accel_sft.data.template import holds, not_a_prefix, refusal
+from accel_sft.data.template import MARK, holds, not_a_prefix, refusal
 from accel_sft.data.tool_calls import lost
 
 
@@ -108,9 +108,20 @@ class AnswerTokens:
         tail = form.tail if text.rest.endswith(form.tail) else self.tokenizer.eos_token
         if tail not in self._closers:
             self._closers[tail] = sum(token in self.eos_ids for token in self._tokens(tail))
+            self._look_at_marks(tail)
         closers = self._closers[tail]
         ends = [at + 1 for at in range(len(prompt), len(whole)) if whole[at] in self.eos_ids][-closers:]
         return whole[: ends[0]] if closers and ends else [*whole, self.tokenizer.eos_token_id]
+
+    def _look_at_marks(self, tail: str) -> None:
+        """Note a mark such as `<|im_end|>` behind answers that the tokenizer has no token for, where none ends them."""
+        spelled = next((mark for mark in MARK.findall(tail) if len(self._tokens(mark)) > 1), None)
+        if spelled and not self._closers[tail]:
+            self.rendering.note(
+                f'warning: the chat template ends answers with "{spelled}", which is no token of this tokenizer: '
+                f"{len(self._tokens(spelled))} tokens of plain text are learnt before {self.tokenizer.eos_token}; take "
+                "the instruction model's tokenizer, or a chat_template that ends answers with eos_token"
+            )
 
     def _check_control(self, where: str, text: Rendered, whole: list[int]) -> None:
         """Raises UserError if the tokenizer makes control tokens of a text: there are more than the template wrote."""

@@ -141,6 +141,11 @@ class Rendering:
         """What is put behind prompts: under `--thinking off` the end of a block that the template opens there."""
         return form.closing or form.closed_by_template if self.thinking == "off" else ""
 
+    def tail(self, form: Form) -> str:
+        """What stands behind an answer as text: what the template writes there up to its first control token."""
+        end = self.control.pattern.search(form.tail)
+        return form.tail[: end.start()] if end else form.tail
+
     def lead(self, form: Form) -> str:
         """What is learnt between a prompt and its answer."""
         if self.closing(form):
