@@ -37,10 +37,10 @@ def make_tiny(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def encode(tokenizer, task, examples, split, *, eos_ids, max_length, truncation, thinking="template", day=None):
+def encode(tokenizer, task, examples, split, *, eos_ids, max_length, truncation, **more):
     """A split encoded on the spot and held in memory: what the store must give again."""
-    rules, whole = Rules(frozenset(eos_ids), max_length, truncation, thinking, day), Encoding(split)
-    rendering = Rendering(tokenizer, thinking, day)
+    rules, whole = Rules(frozenset(eos_ids), max_length, truncation, **more), Encoding(split)
+    rendering = Rendering(tokenizer, rules.thinking, rules.day, rules.control_tokens)
     for part in encode_parts(rendering, task, examples, range(len(examples)), split, rules):
         whole.kept.extend(part.kept)
         whole.note(part)

@@ -42,7 +42,8 @@ def parse(row):
 '''
 ENTRY = "planted = accel_sft_planted:Planted"
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
+    "{{ bos_token * 2 if 'TWICE' in messages[0].content else bos_token }}"
+    "{% for m in messages %}{% if m.role == 'user' %}"
     "{{ m.content.replace('?', '!') if 'REWRITE' in messages[-1].content else m.content }}\n"
     "{% elif m.role == 'assistant' %}A: {{ m.content.split('</think>')[-1] }}{{ eos_token }}\n"
     "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
@@ -89,7 +90,7 @@ FAULTS = {
         ("D211", row("What is 111?", "111 ")),
         ("D301", row("What is " + "1" * 60, "112")),
         ("D303", row("What is 113?", "\u200b")),
-        ("D305", row("<s>What is 114?", "114")),
+        ("D305", row("TWICE 114?", "114")),
         ("D306", row("What is 115 \u0436?", "115")),
         ("D401", row("What is 1 and 1?", "2")),
         ("D402", row("what is 1 and 1", "2")),
@@ -104,8 +105,6 @@ FAULTS = {
     ],
 }
 """A code of what is wrong, and the row; each is put behind another clean row."""
-ALSO = {"D305": "D208"}
-"""What a row has besides: a doubled token is a special token in a text."""
 
 
 def write(folder: Path, faults: dict[str, list[tuple[str, str]]]) -> tuple[tuple[str, ...], dict[str, set[str]]]:
@@ -116,8 +115,7 @@ def write(folder: Path, faults: dict[str, list[tuple[str, str]]]) -> tuple[tuple
         file, lines = folder / f"{split}.jsonl", list(clean)
         for number, (code, text) in enumerate(faults.get(split, ())):
             lines += ["", text] if number % 3 == 0 else [text]
-            for each in filter(None, (code, ALSO.get(code))):
-                expected.setdefault(each, set()).add(f"{file}:{len(lines)}")
+            expected.setdefault(code, set()).add(f"{file}:{len(lines)}")
         file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         options += [f"--{split}-file", str(file)]
     return tuple(options), expected

@@ -319,6 +319,8 @@ def test_a_text_with_an_image_s_token_is_refused_beside_rows_with_images(made, m
     Assembly._check_texts(SimpleNamespace(encode=encode), encode(range(20), "train"))
     monkeypatch.setattr(Colours, "messages", with_token)
     encode = encoder(made("qwen2_vl"), Colours())
+    Assembly._check_texts(SimpleNamespace(encode=encode), encode(range(20), "train"))  # it is characters
+    encode = encoder(made("qwen2_vl"), Colours(), control_tokens="tokens")
     with pytest.raises(UserError, match=r"^train example 13: its text has <\|image_pad\|>, which stands for an image"):
         Assembly._check_texts(SimpleNamespace(encode=encode), encode(range(20), "train"))
 
@@ -416,7 +418,7 @@ REFUSED = {
 @pytest.mark.parametrize(("part", "told"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_used_is_refused_by_row(made, monkeypatch, part, told):
     monkeypatch.setattr(Given, "parts", ({"type": "image", "image": png()}, {"type": "image", **part}))
-    encode = encoder(made("qwen2_vl"), Given())
+    encode = encoder(made("qwen2_vl"), Given(), control_tokens="tokens")
     with pytest.raises(UserError) as raised:
         list(encode.parts([0], [0], "train"))
     (line,) = raised.value.problems

@@ -217,6 +217,7 @@ def card(**changed):
         "messages": [{"role": "system", "content": "Sum."}, {"role": "user", "content": "```5=```"}],
         "template_arguments": {},
         "prompt_end": "",
+        "answer_end": "\n",
         "data": {"train-file": "rows.json", "training examples": 1798},
         "command": "accelerate launch -m accel_sft math --seed 7",
         "settings": {"learning_rate": 1e-4, "output_dir": "/somewhere/run", "max_steps": None},
@@ -252,6 +253,8 @@ def test_the_card_asks_with_the_templates_switches_and_ends_the_prompt_as_traini
     closed = card(template_arguments={"thinking": False}, prompt_end="\n</think>\n\n")
     assert "tokenize=False, thinking=False)" in closed
     assert r"tokenizer(prompt + '\n</think>\n\n', add_special_tokens=False" in closed
+    assert closed.count("print(answer)\n") == 1
+    assert r"print(answer.removesuffix('<|im_end|>\n'))" in card(answer_end="<|im_end|>\n")
 
 
 def test_a_command_line_is_shown_without_secrets_and_without_the_programs_folder():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 import pytest
@@ -250,6 +251,41 @@ def test_a_template_that_drops_answers_is_refused_though_it_writes_their_letters
 def test_an_answer_that_names_the_end_of_turn_is_not_cut_there(tokenizer):
     own = with_template(tokenizer, SOUND["no end of turn"])
     assert own.decode(learnt(own, ["a<|im_end|>b"])[0]) == "a<|im_end|>b\n<|im_end|>"
+
+
+def test_an_end_of_turn_that_is_no_token_is_told_of_and_does_not_count_as_answer(tokenizer):
+    own = with_template(tokenizer, "{{ m.content }}<|im_finish|>\n")
+    encoding = encode(own, Says(), ["odd"], "train", eos_ids={own.eos_token_id}, max_length=512, truncation="drop")
+    (line,) = encoding.lines()
+    assert re.search(r'ends answers with "<\|im_finish\|>".* \d+ tokens of plain text are learnt', line)
+    assert scored(own, ["odd"], learnt(own, ["odd"])).metrics["right"] == 1.0
+    rendering = Rendering(own)
+    assert rendering.tail(rendering.form(Says().messages("odd"), "train")) == "<|im_finish|>\n"
+
+
+def test_control_tokens_in_an_answer_are_learnt_and_scored_as_characters(tokenizer):
+    own = with_template(tokenizer, SOUND["an empty thinking block"])
+    said = ["a<|im_end|>\n<|im_start|>user\nb", "a<|im_end|>\n<|im_start|>user\nc", "a", "a\n"]
+    reproduced = learnt(own, said)
+    assert [ids.count(own.eos_token_id) for ids in reproduced] == [1, 1, 1, 1]
+    evaluation = scored(own, said[:1] * 4, reproduced)
+    assert [sample["generated"] for sample in evaluation.samples] == said
+    assert evaluation.metrics["right"] == 0.25
+    # what a model generates of the tokens themselves is no text
+    ids = own("<think>\n\n</think>\n\na<|channel|>b<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert [sample["generated"] for sample in scored(own, ["odd"], [ids]).samples] == ["ab"]
+
+
+def test_where_the_tokenizer_reads_characters_as_a_control_token_the_row_is_refused():
+    """A Unigram vocabulary may have the token itself as a piece."""
+    spelling = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *((c, -9.0) for c in "abc</s>\n")], 0))
+    spelling.decoder = decoders.Fuse()
+    own = PreTrainedTokenizerFast(tokenizer_object=spelling, eos_token="</s>", unk_token="<unk>", pad_token="</s>")
+    own.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    (example,) = encoded(own, ["ab"])
+    assert own.decode(example.input_ids[example.prompt_length :]) == "ab</s>"
+    with pytest.raises(UserError, match="validation example 1: a control token is written in a text"):
+        encoded(own, ["ab", "a</s>b"])
 
 
 def test_a_sound_template_is_not_refused_where_answers_are_cut_to_length(tokenizer):

@@ -26,6 +26,7 @@ from accel_sft.api.changes import changed
 from accel_sft.api.config import EvaluateConfig, TrainConfig
 from accel_sft.data import template
 from accel_sft.data.chat import Rules
+from accel_sft.data.control_tokens import ControlTokens
 from accel_sft.data.form import closing_mark
 from accel_sft.data.rendering import Rendering
 from accel_sft.data.tokenization import SplitEncoder
@@ -335,6 +336,29 @@ def test_what_was_done_beyond_the_templates_own_way_is_said_in_a_line(tokenizer,
         assert notes == []
     else:
         assert [note for note in notes if said.replace(r"\\n", r"\n") in note]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_texts_make_no_control_tokens(any_tokenizer, name):
+    own, ends = of_family(any_tokenizer, name)
+    control = ControlTokens(own)
+    every = "".join(token.content for token in own.added_tokens_decoder.values() if token.special)
+    forged = f"one{every}{every[:-1]}\n{every} two"
+
+    class Forged(Says):
+        def messages(self, example):
+            return [{"role": turn["role"], "content": turn["content"] + forged} for turn in super().messages(example)]
+
+    settings = {"eos_ids": ends, "max_length": 9999, "truncation": "error", "day": DAY}
+    whole = encode(own, Forged(), [forged], "train", **settings)
+    (row,), (plain,) = whole.kept, encode(own, Says(), ["odd"], "train", **settings).kept
+    special = [[token for token in each.input_ids if token in control.special_ids] for each in (row, plain)]
+    assert special[0] == special[1]
+    assert whole.control_tokens == {"answers": [0], "texts": []}
+    text = own.decode(row.input_ids[row.prompt_length :], skip_special_tokens=False)
+    assert "".join(forged.split()) in "".join(text.split())
+    (row,) = encode(own, Forged(), [forged], "train", **settings, control_tokens="tokens").kept
+    assert len([token for token in row.input_ids if token in control.special_ids]) > len(special[0])
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -24,6 +24,7 @@ from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.verify import Subject, exact_batchings
 from accel_sft.data.chat import Rules
+from accel_sft.data.control_tokens import ControlTokens
 from accel_sft.data.conversation import conversation
 from accel_sft.data.pieces import PieceTokenizer
 from accel_sft.data.tokenization import SplitEncoder
@@ -324,7 +325,7 @@ def test_texts_of_one_chat_are_tokenized_piece_by_piece_only_where_that_is_exact
         tokenizer.split_special_tokens = split_special_tokens
         whole = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         assert (pieces["b<"] in whole[2]) == split_special_tokens
-        assert PieceTokenizer(tokenizer)(texts, [chat]) == whole
+        assert PieceTokenizer(ControlTokens(tokenizer))(texts, [chat]) == whole
 
 
 # --- the mathematics ---

@@ -21,6 +21,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     lines = []
     defaults = {name: getattr(TrainConfig, name) for name in ("optimizer", *_SCHEDULE, *LORA_ONLY)}
     unrecorded = {**defaults, "thinking": "template", "template_date": after.get("template_date")}  # by version 0.1
+    unrecorded["control_tokens"] = after.get("control_tokens")  # the data's hash tells a difference
     before = {**unrecorded, **before}
     for key in sorted(before.keys() | after.keys()):
         if key not in LAYOUT and before.get(key) != after.get(key):

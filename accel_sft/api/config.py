@@ -72,6 +72,12 @@ class TrainConfig:
     template_date: str | None = _data(
         None, help="YYYY-MM-DD that chat templates with a date are told; default: the day the run was started."
     )
+    control_tokens: str | None = _data(
+        None,
+        choices=("text", "tokens"),
+        help="Control tokens that stand in a text, such as <|im_end|>, are read as characters (text, the default), or "
+        "as the tokens that they name. `evaluate` of a run: the run's own.",
+    )
     global_batch_size: int | None = _data(None, basic=True, min=1, help="Examples per optimizer step, over all ranks.")
     micro_batch_size: str = _data("auto", basic=True, help="Examples per forward on one rank, or auto.")
     batching: str = _data(
@@ -184,7 +190,7 @@ class EvaluateConfig(TrainConfig):
     OFFERED: ClassVar[frozenset[str]] = frozenset(
         ("model", "trust_remote_code", "dtype", "attn_implementation", "max_length", "eval_limit", "eval_batch_size")
     ) | {"max_new_tokens", "generate_with", "output_dir", "seed", "debug", "dry_run", "hang_timeout", "base"}
-    OFFERED |= {"thinking", "template_date"}
+    OFFERED |= {"thinking", "template_date", "control_tokens"}
     model: str = _model(basic=True, help="A run, saved weights or an adapter by folder, or a hub id.")
     base: str | None = _model(
         None, basic=True, help="Evaluate this model too, side by side; auto: what the run began with."
@@ -223,8 +229,8 @@ class CheckConfig(TrainConfig):
     """The settings of `check`: all of training's, so that a training command is audited as it is, and its own."""
 
     OFFERED: ClassVar[frozenset[str]] = frozenset(
-        ("model", "init_from", "trust_remote_code", "max_length", "truncation", "thinking", "template_date", "seed")
-    ) | {"global_batch_size", "micro_batch_size", "epochs", "max_steps", "debug"}
+        ("model", "init_from", "trust_remote_code", "max_length", "truncation", "thinking", "control_tokens", "seed")
+    ) | {"template_date", "global_batch_size", "micro_batch_size", "epochs", "max_steps", "debug"}
     """Those of training's that decide what is found, which the help lists."""
 
     strict: bool = _check(False, help="Warnings make the exit status 1 too, not errors alone.")
@@ -248,6 +254,7 @@ _NUMBER_OR_WORD = {"eval_every": _STEPS, "save_every": _STEPS, "micro_batch_size
 _USUAL: dict[str, Any] = {
     "max_length": 2048,
     "thinking": "template",
+    "control_tokens": "text",
     "global_batch_size": 32,
     "epochs": 1.0,
     "max_steps": None,

@@ -60,12 +60,13 @@ CODES = {
     "D208": Code(
         "warning",
         "special tokens of the model are written in the texts",
-        "take them out: the chat template writes them itself, and a text should not end or open a turn",
+        "take them out: the chat template writes its own, and these are learnt as characters (--control-tokens text)",
     ),
     "D209": Code(
         "error",
         "the answer's own text has a token that ends the turn",
-        "take it out: the chat template ends the turn, and generation stops at the first such token",
+        "take it out: the chat template ends the turn, and this one is learnt as characters (--control-tokens text) "
+        "or, with --control-tokens tokens, refused by training",
     ),
     "D210": Code(
         "warning",

@@ -1,4 +1,4 @@
-"""The part of the audit that every training run makes at its start, from its tokens alone: leaks, doubled tokens."""
+"""The part of the audit that every training run makes at its start, from its tokens and what was noted with them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ def quick_findings(train: Encoding, validation: Encoding, tokenizer: Any, eos_id
         split = encoding.split
         facts[split] = token_facts(encoding.kept, tokenizer, eos_ids)
         same = np.arange(int(facts[split].indices.max()) + 1)
+        for where, code in (("answers", "D209"), ("texts", "D208")):
+            for index in encoding.control_tokens[where]:
+                found.add(code, split, index)
         report_tokens(facts[split], split, same, encoding.cut, tokenizer, found)
     held_out, trained = facts["validation"].of_last_rows(), facts["train"].of_last_rows()
     for row in np.flatnonzero((first := first_with_same(held_out.rows)) < np.arange(len(first))):

@@ -15,7 +15,7 @@ import numpy as np
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.checking.findings import Findings
-from accel_sft.data.answer_text import special_tokens
+from accel_sft.data.control_tokens import ControlTokens
 from accel_sft.data.conversation import Conversation, Turn, conversation
 from accel_sft.data.form import divided
 from accel_sft.data.pictures import shown
@@ -52,18 +52,13 @@ class SpecialTokens:
     """The tokenizer's special tokens as they may stand in a text, where the chat template alone should write them."""
 
     def __init__(self, tokenizer: Any, eos_ids: frozenset[int]) -> None:
-        self._any = special_tokens(tokenizer)
-        self._ends = {tokenizer.decode([token]) for token in eos_ids}
+        self._control = ControlTokens(tokenizer)
+        self._ends = self._control.spelled(eos_ids)
 
     def faults(self, chat: Conversation) -> list[tuple[str, str]]:
         """The code and the place in the text of the first in the answers and in the other messages."""
-        answers = [each.target for each in chat.each()]
-        others = [turn["content"] for at, turn in enumerate(chat.turns) if at not in chat.learnt]
-        for at, text in enumerate((*answers, *others)):
-            if match := self._any.search(text):
-                code = "D209" if at < len(answers) and match[0] in self._ends else "D208"
-                return [(code, around(text, match))]
-        return []
+        written = self._control.written(chat, self._ends)
+        return [("D209" if written.ends_answer else "D208", around(written.text, written.match))] if written else []
 
 
 def read_texts(

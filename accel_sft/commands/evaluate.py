@@ -51,7 +51,8 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     if trained := RunDir.record_around(config.model):  # as it was trained and evaluated, unless asked otherwise
         own = {"max_length": trained["config"].get("max_length")}
         own["max_new_tokens"] = trained["config"].get("max_new_tokens") or trained.get("max_new_tokens")
-        own |= {key: trained["config"].get(key) for key in ("thinking", "template_date")}  # not in those of 0.1
+        later = "thinking", "template_date", "control_tokens"  # not in records of 0.1
+        own |= {key: trained["config"].get(key) for key in later}
         config = dataclasses.replace(config, **{key: n for key, n in own.items() if getattr(config, key) is None})
         if found := config.problems():
             raise UserError(*(f"{line}; so says the run.json of --model {config.model}" for line in found))

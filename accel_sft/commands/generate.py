@@ -32,6 +32,7 @@ For example:
 @click.option("--base", metavar="MODEL", help="Answer with this model too; auto: what the run began with.")
 @click.option("--system", metavar="TEXT", help="System message; default: the run's own. An empty one: none.")
 @click.option("--thinking", metavar="off|template|keep", help="As in training; default: the run's own, else template.")
+@click.option("--control-tokens", metavar="text|tokens", help="As in training; default: the run's own, else text.")
 @click.option("--template-date", metavar="DAY", help="YYYY-MM-DD told to templates; default: the run's, else today.")
 @click.option("--max-new-tokens", type=int, help=f"Longest answer; default: the run's own, else {LONGEST_ANSWER}.")
 @click.option("--temperature", type=float, help="Draw tokens instead of taking the most likely ones; 1: as predicted.")
@@ -153,14 +154,16 @@ def _as_trained(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any
     from accel_sft.api.config import EvaluateConfig
     from accel_sft.io.run_dir import RunDir
 
-    names = "thinking", "template_date", "max_new_tokens", "eval_batch_size", "dtype", "trust_remote_code", "debug"
+    names = "thinking", "template_date", "control_tokens", "max_new_tokens", "eval_batch_size", "dtype"
+    names += "trust_remote_code", "debug"
     given = {name: options[name] for name in names if options[name] is not None}
     folder, record = RunDir.weights_in(model), RunDir.record_around(model)
     config = EvaluateConfig(model=folder, **given)
     if found := config.problems():
         raise UserError(*found)
     if record:
-        own = {key: record["config"].get(key) for key in ("thinking", "template_date", "max_new_tokens")}
+        names = "thinking", "template_date", "control_tokens", "max_new_tokens"
+        own = {name: record["config"].get(name) for name in names}
         own["max_new_tokens"] = own["max_new_tokens"] or record.get("max_new_tokens")
         config = dataclasses.replace(config, **{key: own[key] for key in own if getattr(config, key) is None})
         if found := config.problems():

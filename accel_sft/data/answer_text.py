@@ -2,20 +2,12 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
+from accel_sft.data.control_tokens import without_guards
 from accel_sft.data.conversation import Conversation, Turns
 from accel_sft.data.form import Form, wanted
 from accel_sft.data.rendering import Rendering
 from accel_sft.data.template import MARK
-
-
-def special_tokens(tokenizer: Any) -> re.Pattern[str]:
-    """Any of the tokenizer's special tokens as it is written in a text, the longest that stands there."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
-    longest_first = sorted(special, key=lambda token: (-len(token), token))
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 class AnswerText:
@@ -27,9 +19,8 @@ class AnswerText:
     """
 
     def __init__(self, rendering: Rendering) -> None:
-        self.rendering, self.tokenizer = rendering, rendering.tokenizer
+        self.rendering, self.control = rendering, rendering.control
         self._keeps = rendering.thinking == "keep"
-        self._special = special_tokens(self.tokenizer)
 
     def __call__(self, chat: Conversation, answer: Sequence[int]) -> str:
         """The text to be scored.
@@ -56,7 +47,7 @@ class AnswerText:
 
     def _learnt(self, chat: Conversation) -> str:
         (example,) = self.rendering.examples([chat], "validation")
-        ids = self.tokenizer(example.rest or "", add_special_tokens=False)["input_ids"]
+        (ids,) = self.control.ids([example.rest or ""])
         form = self._form(chat)
         return self._said(form, ids, self.rendering.lead(form), wanted(chat, self.rendering.thinking))
 
@@ -69,16 +60,15 @@ class AnswerText:
         return self._said(form, answer, self.rendering.lead(form), "")
 
     def _said(self, form: Form, answer: Sequence[int], lead: str, target: str) -> str:
-        ids, tail = list(answer), form.tail
-        while ids and self._special.fullmatch(self.tokenizer.decode(ids[-1:])):
+        ids, special = list(answer), self.control.pattern
+        while ids and ids[-1] in self.control.special_ids:
             ids.pop()
-        text = _without_lead(self.tokenizer.decode(ids, skip_special_tokens=False), lead, target)
+        text = _without_lead(self.control.text(ids), lead, target)
         if self._keeps:  # before special tokens go, which its marks may be
             text = _without_thinking(text, *form.thinking_marks)
-        end = self._special.search(tail)
-        if end:
-            text, tail = text.partition(end[0])[0], tail[: end.start()]
-        return self._special.sub("", text.removesuffix(tail))
+        if end := special.search(form.tail):
+            text = text.partition(end[0])[0]
+        return without_guards(special.sub("", text.removesuffix(self.rendering.tail(form))))
 
 
 def _without_thinking(text: str, before: str, behind: str) -> str:

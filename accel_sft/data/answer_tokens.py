@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
-from accel_sft.data.conversation import Conversation
+from accel_sft.api.errors import UserError
+from accel_sft.data.control_tokens import Written, without_guards
+from accel_sft.data.conversation import GUARD, Conversation
 from accel_sft.data.form import divided
 from accel_sft.data.image_inputs import ImageInputs, RowImages
 from accel_sft.data.pieces import PieceTokenizer
 from accel_sft.data.rendering import Rendered, Rendering
-from accel_sft.data.template import holds, not_a_prefix, refusal
+from accel_sft.data.template import MARK, holds, not_a_prefix, refusal
 from accel_sft.data.tool_calls import lost
 
 
@@ -26,7 +27,8 @@ class AnswerTokens:
     def __init__(self, rendering: Rendering, eos_ids: frozenset[int], images: ImageInputs | None = None) -> None:
         self.images = images
         self.rendering, self.tokenizer, self.eos_ids = rendering, rendering.tokenizer, eos_ids
-        self._tokenize = PieceTokenizer(self.tokenizer)
+        self._tokenize = PieceTokenizer(rendering.control)
+        self._ends = rendering.control.spelled(eos_ids)
         self._closers: dict[str, int] = {}  # how many end tokens are in what follows an answer
 
     def with_images(
@@ -61,6 +63,10 @@ class AnswerTokens:
         ids = self._tokenize(written, chats)
         return list(zip(ids[::2], ids[1::2], strict=True))
 
+    def control_token(self, chat: Conversation) -> Written | None:
+        """The control token in an example's texts, as `ControlTokens.written` gives it."""
+        return self.rendering.control.written(chat, self._ends)
+
     def is_empty(self, chat: Conversation) -> bool:
         """Whether the answer says nothing."""
         said = divided(chat)[1] if self.rendering.thinking == "keep" else chat.target
@@ -78,6 +84,7 @@ class AnswerTokens:
         Raises:
             UserError: the template drops or cuts the answer; the prompt does not begin the rendering with an answer.
         """
+        guarded, text = text, Rendered(*(part and without_guards(part) for part in text))
         form, keeps = self.rendering.form(chat.turns, split, chat.tools), self.rendering.thinking == "keep"
         thinking, answer = divided(chat)
         mendable = not keeps and thinking is not None
@@ -94,27 +101,48 @@ class AnswerTokens:
                 "chat template: an answer's first characters change the prompt's last token; answers are tokenized "
                 "apart from prompts, as they are generated"
             )
-            whole = prompt + _apart(self.tokenizer, prompt, whole, text.rest)
+            whole = prompt + self._apart(prompt, whole, guarded.rest)
+        if GUARD in guarded.prompt + guarded.rest:
+            self._check_control(f"{split} example {index}", guarded, whole)
         # the template's own end tokens alone end an answer, which may name one too
         tail = form.tail if text.rest.endswith(form.tail) else self.tokenizer.eos_token
         if tail not in self._closers:
-            self._closers[tail] = sum(token in self.eos_ids for token in _tokens(self.tokenizer, tail))
+            self._closers[tail] = sum(token in self.eos_ids for token in self._tokens(tail))
+            self._look_at_marks(tail)
         closers = self._closers[tail]
         ends = [at + 1 for at in range(len(prompt), len(whole)) if whole[at] in self.eos_ids][-closers:]
         return whole[: ends[0]] if closers and ends else [*whole, self.tokenizer.eos_token_id]
 
+    def _look_at_marks(self, tail: str) -> None:
+        """Note a mark such as `<|im_end|>` behind answers that the tokenizer has no token for, where none ends them."""
+        spelled = next((mark for mark in MARK.findall(tail) if len(self._tokens(mark)) > 1), None)
+        if spelled and not self._closers[tail]:
+            self.rendering.note(
+                f'warning: the chat template ends answers with "{spelled}", which is no token of this tokenizer: '
+                f"{len(self._tokens(spelled))} tokens of plain text are learnt before {self.tokenizer.eos_token}; take "
+                "the instruction model's tokenizer, or a chat_template that ends answers with eos_token"
+            )
 
-def _apart(tokenizer: Any, prompt: list[int], whole: list[int], rest: str) -> list[int]:
-    """The tokens of what follows a prompt, without it. Some tokenizers write a blank before any text: then behind a
-    line break or a special token, where they do not."""
-    read = tokenizer.decode(whole)
-    for anchor in ("", "\n", tokenizer.eos_token):
-        before, ids = _tokens(tokenizer, anchor), _tokens(tokenizer, anchor + rest)
-        found = ids[len(before) :]
-        if ids[: len(before)] == before and tokenizer.decode(prompt + found) == read:
-            return found
-    return _tokens(tokenizer, rest)
+    def _check_control(self, where: str, text: Rendered, whole: list[int]) -> None:
+        """Raises UserError if the tokenizer makes control tokens of a text: there are more than the template wrote."""
+        control = self.rendering.control
+        own = len(control.pattern.findall(text.prompt + (text.rest or "")))
+        if sum(token in control.special_ids for token in whole) > own:
+            raise UserError(
+                f"{where}: a control token is written in a text, and this tokenizer cannot read it as characters; take "
+                "it out, or give --control-tokens tokens"
+            )
 
+    def _apart(self, prompt: list[int], whole: list[int], rest: str) -> list[int]:
+        """The tokens of what follows a prompt, without it. Some tokenizers write a blank before any text: then behind a
+        line break or a special token, where they do not."""
+        read = self.tokenizer.decode(whole)
+        for anchor in ("", "\n", self.tokenizer.eos_token):
+            before, ids = self._tokens(anchor), self._tokens(anchor + rest)
+            found = ids[len(before) :]
+            if ids[: len(before)] == before and self.tokenizer.decode(prompt + found) == read:
+                return found
+        return self._tokens(rest)
 
-def _tokens(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+    def _tokens(self, text: str) -> list[int]:
+        return self.rendering.control.ids([text])[0] if text else []

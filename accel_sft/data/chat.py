@@ -68,7 +68,7 @@ class Rules:
         eos_ids: `end_of_turn_ids`; if the template closes the answer with none of them, the tokenizer's eos is added.
         max_length: tokens per example.
         truncation: "drop", "right" or "error": what happens to longer ones.
-        thinking, day: of the Rendering.
+        thinking, day, control_tokens: of the Rendering.
     """
 
     eos_ids: frozenset[int]
@@ -76,6 +76,7 @@ class Rules:
     truncation: str
     thinking: str = "template"
     day: str | None = None
+    control_tokens: str = "text"
 
     @property
     def too_long(self) -> str:
@@ -87,6 +88,8 @@ class Encoding:
     """The usable examples of a split, and the indices of those left out, by reason.
 
     Attributes:
+        control_tokens: indices of kept examples in whose texts control tokens are written: those that end turns in
+            "answers", and any others in "texts".
         notes: lines about where the tokens come from.
     """
 
@@ -94,6 +97,7 @@ class Encoding:
     kept: Sequence[Encoded] = dataclasses.field(default_factory=list)
     left_out: dict[str, list[int]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     cut: list[int] = dataclasses.field(default_factory=list)
+    control_tokens: dict[str, list[int]] = dataclasses.field(default_factory=lambda: {"answers": [], "texts": []})
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -110,6 +114,8 @@ class Encoding:
         for reason, indices in other.left_out.items():
             self.left_out[reason] += indices
         self.cut += other.cut
+        for where, indices in other.control_tokens.items():
+            self.control_tokens[where] += indices
 
     def check(self, examples: int, rules: Rules) -> None:
         """Check that some of the split's examples are left, and none too long where that is an error.
@@ -169,7 +175,7 @@ def _encode_part(tokens: AnswerTokens, part: list[tuple[int, Conversation]], spl
     answers = zip(every, texts, tokens.of_texts(texts, counts), strict=True)
     kept: list[Encoded] = []
     result = Encoding(split, kept)
-    for (index, _), count in zip(part, counts, strict=True):
+    for (index, chat), count in zip(part, counts, strict=True):
         its = list(itertools.islice(answers, count))
         if any(tokens.is_empty(each) for each, *_ in its):
             result.left_out[EMPTY_ANSWER].append(index)
@@ -187,6 +193,8 @@ def _encode_part(tokens: AnswerTokens, part: list[tuple[int, Conversation]], spl
             result.left_out[NO_PROMPT].append(index)
         else:
             kept += short
+            if written := tokens.control_token(chat):
+                result.control_tokens["answers" if written.ends_answer else "texts"].append(index)
             if short != rows:
                 result.cut.append(index)
     return result

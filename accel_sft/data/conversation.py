@@ -16,6 +16,9 @@ Turn = dict[str, Any]
 """`role` and `content`, a text in which MARK stands for an image; an assistant's may have `tool_calls` and
 `reasoning_content`."""
 Turns = list[Turn]
+GUARD, OWN = "\ue008\ue009", "\ue00a\ue00b"
+"""Mark control tokens of texts and of the template, in texts that are tokenized: see `control_tokens`."""
+_NO_TEXT = re.compile(f"[\ud800-\udfff]|{GUARD}|{OWN}")
 _EXPECTED = 'a list of {"role": ..., "content": ...}'
 
 
@@ -62,6 +65,11 @@ class Conversation(NamedTuple):
                 yield json.dumps(turn["tool_calls"], ensure_ascii=False)
         if self.tools:
             yield json.dumps(self.tools, ensure_ascii=False)
+
+
+def no_text(text: str) -> bool:
+    """Whether a text has what no text may have: a lone surrogate, or characters that have a meaning here."""
+    return not text.isprintable() and _NO_TEXT.search(text) is not None
 
 
 def from_task(failed: str, call: Callable[[], Given]) -> Given:
@@ -130,8 +138,11 @@ def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -
         found = Conversation(turns, answer, tools=tools or None)
     if images:
         found = _with_images(found, images, where)
-    if any(not text.isprintable() and re.search("[\ud800-\udfff]", text) for text in found.texts()):
-        raise UserError(f"{where}: a lone surrogate (\\ud800-\\udfff) is not text; remove it")
+    if any(map(no_text, found.texts())):
+        raise UserError(
+            f"{where}: a lone surrogate (\\ud800-\\udfff) is not text, and U+E008 U+E009 and U+E00A U+E00B have a "
+            "meaning here; remove it"
+        )
     return found
 
 

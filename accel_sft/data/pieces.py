@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Any
+
+from accel_sft.data.control_tokens import ControlTokens
 
 
 class PieceTokenizer:
@@ -16,8 +17,8 @@ class PieceTokenizer:
     longest text of a chat is tokenized whole too: where that gives other tokens, so are all texts of the chat.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, control: ControlTokens) -> None:
+        self._ids, tokenizer = control.ids, control.tokenizer
         added = tokenizer.added_tokens_decoder.values() if getattr(tokenizer, "is_fast", False) else ()
         self._special = [token.content for token in added if token.special and not (token.lstrip or token.single_word)]
 
@@ -42,8 +43,3 @@ class PieceTokenizer:
             exact = joined[-1] == found[chat[-1]]
             found |= zip(chat, joined if exact else self._ids([texts[at] for at in chat]), strict=True)
         return [found[at] for at in range(len(texts))]
-
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]

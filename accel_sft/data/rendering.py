@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from accel_sft.api.errors import UserError
+from accel_sft.data.control_tokens import ControlTokens
 from accel_sft.data.conversation import Conversation, Turns
 from accel_sft.data.form import Form, closing_mark, divided, parting, remarks
 from accel_sft.data.pictures import parted
@@ -42,10 +43,18 @@ class Rendering:
     Args:
         thinking: "off", "template" or "keep".
         day: YYYY-MM-DD that the template is told; None: the day on which it is rendered.
+        control_tokens: "text", or "tokens": what control tokens in texts are read as. `control` does it.
     """
 
-    def __init__(self, tokenizer: Any, thinking: str | None = "template", day: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        thinking: str | None = "template",
+        day: str | None = None,
+        control_tokens: str | None = "text",
+    ) -> None:
         self.tokenizer, self.thinking = tokenizer, thinking or "template"
+        self.control = ControlTokens(tokenizer, control_tokens != "tokens")
         try:
             self.template = dated(tokenizer.get_chat_template(), day)
         except ValueError as error:  # several by name, and none is the default
@@ -62,11 +71,12 @@ class Rendering:
             self.notes.append(line)
 
     def examples(self, chats: Sequence[Conversation], split: str) -> list[Rendered]:
-        """Each conversation's prompt and what is learnt behind it: its answer.
+        """Each conversation's prompt and what is learnt behind it: its answer; guarded, as `control.ids` takes them.
 
         Raises:
             UserError: the template rejects the messages, or fails.
         """
+        chats = [self.control.guarded(chat) for chat in chats]
         forms = [self.form(chat.turns, split, chat.tools) for chat in chats]
         thoughts = [divided(chat) if self.thinking == "keep" else (None, chat.target) for chat in chats]
         full = []
@@ -130,6 +140,11 @@ class Rendering:
     def closing(self, form: Form) -> str:
         """What is put behind prompts: under `--thinking off` the end of a block that the template opens there."""
         return form.closing or form.closed_by_template if self.thinking == "off" else ""
+
+    def tail(self, form: Form) -> str:
+        """What stands behind an answer as text: what the template writes there up to its first control token."""
+        end = self.control.pattern.search(form.tail)
+        return form.tail[: end.start()] if end else form.tail
 
     def lead(self, form: Form) -> str:
         """What is learnt between a prompt and its answer."""

@@ -58,7 +58,7 @@ def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
         [template, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}],
         getattr(tokenizer, "split_special_tokens", None),
         (rules.day or datetime.date.today().isoformat()) if "strftime_now" in template else None,  # Llama's writes it
-        [sorted(rules.eos_ids), rules.max_length, rules.truncation, rules.thinking],
+        [sorted(rules.eos_ids), rules.max_length, rules.truncation, rules.thinking, rules.control_tokens],
     ]
 
 

@@ -21,6 +21,8 @@ from accel_sft.io.terminal import terminal
 from accel_sft.launch.collectives import Team
 
 KIND, FILE = "tokens", "tokens.arrow"
+_NOTED = "left_out", "cut", "control_tokens"
+"""Of an Encoding, what is kept beside its tokens."""
 _COMPARED = 32
 """Examples that are tokenized at every start, to check that the cached tokens are what the task makes of them."""
 _ANNOUNCED = 50_000
@@ -47,7 +49,7 @@ class SplitEncoder:
     ) -> None:
         self.team = Team(accelerator)
         self.task, self.rules, self.images = task, rules, ImageInputs(processor)
-        self.rendering = Rendering(tokenizer, rules.thinking, rules.day)
+        self.rendering = Rendering(tokenizer, rules.thinking, rules.day, rules.control_tokens)
         self._told = 0
         self._decided = decided_without_examples(tokenizer, rules)
 
@@ -132,7 +134,7 @@ class SplitEncoder:
                 store = TokenStore(folder / FILE, about["fingerprint"], source)
             except OSError as error:
                 raise UserError(f"{folder}: cannot be read any more ({error}); start again") from None
-            encodings.append(Encoding(split, store, about["left_out"], about["cut"]))
+            encodings.append(Encoding(split, store, **{name: about[name] for name in _NOTED}))
 
         self.team.all(read)
         return encodings[0]
@@ -168,7 +170,8 @@ class SplitEncoder:
 
             def merged() -> tuple[Path, dict[str, Any]]:
                 parts = [folder / f"part-{number}" for number in range(len(team.here))]
-                about = {"left_out": whole.left_out, "cut": whole.cut, "fingerprint": merge(parts, folder / FILE)}
+                about = {name: getattr(whole, name) for name in _NOTED}
+                about["fingerprint"] = merge(parts, folder / FILE)
                 for part in parts:
                     part.unlink()
                 return cache.publish(folder, KIND, key, about) if key else folder, about

@@ -1,7 +1,6 @@
 """Answers conversations that belong to no task: a model with its tokenizer and template, asked as it was trained."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.data.answer_text import AnswerText
 from accel_sft.data.chat import Encoded, end_of_turn_ids
-from accel_sft.data.conversation import Turns
+from accel_sft.data.conversation import Turns, no_text
 from accel_sft.data.rendering import Rendering
 from accel_sft.data.template import rendered
 from accel_sft.evaluation.generate import Generator
@@ -54,7 +53,7 @@ class Answerer:
     ) -> None:
         self.name = source.adapter or source.weights
         self.tokenizer = load_tokenizer(source, config)
-        self.rendering = Rendering(self.tokenizer, config.thinking, config.template_date)
+        self.rendering = Rendering(self.tokenizer, config.thinking, config.template_date, config.control_tokens)
         self.answer_text = AnswerText(self.rendering)
         self.weights, self.settings = source.weights, text_settings(source.weights, config)
         precision = accelerator.mixed_precision
@@ -75,9 +74,10 @@ class Answerer:
                 than leave room for the answer in what the model can read.
         """
         form = self.rendering.form(turns, "prompt")
-        given = {"prompt": True, "given": self.rendering.arguments}
-        (asked,) = rendered(self.tokenizer, self.rendering.template, [form.given(turns)], "prompt", **given)
-        ids = self.tokenizer(asked + self.rendering.closing(form), add_special_tokens=False)["input_ids"]
+        given, control = {"prompt": True, "given": self.rendering.arguments}, self.rendering.control
+        turns = form.given(control.turns(turns))
+        (asked,) = rendered(self.tokenizer, self.rendering.template, [turns], "prompt", **given)
+        (ids,) = control.ids([asked + self.rendering.closing(form)])
         if not ids:
             raise UserError("prompt: the chat template writes nothing of it")
         if problem := vocabulary_problem(self.weights, self.settings, max(ids)):
@@ -151,8 +151,8 @@ def expected_of(turns: Any) -> str | None:
     for turn in turns:
         if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("role", "content")):
             return 'a list of {"role": ..., "content": ...}, with text in both'
-        if re.search("[\ud800-\udfff]", turn["content"]):
-            return "text: no bytes other than UTF-8, and no lone surrogate"
+        if no_text(turn["content"]):
+            return "text: no bytes other than UTF-8, no lone surrogate, and none of U+E008 to U+E00B"
     if turns[-1]["role"] == "assistant":
         return "a last turn of someone else than the assistant, to be answered"
     return None

@@ -89,7 +89,9 @@ class Evaluator:
     answered: Sequence[Encoded] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.answer_text = AnswerText(Rendering(self.tokenizer, self.config.thinking, self.config.template_date))
+        asked = self.config.thinking, self.config.template_date, self.config.control_tokens
+        rendering = Rendering(self.tokenizer, *asked)
+        self.answer_text = AnswerText(rendering)
         self.encoded = _first_examples(self.encoded, self.config.eval_limit)
         self.answered = list({row.index: row for row in self.encoded}.values())
 

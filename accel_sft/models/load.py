@@ -176,4 +176,6 @@ def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules
     ends = frozenset(end_of_turn_ids(tokenizer, generation))
     if wrong := [token for token in ends if type(token) is not int]:
         raise UserError(f"--model {source.weights}: generation_config.json: eos_token_id {wrong[0]!r} is no number")
-    return Rules(ends, config.max_length, config.truncation, config.thinking, config.template_date)
+    return Rules(
+        ends, config.max_length, config.truncation, config.thinking, config.template_date, config.control_tokens
+    )

@@ -11,7 +11,7 @@ from accel_sft.api.task import Task
 from accel_sft.data import cache
 
 _KIND = "lengths"
-_DECIDE = ("model", "init_from", "max_length", "truncation", "thinking")
+_DECIDE = ("model", "init_from", "max_length", "truncation", "thinking", "control_tokens")
 """Settings that decide how long examples are."""
 
 

@@ -20,6 +20,7 @@ def model_card(
     messages: Sequence[Mapping[str, Any]],
     template_arguments: Mapping[str, Any],
     prompt_end: str,
+    answer_end: str,
     max_new_tokens: int,
     data: Mapping[str, Any],
     command: str,
@@ -36,6 +37,7 @@ def model_card(
         messages: one prompt as the chat template is asked, system message included; with images as parts.
         template_arguments: the template's own variables.
         prompt_end: what follows the template's text in prompts.
+        answer_end: what stands behind answers as text, such as a mark that is no token.
         max_new_tokens: of an answer, as the run evaluated it.
         data: counts by name, such as {"training examples": 1798}, files and fingerprint.
         command: the command line that trained.
@@ -58,7 +60,7 @@ def model_card(
         f"---\n{metadata.to_yaml()}\n---",
         f"# {markdown_cell(task)}\n\n{what} for the task `{task}` with accel_sft.",
         "## Usage\n\nWith the messages it was trained on, system message included if there is one:\n\n"
-        + _usage(messages, template_arguments, prompt_end, adapter, model_class, max_new_tokens),
+        + _usage(messages, template_arguments, prompt_end, answer_end, adapter, model_class, max_new_tokens),
         "## Before and after\n\n" + comparison_table(result),
         "## Data\n\n" + markdown_table(["", ""], list(data.items())),
         f"## Command\n\n{_fenced('bash', [command])}",
@@ -94,6 +96,7 @@ def _usage(
     messages: Sequence[Mapping[str, Any]],
     template_arguments: Mapping[str, Any],
     prompt_end: str,
+    answer_end: str,
     adapter: str,
     model_class: str,
     max_new_tokens: int,
@@ -140,7 +143,8 @@ def _usage(
         f"messages = {json.dumps(list(messages), ensure_ascii=False, indent=4)}",
         *asked,
         f"output = model.generate(**inputs, max_new_tokens={max_new_tokens}, do_sample=False)",
-        f'print({reader}.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+        f'answer = {reader}.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)',
+        f"print(answer{f'.removesuffix({answer_end!r})' * bool(answer_end.strip())})",
     ]
     return _fenced("python", lines)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from accelerate import Accelerator
@@ -16,6 +16,7 @@ from accel_sft.batching.memory import forwards_alone
 from accel_sft.checkpoint.checkpoint import replacing
 from accel_sft.data.chat import Encoding
 from accel_sft.data.conversation import conversation, read_split
+from accel_sft.data.row_reading import MAX_PROBLEMS
 from accel_sft.data.rows import with_places
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.tokenization import SplitEncoder
@@ -186,9 +187,29 @@ def prepare_data(
     assembly = Assembly(accelerator, task, config, find_source(config, base))
     train = assembly.encode(train_examples, "train")
     validation = assembly.encode(validation_examples, "validation")
+    if not assembly.encode.rendering.control.as_text:
+        _refuse_forged_turns({"train": train_examples, "validation": validation_examples}, train, validation)
     if accelerator.is_main_process and len(train.kept):
         lengths.keep(task, config, train.kept.lengths, train.kept.supervised)
     return Prepared(launch, assembly, validation_examples, train, validation, plan_steps(train, config))
+
+
+def _refuse_forged_turns(splits: Mapping[str, Sequence[Any]], *encodings: Encoding) -> None:
+    """Raises UserError if an answer's own text ends the turn, where control tokens in texts are not read as characters:
+    what stands behind it would be learnt as turns of others."""
+    lines, count = [], 0
+    for encoding in encodings:
+        rows = encoding.control_tokens["answers"]
+        count += len(rows)
+        named = [f"{encoding.split} example {row}: the answer's text ends the turn itself" for row in rows]
+        lines += with_places(named[: MAX_PROBLEMS - len(lines)], splits[encoding.split], encoding.split)
+    if count:
+        raise UserError(
+            *lines,
+            f"{count:,} answer{'s' * (count != 1)} with a token that ends the turn would teach what follows it as "
+            "another turn; take it out, or read it as characters with --control-tokens text (for tokenizers of the "
+            "library tokenizers)",
+        )
 
 
 def plan_steps(train: Encoding, config: TrainConfig) -> StepPlan:

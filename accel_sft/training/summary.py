@@ -40,6 +40,7 @@ def card(
         messages=parted(form.given(chat.turns), chat.images),
         template_arguments={**rendering.arguments, **({"tools": chat.tools} if chat.tools else {})},
         prompt_end=rendering.closing(form),
+        answer_end=rendering.tail(form),
         max_new_tokens=config.max_new_tokens or prepared.longest_answer,
         data={**_files(task), **prepared.counts(), "SHA-256 of the tokens": prepared.fingerprint()},
         command=command_line(started_by()),
