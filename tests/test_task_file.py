@@ -1,11 +1,13 @@
 """A task in one file: what is loaded, refused and recorded, whose code may run, and that it trains on two ranks."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from conftest import CONFIGS
 from conftest import accel_sft as run
 from fake_plugins import GOOD, accel_sft
 
@@ -110,13 +112,21 @@ def test_two_words_may_name_the_same_file(folder):
         assert not same_task(word, other)
 
 
+EDITS = """from pathlib import Path
+
+        Path(__file__).with_name("ddp.yaml").write_text("num_processes: 7")
+        return list(range(self.size))"""
+"""The launch file is edited while the run reads its data."""
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run of a file on two ranks, from its folder."""
     folder = tmp_path_factory.mktemp("file")
-    (folder / "mine.py").write_text(GOOD)
+    (folder / "mine.py").write_text(GOOD.replace("return list(range(self.size))", EDITS))
+    shutil.copy(CONFIGS / "ddp.yaml", folder)
     words = (str(folder / "mine.py"), "--max-steps", "2", "--save-every", "1", "--global-batch-size", "4")
-    return run(*words, yaml="ddp", launcher=("--mixed_precision", "no"), run_dir=folder / "run")
+    return run(*words, yaml=str(folder / "ddp"), launcher=("--mixed_precision", "no"), run_dir=folder / "run")
 
 
 def test_a_file_trains_on_two_ranks_and_its_run_records_it(trained):
@@ -124,7 +134,9 @@ def test_a_file_trains_on_two_ranks_and_its_run_records_it(trained):
     record = json.loads((trained.run_dir / "run.json").read_text())
     assert record["task"] == "mine.py"
     assert (record["task_file"]["class"], record["launch"]["processes"]) == ("Good", 2)
-    assert yaml.safe_load((trained.run_dir / "launch.yaml").read_text())["mixed_precision"] == "no"
+    launch = yaml.safe_load((trained.run_dir / "launch.yaml").read_text())
+    assert (launch["mixed_precision"], launch["num_processes"]) == ("no", 2), "as it was when the run was launched"
+    assert yaml.safe_load(record["launch"]["yaml"])["distributed_type"] == "MULTI_GPU"
 
 
 def test_a_resume_says_that_the_file_has_changed_and_refuses_another_class(trained):
