@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 from conftest import accel_sft
 
 from accel_sft.api.config import TrainConfig
+from accel_sft.comparison.cells import product
 from accel_sft.launch import host_memory, precision
 from accel_sft.launch.audit import audit
 from accel_sft.launch.info import Launch, read_launch
@@ -130,12 +131,17 @@ def test_naming_bf16_on_a_cpu_that_emulates_it_is_warned_of(tmp_path, monkeypatc
     assert not [each for each in audit(TrainConfig(), launch, 0) if "bf16" in each.what]
 
 
-def test_a_plan_follows_the_machine_that_it_is_for(tmp_path, monkeypatch):
+def test_plan_and_compare_follow_the_machine_that_they_are_for(tmp_path, monkeypatch):
     (tmp_path / "bare.yaml").write_text(yaml.safe_dump(BARE))
     monkeypatch.setattr(precision, "cpu_flags", list)
     here, there = machine(0, None, 8), machine(2, 24, 64)
     assert launch_of(tmp_path / "bare.yaml", here).precision[0] == "no"
     assert launch_of(tmp_path / "bare.yaml", there).precision[0] == "bf16"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for flags, expected in ([], "no"), (["avx512_bf16"], "bf16"):
+        monkeypatch.setattr(precision, "cpu_flags", lambda flags=flags: flags)
+        (cell,), _ = product("math", {"bare": tmp_path / "bare.yaml"}, ["2"], [], {}, [])
+        assert cell.launch["precision"] == expected
 
 
 JOB = (
