@@ -221,13 +221,19 @@ def absent_rows(names: str, flag: str) -> list[str]:
     return lines
 
 
+def example_name(examples: Sequence[Any], split: str, index: int) -> str:
+    """An example as messages name it: "train example 5", with its file and line where they are known."""
+    place = f" ({examples.places([index])[0]})" if isinstance(examples, Rows) else ""
+    return f"{split} example {index}{place}"
+
+
 def with_places(lines: Sequence[str], examples: Sequence[Any], split: str) -> list[str]:
     """Lines that name examples of a split by index, such as "train example 5: ...", with file and line beside it."""
     if not isinstance(examples, Rows):
         return list(lines)
 
     def placed(found: re.Match[str]) -> str:
-        return f"{found[0]} ({examples.places([int(found[1])])[0]})"
+        return example_name(examples, split, int(found[1]))
 
     return [re.sub(rf"^{split} example (\d+)(?=:)", placed, line) for line in lines]
 
