@@ -106,6 +106,16 @@ def test_a_judgement_that_is_none_is_refused_by_name(tiny, method, function, mes
         evaluate(tiny, **{method: function})
 
 
+def test_a_task_that_turns_gradients_off_is_trained_all_the_same(tmp_path):
+    off = "torch.set_grad_enabled(False)"
+    text = GOOD.replace("def score(self, example, text):", f"def score(self, example, text):\n        {off}")
+    (tmp_path / "judged.py").write_text(f"import torch\n{off}\n{text}")
+    quick = ("--max-steps", "2", "--eval-every", "1", "--save-every", "off", "--global-batch-size", "4")
+    done = accel_sft(f"{tmp_path}/judged.py", *quick, run_dir=tmp_path / "run")
+    assert done.status == 0, done.output[-2000:]
+    assert all(line["grad_norm"] > 0 for line in done.lines())
+
+
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
