@@ -246,6 +246,30 @@ def test_a_finished_run_without_checkpoints_is_not_begun_anew_with_other_setting
     assert (copy / "base" / "tokenizer.json").stat().st_mtime_ns == before
 
 
+def test_a_finished_run_says_whether_its_data_has_changed_since(tmp_path):
+    rows = [json.dumps({"instruction": f"{number}?", "output": str(number)}) + "\n" for number in range(8)]
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    files = ("--train-file", f"{tmp_path}/one.jsonl,{tmp_path}/two.jsonl", "--validation-file", f"{tmp_path}/one.jsonl")
+    job = ("chat", *files, "--max-steps", "1", "--eval-every", "off", "--save-every", "off", "--resume", "auto")
+    first = accel_sft(*job, run_dir=tmp_path / "run")
+    assert first.status == 0, first.output
+
+    def again():
+        done = accel_sft(*job, run_dir=tmp_path / "run")
+        assert done.status == 0, done.output
+        assert "this run is finished" in done.output
+        return " ".join(done.output.partition("report.md")[2].split())
+
+    assert again() == ""
+    (tmp_path / "two.jsonl").write_text("".join(rows[:4]))
+    assert again() == (
+        f"its data has changed since ({tmp_path}/two.jsonl): to train on it, start a run in another folder"
+    )
+    (tmp_path / "two.jsonl").unlink()
+    assert again().startswith(f"its data can no longer be read: {tmp_path}/two.jsonl: cannot be read (No such file")
+
+
 def test_what_came_after_a_checkpoint_that_is_named_is_put_aside(launched, tmp_path):
     run_dir = stopped(layout(launched, "plain"), tmp_path / "run", 6)
     assert [path.name for path in checkpoint.undo_after(RunDir(run_dir), 3)] == ["undone-step-000006"]

@@ -69,6 +69,11 @@ class Rows(Sequence[Row]):
         """The files' names."""
         return [file.name for file in self._files]
 
+    @property
+    def sha256s(self) -> list[tuple[str, str]]:
+        """The files' names, each with the SHA-256 of its content."""
+        return [(file.name, file.sha256) for file in self._files]
+
     def places(self, indices: Sequence[int]) -> list[Place]:
         """Where these rows stand."""
         return [self._files[file].place(row) for file, row in map(self._file_of, indices)]
