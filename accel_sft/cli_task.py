@@ -143,7 +143,7 @@ class TaskCommand(click.Command):
             except UserError as error:
                 flags = set(wrong.values())
                 problems += [line for line in error.problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
-        if not problems and self.reads_rows:
+        if not problems and self.reads_rows and built[0].resume == "off":  # a finished run needs them no more
             names = {s.flag: getattr(built[1], s.name) for s in self.offers[self.task_class] if s.rows}
             problems = [line for flag, name in names.items() if name for line in absent_rows(name, flag)]
         if problems:

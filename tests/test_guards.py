@@ -106,6 +106,16 @@ def test_a_judgement_that_is_none_is_refused_by_name(tiny, method, function, mes
         evaluate(tiny, **{method: function})
 
 
+def test_a_task_that_turns_gradients_off_is_trained_all_the_same(tmp_path):
+    off = "torch.set_grad_enabled(False)"
+    text = GOOD.replace("def score(self, example, text):", f"def score(self, example, text):\n        {off}")
+    (tmp_path / "judged.py").write_text(f"import torch\n{off}\n{text}")
+    quick = ("--max-steps", "2", "--eval-every", "1", "--save-every", "off", "--global-batch-size", "4")
+    done = accel_sft(f"{tmp_path}/judged.py", *quick, run_dir=tmp_path / "run")
+    assert done.status == 0, done.output[-2000:]
+    assert all(line["grad_norm"] > 0 for line in done.lines())
+
+
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
@@ -234,6 +244,30 @@ def test_a_finished_run_without_checkpoints_is_not_begun_anew_with_other_setting
     assert refused.status == 1
     assert "--seed: the run was started with 7, not 99" in refused.output
     assert (copy / "base" / "tokenizer.json").stat().st_mtime_ns == before
+
+
+def test_a_finished_run_says_whether_its_data_has_changed_since(tmp_path):
+    rows = [json.dumps({"instruction": f"{number}?", "output": str(number)}) + "\n" for number in range(8)]
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    files = ("--train-file", f"{tmp_path}/one.jsonl,{tmp_path}/two.jsonl", "--validation-file", f"{tmp_path}/one.jsonl")
+    job = ("chat", *files, "--max-steps", "1", "--eval-every", "off", "--save-every", "off", "--resume", "auto")
+    first = accel_sft(*job, run_dir=tmp_path / "run")
+    assert first.status == 0, first.output
+
+    def again():
+        done = accel_sft(*job, run_dir=tmp_path / "run")
+        assert done.status == 0, done.output
+        assert "this run is finished" in done.output
+        return " ".join(done.output.partition("report.md")[2].split())
+
+    assert again() == ""
+    (tmp_path / "two.jsonl").write_text("".join(rows[:4]))
+    assert again() == (
+        f"its data has changed since ({tmp_path}/two.jsonl): to train on it, start a run in another folder"
+    )
+    (tmp_path / "two.jsonl").unlink()
+    assert again().startswith(f"its data can no longer be read: {tmp_path}/two.jsonl: cannot be read (No such file")
 
 
 def test_what_came_after_a_checkpoint_that_is_named_is_put_aside(launched, tmp_path):

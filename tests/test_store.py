@@ -28,6 +28,7 @@ from accel_sft.data.chat import Rules, end_of_turn_ids
 from accel_sft.data.tokenization import FILE, KIND, SplitEncoder
 from accel_sft.io import manifest
 from accel_sft.launch import collectives
+from accel_sft_chat import Chat
 from accel_sft_math import Math
 
 EXAMPLES = list(range(20, 1400, 3))
@@ -185,6 +186,22 @@ def test_stored_examples_are_those_encoded_on_the_spot(tokenizer, truncation):
     assert gone is None or stored.kept.of(gone) == []
     with pytest.raises(IndexError):
         stored.kept[len(direct.kept)]
+
+
+def test_what_is_left_out_is_named_by_file_and_line(tokenizer, tmp_path):
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    long = [turns[0], {"role": "assistant", "content": "2 " * 600}]
+    for name, rows in (("a", [turns, long]), ("b", [turns, turns, long])):
+        lines = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text("\n" + lines)
+    task = Chat(train_file=f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", validation_file=f"{tmp_path}/a.jsonl")
+    examples = task.dataset("train")
+    told = f"train: 2 left out: longer than --max-length 512 ({tmp_path}/a.jsonl:3, {tmp_path}/b.jsonl:4)"
+    for _ in "made", "from the cache":
+        assert encoder(tokenizer, task)(examples, "train").lines()[-1] == told
+    with pytest.raises(UserError) as raised:
+        encoder(tokenizer, task, truncation="error")(examples, "train")
+    assert told in raised.value.problems
 
 
 def test_parts_of_which_nothing_is_left_harm_no_other(tokenizer, monkeypatch):

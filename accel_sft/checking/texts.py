@@ -154,5 +154,5 @@ def around(text: str, match: re.Match[str], length: int = 24) -> str:
 
 
 def without_index(message: str, split: str, index: int) -> str:
-    """A message without the example's number that it begins with: the finding names the row."""
-    return message.removeprefix(f"{split} example {index}: ").removeprefix(f"{split}: ")
+    """A message without the example's number and place that it begins with: the finding names the row."""
+    return re.sub(rf"^{split} example {index}( \(.*?\))?: ", "", message).removeprefix(f"{split}: ")

@@ -26,7 +26,7 @@ from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.signals import Interruption, StopSignals
 from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tracking.tracker import Tracker
-from accel_sft.training.claim import claim_run_dir, write_run_record
+from accel_sft.training.claim import changes_since_finished, claim_run_dir, write_run_record
 from accel_sft.training.prepare import Prepared, prepare_data
 from accel_sft.training.trainer import OnStep, Trainer
 
@@ -56,6 +56,8 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
             run_dir, config, finished = claim_run_dir(accelerator, launch, recorded_name(task_name), task, config)
         if finished:
             accelerator.print(f"{run_dir}: this run is finished; its report is {run_dir.report}")
+            for line in changes_since_finished(run_dir, task) if accelerator.is_main_process else ():
+                print(terminal.wrapped(line), file=terminal.terminal())
             return
         accelerator.print(terminal.wrapped(f"folder    {run_dir}", 10))
         signals.run_dir, signals.to_continue = run_dir, resume_command(run_dir.path, config)

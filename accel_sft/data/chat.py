@@ -14,6 +14,8 @@ from accel_sft.data.answer_tokens import AnswerTokens
 from accel_sft.data.conversation import Conversation, conversation
 from accel_sft.data.image_inputs import ImageInputs, RowImages
 from accel_sft.data.rendering import Rendered, Rendering
+from accel_sft.data.row_file import more
+from accel_sft.data.rows import Rows
 from accel_sft.data.template import Rejected
 
 EMPTY_ANSWER = "left out: the answer is empty"
@@ -91,6 +93,7 @@ class Encoding:
         control_tokens: indices of kept examples in whose texts control tokens are written: those that end turns in
             "answers", and any others in "texts".
         notes: lines about where the tokens come from.
+        examples: the split's, which name by file and line those left out, where they are known.
     """
 
     split: str
@@ -99,6 +102,7 @@ class Encoding:
     cut: list[int] = dataclasses.field(default_factory=list)
     control_tokens: dict[str, list[int]] = dataclasses.field(default_factory=lambda: {"answers": [], "texts": []})
     notes: list[str] = dataclasses.field(default_factory=list)
+    examples: Sequence[Any] = ()
 
     def lines(self) -> list[str]:
         """The notes, and one line for each reason that examples were left out or cut."""
@@ -106,7 +110,9 @@ class Encoding:
             *self.left_out.items(),
             ("cut to --max-length; their end, an end-of-turn token at least, is not learnt", self.cut),
         ]
-        named = [f"{self.split}: {len(indices)} {reason} ({_named(indices)})" for reason, indices in found if indices]
+        named = [
+            f"{self.split}: {len(indices)} {reason} ({self._named(indices)})" for reason, indices in found if indices
+        ]
         return [*self.notes, *named]
 
     def note(self, other: Encoding) -> None:
@@ -128,10 +134,11 @@ class Encoding:
         if sum(map(len, self.left_out.values())) == examples:
             raise UserError(*self.lines(), f"{self.split}: no example is left to use")
 
-
-def _named(indices: list[int]) -> str:
-    more = f", and {len(indices) - _SHOWN} more" if len(indices) > _SHOWN else ""
-    return "examples " + ", ".join(map(str, indices[:_SHOWN])) + more
+    def _named(self, indices: list[int]) -> str:
+        first = indices[:_SHOWN]
+        places = self.examples.places(first) if isinstance(self.examples, Rows) else first
+        named = ", ".join(map(str, places)) + more(len(indices) - len(first))
+        return named if isinstance(self.examples, Rows) else f"examples {named}"
 
 
 def end_of_turn_ids(tokenizer: Any, generation_config: Any = None) -> set[int]:

@@ -15,6 +15,7 @@ from accel_sft.api.task import Task
 from accel_sft.data.conversation import Conversation, conversation
 from accel_sft.data.pictures import MARK, Picture
 from accel_sft.data.rendering import Rendered
+from accel_sft.data.rows import example_name
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
 _OF_TOKENS = ("input_ids", "attention_mask")
@@ -178,7 +179,7 @@ class ImageSource:
 
     def of(self, row: Row) -> str:
         """The row's name in messages."""
-        return f"{self.split} example {row.index}"
+        return example_name(self.examples, self.split, row.index)
 
     def is_as_before(self, row: Row) -> bool:
         """Whether the row's images, and the processor's settings, are those that it was tokenized with."""

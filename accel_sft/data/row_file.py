@@ -78,6 +78,7 @@ class RowFile:
 
     Attributes:
         content: a hash of the rows and their parser; None where the parser has none, see `code_fingerprint`.
+        sha256: of the file alone; of a data set of the hub its fingerprint.
         text: the bytes that hold the rows as JSON.
         complete: whether no bad row was left out, as an audit has it.
         left_out, noted: rows that the parser leaves out, by the reason, and what it noted of others.
@@ -86,6 +87,7 @@ class RowFile:
     name: str
     format: Format
     content: str | None
+    sha256: str
     text: OpenFile | bytes
     places: OpenFile | bytes
     left_out: Tally

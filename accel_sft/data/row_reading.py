@@ -39,6 +39,8 @@ _FORM = 2
 _EXPECTED = "a JSON, JSONL, CSV or Parquet file"
 _NO_ROWS = "a JSON array of objects or one JSON object per line"
 Parse = Callable[[dict[str, Any]], Any]
+About = tuple[str, Format, str | None, str]
+"""The first fields of a RowFile."""
 
 
 def read_file(path: Path, parse: Parse) -> RowFile:
@@ -60,14 +62,15 @@ def read_file(path: Path, parse: Parse) -> RowFile:
         if not regular and len(content) > MAX_PIPED_BYTES:
             raise UserError(f"{name}: more than {MAX_PIPED_BYTES >> 20} MiB come through a pipe; give a file instead")
         source = io.BytesIO(content) if held else stream
-        key = _key(hashlib.file_digest(source, "sha256").hexdigest(), known, format if converted else "")
+        sha256 = hashlib.file_digest(source, "sha256").hexdigest()
+        key = _key(sha256, known, format if converted else "")
     except OSError as error:
         raise UserError(f"{name}: {unreadable(error)}") from None
     except ValueError as error:  # the name has a NUL or a lone surrogate
         raise UserError(f"{name!r}: not a file's name ({error}); give {_EXPECTED}") from None
     with contextlib.ExitStack() as stack:
         stack.enter_context(stream)
-        about = name, format, known and key
+        about = name, format, known and key, sha256
         keep = known is not None and (converted or not held)
         if keep and (found := _kept(about, key, None if converted else content)):
             return found
@@ -97,7 +100,12 @@ def read_dataset(path: Path, parse: Parse) -> RowFile:
     name, known = str(path), code_fingerprint(parse)
     dataset = hub.load(name)
     key = _key(dataset._fingerprint, known)
-    about = name, Format(".parquet", ""), known and key  # its rows are named by number, as in the files of the hub
+    about = (
+        name,
+        Format(".parquet", ""),
+        known and key,
+        dataset._fingerprint,
+    )  # its rows are named by number, as in the files of the hub
     if known and (found := _kept(about, key, None)):
         return found
     with contextlib.ExitStack() as stack:
@@ -135,11 +143,9 @@ class _Checked:
     bad: int = 0
 
 
-def _checked(
-    source: BinaryIO, about: tuple[str, Format, str | None], parse: Parse, folder: Path | None
-) -> tuple[OpenFile | None, _Checked]:
+def _checked(source: BinaryIO, about: About, parse: Parse, folder: Path | None) -> tuple[OpenFile | None, _Checked]:
     """What the rows are, and the text that they were converted to, if a folder for it is given."""
-    name, format, _ = about
+    name, format, *_ = about
     if folder is None:
         return None, _validated(located(source, name), name, format, parse)
     with contextlib.ExitStack() as stack:
@@ -207,7 +213,7 @@ def _told(problems: Tally, name: str, format: Format, bad: int) -> Iterator[str]
         yield f"{name}: and {unsaid} more bad rows; nothing was trained"
 
 
-def _kept(about: tuple[str, Format, str | None], key: str, text: OpenFile | bytes | None) -> RowFile | None:
+def _kept(about: About, key: str, text: OpenFile | bytes | None) -> RowFile | None:
     """The cache's entry, of rows in `text`; None: it has their text too."""
     if found := cache.find(_KIND, key):
         folder, tallies = found
@@ -218,9 +224,7 @@ def _kept(about: tuple[str, Format, str | None], key: str, text: OpenFile | byte
     return None
 
 
-def _made(
-    folder: Path, key: str | None, about: tuple[str, Format, str | None], text: OpenFile | bytes, checked: _Checked
-) -> RowFile:
+def _made(folder: Path, key: str | None, about: About, text: OpenFile | bytes, checked: _Checked) -> RowFile:
     """The file's rows. With a key their places go to the cache, beside their text if `folder` has it; if that cannot be
     written they stay in memory, and the next start checks all rows."""
     places = bytes(checked.places)

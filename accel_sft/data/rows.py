@@ -69,6 +69,11 @@ class Rows(Sequence[Row]):
         """The files' names."""
         return [file.name for file in self._files]
 
+    @property
+    def sha256s(self) -> list[tuple[str, str]]:
+        """The files' names, each with the SHA-256 of its content."""
+        return [(file.name, file.sha256) for file in self._files]
+
     def places(self, indices: Sequence[int]) -> list[Place]:
         """Where these rows stand."""
         return [self._files[file].place(row) for file, row in map(self._file_of, indices)]
@@ -221,13 +226,19 @@ def absent_rows(names: str, flag: str) -> list[str]:
     return lines
 
 
+def example_name(examples: Sequence[Any], split: str, index: int) -> str:
+    """An example as messages name it: "train example 5", with its file and line where they are known."""
+    place = f" ({examples.places([index])[0]})" if isinstance(examples, Rows) else ""
+    return f"{split} example {index}{place}"
+
+
 def with_places(lines: Sequence[str], examples: Sequence[Any], split: str) -> list[str]:
     """Lines that name examples of a split by index, such as "train example 5: ...", with file and line beside it."""
     if not isinstance(examples, Rows):
         return list(lines)
 
     def placed(found: re.Match[str]) -> str:
-        return f"{found[0]} ({examples.places([int(found[1])])[0]})"
+        return example_name(examples, split, int(found[1]))
 
     return [re.sub(rf"^{split} example (\d+)(?=:)", placed, line) for line in lines]
 

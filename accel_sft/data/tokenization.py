@@ -134,7 +134,7 @@ class SplitEncoder:
                 store = TokenStore(folder / FILE, about["fingerprint"], source)
             except OSError as error:
                 raise UserError(f"{folder}: cannot be read any more ({error}); start again") from None
-            encodings.append(Encoding(split, store, **{name: about[name] for name in _NOTED}))
+            encodings.append(Encoding(split, store, **{name: about[name] for name in _NOTED}, examples=examples))
 
         self.team.all(read)
         return encodings[0]
@@ -163,7 +163,7 @@ class SplitEncoder:
 
             folder = _written(team.firsts, entered)[team.rank]
             shares = _written(team.all, lambda: self._share(folder, examples, split))
-            whole = Encoding(split)
+            whole = Encoding(split, examples=examples)
             for rank in team.here:
                 whole.note(shares[rank])
             whole.check(len(examples), self.rules)

@@ -138,14 +138,14 @@ class Evaluator:
         with torch.no_grad(), _out_of_memory_explained():
             generated = self.backend(self.answered, most)
         costs = largest({"seconds": generated.seconds, **generated.peaks}, "generate_")
-        every = by_each_rank(lambda: [self._sample(*answer) for answer in generated.answers])
-        samples = sorted(itertools.chain.from_iterable(every), key=lambda sample: sample["index"])
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # afterwards as before, whatever the task's code sets
+            every = by_each_rank(lambda: [self._sample(*answer) for answer in generated.answers])
+            samples = sorted(itertools.chain.from_iterable(every), key=lambda sample: sample["index"])
+            scores = [sample["scores"] for sample in samples]
+            # the same numbers on all ranks
+            metrics = decided_by_main(self.accelerator, lambda: aggregated(self.task, scores))
         assert [s["index"] for s in samples] == sorted(e.index for e in self.answered), "an example was lost or doubled"
         tokens = sum(sample.pop("tokens") for sample in samples)
-        scores = [sample["scores"] for sample in samples]
-        metrics = decided_by_main(
-            self.accelerator, lambda: aggregated(self.task, scores)
-        )  # the same numbers on all ranks
         speed = {
             "generate_tokens_per_second": tokens / costs["generate_seconds"],
             "seconds_per_answer": costs["generate_seconds"] / len(samples),

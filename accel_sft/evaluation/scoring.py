@@ -8,6 +8,7 @@ from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
 from accel_sft.data.conversation import conversation, from_task
 from accel_sft.data.form import wanted
+from accel_sft.data.rows import example_name
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.tracking.report import COSTS
 
@@ -49,7 +50,7 @@ def scored(task: Task, examples: Sequence[Any], index: int, text: str, split: st
     Raises:
         UserError: score() failed, or gave something else than a dict that JSON can hold.
     """
-    where = f"{split} example {index}"
+    where = example_name(examples, split, index)
     example = from_task(f"{where}: the task's dataset failed", lambda: examples[index])
     try:
         scores = task.score(example, text)

@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from accel_sft.api.task import Task
 from accel_sft.api.task_file import file_record
 from accel_sft.checkpoint.checkpoint import settle
 from accel_sft.data import cache
+from accel_sft.data.conversation import read_split
 from accel_sft.data.fingerprint import code_fingerprint
+from accel_sft.data.rows import Rows
 from accel_sft.io.files import abandoned, expanded, write_atomically
 from accel_sft.io.lock import lock
 from accel_sft.io.run_dir import RunDir
@@ -152,6 +155,7 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
         "system_prompt": prepared.system_prompt,
         "data": prepared.counts(),
         "data_sha256": prepared.fingerprint(),
+        "data_files": _data_files({"train": prepared.train.examples, "validation": prepared.validation_examples}),
         "task_file": file_record(type(assembly.task)),
         "task_code": code_fingerprint(type(assembly.task)),
         "launch": launch_record(assembly.accelerator, prepared.launch),
@@ -177,7 +181,8 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
     if before["task"] == now["task"] and cls != cls_now:
         different.append(f"task: the run was started with {cls} of {now['task']}, not {cls_now}")
     if not different and before.get("data_sha256") != now["data_sha256"]:
-        different.append("the data is not what the run was started with")
+        files = _files_changed(before.get("data_files") or {}, now.get("data_files") or {})
+        different.append(f"the data is not what the run was started with{files and f' ({files})'}")
     code, code_now = before.get("task_code"), now["task_code"]
     changed_code = code and code_now and code != code_now
     if not different and (changed_code or file.get("sha256") != file_now.get("sha256")):
@@ -202,6 +207,29 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
             f"{run_dir}: a resumed run computes what it would have without the stop, schedule included; "
             f"give the settings it was started with{start}",
         )
+
+
+def changes_since_finished(run_dir: RunDir, task: Task) -> list[str]:
+    """Lines for a finished run whose files of rows are no longer those that it was trained on."""
+    before = run_dir.read_record().get("data_files") or {}
+    try:
+        now = _data_files({split: read_split(task, split) for split in before})
+    except UserError as error:
+        return [f"its data can no longer be read: {error.problems[0]}"]
+    files = _files_changed(before, now)
+    return [f"its data has changed since ({files}): to train on it, start a run in another folder"] if files else []
+
+
+def _data_files(splits: dict[str, Sequence[Any]]) -> dict[str, list[list[str]]]:
+    """Name and SHA-256 of each file that the splits were read from, for those that `read_rows` gave."""
+    return {split: [[*each] for each in rows.sha256s] for split, rows in splits.items() if isinstance(rows, Rows)}
+
+
+def _files_changed(before: dict[str, list[list[str]]], now: dict[str, list[list[str]]]) -> str:
+    """The names of files that are others, new or gone."""
+    old, new = ({tuple(each): None for files in both.values() for each in files} for both in (before, now))
+    changed = [name for name, sha256 in {**old, **new} if (name, sha256) not in old or (name, sha256) not in new]
+    return ", ".join(dict.fromkeys(changed))
 
 
 def _options(task: Task) -> dict[str, Any]:

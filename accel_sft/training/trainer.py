@@ -57,6 +57,7 @@ class Trainer:
         self.accelerator, self.task, self.config = assembly.accelerator, assembly.task, assembly.config
         accelerator, config = self.accelerator, self.config
         self.state = TrainState()
+        torch.set_grad_enabled(True)  # a task whose own model scores answers may have turned gradients off
         self.anomalies = Anomalies(
             run_dir, config, accelerator.mixed_precision, tracker.log, writes=accelerator.is_main_process
         )
