@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import io
 import json
 import os
 import re
@@ -17,21 +18,25 @@ from pathlib import Path
 import psutil
 import pytest
 from fake_plugins import install
+from rich.console import Console
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.commands.compare import _command
-from accel_sft.comparison import launching
-from accel_sft.comparison.cells import product, values
+from accel_sft.comparison import launching, rounds
+from accel_sft.comparison.cells import Cell, product, values
 from accel_sft.comparison.findings import findings
 from accel_sft.comparison.launching import launch
 from accel_sft.comparison.measured import measure
-from accel_sft.comparison.outcome import outcome
+from accel_sft.comparison.outcome import outcome, waited_for
+from accel_sft.comparison.record import write_record
 from accel_sft.comparison.rounds import _resuming, _signals_interrupt
 from accel_sft.comparison.summary import summarise
 from accel_sft.comparison.tables import as_csv, markdown, terminal_table
 from accel_sft.io.run_dir import RunDir
+from accel_sft.reporting.comparison import read_comparison
+from accel_sft.reporting.page import render
 
 TESTS = Path(__file__).parent
 SETTINGS = {setting.name: setting for setting in settings(TrainConfig)}
@@ -193,6 +198,23 @@ def test_the_files_have_every_cell_and_the_terminal_s_lines_fit(compared):
     assert sum("─" in line for line in table) == 1
     assert sum(line.split()[:1] in ([fault] for fault in FAULTS) for line in table) == len(FAULTS)
     assert max(map(len, table)) <= 80
+    html = folder / "compared" / "comparison.html"
+    assert printed.splitlines()[-1] == f"{html}: open it in a browser"
+    assert all(f"fault {fault}" in html.read_text() for fault in FAULTS)
+
+
+def test_what_a_run_waits_for_is_told_where_nothing_is_updated_and_no_longer_than_that(tmp_path):
+    waits = "DeepSpeed compiles cpu_adam: 5 s so far"
+    script = f"echo '{waits}'; sleep 2; echo trained"
+    nothing: dict = {}
+    about = {"settings": nothing, "launch": nothing, "environment": nothing, "words": (), "fingerprint": ""}
+    cell = Cell(name="z2", folder="z2", launcher=("sh", "-c", script), **about)
+    text = io.StringIO()
+    record = {"time_limit_minutes": 1, "discard_steps": 0}
+    with Console(file=text).status("") as status:
+        run = rounds._run_cell(record, tmp_path, cell, 1, status, "1 of 1: z2")
+    assert text.getvalue() == f"1 of 1: z2: {waits}\n"
+    assert waited_for(tmp_path / run["log"]) == ""
 
 
 def test_a_comparison_under_nohup_goes_on_when_its_terminal_is_closed():
@@ -376,6 +398,44 @@ def made_record(tmp_path, cells, rounds=2):
 
 
 LOSSES = [4.0, 2.0, 1.0]
+GARBAGE = (
+    0,
+    10**400,
+    float("nan"),
+    "\ud800",
+    [1],
+    [[]],
+    {"a": 1},
+    {"host": {"step": {"predicted_gib": 1, "measured_gib": 0}}},
+)
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=lambda garbage: str(garbage)[:20].encode("ascii", "replace").decode())
+def test_what_a_run_records_in_no_form_ends_no_comparison(tmp_path, garbage):
+    """Its cell is measured as far as it can be, and every other cell as it was."""
+    keys = ("system", "after", "main_metric", "peak_host_memory_gib", "batching", "memory", "phases")
+    for name in (*keys, "launch", "seconds"):
+        (folder := tmp_path / name).mkdir()
+        (folder / "result.json").write_text(json.dumps({"after": {"accuracy": 0.5}, name: garbage}))
+        (folder / "run.json").write_text(json.dumps({name: garbage}))
+        line = {"step": 1, "loss": 1.0, "seconds": 0.1, "tokens": 64}
+        lines = (line, {**line, "step": garbage}, {**line, "loss": garbage}, {**line, "seconds": garbage})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    record = {"task": "math", "varied": ["launch"], "main_metric": "accuracy", "command": "compare"}
+    record |= {"environment": {"cores": 2}, "cells": []}
+    about = {"backend": "plain", "zero_stage": None, "processes": 1, "precision": "no", "offload": {}}
+    for name in (*keys, "launch", "seconds"):
+        run = {"round": 1, "status": "complete", "reason": "", "folder": name, "seconds": 9}
+        run |= measure(RunDir(tmp_path / name), 0)
+        cell = {"name": name, "settings": {"launch": name}, "launch": about, "runs": [run]}
+        record["cells"].append({**cell, "global_batch_size": 64, "examples_per_rank": 64.0})
+    summarise(record, tmp_path)
+    record["findings"] = findings(record)
+    write_record(tmp_path, {**record, "schema": 1})
+    assert markdown(record).encode()
+    assert as_csv(record).encode()
+    assert terminal_table(record).row_count == len(record["cells"])
+    assert render([], [read_comparison(tmp_path, "odd")])[0].encode()
 
 
 def test_findings_name_the_fastest_the_leanest_and_what_offload_costs(tmp_path):
@@ -408,9 +468,11 @@ def test_a_difference_below_the_spread_is_called_undecided_and_one_round_unknown
     cells = [("z0", "32", (1000, 1100), 10.0, LOSSES), ("z1", "32", (990, 1090), 10.0, LOSSES)]
     record = made_record(tmp_path, cells)
     told = "\n".join(record["findings"])
-    assert "Undecided: z1, micro-batch-size 32 may be as fast. The difference is 1.0% at most" in told
-    assert "differ by up to 10%" in told
-    assert "No cell needs noticeably less memory of a GPU than the fastest" in told
+    both = "z0, micro-batch-size 32 and z1, micro-batch-size 32"
+    assert f"Undecided which is the fastest: {both}. They differ by 1.0% at most" in told
+    assert "the same cell by up to 10%" in told
+    assert "z0, micro-batch-size 32 is the fastest" not in told
+    assert "No cell needs noticeably less memory of a GPU than z0" in told
     assert "same precision" not in told
     record["cells"][1]["launch"]["precision"] = "no"
     assert any(line.startswith("Not all cells compute in the same precision (bf16, no)") for line in findings(record))
@@ -452,18 +514,15 @@ def test_a_sweep_is_ranked_by_the_metric_after_training_and_not_by_speed(tmp_pat
     told = record["findings"]
     best = "learning-rate 0.0003, lora-r 8"
     assert told[0] == (
-        f"{best} is the best by accuracy after training: 0.94 (median of 3 seeds, 0.9 to 0.96), validation loss 0.1."
+        f"Undecided which is the best by accuracy after training: {best} and learning-rate 0.0003, lora-r 32. They "
+        "differ by 0.03 at most, and seeds of one setting by up to 0.06."
     )
     assert told[1].startswith(
         f"By accuracy, the best first: {best}: 0.94 (median of 3 seeds, 0.9 to 0.96), validation loss 0.1; "
         "learning-rate 0.0003, lora-r 32: 0.91 (median of 2 seeds, 0.9 to 0.92), validation loss 0.1; "
         "learning-rate 0.0001, lora-r 8: 0.5 (in all 2 seeds), validation loss 0.9"
     )
-    assert told[2] == (
-        "Undecided: learning-rate 0.0003, lora-r 32 may be as good. Behind the best by 0.03 at most, where seeds of "
-        "one setting differ by up to 0.06."
-    )
-    assert told[3] == "--learning-rate 0.0003 is the largest that was tried: a larger one may be better still."
+    assert told[2] == "--learning-rate 0.0003 is the largest that was tried: a larger one may be better still."
     assert not any("fastest" in line or "one seed only" in line for line in told)
     assert not any("--lora-r" in line for line in told)  # both are as good
     table = terminal_table(record)

@@ -583,7 +583,8 @@ def test_on_gpus_each_file_starts_a_process_for_each(gpus, flags):
     assert table["hsdp"].works is (gpus == 8)
     assert gpus == 8 or table["hsdp"].mend.startswith("--num_processes 4, or another multiple of 2")
     wanted = f"--num_processes {2 * gpus}" if gpus > 1 else ""
-    assert table["multinode_z3"] == Row("multinode_z3", True, wanted, "with another machine such as this")
+    alone = "on 2 machines such as this one together, not on this one alone"
+    assert table["multinode_z3"] == Row("multinode_z3", True, wanted, alone)
 
 
 def test_a_file_that_the_launcher_would_refuse_is_told(tmp_path):

@@ -34,6 +34,8 @@ MAY_IMPORT = {
 }
 ROOT = {"__init__", "__main__", "cli", "cli_compare", "cli_help", "cli_options", "cli_task", "cli_tools"}
 """Modules outside the packages. They import from all of these, those with torch inside functions only."""
+FACTS = {"__version__", "__file__"}
+"""What any module may have of a bare `import accel_sft`."""
 STANDARD_LIBRARY_ONLY = (
     "accel_sft.io.heartbeat",
     "accel_sft.api.adapters",
@@ -101,6 +103,9 @@ def imported_by(name, source):
                 yield module if module in known else inside or "__init__"
         elif isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("accel_sft."))
+            yield from ("__init__" for alias in node.names if alias.name == "accel_sft" and alias.asname)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "accel_sft" and node.attr not in FACTS:
+            yield node.attr if node.attr in known else "__init__"  # behind a bare `import accel_sft`
 
 
 def not_allowed(name, source):
@@ -131,6 +136,9 @@ def test_a_package_imports_only_from_those_the_table_allows(package):
         "import accel_sft.cli",
         "from accel_sft import Task",
         "def later():\n    import accel_sft.training",
+        "import accel_sft\naccel_sft.Task",
+        "import accel_sft\naccel_sft.training.claim.Lock()",
+        "import accel_sft as package",
     ],
 )
 def test_an_import_against_the_table_is_found(line):

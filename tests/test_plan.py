@@ -139,6 +139,18 @@ def test_a_configuration_that_nothing_can_build_is_refused_in_one_line():
         read_shape({"model_type": "no_such"}, "odd")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_attention_heads", 0), ("hidden_size", -8), ("num_hidden_layers", 10**7), ("vocab_size", "many")],
+)
+def test_sizes_of_which_there_is_no_model_are_refused_in_one_line(tmp_path, name, value):
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN_05B, name: value}))
+    done = accel_sft("plan", "math", "--model", str(tmp_path), "--gpus", "0")
+    assert done.status == 1
+    assert f"config.json: {name} {value}: expected a whole number from 1 to" in done.output
+    assert "Traceback" not in done.output
+
+
 def test_what_the_files_hold_is_read_from_their_headers(tmp_path):
     model = AutoModelForCausalLM.from_config(config_of("qwen2"))
     model.save_pretrained(tmp_path, max_shard_size="100KB")
@@ -533,6 +545,9 @@ def test_a_run_records_predicted_beside_measured_and_leaves_its_lengths(tmp_path
 def test_a_launch_that_cannot_fit_is_refused_before_the_model_is_loaded(tmp_path):
     build_tiny(tmp_path / "model", ["1 + 1", "2 + 2"] * 20, 0)
     config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**7, "layer_types": None}))
+    done = accel_sft("math", "--model", str(tmp_path / "model"), "--max-steps", "1", run_dir=tmp_path / "endless")
+    assert "num_hidden_layers 10000000: expected a whole number from 1 to 10,000" in done.output
     large = {**config, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 400, "layer_types": None}
     (tmp_path / "model/config.json").write_text(json.dumps(large))
     asked = ("math", "--model", str(tmp_path / "model"), "--max-steps", "1")

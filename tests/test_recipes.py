@@ -87,7 +87,7 @@ def d(tmp_path):
         traced = record["cells"][0]["runs"][0]["batch_share"]
         assert traced["steps"] == 3
         assert 0 < traced["batch_seconds"] < traced["step_seconds"]
-        assert any("loader workers, prefetching and pinned batches could save" in line for line in record["findings"])
+        assert any("Reading rows and making batches takes" in line for line in record["findings"])
 
 
 @pytest.mark.parametrize("holds", [a, *(pytest.param(series, marks=pytest.mark.long) for series in (stages, b, c, d))])

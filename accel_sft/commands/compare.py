@@ -18,7 +18,8 @@ from accel_sft.commands.launch_file import shipped
 from accel_sft.comparison import rounds
 from accel_sft.comparison.cells import OWN_COMMAS, PRECISIONS, SINGLE, Cell, product, values
 from accel_sft.comparison.record import open_record
-from accel_sft.io.files import expanded
+from accel_sft.comparison.summary import completed
+from accel_sft.io.files import expanded, write_atomically
 from accel_sft.io.lock import lock
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.io.text import printable, shown
@@ -31,6 +32,8 @@ DEFAULTS = {"eval_every": "epoch", "save_every": "off"}
 """Of a compared run, unless they are given."""
 TRACED_STEPS = 5
 """With --profile the third to the fifth step are traced, behind one of warm-up."""
+PAGE = "comparison.html"
+_FILES = ("comparison.md", "comparison.csv", "comparison.json")
 _ITS_OWN = ("output_dir", "resume", "dry_run")
 """Options that a compared run has from the comparison."""
 
@@ -86,6 +89,24 @@ def run(
         entry["examples_per_rank"] = config.global_batch_size / entry["launch"]["processes"]
     _describe(record, folder, cells)
     rounds.run(record, folder, cells, keep_weights=asked["keep_weights"])
+    if not any(completed(entry) for entry in record["cells"]):
+        print(f"\n{folder}: {', '.join(_FILES)}", file=terminal())
+        raise UserError("no cell came to its end; each one's reason is above")
+    page = _page(folder)
+    print(f"\n{folder}: {', '.join(_FILES)}\n{page}", file=terminal())
+
+
+def _page(folder: Path) -> str:
+    """Write the page that `report` makes, and say where it is; a page that cannot be written loses no measurement."""
+    from accel_sft.reporting.comparison import read_comparison
+    from accel_sft.reporting.page import render
+
+    try:
+        page, _ = render([], [read_comparison(folder, folder.name)])
+        write_atomically(folder / PAGE, page)
+    except OSError as error:
+        return f"{folder / PAGE}: cannot be written ({error.strerror}); `accel-sft report {folder}` makes it"
+    return f"{folder / PAGE}: open it in a browser"
 
 
 def _cells(

@@ -52,18 +52,20 @@ def _fastest(best: Cell, measured: Sequence[Cell]) -> Iterator[str]:
     if not others:
         yield f"{best['name']} is the only cell that was measured: {speed}."
         return
-    yield f"{best['name']} is the fastest: {speed}."
-    if any(decided(best, cell) is None for cell in others):
-        yield "A cell ran only once, so it is not known whether such differences repeat; --repeat 3 tells."
-    close = [cell for cell in others if decided(best, cell) is False]
-    if close:
+    if close := [cell for cell in others if decided(best, cell) is False]:
         behind = max(1 - cell["median"][SPEED] / best["median"][SPEED] for cell in close)
         spread = max(cell["spread"][SPEED] for cell in (best, *close))
-        which = " and ".join(cell["name"] for cell in close)
+        which = " and ".join(cell["name"] for cell in (best, *close))
         yield (
-            f"Undecided: {which} may be as fast. The difference is {percent(behind)} at most, and rounds of one and "
-            f"the same cell differ by up to {percent(spread)}."
+            f"Undecided which is the fastest: {which}. They differ by {percent(behind)} at most, and rounds of one and "
+            f"the same cell by up to {percent(spread)}; {best['name']} has {speed}."
         )
+    elif any(decided(best, cell) is None for cell in others):
+        yield f"{best['name']} was the fastest: {speed}."
+    else:
+        yield f"{best['name']} is the fastest: {speed}."
+    if any(decided(best, cell) is None for cell in others):
+        yield "A cell ran only once, so it is not known whether such differences repeat; --repeat 3 tells."
 
 
 def _leanest(best: Cell, measured: Sequence[Cell]) -> Iterator[str]:
@@ -75,11 +77,11 @@ def _leanest(best: Cell, measured: Sequence[Cell]) -> Iterator[str]:
     least = lean["median"][key]
     tolerance = max(_SAME_MEMORY, *(cell["spread"][key] or 0 for cell in (lean, best)))
     if needed <= least * (1 + tolerance):
-        yield f"No cell needs noticeably less {what} than the fastest: {shown(needed)} GiB at its peak."
+        yield f"No cell needs noticeably less {what} than {best['name']}: {shown(needed)} GiB at its peak."
     else:
         yield (
             f"{lean['name']} needs the least {what}: {shown(least)} GiB at its peak, against {shown(needed)} GiB of "
-            f"the fastest, at {lean['median'][SPEED] / best['median'][SPEED]:.2f} of its speed."
+            f"{best['name']}, at {lean['median'][SPEED] / best['median'][SPEED]:.2f} of its speed."
         )
 
 

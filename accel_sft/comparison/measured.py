@@ -1,5 +1,6 @@
 """What is measured of a run: its folder's metrics.jsonl, result.json and run.json as one flat record."""
 
+import json
 import os
 import re
 import statistics
@@ -36,41 +37,40 @@ _END_BYTES = 4096
 
 
 def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
-    """What the run recorded until it ended, however it did; what it did not is None.
+    """What the run recorded until it ended, however it did; what it did not, or not in its form, is None.
 
     Args:
         discard_steps: first steps whose time is not counted.
     """
     steps = training_lines(run_dir)
     result, record = (_read(path) for path in (run_dir.result, run_dir.record))
-    launch = record.get("launch") or {}
-    ranks = [rank for rank in result.get("system") or () if isinstance(rank, dict)]
-    after = result.get("after") or {}
-    metric, loss = after.get(result.get("main_metric")), after.get("eval_loss")
-    return {
+    launch, after = _mapping(record.get("launch")), _mapping(result.get("after"))
+    host, ranks = _mapping(launch.get("host")), _mappings(result.get("system"))
+    found = {
         "steps": len(steps),
-        "total_steps": record.get("total_steps"),
+        "total_steps": _number(record.get("total_steps")),
         **_speed(steps[discard_steps:]),
-        "peak_device_memory_gib": result.get("peak_device_memory_gib"),
+        "peak_device_memory_gib": _number(result.get("peak_device_memory_gib")),
         "mean_device_memory_gib": max(_of(ranks, "mean", "gpu_memory_gib"), default=None),
         "device_percent": _mean(_of(ranks, "mean", "gpu_percent")),
         "cpu_percent": sum(_of(ranks, "mean", "cpu_percent")) if ranks else None,
-        "peak_host_memory_gib": result.get("peak_host_memory_gib"),
+        "peak_host_memory_gib": _number(result.get("peak_host_memory_gib")),
         "host_memory_all_ranks_gib": sum(_of(ranks, "peak", "process_memory_gib")) if ranks else None,
-        "metric_after": metric if is_number(metric) else None,
-        "eval_loss_after": loss if is_number(loss) else None,
+        "metric_after": _number(after.get(str(result.get("main_metric")))),
+        "eval_loss_after": _number(after.get("eval_loss")),
         "batching": result.get("batching"),
-        "memory": result.get("memory") or None,
+        "memory": _memory(result) or None,
         "phases": _phases(result),
         "batch_share": batch_share(run_dir.profile),
         "data_sha256": record.get("data_sha256"),
         "environment": {
             **{key: launch.get(key) for key in ("device", "precision", "threads_per_process", "communication")},
-            "cores": (launch.get("host") or {}).get("cores"),
-            "platform": (launch.get("host") or {}).get("platform"),
-            "versions": launch.get("versions"),
+            "cores": host.get("cores"),
+            "platform": host.get("platform"),
+            "versions": _mapping(launch.get("versions")) or None,
         },
     }
+    return json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))  # half a character is in no file
 
 
 def training_lines(run_dir: RunDir) -> list[dict[str, Any]]:
@@ -115,12 +115,36 @@ def _speed(counted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _phases(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The run's memory at the end of each start-up phase, of the rank that has the most there."""
     found: dict[str, dict[str, Any]] = {}
-    for row in result.get("phases") or ():
-        largest = found.setdefault(row["phase"], {"phase": row["phase"]})
+    for row in _mappings(result.get("phases")):
+        phase = str(row.get("phase"))
+        largest = found.setdefault(phase, {"phase": phase})
         for key, value in row.items():
             if key.endswith("_gib") and is_number(value):
                 largest[key] = max(value, largest.get(key, value))
     return [*found.values()]
+
+
+def _memory(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Predicted and measured GiB by place and phase, where both are there."""
+    found: dict[str, dict[str, Any]] = {}
+    for place, phases in _mapping(result.get("memory")).items():
+        for phase, pair in _mapping(phases).items():
+            predicted, measured = (_number(_mapping(pair).get(key)) for key in ("predicted_gib", "measured_gib"))
+            if predicted is not None and measured:
+                found.setdefault(place, {})[phase] = pair
+    return found
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _number(value: Any) -> Any:
+    return value if is_number(value) else None
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -129,11 +153,11 @@ def _read(path: Path) -> Mapping[str, Any]:
         content = read_json(path)
     except UserError:
         return {}
-    return content if isinstance(content, dict) else {}
+    return _mapping(content)
 
 
 def _of(ranks: Sequence[Mapping[str, Any]], kind: str, field: str) -> list[float]:
-    return [rank[kind][field] for rank in ranks if is_number(rank.get(kind, {}).get(field))]
+    return [_mapping(rank[kind])[field] for rank in ranks if is_number(_mapping(rank.get(kind)).get(field))]
 
 
 def _mean(numbers: Sequence[float]) -> float | None:

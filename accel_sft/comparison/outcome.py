@@ -29,6 +29,7 @@ _MESSAGES = {
     KILLED: re.compile(r"was killed \(signal 9"),
 }
 """What a run's own message says of its end; the trainer's, torch's and the launcher's words."""
+_WAITING = re.compile(r".{1,200}: \d+ s so far")
 _TAIL_BYTES = 1 << 16
 
 
@@ -52,6 +53,13 @@ def outcome(ended: Ended, run_dir: RunDir, log: Path, limit_seconds: float) -> t
     if ended.returncode < 0:
         return FAILED, f"ended by {signal.Signals(-ended.returncode).name}: {reason}"
     return FAILED, reason
+
+
+def waited_for(log: Path) -> str:
+    """The line in which a run says what it waits for (`io.terminal.waiting`: operators that compile), while it is the
+    last one of its log; else ""."""
+    last = next(reversed(_tail(log).rstrip().splitlines()), "") if log.is_file() else ""
+    return one_line(last) if _WAITING.fullmatch(last) else ""
 
 
 def _read_result(run_dir: RunDir) -> Mapping[str, Any]:

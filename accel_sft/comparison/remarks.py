@@ -49,9 +49,9 @@ def _batches(cells: Sequence[Cell]) -> Iterator[str]:
     name = max(shares, key=lambda each: shares[each])
     told = f"Reading rows and making batches takes {percent(shares[name])} of a traced step at most ({name})"
     if shares[name] < _LITTLE:
-        yield f"{told}: loader workers, prefetching and pinned batches could save no more than that, and matter little."
+        yield f"{told}, which matters little."
     else:
-        yield f"{told}: that is what loader workers, prefetching and pinned batches could save."
+        yield f"{told}: that is the most that a faster disk or processor, or smaller images, could save."
 
 
 def _failures(cells: Sequence[Cell]) -> Iterator[str]:

@@ -15,12 +15,11 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from accel_sft.api.errors import UserError
 from accel_sft.comparison.cells import Cell
 from accel_sft.comparison.findings import findings
 from accel_sft.comparison.launching import end_all, launch
 from accel_sft.comparison.measured import last_step, measure, surroundings
-from accel_sft.comparison.outcome import outcome
+from accel_sft.comparison.outcome import outcome, waited_for
 from accel_sft.comparison.record import write_record
 from accel_sft.comparison.summary import completed, summarise
 from accel_sft.comparison.tables import as_csv, markdown, terminal_table
@@ -39,10 +38,10 @@ class Interrupted(KeyboardInterrupt):
 
 
 def run(record: dict[str, Any], folder: Path, cells: Sequence[Cell], *, keep_weights: bool) -> None:
-    """Make the runs that `record` does not have yet; of a signal the launch is ended, and the rest is kept.
+    """Make the runs that `record` does not have yet, and print the table; of a signal the launch is ended, and the rest
+    is kept.
 
     Raises:
-        UserError: no cell came to its end.
         Interrupted: by SIGINT, SIGTERM or SIGHUP.
     """
     console = Console(file=terminal(), highlight=False, width=columns())
@@ -67,9 +66,6 @@ def run(record: dict[str, Any], folder: Path, cells: Sequence[Cell], *, keep_wei
     console.print(terminal_table(record))
     for line in record["findings"]:
         print(wrapped(printable(f"- {line}"), 2), file=terminal())
-    print(f"\n{folder}: comparison.md, comparison.csv and comparison.json", file=terminal())
-    if not any(completed(entry) for entry in record["cells"]):
-        raise UserError("no cell came to its end; each one's reason is above")
 
 
 def _due(record: dict[str, Any], cells: Sequence[Cell]) -> Iterator[tuple[int, Cell, dict[str, Any]]]:
@@ -95,10 +91,17 @@ def _run_cell(record: dict[str, Any], folder: Path, cell: Cell, number: int, sta
     shutil.rmtree(run_dir.path, ignore_errors=True)
     place.mkdir(parents=True, exist_ok=True)
 
+    said = ""
+
     def look() -> None:
+        nonlocal said
         step = last_step(run_dir)
-        told = f"{of}, {f'step {step}' if step else 'starting'}, {time.monotonic() - began:.0f} s"
+        waits = "" if step else waited_for(log)
+        told = f"{of}, {f'step {step}' if step else waits or 'starting'}, {time.monotonic() - began:.0f} s"
         status.update(Text(printable(told), no_wrap=True, overflow="ellipsis"))
+        if waits not in ("", said) and not status.console.is_terminal:  # where nothing is updated
+            status.console.print(printable(f"{of}: {waits}"), markup=False, soft_wrap=True)
+            said = waits
 
     began = time.monotonic()
     around, started = surroundings(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -99,7 +99,16 @@ def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
         return
     best, others = settings[0], settings[1:]
     tied = [other for other in others if other.metric == best.metric]
-    if tied:
+    close = [other for other in others if other not in tied and _undecided(best, other)]
+    spreads = [setting.spread for setting in settings if setting.spread is not None]
+    if close:
+        which = " and ".join(each.name for each in (best, *tied, *close))
+        behind, largest = max(abs(best.metric - other.metric) for other in close), max(spreads)
+        yield (
+            f"Undecided which is the best by {metric} after training: {which}. They differ by {shown(behind)} at most, "
+            f"and seeds of one setting by up to {shown(largest)}."
+        )
+    elif tied:
         which = "all settings" if len(tied) == len(others) else "; ".join(each.name for each in (best, *tied))
         yield f"A tie: {which} have the same {metric} after training, {_told(best)}.{_by_loss(best, tied)}"
     else:
@@ -107,18 +116,10 @@ def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
     each = "; ".join(f"{setting.name}: {_told(setting)}{_and_loss(setting)}" for setting in settings[:_LISTED])
     rest = f"; and {len(settings) - _LISTED} more" if len(settings) > _LISTED else ""
     yield f"By {metric}, the best first: {each}{rest}."
-    spreads = [setting.spread for setting in settings if setting.spread is not None]
     if len(spreads) < len(settings):
         yield (
             "A setting was trained with one seed only, so it is not known whether such differences repeat, and another "
             "round of the same seed learns the same; --seed 1,2,3 tells."
-        )
-    close = [other for other in others if other not in tied and _undecided(best, other)]
-    if close:
-        behind, largest = max(abs(best.metric - other.metric) for other in close), max(spreads)
-        yield (
-            f"Undecided: {' and '.join(other.name for other in close)} may be as good. Behind the best by "
-            f"{shown(behind)} at most, where seeds of one setting differ by up to {shown(largest)}."
         )
     yield from _ends(best, settings, [*tied, *close])
     if own := [_flag(name) for name in swept(record) if name not in _TRAINERS]:

@@ -62,8 +62,7 @@ def _unusable(machine: Machine, launch: Launch) -> str:
 def _to_know(machine: Machine, launch: Launch) -> str:
     words = []
     if launch.machines > 1:
-        others = launch.machines - 1
-        words.append("with another machine such as this" if others == 1 else f"with {others} other machines")
+        words.append(f"on {launch.machines} machines such as this one together, not on this one alone")
     state = machine.torch.operators
     if missing := [name for name in operators(launch, machine.devices) if not state[name]["compiled"]]:
         words.append(f"the first launch compiles {' and '.join(missing)}")

@@ -84,7 +84,8 @@ def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
 
 
 def count(config: Mapping[str, Any], stored: int | None = None) -> ModelShape | None:
-    """The shape of a model with this configuration; None if its family is not among FAMILIES or keys are missing.
+    """The shape of a model with this configuration; None if its family is not among FAMILIES, or keys are
+    missing or no numbers.
 
     Args:
         config: the content of config.json.
@@ -98,7 +99,7 @@ def count(config: Mapping[str, Any], stored: int | None = None) -> ModelShape | 
     text = {**family.defaults, **{key: value for key, value in text.items() if value is not None}}
     try:
         shape = _counted(name, family, text)
-    except KeyError:
+    except (KeyError, TypeError, ValueError):  # transformers, which is asked then, says what is wrong
         return None
     if multimodal:
         beyond = stored - shape.parameters if stored else _vision(config.get("vision_config") or {})

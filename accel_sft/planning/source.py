@@ -5,12 +5,21 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError, first_line
+from accel_sft.api.options import shown
 from accel_sft.io.files import read_json
-from accel_sft.planning.families import count
+from accel_sft.planning.families import count, text_config
 from accel_sft.planning.job import BYTES
 from accel_sft.planning.shape import Block, Matrix, ModelShape
 
 _INDEX = "model.safetensors.index.json"
+_MOST_LAYERS, _MOST_WIDE = 10_000, 2**31
+_SIZES = {"num_hidden_layers": _MOST_LAYERS, "hidden_size": _MOST_WIDE, "vocab_size": _MOST_WIDE}
+_SIZES |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), _MOST_WIDE)
+"""The largest value of sizes that config.json names; with more layers no model can be built in any time."""
+
+
+class UnusableModel(UserError):
+    """config.json has sizes of which there can be no model."""
 
 
 def read_shape(config: dict[str, Any], name: str, folder: Path | None = None) -> ModelShape:
@@ -54,10 +63,20 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         UserError: it cannot be read, or is no object.
+        UnusableModel: it has sizes of which there can be no model.
     """
     content = read_json(folder / "config.json")
     if not isinstance(content, dict):
         raise UserError(f"{folder}/config.json: expected an object; name a folder of saved weights")
+    wrong = [
+        f"{folder}/config.json: {name} {shown(str(text[name]))}: expected a whole number from 1 to {most:,}; put the "
+        "model's own file back"
+        for text in (content, text_config(content)[0])
+        for name, most in _SIZES.items()
+        if isinstance(text.get(name), (str, int, float)) and not (type(text[name]) is int and 1 <= text[name] <= most)
+    ]
+    if wrong:
+        raise UnusableModel(*dict.fromkeys(wrong))
     return content
 
 

@@ -183,6 +183,9 @@ def _notes(plans: Sequence[Plan], here: Machine) -> Iterator[str]:
     yield _text("forward  the largest that fits, up to a rank's part of a step", 9)
     if any(each.tight for each in plans):
         yield _text(f"barely   within {1 - MARGIN:.0%} of {where}'s memory; a prediction may err by as much", 9)
+    for each in plans:
+        if each.estimate and each.job and each.job.launch.machines > 1:
+            yield _text(f"{each.name} on {each.job.launch.machines} such machines; memory of one of them", 9)
     yield _text("speed    by a simple model; only ratios between launch files mean anything", 9)
     for note in dict.fromkeys(note for each in plans if each.estimate for note in each.estimate.notes):
         yield _text(f"unknown  {note}", 9)

@@ -79,8 +79,7 @@ def time_spent(path: Path) -> dict[str, Any] | None:
 def batch_share(folder: Path) -> dict[str, float] | None:
     """The traced `steps` of one rank, their `step_seconds`, and the `batch_seconds` in them; None without a trace.
 
-    Making batches includes their copy to the device: it is all that loader workers, prefetching and pinned memory
-    speed up.
+    Making batches includes their copy to the device.
     """
     for path in sorted(folder.glob("*.pt.trace.json")):
         if spent := time_spent(path):

@@ -16,7 +16,7 @@ from accel_sft.launch.info import Launch
 from accel_sft.planning.closed import estimate
 from accel_sft.planning.estimate import Estimate, totals
 from accel_sft.planning.job import AS_CONFIGURED, Job
-from accel_sft.planning.source import read_config, read_shape, stored_bytes
+from accel_sft.planning.source import UnusableModel, read_config, read_shape, stored_bytes
 from accel_sft.planning.states import least_bytes
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training.step import TrainStep
@@ -48,6 +48,8 @@ class Prediction:
         try:
             job = _job(config, weights, launch, accelerator.device)
             self.job = job if job.trained else None  # names of modules that are not there are the model's to refuse
+        except UnusableModel:
+            raise
         except (UserError, OSError, ValueError) as error:
             log(f"no memory is predicted: {error}")
         lines = by_each_rank(lambda: _misfits(self.job, config.force) if self.job else [])
