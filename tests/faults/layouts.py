@@ -12,6 +12,7 @@ that goes on under it from what another layout had written; and of one that find
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -67,7 +68,8 @@ class Job:
         os.environ.update({name: value for name, value in told.items() if name.startswith(SETTINGS)})
         AcceleratorState._reset_state(reset_partial_state=True)
         config = TrainConfig(adapter="none", adam_beta2=0.95).resolved({})
-        self.accelerator, launch = accelerator.create_accelerator(config, read_launch())
+        launch = dataclasses.replace(read_launch(), variable=precision)  # the launcher of these ranks names none
+        self.accelerator, launch = accelerator.create_accelerator(config, launch)
         torch.manual_seed(0)
         shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 64}
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": dropout}
