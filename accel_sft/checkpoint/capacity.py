@@ -28,8 +28,8 @@ def check_disk(accelerator: Accelerator, model: torch.nn.Module, run_dir: RunDir
         if free < size + (spare := min(size // 3, MOST_SPARE_BYTES)):
             raise UserError(
                 f"{run_dir}: a checkpoint takes {_shown(size)} and the files beside it {_shown(spare)}, and "
-                f"{_shown(free)} of the disk are free; free space (then go on with --resume auto), name another --output-dir, or "
-                "--save-every off"
+                f"{_shown(free)} of the disk are free; free space (then go on with --resume auto), name another "
+                "--output-dir, or --save-every off"
             )
 
     decided_by_main(accelerator, check)  # other machines may not see the folder yet
