@@ -457,7 +457,7 @@ def in_a_small_disk(folder, size, *arguments):
     ("size", "told"),
     [
         ("2m", "the disk is full; free space, then go on with --resume auto"),  # the base model
-        ("14m", "a checkpoint takes 0.07 GiB, and 0.01 GiB of the disk are free; free space"),
+        ("14m", "a checkpoint takes 10.2 MiB and the files beside it 3.4 MiB, and "),
     ],
 )
 def test_a_full_disk_is_named_with_the_way_out(tmp_path, size, told):
@@ -466,6 +466,20 @@ def test_a_full_disk_is_named_with_the_way_out(tmp_path, size, told):
     assert told in run.stderr
     assert "Traceback" not in run.stderr
     assert json.loads(run.stdout[run.stdout.rindex("{\n") :])["status"] in ("failed", "running")
+
+
+@pytest.mark.parametrize("told", ["No space left on device", pytest.param("Broken pipe", marks=pytest.mark.long)])
+def test_a_run_whose_output_is_taken_by_nobody_goes_on_and_says_so(tmp_path, told):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "accel_sft", *JOB, "--max-steps", "1", "--output-dir", str(tmp_path)]
+    with open("/dev/full", "w") if told.startswith("No") else os.fdopen(writing, "w") as out:
+        run = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.endswith(f"Warning: standard output was not written to its end: {told}\n")
+    assert "Traceback" not in run.stderr
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "complete"
+    assert "weights in best/" in (tmp_path / "logs" / "rank-0.log").read_text()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
