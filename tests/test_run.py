@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -160,6 +161,75 @@ def test_each_validation_example_is_counted_once_on_any_layout(launched, name):
     for mine, other in zip(run.lines("eval_loss"), reference.lines("eval_loss"), strict=True):
         assert mine["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-4)
         assert mine["accuracy"] == other["accuracy"]
+
+
+COUNTED = '''
+from collections import Counter
+from dataclasses import dataclass
+from accel_sft import Task
+
+@dataclass(kw_only=True)
+class Counted(Task):
+    """Questions of very unequal length, scored by characters, with a metric that is no mean."""
+    main_metric = "f1"
+
+    def dataset(self, split):
+        sizes = [1, 41, 1, 41, 1]
+        return [{"question": str(at) * size, "answer": "1 + 2" * (at + 1)} for at, size in enumerate(sizes)]
+
+    def messages(self, example):
+        return [{"role": "user", "content": example["question"]}]
+
+    def target(self, example):
+        return example["answer"]
+
+    def score(self, example, text):
+        shared = (Counter(text) & Counter(example["answer"])).total()
+        return {"shared": shared, "written": len(text) + len(example["answer"])}
+
+    def aggregate(self, scores):
+        shared, written = (sum(score[key] for score in scores) for key in ("shared", "written"))
+        return {"f1": 2 * shared / written, "examples": len(scores)}
+'''
+
+
+@pytest.mark.parametrize(
+    ("count", "batch_size"),
+    [(4, 1), pytest.param(2, 64, marks=pytest.mark.long), pytest.param(5, 2, marks=pytest.mark.long)],
+)
+def test_three_ranks_give_the_numbers_of_a_plain_count_over_examples_and_answers(launched, tmp_path, count, batch_size):
+    model_dir = layout(launched, "plain").run_dir / "final"
+    (tmp_path / "counted.py").write_text(COUNTED)
+    asked = ("--eval-limit", str(count), "--eval-batch-size", str(batch_size), "--max-new-tokens", "12")
+    command = ("evaluate", str(tmp_path / "counted.py"), "--model", str(model_dir), *asked)
+    ranks = ("--mixed_precision", "no", "--num_processes", "3")
+    run = accel_sft(*command, yaml="ddp", launcher=ranks, run_dir=tmp_path / "out")
+    assert run.status == 0, run.output
+    samples = [json.loads(line) for line in (run.run_dir / "samples-tuned.jsonl").read_text().splitlines()]
+    questions = [str(index) * (1 + 40 * (index % 2)) for index in range(count)]
+    answers = ["1 + 2" * (index + 1) for index in range(count)]
+    assert [(each["index"], each["prompt"], each["expected"]) for each in samples] == [
+        *zip(range(count), questions, answers, strict=True)
+    ]
+    said = [each["generated"] for each in samples]
+    shared = sum((Counter(text) & Counter(answer)).total() for text, answer in zip(said, answers, strict=True))
+    assert run.result()["after"]["f1"] == 2 * shared / len("".join(said + answers)) > 0
+    assert run.result()["after"]["examples"] == count
+    model, tokenizer = (each.from_pretrained(model_dir) for each in (AutoModelForCausalLM, AutoTokenizer))
+    losses = []
+    for question, answer in zip(questions, answers, strict=True):
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        asked, whole = (
+            tokenizer.apply_chat_template(part, add_generation_prompt=len(part) == 1, return_dict=True)["input_ids"]
+            for part in (turns[:1], turns)
+        )
+        ends = len(whole) - whole[::-1].index(tokenizer.eos_token_id)
+        with torch.no_grad():
+            logits = model(torch.tensor([whole])).logits[0, len(asked) - 1 : ends - 1]
+        losses.append(
+            torch.nn.functional.cross_entropy(logits, torch.tensor(whole[len(asked) : ends]), reduction="none")
+        )
+    assert run.result()["after"]["eval_loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-4)
 
 
 def test_what_a_run_leaves_behind(launched):
