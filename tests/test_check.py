@@ -15,6 +15,7 @@ from fake_plugins import install
 
 from accel_sft.checking.codes import CODES, GRADES
 from accel_sft.checking.findings import Findings
+from accel_sft.checking.keys import AnswerKeys
 from accel_sft.checking.reading import read_splits
 from accel_sft.checking.texts import DAMAGED, normalised, read_texts
 from accel_sft_math import Math
@@ -384,6 +385,21 @@ def test_each_answer_of_a_chat_is_looked_at(site, model, tmp_path):
     assert re.sub(r"\|+", "|", learnt) == "|2</s>|4</s>"
 
 
+def test_a_label_that_is_rare_and_misspelt_is_found(tmp_path):
+    roads = [f"Road {number}" for number in range(100)]
+    sentences = [(f"{road} is long.", {"address": {road: [[0, len(road) - 1]]}}) for road in roads]
+    odd = [(f"Bo likes {key}.", {key: {"Bo": [[0, 1]]}}) for key in ("adress", "adderss", "Address", "game")]
+    files = {"train": [*sentences, *odd[:3], sentences[0], odd[3]], "validation": sentences[3:5]}
+    for name, rows in files.items():
+        lines = [json.dumps({"text": text, "label": label}) + "\n" for text, label in rows]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    named = [word for name in files for word in (f"--{name}-file", str(tmp_path / f"{name}.jsonl"))]
+    run = accel_sft("check", "ner", *named, "--allow-overlap", "--json", "--no-score")
+    (finding,) = [each for each in report_of(run)["findings"] if each["code"] == "D214"]
+    assert [row["line"] for row in finding["rows"]] == [101, 102, 103]
+    assert finding["rows"][0]["detail"] == "'adress' stands 1 time, 'address' 103 times"
+
+
 def test_where_thinking_is_kept_an_answer_without_any_is_found(tmp_path):
     class Thoughtful(Math):
         def messages(self, example):
@@ -395,7 +411,7 @@ def test_where_thinking_is_kept_an_answer_without_any_is_found(tmp_path):
     special, answers = mock.Mock(faults=lambda chat: []), ["<think>two</think>2", "2", " "]
     for keeps, rows in ((False, []), (True, [1])):
         found = Findings()
-        read_texts(Thoughtful(), answers, "train", special, found, keeps_thinking=keeps)
+        read_texts(Thoughtful(), answers, "train", special, AnswerKeys(), found, keeps_thinking=keeps)
         assert [row.index for each in found.placed({}) if each.code == "D212" for row in each.rows] == rows
 
 

@@ -12,6 +12,7 @@ import pytest
 from parsers import CALLS, answer, noting
 
 from accel_sft import UserError, read_rows
+from accel_sft.data import formats
 from accel_sft.data.bad_rows import Place
 from accel_sft.data.rows import with_places
 
@@ -107,6 +108,15 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, expected):
     (problem,) = caught.value.problems
     got = problem.removeprefix(str(tmp_path / name))
     assert got.startswith(expected) or (expected.startswith(": not UTF-8") and expected in got)
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("xz", lzma.compress)])
+def test_a_small_file_that_holds_far_more_than_rows_do_is_refused(tmp_path, monkeypatch, suffix, compress):
+    monkeypatch.setattr(formats, "_MOST_DECOMPRESSED", 1 << 20)
+    path = tmp_path / f"rows.jsonl.{suffix}"
+    path.write_bytes(compress(b" " * (100 << 20)))
+    with pytest.raises(UserError, match=r"rows\.jsonl\..z: holds more than 200 times its size, which no rows do"):
+        read_rows(path, answer)
 
 
 def test_a_bad_row_of_parquet_is_named_by_its_number_and_bytes_are_no_text(tmp_path):

@@ -13,7 +13,7 @@ from parsers import CALLS, answer, other_answer
 
 from accel_sft import UserError, read_rows
 from accel_sft.api.errors import what_and_where
-from accel_sft.data import row_reading
+from accel_sft.data import json_stream, row_reading
 
 
 @pytest.fixture(autouse=True, params=["held", "from the file"])
@@ -276,6 +276,14 @@ def test_an_error_that_passes_through_the_reader_names_the_caller_s_line(file):
     with pytest.raises(TypeError) as caught:
         rows["first"]
     assert re.search(rf"\({re.escape(__file__)}:\d+\)$", what_and_where(caught.value))
+
+
+def test_a_line_without_an_end_is_refused(file, monkeypatch):
+    monkeypatch.setattr(json_stream, "MAX_ROW_BYTES", 1 << 20)
+    longest = json.dumps({"answer": "a" * ((1 << 20) - 15)}) + "\n"
+    assert len(longest) == 1 << 20
+    assert len(read_rows(file(longest), answer)) == 1
+    assert problems(file(longest + " " * (1 << 21))) == [":2: a line of more than 1 MiB; give each row its own line"]
 
 
 def test_a_file_that_cannot_be_read(tmp_path):

@@ -2,8 +2,10 @@
 
 import hashlib
 import os
+import random
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -95,6 +97,16 @@ def test_a_name_is_spelt_alike_in_the_sentence_and_in_the_json(tokenizer):
 )
 def test_any_text_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_words_of_any_length_are_spelt_without_a_search_in_them(tmp_path):
+    letters = random.Random(0).choices("abcdefgh", k=300_000)
+    texts = ["".join(letters[at:]) for at in range(60)]
+    started = time.monotonic()
+    build_tiny(tmp_path, texts, 0)
+    assert time.monotonic() - started < 60  # it took minutes
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.decode(tokenizer(texts[0])["input_ids"]) == texts[0]
 
 
 def test_latin_1_openings_round_trip(tmp_path):

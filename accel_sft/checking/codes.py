@@ -83,6 +83,11 @@ CODES = {
         "--thinking keep, and the answer has no thinking",
         "write it before the answer, or leave these rows out: the model learns to answer such questions without it",
     ),
+    "D214": Code(
+        "warning",
+        "a key of the answer's JSON is rare, and nearly spelt like a frequent one",
+        "spell it like the other, unless it is meant: a model learns what is written",
+    ),
     "D301": Code("warning", "longer than --max-length, and left out", "raise --max-length, or shorten the rows"),
     "D302": Code(
         "warning",

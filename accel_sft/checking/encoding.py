@@ -13,6 +13,7 @@ from accel_sft.checking.findings import Findings
 from accel_sft.checking.reading import Selection, selected
 from accel_sft.checking.texts import without_index
 from accel_sft.data.chat import EMPTY_ANSWER, NO_PROMPT, NOTHING_TO_LEARN, Encoding
+from accel_sft.data.conversation import conversation
 from accel_sft.data.template import AnswerDropped, NotAPrefix, Rejected
 from accel_sft.data.tokenization import SplitEncoder
 
@@ -22,6 +23,8 @@ _MOST_REFUSED = 200
 _BLOCK = 512
 _MEASURED = 256
 """Rows above --max-length whose tokens are counted, to say which length would keep them."""
+_TOKENIZED = 1 << 20
+"""Characters of a row of which they are: a text of 10 MB takes gigabytes."""
 
 
 def encode_split(
@@ -114,8 +117,12 @@ def _report_left_out(
 
 
 def _length_needed(encode: SplitEncoder, examples: Sequence[Any], some: list[int], split: str, count: int) -> str:
+    which = "the longest" if len(some) == count else f"the longest of the first {len(some)}"
+    chats = (conversation(encode.task, examples, split, index) for index in some)
+    characters = max(sum(map(len, chat.texts())) for chat in chats)
+    if characters > _TOKENIZED:
+        return f"{which} has {characters:,} characters"
     rules = dataclasses.replace(encode.rules, max_length=1 << 40, truncation="drop")
     parts = encode.parts(examples, some, split, rules)
     longest = max(len(each.input_ids) for part in parts for each in part.kept)
-    which = "the longest" if len(some) == count else f"the longest of the first {len(some)}"
     return f"{which} has {longest:,} tokens"

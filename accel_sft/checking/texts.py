@@ -15,6 +15,7 @@ import numpy as np
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.checking.findings import Findings
+from accel_sft.checking.keys import AnswerKeys
 from accel_sft.data.control_tokens import ControlTokens
 from accel_sft.data.conversation import Conversation, Turn, conversation
 from accel_sft.data.form import divided
@@ -66,6 +67,7 @@ def read_texts(
     examples: Sequence[Any],
     split: str,
     special: SpecialTokens,
+    keys: AnswerKeys,
     found: Findings,
     *,
     keeps_thinking: bool = False,
@@ -73,6 +75,7 @@ def read_texts(
     """Read every example's conversation, and report what its texts show.
 
     Args:
+        keys: the keys of answers are counted there.
         keeps_thinking: `--thinking keep` is given, and each answer should have some.
     """
     count = len(examples)
@@ -91,6 +94,7 @@ def read_texts(
         for code, detail in (*faults.items(), *special.faults(chat)):
             found.add(code, split, index, detail)
         prompt = "\x1e".join(f"{turn['role']}\x1f{turn['content']}{_calls(turn)}" for turn in chat.turns) + seen
+        keys.add(split, index, chat.target)
         target = chat.target + _calls(chat.answer)
         loose = normalised(prompt)
         texts = prompt, f"{prompt}\x1d{target}", loose, f"{loose}\x1d{normalised(target)}"

@@ -23,6 +23,7 @@ from accel_sft.checking.encoding import encode_split
 from accel_sft.checking.examples import Shown, pieces_of
 from accel_sft.checking.figures import SplitFigures, StepFigures, split_figures, step_figures
 from accel_sft.checking.findings import Findings
+from accel_sft.checking.keys import AnswerKeys
 from accel_sft.checking.reading import Selection, bad_rows_of, read_splits, readable_rows, report_unreadable
 from accel_sft.checking.report import Report
 from accel_sft.checking.scores import OwnScores
@@ -90,11 +91,13 @@ class Audit:
             assembly = Assembly(Accelerator(cpu=True), self.task, lenient, self.source)
             eos_ids = assembly.encode.rules.eos_ids
             special = SpecialTokens(assembly.tokenizer, eos_ids)
+            keys = AnswerKeys()
             keeps = {"keeps_thinking": self.config.thinking == "keep"}
             texts = {
-                split: read_texts(self.task, examples, split, special, self.found, **keeps)
+                split: read_texts(self.task, examples, split, special, keys, self.found, **keeps)
                 for split, examples in self.splits.items()
             }
+            keys.report(self.found)
             for split in self.splits:
                 self._encode(assembly, split, texts[split])
             counts = self._repeats(texts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -14,6 +15,11 @@ from accel_sft.data.pieces import PieceTokenizer
 from accel_sft.data.rendering import Rendered, Rendering
 from accel_sft.data.template import MARK, holds, not_a_prefix, refusal
 from accel_sft.data.tool_calls import lost
+
+_LONG = 1 << 16
+"""Characters: of shorter texts the tokens are made at once."""
+_MARGIN = 4
+"""How many times as long as its tokens a text must at least be: normalization may make it shorter."""
 
 
 class AnswerTokens:
@@ -62,6 +68,20 @@ class AnswerTokens:
         chats = [range(2 * (end - count), 2 * end) for end, count in zip(ends, counts, strict=True) if count > 1]
         ids = self._tokenize(written, chats)
         return list(zip(ids[::2], ids[1::2], strict=True))
+
+    def exceeds(self, chat: Conversation, tokens: int) -> bool:
+        """Whether a text that every template writes surely has more tokens: to make them of 10 MB takes many seconds
+        and gigabytes. False says nothing."""
+        always = [turn["content"] for turn in chat.turns if turn["role"] != "assistant"]
+        for text in (*always, chat.answer["content"].rpartition("</think>")[2]):
+            if len(text) > _LONG and sum(map(len, text.split())) > _MARGIN * self._longest_token * tokens:
+                return True
+        return False
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest: in some vocabularies a character of these is a byte of the text."""
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def control_token(self, chat: Conversation) -> Written | None:
         """The control token in an example's texts, as `ControlTokens.written` gives it."""

@@ -176,6 +176,10 @@ def encode_parts(
 
 
 def _encode_part(tokens: AnswerTokens, part: list[tuple[int, Conversation]], split: str, rules: Rules) -> Encoding:
+    far_too_long = {index for index, chat in part if tokens.exceeds(chat, rules.max_length)}
+    if rules.truncation == "right":
+        far_too_long.clear()
+    part = [(index, chat) for index, chat in part if index not in far_too_long]
     every = [each for _, chat in part for each in chat.each()]
     counts = [len(chat.learnt) + 1 for _, chat in part]
     texts = tokens.with_images(_rendered(tokens.rendering, part, every, split), part, split)
@@ -204,6 +208,8 @@ def _encode_part(tokens: AnswerTokens, part: list[tuple[int, Conversation]], spl
                 result.control_tokens["answers" if written.ends_answer else "texts"].append(index)
             if short != rows:
                 result.cut.append(index)
+    if far_too_long:
+        result.left_out[rules.too_long] = sorted({*result.left_out[rules.too_long], *far_too_long})
     return result
 
 

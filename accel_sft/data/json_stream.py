@@ -4,15 +4,17 @@ Lines are read one at a time; of an array the text is held in memory, the values
 """
 
 import codecs
+import itertools
 import json
 import re
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
 from accel_sft.api.errors import UserError
 
 _MAX_DEPTH = 100  # Python's own limit moves with its version and the caller's stack
+MAX_ROW_BYTES = 64 << 20
+"""No row of so many bytes can be trained on; a line without an end, of a file that is none, would fill the memory."""
 _MAX_NAME = 80
 """Characters of a field's name that a message repeats: a row may have as long a one as it likes."""
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -83,7 +85,11 @@ def located(stream: BinaryIO, name: str) -> Iterator[Located]:
     if mark == b"[":
         yield from _array(_text(stream.read(), name, 1, begin), begin)
         return
-    for line, raw in enumerate(stream, 1):
+    for line in itertools.count(1):
+        if not (raw := stream.readline(MAX_ROW_BYTES + 1)):
+            return
+        if len(raw) > MAX_ROW_BYTES:
+            raise UserError(f"{name}:{line}: a line of more than {MAX_ROW_BYTES >> 20} MiB; give each row its own line")
         text = _text(raw, name, line, begin)
         if text.strip():
             yield Located(_decoded(text.removesuffix("\n")), line, begin, raw)
@@ -141,7 +147,7 @@ def _problems_in(value: Any, depth: int = 0) -> Iterator[ValueError]:
         if re.search("[\ud800-\udfff]", value):
             yield ValueError("a lone surrogate (\\ud800-\\udfff) is not text; remove it")
     elif isinstance(value, (dict, list)):
-        for part in value if isinstance(value, list) else chain.from_iterable(value.items()):
+        for part in value if isinstance(value, list) else itertools.chain.from_iterable(value.items()):
             yield from _problems_in(part, depth + 1)
 
 

@@ -47,8 +47,11 @@ CHAT_TEMPLATE = (
 )
 
 _CHARACTER_SCRIPTS = r"\p{Han}\p{Hiragana}\p{Katakana}"
-_PIECES = rf"\p{{N}}|[{_CHARACTER_SCRIPTS}]|[\p{{L}}&&[^{_CHARACTER_SCRIPTS}]]+| ?[^\s\p{{L}}\p{{N}}]+|\s"
+_PIECES = rf"\p{{N}}|[{_CHARACTER_SCRIPTS}]|[\p{{L}}&&[^{_CHARACTER_SCRIPTS}]]{{1,64}}| ?[^\s\p{{L}}\p{{N}}]{{1,64}}|\s"
+"""The trainer's time grows with the square of a piece's length, and no word has more letters."""
 _MAX_LENGTH = 4096
+_MAX_TEXT = 1 << 14
+"""Characters of a text that the tokenizer is made from: rows that are much longer are left out anyway."""
 _MAX_CHARACTERS = 4096
 _MAX_MERGES = 768
 _MERGE_SHARE = 0.01
@@ -109,7 +112,7 @@ def train_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
 
     openings = common_openings(texts)
     opening = re.compile("|".join([*map(re.escape, openings), ""]))  # the longest that a text has
-    corpus = [text[opening.match(text).end() :] for text in sorted(set(texts))]
+    corpus = [text[opening.match(text).end() :][:_MAX_TEXT] for text in sorted(set(texts))]
     characters, merges = _characters_and_merges(corpus)
     pairs: dict[tuple[str, str], None] = {}  # ordered, each once
     for char in characters:
