@@ -27,4 +27,4 @@ def test_the_best_is_the_first_of_the_best_with_the_lowest_loss(
         told.append(state.update_best(value, loss, higher_is_better))
     assert (state.best_step, state.without_better) == (best_step, without_better)
     assert state.best == values[best_step - 1]
-    assert told.index(True) <= best_step - 1
+    assert max(step for step, better in enumerate(told, 1) if better) == best_step

@@ -7,12 +7,17 @@ from pathlib import Path
 class UserError(Exception):
     """An error that the user can fix: one line for each problem, with what is wrong, where, and what to do.
 
-    It is printed without a traceback (unless `--debug`) and ends the process with a non-zero status.
+    It is printed without a traceback (unless `--debug`) and ends the process with a non-zero status. Control characters
+    are spelt out: a problem may repeat what stands in a file.
     """
 
     def __init__(self, *problems: str) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
+        self.problems = tuple(problem if problem.isprintable() else _spelt_out(problem) for problem in problems)
+        super().__init__("\n".join(self.problems))
+
+
+def _spelt_out(text: str) -> str:
+    return "".join(mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in text)
 
 
 def first_line(error: BaseException) -> str:

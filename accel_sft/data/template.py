@@ -66,7 +66,7 @@ def _limited() -> Iterator[None]:
         raise _NoEnd
 
     before = signal.signal(signal.SIGVTALRM, ring)
-    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, 1)  # again and again: what a destructor raises is swallowed
     try:
         yield
     finally:
@@ -92,9 +92,11 @@ def rendered(
     mend = "change the task's messages() or the model"
     try:
         with _limited():
-            return tokenizer.apply_chat_template(
+            found = tokenizer.apply_chat_template(
                 list(conversations), chat_template=template, tokenize=False, add_generation_prompt=prompt, **given
             )
+            "".join(found).encode()  # no tokenizer takes half a surrogate pair
+            return found
     except _NoEnd:
         raise UserError(
             f"{split}: the model's chat template computed for {SECONDS} seconds on {len(conversations)} conversations "

@@ -190,7 +190,11 @@ def _ignored(launch: Launch, config: TrainConfig, where: str) -> Iterator[Findin
         yield warning(f"{where}: gradient_accumulation_steps {steps} is not used", mend)
     clip = launch.json.get("gradient_clipping")
     clip = given.get("ACCELERATE_GRADIENT_CLIPPING", "auto") if clip is None else clip
-    if clip != "auto" and float(clip) != config.max_grad_norm:
+    try:
+        differs = clip != "auto" and float(clip) != config.max_grad_norm
+    except (TypeError, ValueError, OverflowError):
+        differs = True
+    if differs:
         what = f"{where}: gradient_clipping {clip} is not used, --max-grad-norm {config.max_grad_norm:g} is"
         yield warning(what, f"remove it, or set --max-grad-norm {clip}")
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):

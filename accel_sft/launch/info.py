@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,15 @@ class Finding:
     mend: str
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.mend}"
+        text = f"{self.what}: {self.mend}"
+        return one_line(text, len(text))  # a key of a file may hold a line break
 
 
+_MOST_VALUES = 10_000
+"""Of a launch file: an alias (`*a`) can repeat a value that repeats others, or itself."""
+_JSON_SECTIONS = ("zero_optimization", "bf16", "fp16", "tensor_parallel")
+_OFFLOADS = ("offload_optimizer", "offload_param")
+"""What DeepSpeed's JSON has further keys below."""
 LEVELS = ("error", "warning", "note")
 error, warning, note = (functools.partial(Finding, level) for level in LEVELS)
 
@@ -108,7 +114,10 @@ class Launch:
         """The ZeRO stage, 0 without DeepSpeed."""
         if self.backend != "deepspeed":
             return 0
-        return int(self.zero.get("stage", 0) if self.json_file else self._deepspeed_variable("ZERO_STAGE", "2"))
+        stage = self.zero.get("stage", 0) if self.json_file else self._deepspeed_variable("ZERO_STAGE", "2")
+        if not str(stage).isdecimal():
+            raise UserError(f"{self.json_file or self.config_file}: ZeRO stage {one_line(str(stage))}: 0, 1, 2 or 3")
+        return int(stage)
 
     def offload(self, what: str) -> str:
         """Where `optimizer` or `param` is offloaded to: none, cpu or nvme. FSDP offloads both or neither."""
@@ -237,8 +246,10 @@ def read_launch(
         json_file = Path(named)
         try:
             loaded = json.loads((folder / json_file).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"deepspeed_config_file {named}: cannot be read as JSON: {error}") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"deepspeed_config_file {one_line(named)}: cannot be read as JSON: {error}") from None
+        _check_sections(f"deepspeed_config_file {named}", loaded, _JSON_SECTIONS)
+        _check_sections(f"deepspeed_config_file {named}", loaded.get("zero_optimization") or {}, _OFFLOADS)
     path = None if config_file is None else Path(config_file)
     variable = launchers.get(PRECISION, "")
     return Launch(arguments, path, text, content, json_file, loaded, dict(environment), variable)
@@ -251,12 +262,28 @@ def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
         content = yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         problem = one_line(" ".join(str(error).split()), 300)
         raise UserError(f"launch file {path}: cannot be read as YAML: {problem}") from None
-    if not isinstance(content or {}, dict):
+    content, todo, values = content or {}, [content], 0
+    while todo and (values := values + 1) <= _MOST_VALUES:
+        value = todo.pop()
+        todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if todo:
+        raise UserError(f"launch file {path}: its aliases make more than {_MOST_VALUES:,} values; write them out")
+    if not isinstance(content, dict):
         raise UserError(f"launch file {path}: write one `key: value` a line")
-    return text, content or {}
+    _check_sections(f"launch file {path}", content, [key for key in content if str(key).endswith("_config")])
+    return text, content
+
+
+def _check_sections(where: str, content: Any, names: Iterable[str]) -> None:
+    """Raise UserError unless `content` and what has these names in it are mappings, or not there."""
+    wrong = (
+        [name for name in names if not isinstance(content.get(name) or {}, dict)] if isinstance(content, dict) else [""]
+    )
+    if wrong:
+        raise UserError(f"{where}: {one_line(wrong[0])}: expected keys with values".replace(": :", ":"))
 
 
 def _default_config_file(environment: Mapping[str, str]) -> str | None:

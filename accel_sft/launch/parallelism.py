@@ -34,7 +34,8 @@ def audit_parallelism(config: TrainConfig, launch: Launch, where: str) -> Iterat
     for name, (what, mend) in _REFUSED.items():
         if (size := sizes.get(name, 1)) > 1:
             yield error(f"{where}: parallelism_config_{name}_size {size}: {what} is not supported", mend)
-    if (size := int((launch.json.get("tensor_parallel") or {}).get("autotp_size", 0))) > 1:
+    size = (launch.json.get("tensor_parallel") or {}).get("autotp_size") or 0
+    if size not in (0, 1):
         what, mend = _REFUSED["tp"]
         yield error(f"{launch.json_file}: autotp_size {size}: {what} is not supported", mend)
     if sizes.get("sp", 1) > 1:

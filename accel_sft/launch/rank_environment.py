@@ -9,6 +9,7 @@ from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.registry import suggestion
+from accel_sft.io.text import one_line
 from accel_sft.launch.launcher import PRECISION, is_launcher
 
 CONFIG_KEYS = """
@@ -28,6 +29,8 @@ _BACKENDS = {"DEEPSPEED": "use_deepspeed", "FSDP": "use_fsdp", "MEGATRON_LM": "u
 _ONE_PROCESS = ("NO", "MULTI_CPU")
 DIMENSIONS = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 """Of Accelerate's ParallelismConfig, each with a size in ranks."""
+_MOST = 1_000_000
+"""Processes or ranks of anything."""
 _PREFIXED = ("fsdp_config",)
 """Of the sections whose keys have a prefix, which they may go without, those that are read here."""
 _DEEPSPEED = {
@@ -72,7 +75,10 @@ def rank_environment(content: Mapping[str, Any], flags: Mapping[str, str], where
             key = f"parallelism_config_{name}_size"
             found[key.upper()] = str(_number({key: args.get(key, 1)}, key, where))
     here = processes // machines
-    rank = here * int(args.get("machine_rank") or 0) if machines > 1 else 0
+    machine = args.get("machine_rank") or 0
+    if not str(machine).isdecimal():
+        raise UserError(f"{where}: machine_rank {one_line(str(machine))}: give --machine_rank a number, from 0")
+    rank = here * int(machine) if machines > 1 else 0
     return found | {
         "WORLD_SIZE": str(here * machines),
         "LOCAL_WORLD_SIZE": str(here),
@@ -123,9 +129,11 @@ def _arguments(content: Mapping[str, Any], flags: Mapping[str, str], where: str)
     known = CONFIG_KEYS.split()
     for key in content:
         if key not in known and key not in _OLD_KEYS:
-            raise UserError(f"{where}: {key}: the launcher knows no such key{suggestion(str(key), known)}")
+            shown = one_line(str(key))
+            raise UserError(f"{where}: {shown}: the launcher knows no such key{suggestion(str(key), known)}")
     if content.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
-        raise UserError(f"{where}: compute_environment {content['compute_environment']}: write LOCAL_MACHINE")
+        shown = one_line(str(content["compute_environment"]))
+        raise UserError(f"{where}: compute_environment {shown}: write LOCAL_MACHINE")
     args = dict(content)
     for name in _SECTIONS:
         if isinstance(content.get(name), dict):
@@ -152,7 +160,8 @@ def _precision(args: Mapping[str, Any], where: str) -> str:
     precision = before if args.get("mixed_precision") is None else args["mixed_precision"]
     if precision not in ("no", "fp16", "bf16", "fp8"):
         quoted = " (in quotes: YAML reads a bare no as false)" if precision is False else ""
-        raise UserError(f"{where}: mixed_precision {precision} is unknown; write bf16, fp16, fp8 or 'no'{quoted}")
+        shown = one_line(str(precision))
+        raise UserError(f"{where}: mixed_precision {shown} is unknown; write bf16, fp16, fp8 or 'no'{quoted}")
     return precision
 
 
@@ -160,8 +169,9 @@ def _backend(args: Mapping[str, Any], where: str) -> str | None:
     """The flag of the backend that starts the ranks; None: one process."""
     kind = args.get("distributed_type")
     kind = "NO" if kind is False else kind  # as YAML reads a bare NO
-    if kind not in _BACKENDS and kind not in _ONE_PROCESS:
-        near = suggestion(str(kind), _BACKENDS)
+    if not isinstance(kind, str) or kind not in (*_BACKENDS, *_ONE_PROCESS):
+        kind = one_line(str(kind))
+        near = suggestion(kind, _BACKENDS)
         raise UserError(f"{where}: distributed_type {kind} is not supported{near or '; write DEEPSPEED or MULTI_GPU'}")
     if "cpu" in args:
         return None
@@ -174,8 +184,9 @@ def _number(args: Mapping[str, Any], name: str, where: str) -> int:
         return 1
     try:
         number = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = 0
-    if number < 1:
-        raise UserError(f"{where}: {name} {'is missing' if value is None else value}: give --{name} at least 1")
+    if not 1 <= number <= _MOST:
+        found = "is missing" if value is None else f"is beyond {_MOST:,}" if number > _MOST else one_line(str(value))
+        raise UserError(f"{where}: {name} {found}: give --{name} at least 1")
     return number

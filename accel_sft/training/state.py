@@ -1,7 +1,14 @@
 """TrainState, which a checkpoint holds too: counters, metrics, and which step is the best. Standard library only."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accel_sft.api.errors import UserError
 
 
 @dataclasses.dataclass
@@ -18,6 +25,21 @@ class TrainState:
     best_loss: float | None = None  # the loss it came with,
     best_step: int | None = None  # and where it was
     without_better: int = 0  # evaluations since then
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any], path: Path) -> TrainState:
+        """What a checkpoint holds of it.
+
+        Raises:
+            UserError: it has other fields than this version writes.
+        """
+        try:
+            return cls(**saved["progress"])
+        except (KeyError, TypeError):
+            raise UserError(
+                f"{path}: its counters are not those of this version; resume it with the version that wrote it, or "
+                "start a new run from its final weights with --init-from"
+            ) from None
 
     def counted(self, *, tokens: int, seconds: float, **numbers: float) -> dict[str, float]:
         """Count the step that was just done; returns its line of metrics.jsonl."""

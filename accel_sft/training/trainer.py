@@ -91,7 +91,7 @@ class Trainer:
         if path:
             saved = checkpoint.load(self.accelerator, self.model, self.optimizer, path)
             self.stepper.adapter.set_extra_state(self.stepper.adapted, shards.read_extra(path))
-            self.state = TrainState(**saved["progress"])
+            self.state = TrainState.of(saved, path)
         self.train_step = self.new_train_step(saved["batching"] if saved.get("layout") == here else None)
         if path:
             if self.config.resume != "auto" and self.accelerator.is_main_process:

@@ -11,20 +11,20 @@ import time
 from pathlib import Path
 
 import click
-import fuzz
+import odd_input
 import pytest
 import yaml
 from conftest import accel_sft
 from fake_plugins import install
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from odd_input import PREFIX, good_row, json_values
 
 from accel_sft import UserError, read_rows
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import load_yaml
 from accel_sft.api.options import settings as settings_of
 from accel_sft.cli_task import TaskCommand
-from accel_sft.data import row_reading
 from accel_sft_math import Math
 
 LAW = settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
@@ -36,54 +36,16 @@ def path(tmp_path_factory):
     return tmp_path_factory.mktemp("input") / "rows.json"
 
 
-def read(task, path, content, large=False):
-    """What `fuzz.read` gives; the file is held in memory as a small one is, or read as a large one is."""
+def read(task, path, content):
+    """What `odd_input.read` gives of a file with this content."""
     path.write_bytes(content)
-    with pytest.MonkeyPatch.context() as patch:
-        if large:
-            patch.setattr(row_reading, "IN_MEMORY_BYTES", 0)
-        return fuzz.read(fuzz.reader(task, path), path)
+    return odd_input.read(odd_input.reader(task, path), path)
 
 
 draws = st.integers(0, 2**32).map(random.Random)
 
 
 # --- rows ---
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-    lambda part: st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=9), part, max_size=3),
-    max_leaves=9,
-)
-in_pieces = st.lists(
-    st.sampled_from([*b'[]{}":,\\0', *b" \n\r\t\x0c"]).map(lambda byte: bytes([byte]))
-    | st.sampled_from(fuzz.NASTY_BYTES)
-    | st.sampled_from(
-        [b'"text"', b'"label"', b'"instruction"', b'"output"', b"{}", b"null", b"1e9", b"\\u", b"\\ud83d"]
-    )
-).map(b"".join)
-in_rows = st.lists(
-    st.fixed_dictionaries({}, optional=dict.fromkeys(("text", "label", "instruction", "output", "input"), json_values))
-).map(lambda found: json.dumps(found, ensure_ascii=False).encode("utf-8", "surrogatepass"))
-
-
-@pytest.mark.parametrize("task", ["math", "ner"])
-@LAW
-@given(content=st.binary() | in_pieces | in_rows, large=st.booleans())
-def test_any_bytes_are_rows_or_are_refused_by_file_and_line(path, task, content, large):
-    read(task, path, content, large)
-
-
-@pytest.mark.parametrize("task", ["math", "ner"])
-@LAW
-@given(draw=draws, count=st.integers(0, 3), large=st.booleans())
-def test_a_good_file_that_was_damaged_is_read_or_refused_by_file_and_line(path, task, draw, count, large):
-    good = [fuzz.good_row(draw, task) for _ in range(3)]
-    content = b"\n".join(json.dumps(row).encode() for row in good)
-    for _ in range(count):
-        content = fuzz.mutated_bytes(draw, content)
-    found = read(task, path, content, large)
-    assert count or len(found) == 3
 
 
 @pytest.mark.parametrize("task", ["math", "ner"])
@@ -95,7 +57,7 @@ def test_a_good_file_that_was_damaged_is_read_or_refused_by_file_and_line(path, 
 )
 def test_the_line_that_is_named_is_the_one_that_is_wrong(path, task, draw, line, form):
     before, between, after = form
-    lines = [json.dumps(fuzz.good_row(draw, task)) for _ in range(3)]
+    lines = [json.dumps(good_row(draw, task)) for _ in range(3)]
     lines[line - 1] = lines[line - 1][: draw.randrange(1, len(lines[line - 1]))]
     error = read(task, path, (before + between.join(lines) + after).encode())
     at = before.count("\n") + (line - 1) * between.count("\n") + 1
@@ -112,7 +74,7 @@ LARGE = {
     "digits": b'{"text": ' + b"9" * MEGABYTE + b"}",
     "a number before the equals sign": b'{"instruction": "' + b"9" * MEGABYTE + b'=", "output": "1 + 1"}',
     "blanks before the equals sign": b'{"instruction": "1' + b" " * MEGABYTE + b'", "output": ""}',
-    "an answer of blanks": json.dumps({"instruction": "2=", "output": fuzz.PREFIX + "1" + " " * MEGABYTE}).encode(),
+    "an answer of blanks": json.dumps({"instruction": "2=", "output": PREFIX + "1" + " " * MEGABYTE}).encode(),
     "blank lines": b"\n" * MEGABYTE,
     "backslashes": b'{"text": "' + b"\\" * MEGABYTE,
     "an escape for each character": b'{"text": "' + rb"\u0041" * (MEGABYTE // 6) + b'"}',
@@ -151,13 +113,6 @@ def test_a_megabyte_in_one_line_is_a_row_like_any_other(path):
 def test_a_name_that_no_file_can_have_is_refused(name):
     with pytest.raises(UserError, match=r"not a file's name|cannot be read"):
         read_rows(name, dict)
-
-
-def test_the_fuzz_target_runs(tmp_path):
-    counts = fuzz.fuzz(60, 1, tmp_path)
-    assert counts.failed == 0
-    assert counts.accepted > counts.encoded > 0
-    assert sum(counts.refused.values()) == 60 - counts.encoded
 
 
 # --- settings ---
@@ -221,10 +176,7 @@ OPTION = re.compile(r"--[a-z0-9-]+\b|(unknown option|\S+ is given) ")
 
 
 def one_line_each(error, prefix=""):
-    for line in error.problems:
-        assert line.startswith(prefix)
-        assert len(line.splitlines()) == 1, line
-        assert len(line) < 1000, line
+    odd_input.one_line_each(error, prefix, 1000)
 
 
 def built(*arguments):

@@ -207,9 +207,10 @@ def test_a_rank_that_waits_for_one_that_never_comes_hears_a_signal_all_the_same(
 
 FORKING = """
 import os, signal, sys, time
-from accel_sft.resilience.signals import StopSignals
+from accel_sft.resilience import signals
 
-with StopSignals() as stopping:
+signals.WATCH_SECONDS, signals.UNHANDLED_SECONDS = 0.2, 0.5
+with signals.StopSignals() as stopping:
     stopping.deferred = sys.argv[1] == "deferred"
     if (child := os.fork()) == 0:
         time.sleep(60)
@@ -217,7 +218,7 @@ with StopSignals() as stopping:
     os.kill(child, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     stopping.deferred = False
-    time.sleep(7)
+    time.sleep(1.5)
     assert not stopping.asked
 """
 
