@@ -707,3 +707,11 @@ def test_images_stay_with_their_turns_and_tell_rows_apart(rows, tmp_path):
 def test_images_that_do_not_fit_their_texts_are_told_by_row(rows, row, told):
     with pytest.raises(UserError, match=told):
         rows(row)
+
+
+def test_a_run_on_own_rows_without_a_model_says_that_tiny_is_a_toy(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(messages(ASK, ANSWER)) + "\n")
+    run = accel_sft("chat", "--train-file", str(tmp_path / "rows.jsonl"), "--dry-run")
+    assert run.status == 0, run.output
+    assert "--model is tiny, a toy" in run.output
+    assert "a toy" not in accel_sft("math", "--dry-run").output
