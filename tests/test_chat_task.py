@@ -715,3 +715,15 @@ def test_a_run_on_own_rows_without_a_model_says_that_tiny_is_a_toy(tmp_path):
     assert run.status == 0, run.output
     assert "--model is tiny, a toy" in run.output
     assert "a toy" not in accel_sft("math", "--dry-run").output
+
+
+def test_answers_of_one_word_are_best_scored_by_another_metric(tmp_path):
+    def notes(file, **options):
+        task = Chat(validation_file=str(file), **options)
+        task.dataset("validation")
+        return [note for note in task.dataset("validation").notes if "--metric exact" in note]
+
+    for name, answer in {"short": "yes", "long": "yes, it is"}.items():
+        (tmp_path / name).write_text(json.dumps({"prompt": "u", "completion": answer}) + "\n")
+    assert len(notes(tmp_path / "short")) == 1
+    assert notes(tmp_path / "short", metric="exact") == notes(tmp_path / "long") == []

@@ -17,8 +17,8 @@ from accel_sft.launch.describe import describe, recordable
 from accel_sft.launch.info import Launch, read_launch
 
 _TOY = (
-    "note: --model is tiny, a toy of about a million random weights that knows no language: good to see that all works; "
-    "to fine-tune a model, name it: --model Qwen/Qwen2.5-0.5B-Instruct (a hub id), or a folder"
+    "note: --model is tiny, a toy of a million random weights, which knows no language: good to see that all works, "
+    "no more; to fine-tune a model, name it: --model Qwen/Qwen2.5-0.5B-Instruct (a hub id), or a folder"
 )
 
 

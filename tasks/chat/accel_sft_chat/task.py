@@ -15,6 +15,11 @@ from accel_sft_chat.metrics import METRICS, comparable, comparable_text, matchin
 from accel_sft_chat.turns import LEARN, Dialogue, dialogue
 
 _SHARE, _MOST = 0.05, 500
+_LOOKED_AT = 200
+_ONE_WORD = (
+    "answers are single words, and --metric f1 gives one with further words a part of the mark; --metric exact counts "
+    "right answers alone"
+)
 _FILES = (
     "JSON, JSONL, CSV or Parquet, also .gz .bz2 .xz .zst, a folder of them, or a data set of the hub (ORG/NAME); may "
     "be repeated."
@@ -84,12 +89,13 @@ class Chat(Task):
         if found := self.problems():
             raise UserError(*found)
         if split == "validation" and self.validation_file:
-            return self._read(self.validation_file)
+            return self._with_advice(self._read(self.validation_file))
         if not self.train_file:
             raise UserError("--train-file: needed to train")
         if self.validation_file:
             return self._read(self.train_file)
-        return self._divided[split == "validation"]
+        train, validation = self._divided
+        return self._with_advice(validation) if split == "validation" else train
 
     def messages(self, example: Dialogue) -> list[dict[str, Any]]:
         return as_parts(example.prompt)
@@ -111,6 +117,13 @@ class Chat(Task):
         text = without_thinking(text)
         calls = "tool_calls" in example.answer or example.tools
         return score(comparable(example.answer), comparable_text(text) if calls else text)
+
+    def _with_advice(self, rows: Any) -> Any:
+        """Rows to evaluate, with a note if the answers are so short that another metric suits them better."""
+        short = self.metric == "f1" and all(len(comparable(row.answer).split()) == 1 for row in rows[:_LOOKED_AT])
+        if short and _ONE_WORD not in rows.notes:
+            rows.notes.append(_ONE_WORD)
+        return rows
 
     def _read(self, path: str) -> Any:
         how = named_columns(self.columns), self.learn, self.system_prompt
