@@ -280,6 +280,13 @@ def test_values_get_their_types(run, site):
     assert got["config"]["learning_rate"] == 1e-4
 
 
+def test_options_are_known_with_underscores_too(run, site):
+    args = ("--learning_rate", "1e-4", "--no-gradient_checkpointing", "--max_steps=3")
+    got = handed_over(run("good", *args))
+    assert (got["config"]["learning_rate"], got["config"]["max_steps"]) == (1e-4, 3)
+    assert handed_over(run("evaluate", "good", "--model", "m", "--eval_limit", "5"))["config"]["eval_limit"] == 5
+
+
 def test_all_problems_are_told_at_once_each_naming_its_flag(run, site):
     args = ("--seed", "-1", "--lora-r", "x", "--adapter", "lara", "--resume", "auto", "--size", "1", "--style", "fancy")
     result = run("good", *args)
