@@ -634,6 +634,19 @@ def test_a_new_task_reads_files(tmp_path):
     assert "train.jsonl:2: field 'answer': expected text" in told
 
 
+def test_a_new_task_in_one_file_runs_as_it_stands(tmp_path):
+    made = accel_sft("new-task", "even-odd", "--file", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert "accel-sft ./even_odd.py --max-steps 100" in made.stdout
+    lint = [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "120", str(tmp_path)]
+    subprocess.run(lint, check=True)
+    checked = accel_sft("check", "./even_odd.py", "--strict", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    again = accel_sft("new-task", "even-odd", "--file", cwd=tmp_path)
+    assert "even_odd.py: is there already" in again.stderr
+    assert "is called so" in accel_sft("new-task", "random", "--file", cwd=tmp_path).stderr
+
+
 @pytest.mark.parametrize("name", ["math", "ner", "tasks", "Upper", "-x", "a-", "../up", ""])
 def test_a_new_task_needs_a_name_of_its_own(tmp_path, run, name):
     result = run("new-task", "--", name, str(tmp_path / "new"))

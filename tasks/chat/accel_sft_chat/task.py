@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from accel_sft import ParsedRow, Task, UserError, option, read_rows
-from accel_sft_chat.columns import named_columns, read_row
+from accel_sft_chat.columns import NO_RAW_TEXT, named_columns, read_row
 from accel_sft_chat.images import as_parts
 from accel_sft_chat.metrics import METRICS, comparable, comparable_text, matching, without_thinking
 from accel_sft_chat.turns import LEARN, Dialogue, dialogue
@@ -38,7 +38,8 @@ class Chat(Task):
     )
     held_out: float | None = option(
         None,
-        help="Rows of --train-file to evaluate: a share below 1, or their number; without: 5 %, at most 500.",
+        help="Rows of --train-file to evaluate: a share below 1, or their number; without: 5 %, at most 500; 0: so "
+        "many, which are trained on too.",
     )
     data_seed: int = option(0, min=0, help="Of which rows are held out.")
     columns: str | None = option(
@@ -63,8 +64,8 @@ class Chat(Task):
         if self.held_out is not None:
             if self.validation_file:
                 found.append("--held-out: --validation-file replaces it; leave one of the two out")
-            elif self.held_out <= 0 or (self.held_out >= 1 and self.held_out % 1):
-                found.append(f"--held-out {self.held_out:g}: expected a share between 0 and 1, or a number of rows")
+            elif self.held_out < 0 or (self.held_out >= 1 and self.held_out % 1):
+                found.append(f"--held-out {self.held_out:g}: expected a share from 0 to 1, or a number of rows")
         try:
             named_columns(self.columns)
         except ValueError as error:
@@ -127,13 +128,17 @@ class Chat(Task):
 
     def _read(self, path: str) -> Any:
         how = named_columns(self.columns), self.learn, self.system_prompt
-        return read_rows(path, functools.partial(parse_row, *how), with_folder=True)
+        try:
+            return read_rows(path, functools.partial(parse_row, *how), with_folder=True)
+        except UserError as error:
+            texts = [name for name in path.split(",") if name.endswith((".txt", ".md"))]
+            raise UserError(*error.problems, *(f"{name}: {NO_RAW_TEXT}" for name in texts)) from None
 
     @functools.cached_property
     def _divided(self) -> tuple[Sequence[Dialogue], Sequence[Dialogue]]:
         """Rows to train on, and those held out."""
         rows = self._read(self.train_file)
-        if self.held_out is None:
+        if not self.held_out:
             wanted = min(round(_SHARE * len(rows)), _MOST)
         else:
             wanted = round(self.held_out * (len(rows) if self.held_out < 1 else 1))
@@ -142,6 +147,12 @@ class Chat(Task):
                 f"--held-out {self.held_out:g}: {self.train_file} has {len(rows)} rows; leave some to train on"
             )
         train, validation = rows.held_out(max(wanted, 1), self.data_seed)
+        if self.held_out == 0:
+            validation.notes.append(
+                f"{len(validation):,} rows are evaluated that are trained on too (--held-out 0): their scores say what "
+                "is remembered, not what is learnt"
+            )
+            return rows, validation
         validation.notes.append(
             f"{len(validation):,} of {len(rows):,} rows are held out of {self.train_file} to evaluate (--held-out, "
             "--validation-file); rows with the same prompt are on one side"
