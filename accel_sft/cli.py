@@ -62,7 +62,8 @@ class TaskGroup(click.Group):
         return [*registry.names(), *self.commands]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """While a shell completes, no plugin is imported: a task's command is without the task's own options."""
+        """While a shell completes, no plugin is imported but those that are shipped: the command of another task is
+        without the task's own options."""
         if tool := super().get_command(ctx, cmd_name):
             return tool
         if task_file(cmd_name):
@@ -76,7 +77,8 @@ class TaskGroup(click.Group):
                 return None
             near = registry.suggestion(cmd_name, [*registry.names(), *self.commands])
             ctx.fail(f"no task or tool {cmd_name!r}{near}; `accel-sft tasks` lists the tasks that are installed here")
-        task_class = None if ctx.resilient_parsing else load_task(cmd_name, USUAL.hang_timeout)
+        known = not ctx.resilient_parsing or (cmd_name in registry.SHIPPED and cmd_name in registry.names())
+        task_class = load_task(cmd_name, USUAL.hang_timeout) if known else None
         summary = registry.summary_of(task_class, cmd_name) if task_class else summaries[cmd_name]
         return self.task_command(cmd_name, task_class, summary)
 
@@ -130,7 +132,15 @@ class ExportDataGroup(TaskGroup):
     task_command = ExportDataCommand
 
 
-@click.group(cls=TaskGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+def _with_hyphens(name: str) -> str:
+    """The name of an option as it is declared: other trainers write --learning_rate."""
+    return name.replace("_", "-")
+
+
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "token_normalize_func": _with_hyphens}
+
+
+@click.group(cls=TaskGroup, context_settings=_SETTINGS)
 @click.version_option(accel_sft.__version__, prog_name="accel-sft")
 @click.option(
     "--config", metavar="FILE", expose_value=False, help="Train what a YAML file says: a run's run.yaml does so again."

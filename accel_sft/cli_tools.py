@@ -7,7 +7,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from accel_sft.api.config import CHECK, PLAN, CheckConfig, EvaluateConfig, PlanConfig, TrainConfig
+from accel_sft.api.config import CHECK, MODEL, PLAN, CheckConfig, EvaluateConfig, PlanConfig, TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import HIDDEN, settings
 from accel_sft.api.task import Task
@@ -22,23 +22,34 @@ class EvaluateCommand(TaskCommand):
     config_class, offered = EvaluateConfig, EvaluateConfig.OFFERED
     does = "Scores a model on this task's validation examples."
 
+    def own_sections(self) -> dict[str, list[click.Option]]:
+        help = "Read the files that the record of the run --model names: with it, they need no options."
+        return {MODEL: [click.Option(["--same-data"], is_flag=True, help=help)]}
+
     def run(self, task: Task, config: EvaluateConfig) -> None:
         from accel_sft.commands.evaluate import run
 
         run(self.name, task, config)
 
     def usual(self, config: TrainConfig, given: Iterable[str]) -> dict[str, Any]:
-        """Raises UserError if they name files: a run's folder may be another's, and name any file of this machine."""
+        """Raises UserError if they name files and `--same-data` is not given: a run's folder may be another's, and name
+        any file of this machine."""
         from accel_sft.io.run_dir import RunDir
 
+        same_data = click.get_current_context().params["same_data"]
         record = RunDir.record_around(config.model)
         before = record["task_options"] if record and record["task"] == recorded_name(self.name) else {}
+        if same_data and not before:
+            raise UserError(
+                f"--same-data: --model {config.model} is no run of {self.name}; name the data by its options"
+            )
         mine = [s for s in self.offers[self.task_class] if s.name in before.keys() - {*given}]
         mine = [s for s in mine if HIDDEN not in str(before[s.name]) and not s.problem(before[s.name])]
-        if files := [s for s in mine if NAMES_A_FILE.search(s.name) and before[s.name] != s.default]:
+        files = [s for s in mine if NAMES_A_FILE.search(s.name) and before[s.name] != s.default]
+        if files and not same_data:
             named = " ".join(f"{s.flag} {shlex.quote(str(before[s.name]))}" for s in files)
             why = "its record names files, and those of a record are not read unasked"
-            raise UserError(f"--model {config.model}: {why}; add {named}, or name others")
+            raise UserError(f"--model {config.model}: {why}; add --same-data, or {named}, or name others")
         return {s.name: before[s.name] for s in mine}
 
 

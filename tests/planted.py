@@ -44,7 +44,7 @@ ENTRY = "planted = accel_sft_planted:Planted"
 TEMPLATE = (
     "{{ bos_token * 2 if 'TWICE' in messages[0].content else bos_token }}"
     "{% for m in messages %}{% if m.role == 'user' %}"
-    "{{ m.content.replace('?', '!') if 'REWRITE' in messages[-1].content else m.content }}\n"
+    "{{ m.content.replace('?', '!') if 'REWRITE' in messages[-1].content else m.content.replace('DROPPED', '') }}\n"
     "{% elif m.role == 'assistant' %}A: {{ m.content.split('</think>')[-1] }}{{ eos_token }}\n"
     "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}A: {% endif %}"
@@ -88,6 +88,7 @@ FAULTS = {
         ("D209", row("What is 109?", "109</s>")),
         ("D210", row("What is 110 of CafÃ©?", "110")),
         ("D211", row("What is 111?", "111 ")),
+        ("D213", row("What is DROPPED 111?", "111")),
         ("D301", row("What is " + "1" * 60, "112")),
         ("D303", row("What is 113?", "\u200b")),
         ("D305", row("TWICE 114?", "114")),

@@ -442,7 +442,7 @@ def test_an_image_that_is_not_there_is_named_by_its_line(tmp_path):
 OPTIONS = {
     "no file": ({}, "--train-file: a file, a folder or a data set of the hub is needed"),
     "both": ({"train_file": "x", "validation_file": "y", "held_out": 1}, "--held-out: --validation-file replaces it"),
-    "none held out": ({"train_file": "x", "held_out": 0}, "--held-out 0: expected a share between 0 and 1, or a"),
+    "none held out": ({"train_file": "x", "held_out": -0.1}, "--held-out -0.1: expected a share from 0 to 1, or a"),
     "one and a half": ({"train_file": "x", "held_out": 1.5}, "--held-out 1.5: expected a share"),
     "no column": (
         {"train_file": "x", "columns": "prompt"},
@@ -707,3 +707,39 @@ def test_images_stay_with_their_turns_and_tell_rows_apart(rows, tmp_path):
 def test_images_that_do_not_fit_their_texts_are_told_by_row(rows, row, told):
     with pytest.raises(UserError, match=told):
         rows(row)
+
+
+def test_a_run_on_own_rows_without_a_model_says_that_tiny_is_a_toy(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(messages(ASK, ANSWER)) + "\n")
+    run = accel_sft("chat", "--train-file", str(tmp_path / "rows.jsonl"), "--dry-run")
+    assert run.status == 0, run.output
+    assert "--model is tiny, a toy" in run.output
+    assert "a toy" not in accel_sft("math", "--dry-run").output
+
+
+def test_answers_of_one_word_are_best_scored_by_another_metric(tmp_path):
+    def notes(file, **options):
+        task = Chat(validation_file=str(file), **options)
+        task.dataset("validation")
+        return [note for note in task.dataset("validation").notes if "--metric exact" in note]
+
+    for name, answer in {"short": "yes", "long": "yes, it is"}.items():
+        (tmp_path / name).write_text(json.dumps({"prompt": "u", "completion": answer}) + "\n")
+    assert len(notes(tmp_path / "short")) == 1
+    assert notes(tmp_path / "short", metric="exact") == notes(tmp_path / "long") == []
+
+
+def test_without_rows_held_out_all_are_trained_on_and_some_evaluated(tmp_path):
+    rows = [{"prompt": f"u{n}", "completion": f"a {n}"} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = Chat(train_file=str(tmp_path / "rows.jsonl"), held_out=0)
+    assert len(task.dataset("train")) == 40
+    assert [note for note in task.dataset("validation").notes if "(--held-out 0)" in note]
+    assert len(task.dataset("validation")) == 2
+
+
+@pytest.mark.parametrize(("name", "text"), [("rows.jsonl", '{"text": "Once."}'), ("book.txt", "Once upon a time.")])
+def test_raw_text_is_refused_with_what_to_do(tmp_path, name, text):
+    (tmp_path / name).write_text(text + "\n")
+    with pytest.raises(UserError, match=r"raw text is not trained on.* as prompt and completion"):
+        Chat(train_file=str(tmp_path / name)).dataset("train")

@@ -280,6 +280,13 @@ def test_values_get_their_types(run, site):
     assert got["config"]["learning_rate"] == 1e-4
 
 
+def test_options_are_known_with_underscores_too(run, site):
+    args = ("--learning_rate", "1e-4", "--no-gradient_checkpointing", "--max_steps=3")
+    got = handed_over(run("good", *args))
+    assert (got["config"]["learning_rate"], got["config"]["max_steps"]) == (1e-4, 3)
+    assert handed_over(run("evaluate", "good", "--model", "m", "--eval_limit", "5"))["config"]["eval_limit"] == 5
+
+
 def test_all_problems_are_told_at_once_each_naming_its_flag(run, site):
     args = ("--seed", "-1", "--lora-r", "x", "--adapter", "lara", "--resume", "auto", "--size", "1", "--style", "fancy")
     result = run("good", *args)
@@ -635,6 +642,19 @@ def test_a_new_task_reads_files(tmp_path):
     read = [sys.executable, "-c", wanted, str(tmp_path)]
     told = subprocess.run(read, cwd=tmp_path / "new", capture_output=True, text=True).stderr
     assert "train.jsonl:2: field 'answer': expected text" in told
+
+
+def test_a_new_task_in_one_file_runs_as_it_stands(tmp_path):
+    made = accel_sft("new-task", "even-odd", "--file", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert "accel-sft ./even_odd.py --max-steps 100" in made.stdout
+    lint = [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "120", str(tmp_path)]
+    subprocess.run(lint, check=True)
+    checked = accel_sft("check", "./even_odd.py", "--strict", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    again = accel_sft("new-task", "even-odd", "--file", cwd=tmp_path)
+    assert "even_odd.py: is there already" in again.stderr
+    assert "is called so" in accel_sft("new-task", "random", "--file", cwd=tmp_path).stderr
 
 
 @pytest.mark.parametrize("name", ["math", "ner", "tasks", "Upper", "-x", "a-", "../up", ""])

@@ -71,6 +71,15 @@ def test_every_shell_is_offered_files(complete):
     assert complete("--config", "none.yaml", "--learn") == []
 
 
+@pytest.mark.parametrize("tool", [(), ("check",)])
+def test_the_values_of_a_shipped_tasks_options_are_completed(tool):
+    words = ("accel-sft", *tool, "chat", "--metric", "e")
+    asked = {"_ACCEL_SFT_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    program = Path(sys.executable).parent / "accel-sft"
+    done = subprocess.run([program], capture_output=True, text=True, env={**os.environ, **asked})
+    assert (done.stdout, done.stderr) == ("plain,exact\n", "")
+
+
 def environment(folder):
     """That of a shell which finds the program and the folder's tasks."""
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))

@@ -587,6 +587,11 @@ def test_files_that_a_record_names_are_not_read_unasked(tmp_path):
     assert refused.status == 1
     named = ("--train-file", str(rows), "--validation-file", str(rows))
     assert (
-        f"its record names files, and those of a record are not read unasked; add {' '.join(named)}" in refused.output
+        f"its record names files, and those of a record are not read unasked; add --same-data, or {' '.join(named)}"
+        in refused.output
     )
-    assert accel_sft("evaluate", "math", "--model", str(model), "--dry-run", *named).status == 0
+    for asked in (named, ("--same-data",)):
+        assert accel_sft("evaluate", "math", "--model", str(model), "--dry-run", *asked).status == 0
+    other = accel_sft("evaluate", "ner", "--model", str(model), "--dry-run", "--same-data")
+    assert "--same-data: --model" in other.output
+    assert other.status == 1

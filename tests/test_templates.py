@@ -232,6 +232,25 @@ def test_a_template_that_loses_the_answer_is_refused(tokenizer, name):
         encoded(own, [losing.get(name, "odd")], truncation="right", max_length=16)
 
 
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        ("{% for m in messages if m.role != 'user' %}", "user"),
+        ("{% for m in messages if m.role != 'assistant' or m == messages[-1] %}", "assistant"),
+        ("{% for m in messages %}{% set m = {'role': m.role, 'content': m.content[:6]} %}", "system"),
+    ],
+)
+def test_a_template_that_drops_a_message_is_refused_by_row_and_role(tokenizer, template, role):
+    own = with_template(tokenizer, "{{ m.content }}<|im_end|>\n")
+    own.chat_template = own.chat_template.replace("{% for m in messages %}", template)
+    turns = [{"role": "system", "content": "Say it."}, {"role": "user", "content": "What?"}]
+    turns += [{"role": "assistant", "content": "This."}, {"role": "user", "content": "Again?"}]
+    task = type("Chat", (Says,), {"messages": lambda self, example: turns})()
+    rules = {"eos_ids": {own.eos_token_id}, "max_length": 512, "truncation": "drop"}
+    with pytest.raises(UserError, match=rf"train example 0: .* drops .*, which the {role} turn says"):
+        encode(own, task, ["odd"], "train", **rules)
+
+
 def test_thinking_that_the_prompt_opens_is_not_lost(tokenizer):
     own = with_template(tokenizer, "{{ m.content.split('<think>')[-1] }}<|im_end|>")
     own.chat_template = own.chat_template.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")

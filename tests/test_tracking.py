@@ -31,6 +31,7 @@ from accel_sft.tracking.spans import span
 from accel_sft.tracking.system import SYSTEM_FIELDS, SystemSampler, Usage, host_memory_gib
 from accel_sft.tracking.trace import BATCHES, FORWARD
 from accel_sft.tracking.tracker import Tracker
+from accel_sft.tracking.trackers import Trackers
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
 SAMPLES = [
@@ -598,6 +599,7 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.tracking.spans import span
 from accel_sft.tracking.trace import BATCHES, COMMUNICATION, FORWARD
 from accel_sft.tracking.tracker import Tracker
+from accel_sft.tracking.trackers import Trackers
 torch.set_num_threads(1)
 accelerator = Accelerator(cpu=True)
 with Tracker(accelerator, RunDir(Path(sys.argv[1])), TrainConfig(profile=True), total_steps=1) as tracker:
@@ -640,3 +642,21 @@ os._exit(0)  # as accel_sft leaves its ranks
     assert traces == ["rank0", "rank1"]
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     assert len(list((tmp_path / "run").glob("events*"))) == 1
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
+def test_a_service_gets_the_project_and_the_name_of_the_run(tmp_path, monkeypatch, name):
+    kind, told = LOGGER_TYPE_TO_CLASS[name], []
+
+    class Started(kind):  # with its own signature; what it would start is not installed
+        def start(self):
+            told.append({**vars(self), **getattr(self, "init_kwargs", {})})
+
+        def store_init_configuration(self, values):
+            pass
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Started)
+    for settings in ({"tracker_project": "sums", "run_name": "first"}, {}):
+        Trackers([name], tmp_path / "one", settings, print)
+    assert {"sums", "first"} <= {str(value) for value in told[0].values()}
+    assert {"accel_sft", "one"} <= {str(value) for value in told[1].values()}

@@ -25,7 +25,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.batching.verify import Subject, exact_batchings
 from accel_sft.data.chat import Rules
 from accel_sft.data.control_tokens import ControlTokens
-from accel_sft.data.conversation import conversation
+from accel_sft.data.conversation import Conversation, conversation
 from accel_sft.data.pieces import PieceTokenizer
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.backend import Generated
@@ -470,4 +470,17 @@ def test_a_run_on_chats_is_the_mathematics_of_their_turns(tmp_path):
     samples = [json.loads(each) for each in next((tmp_path / "run" / "samples").iterdir()).read_text().splitlines()]
     assert [(each["index"], each["expected"]) for each in samples] == [
         (at, str(at + 40 + (at + 40) % 3)) for at in range(4)
+    ]
+
+
+def test_the_prompt_of_an_answer_is_shown_turn_by_turn():
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    answer = {"role": "assistant", "content": "I."}
+    assert Conversation(asked, answer).asked == "Who?"
+    call = {"function": {"name": "find", "arguments": {"of": "it"}}}
+    turns = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
+    assert Conversation([*asked, *turns], answer).asked.split("\n") == [
+        "user: Who?",
+        'assistant: {"name": "find", "arguments": {"of": "it"}}',
+        "tool: 5",
     ]

@@ -55,7 +55,9 @@ class TrainConfig:
     lora_init: str = _adapter(
         "default", choices=("default", *SPLITS), help="Begin as a part of the base's weights (PiSSA, OLoRA)."
     )
-    load_in_4bit: bool = _adapter(False, help="The base's linear layers in 4 bits (QLoRA); needs bitsandbytes.")
+    load_in_4bit: bool = _adapter(
+        False, basic=True, help="The base's linear layers in 4 bits (QLoRA), by bitsandbytes."
+    )
 
     max_length: int | None = _data(None, basic=True, min=2, help="Tokens per example; longer ones are reported.")
     truncation: str = _data(
@@ -97,8 +99,9 @@ class TrainConfig:
     learning_rate: float | None = _optim(None, basic=True, min=0, help="Peak learning rate.")
     lr_scheduler: str = _optim(
         "cosine",
+        basic=True,
         choices=("cosine", "linear", "constant", "wsd"),
-        help="After warm-up; wsd (warmup-stable-decay): constant, then linear over the last steps.",
+        help="Schedule after warm-up; wsd (warmup-stable-decay): constant, then linear over the last steps.",
     )
     warmup_ratio: float = _optim(0.03, min=0, max=1, help="Share of the steps that warm up.")
     warmup_steps: int | None = _optim(None, min=0, help="Steps that warm up; wins over --warmup-ratio.")
@@ -138,8 +141,10 @@ class TrainConfig:
     )
     log_every: int = _run(10, min=1, help="Steps between console lines (files get every step).")
     tracker: str = _run(
-        "tensorboard", help="Accelerate's trackers by name, commas between: tensorboard, wandb, ...; none."
+        "tensorboard", basic=True, help="Where curves go, commas between: tensorboard, wandb, mlflow, ...; none."
     )
+    tracker_project: str = _run("accel_sft", help="Project of the run in W&B, SwanLab, MLflow and the like.")
+    run_name: str | None = _run(None, help="Name of the run there; default: the name of the run's folder.")
     profile: bool = _run(False, help="Write a torch profiler trace of steps 3-5 for TensorBoard.")
     force: bool = _run(False, help="Start although its model states alone are predicted not to fit into memory.")
     dry_run: bool = _run(False, basic=True, help="Audit the launch, print what is resolved, and stop.")

@@ -83,6 +83,11 @@ CODES = {
         "--thinking keep, and the answer has no thinking",
         "write it before the answer, or leave these rows out: the model learns to answer such questions without it",
     ),
+    "D213": Code(
+        "error",
+        "the chat template drops the text of a message",
+        "give the tokenizer a chat template that writes every message, or change messages()",
+    ),
     "D214": Code(
         "warning",
         "a key of the answer's JSON is rare, and nearly spelt like a frequent one",

@@ -14,10 +14,10 @@ from accel_sft.checking.reading import Selection, selected
 from accel_sft.checking.texts import without_index
 from accel_sft.data.chat import EMPTY_ANSWER, NO_PROMPT, NOTHING_TO_LEARN, Encoding
 from accel_sft.data.conversation import conversation
-from accel_sft.data.template import AnswerDropped, NotAPrefix, Rejected
+from accel_sft.data.template import AnswerDropped, NotAPrefix, Rejected, TextDropped
 from accel_sft.data.tokenization import SplitEncoder
 
-_CODES = {Rejected: "D202", NotAPrefix: "D203", AnswerDropped: "D204"}
+_CODES = {Rejected: "D202", NotAPrefix: "D203", AnswerDropped: "D204", TextDropped: "D213"}
 _MOST_REFUSED = 200
 """Rows refused after which a split is given up: with so many, template and task do not fit each other."""
 _BLOCK = 512

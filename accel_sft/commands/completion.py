@@ -21,8 +21,8 @@ EPILOG = "\b\nOnce, for every shell that is started from then on:\n" + "\n".join
 def completion(ctx: click.Context, shell: str) -> None:
     """Print the script that completes words of accel-sft in your shell: bash, zsh or fish.
 
-    Names of installed tasks are completed, files that tasks are in, and the options of training; the options of a
-    task are not, because its code does not run for that.
+    Names of installed tasks are completed, files that tasks are in, the options of training, and those of the tasks
+    chat, math and ner. The code of other tasks does not run for that, so their own options are not completed.
     """
     script = get_completion_class(shell)(ctx.find_root().command, {}, NAME, VARIABLE).source()
     click.echo("\n".join(filter(None, (_BEFORE.get(shell), script))))

@@ -1,5 +1,6 @@
 """`accel-sft new-task`: writes a plugin, which is a small task that learns and its test, to change into one's own."""
 
+import importlib.util
 import json
 import random
 import re
@@ -58,7 +59,34 @@ class {cls}(Task):
     def dataset(self, split):
         """The examples of "train" or "validation"; none may be in both."""
         return read_rows(f"{{self.data_folder or _DATA}}/{{split}}.jsonl", parse)
+'''
 
+_FILE = '''\
+"""A task in one file: a small example that learns. Change it into your own: rows, prompt, answer and score."""
+
+from dataclasses import dataclass
+
+from accel_sft import RowProblem, Task, option, read_rows
+
+
+@dataclass(kw_only=True)
+class {cls}(Task):
+    """Say whether a number is even or odd."""
+
+    main_metric = "accuracy"
+
+    train_file: str | None = option(None, rows=True, help="Rows with question and answer; default: a sample.")
+    validation_file: str | None = option(None, rows=True, help="The same, to evaluate; none may be in both.")
+
+    def dataset(self, split):
+        """The examples of "train" or "validation"; none may be in both."""
+        if path := getattr(self, f"{{split}}_file"):
+            return read_rows(path, parse)
+        numbers = range(900) if split == "train" else range(900, 1000)
+        return [{{"question": f"Is {{n}} even or odd?", "answer": ("even", "odd")[n % 2]}} for n in numbers]
+'''
+
+_REST = '''
     def messages(self, example):
         """The prompt, as chat messages."""
         return [{{"role": "user", "content": example["question"]}}]
@@ -107,7 +135,8 @@ def _sample() -> dict[str, str]:
 @click.command("new-task")
 @click.argument("name")
 @click.argument("directory", type=click.Path(), required=False)
-def new_task(name: str, directory: str | None) -> None:
+@click.option("--file", "one_file", is_flag=True, help="Write one file instead, NAME.py, which needs no installing.")
+def new_task(name: str, directory: str | None, one_file: bool) -> None:
     """Start a task of your own: a plugin named NAME in DIRECTORY (default: accel-sft-NAME)."""
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name):
         raise UserError(
@@ -118,11 +147,14 @@ def new_task(name: str, directory: str | None) -> None:
     for plugin in registry.plugins():
         if plugin.name == name:
             raise UserError(f"NAME {name!r}: {plugin.distribution} {plugin.version} already has it; choose another")
-    target = Path(directory or f"accel-sft-{name}")
     identifier, cls = re.sub("-+", "_", name), f"{name.title().replace('-', '')}Task"
+    if one_file:
+        _write_file(Path(directory or ".") / f"{identifier}.py", cls)
+        return
+    target = Path(directory or f"accel-sft-{name}")
     module = f"accel_sft_{identifier}"
     values = {"name": name, "module": module, "cls": cls, "version": accel_sft.__version__}
-    files = {"pyproject.toml": _PYPROJECT, f"{module}.py": _MODULE, f"tests/test_{identifier}.py": _TEST}
+    files = {"pyproject.toml": _PYPROJECT, f"{module}.py": _MODULE + _REST, f"tests/test_{identifier}.py": _TEST}
     files = {path: template.format(**values) for path, template in files.items()}
     files |= {f"{module}_data/{split}.jsonl": rows for split, rows in _sample().items()}
     try:
@@ -136,3 +168,18 @@ def new_task(name: str, directory: str | None) -> None:
         raise UserError(f"DIRECTORY {target}: cannot be written ({error.strerror}); name another") from None
     click.echo(f"Wrote {target}: pyproject.toml, the task, its sample of rows, and its test. Next:")
     click.echo(f"  pip install -e {target}\n  accel-sft {name} --max-steps 100\n  pytest {target}")
+
+
+def _write_file(target: Path, cls: str) -> None:
+    if target.exists():
+        raise UserError(f"{target}: is there already; choose another NAME or DIRECTORY")
+    if importlib.util.find_spec(target.stem):
+        raise UserError(f"NAME {target.stem}: a module of Python or a library is called so; choose another")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text((_FILE + _REST).format(cls=cls), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written ({error.strerror}); name another DIRECTORY") from None
+    word = target if len(target.parts) > 1 else f"./{target}"
+    click.echo(f"Wrote {target}: a task, with a sample of rows. Next:")
+    click.echo(f"  accel-sft {word} --max-steps 100\n  accel-sft check {word}")

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from accel_sft.api.errors import UserError
 from accel_sft.data.control_tokens import Written, without_guards
 from accel_sft.data.conversation import GUARD, Conversation
-from accel_sft.data.form import divided
+from accel_sft.data.form import divided, dropped
 from accel_sft.data.image_inputs import ImageInputs, RowImages
 from accel_sft.data.pieces import PieceTokenizer
 from accel_sft.data.rendering import Rendered, Rendering
-from accel_sft.data.template import MARK, holds, not_a_prefix, refusal
+from accel_sft.data.template import MARK, TextDropped, holds, not_a_prefix, refusal
 from accel_sft.data.tool_calls import lost
+from accel_sft.io.text import one_line
 
 _LONG = 1 << 16
 """Characters: of shorter texts the tokens are made at once."""
@@ -116,6 +117,14 @@ class AnswerTokens:
             raise refusal(split, index, text.prompt, text.whole, chat.target, thinks=mendable)
         if name := lost(chat.calls, text.rest):
             raise refusal(split, index, text.prompt, text.whole, f"the call of a tool, with {name}", thinks=False)
+        missing = text.prompt and dropped(chat.turns, text.prompt)  # rows without any prompt are left out
+        if missing:
+            role, said = missing
+            raise TextDropped(
+                f'{split} example {index}: the model\'s chat template drops "{one_line(said)}", which the {role} turn '
+                "says: it is not in the prompt; give the tokenizer a chat_template that writes every message, or use "
+                "another model, or change messages()"
+            )
         if whole[: len(prompt)] != prompt:
             self.rendering.note(
                 "chat template: an answer's first characters change the prompt's last token; answers are tokenized "

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
-from accel_sft.data.pictures import MARK, Picture, marks, read_parts, unmarked
+from accel_sft.data.pictures import MARK, Picture, marks, read_parts, shown, unmarked
 from accel_sft.data.rows import with_places
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
@@ -50,6 +50,14 @@ class Conversation(NamedTuple):
         """The calls of tools in the answer."""
         return self.answer.get("tool_calls") or []
 
+    @property
+    def asked(self) -> str:
+        """The prompt for people: the only question, or the turns by role; without the system's."""
+        turns = [turn for turn in self.turns if turn["role"] != "system"] or self.turns
+        if len(turns) == 1:
+            return shown(turns[0]["content"])
+        return "\n".join(f"{turn['role']}: {shown(_said(turn))}" for turn in turns)
+
     def each(self) -> list["Conversation"]:
         """A conversation for each answer that is learnt, which is its last turn, in order."""
         earlier = [Conversation(self.turns[:at], self.turns[at], tools=self.tools) for at in self.learnt]
@@ -65,6 +73,11 @@ class Conversation(NamedTuple):
                 yield json.dumps(turn["tool_calls"], ensure_ascii=False)
         if self.tools:
             yield json.dumps(self.tools, ensure_ascii=False)
+
+
+def _said(turn: Turn) -> str:
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", ())]
+    return " ".join([turn["content"], *calls] if turn["content"] else calls)
 
 
 def no_text(text: str) -> bool:

@@ -1,10 +1,12 @@
 """What a chat template makes of conversations of one shape: how they are given, and what surrounds their answers."""
 
 import dataclasses
+import json
 import re
 from typing import Any
 
 from accel_sft.data.conversation import Conversation, Turn, Turns
+from accel_sft.data.pictures import MARK as IMAGE
 from accel_sft.data.template import MARK, common_length
 from accel_sft.io.text import one_line
 
@@ -119,6 +121,32 @@ def closing_mark(text: str) -> str | None:
         if opening in name:
             return found["bracket"] + name.replace(opening, closing) + found["end"]
     return f"{found['bracket']}/{name}{found['end']}"
+
+
+def dropped(turns: Turns, prompt: str) -> tuple[str, str] | None:
+    """The role of the first turn of which a rendered prompt lacks some text, and that text.
+
+    White space does not count, nor the thinking of earlier answers, the texts beside calls and the switches `/think`
+    and `/no_think`: templates write these otherwise, or not. The result of a tool may be written as JSON.
+    """
+    whole = None
+    for turn in turns:
+        role, content = turn["role"], turn["content"]
+        if "tool_calls" in turn or (role == "tool" and content.lstrip()[:1] in ("{", "[")):
+            continue
+        if role == "assistant":
+            content = split_thinking(content)[1].rpartition("</think>")[2]
+        for text in content.split(IMAGE):
+            if text.strip() in prompt:
+                continue
+            whole = whole or _compact(prompt)
+            if _compact(text) not in whole and _compact(json.dumps(text, ensure_ascii=False)[1:-1]) not in whole:
+                return role, text.strip()
+    return None
+
+
+def _compact(text: str) -> str:
+    return re.sub(r"\s+|/(?:no_?)?think", "", text)
 
 
 def parting(asked: str, head: str) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.data.conversation import Conversation, conversation
-from accel_sft.data.pictures import MARK, Picture
+from accel_sft.data.pictures import Picture
 from accel_sft.data.rendering import Rendered
 from accel_sft.data.rows import example_name
 from accel_sft.io.text import LONGEST_ERROR, one_line
@@ -95,8 +95,6 @@ class ImageInputs:
                 f"{where}: the chat template makes {places} placeholders ({place}) of {len(pictures)} images; no text "
                 "may have one, and the template must write one for each image"
             )
-        if missing := next((words for words in _texts(chat) if words not in text.prompt), None):
-            raise UserError(f"{where}: the chat template drops {one_line(missing)!r}, which stands beside an image")
         written = [self._placeholders(picture, where) for picture in pictures]
         before, *behind = text.prompt.split(place)
         prompt = before + "".join(tokens + then for tokens, then in zip(written, behind, strict=True))
@@ -160,12 +158,6 @@ class ImageInputs:
 def _refusal(error: Exception) -> str:
     cause = one_line(f"{type(error).__name__}: {error}", LONGEST_ERROR)
     return f"the model's processor cannot make it input ({cause}); mend it, or take the row out"
-
-
-def _texts(chat: Conversation) -> list[str]:
-    """The texts around the images."""
-    contents = (turn["content"] for turn in chat.turns if MARK in turn["content"])
-    return [piece.strip() for content in contents for piece in content.split(MARK)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,6 +46,10 @@ class AnswerDropped(UserError):
     """A chat template drops or cuts an answer."""
 
 
+class TextDropped(UserError):
+    """A chat template drops the text of a message."""
+
+
 class NotAPrefix(UserError):
     """A prompt does not begin the prompt with its answer."""
 

@@ -18,7 +18,6 @@ from accel_sft.batching.memory import out_of_memory
 from accel_sft.data.answer_text import AnswerText
 from accel_sft.data.chat import Encoded, end_of_turn_ids
 from accel_sft.data.conversation import conversation
-from accel_sft.data.pictures import shown
 from accel_sft.data.rendering import Rendering
 from accel_sft.evaluation.backend import AnswerBackend
 from accel_sft.evaluation.generate import Generator
@@ -158,7 +157,7 @@ class Evaluator:
         text = self.answer_text(chat, answer)
         return {
             "index": encoded.index,
-            "prompt": shown("\n".join(turn["content"] for turn in chat.turns if turn["role"] == "user")),
+            "prompt": chat.asked,
             "expected": self.answer_text.expected(chat),
             "generated": text,
             "scores": scored(self.task, self.examples, encoded.index, text),

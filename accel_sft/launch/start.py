@@ -16,6 +16,11 @@ from accel_sft.launch.audit import audit, refuse
 from accel_sft.launch.describe import describe, recordable
 from accel_sft.launch.info import Launch, read_launch
 
+_TOY = (
+    "note: --model is tiny, a toy of a million random weights, which knows no language: good to see that all works, "
+    "no more; to fine-tune a model, name it: --model Qwen/Qwen2.5-0.5B-Instruct (a hub id), or a folder"
+)
+
 
 def start(
     config: TrainConfig, task: Task, *, train: bool = True, began_with: str | None = None
@@ -47,6 +52,8 @@ def start(
             print(wrapped("settings  " + _settings_line(config, train), 10), file=terminal)
             if line := _task_line(task):
                 print(wrapped(printable("task      " + line), 10), file=terminal)
+            if config.model == "tiny" and not config.init_from and _rows_of(task):
+                print(wrapped(_TOY), file=terminal)
             if config.dry_run:
                 print("the launch is valid; data and model were not checked", file=terminal)
     return accelerator, launch
@@ -61,6 +68,11 @@ def _settings_line(config: TrainConfig, train: bool) -> str:
         values = {k: v for k, v in values.items() if k in used}
     differing = {k: v for k, v in values.items() if v != getattr(usual, k) or k in ("model", "seed")}
     return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in differing.items())
+
+
+def _rows_of(task: Task) -> list[str]:
+    """The names of the user's own rows."""
+    return [name for setting in settings(type(task)) if setting.rows and (name := getattr(task, setting.name))]
 
 
 def _task_line(task: Task) -> str:

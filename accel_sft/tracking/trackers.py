@@ -48,9 +48,13 @@ class Trackers:
         self._run_dir, self._log = run_dir, log
         self._writer: Any = None  # torch.utils.tensorboard.SummaryWriter
         self._others: list[GeneralTracker] = []
+        name_of_run = settings.get("run_name") or run_dir.name
         arguments = {
-            "wandb": {"name": run_dir.name, "dir": str(run_dir)},
-            "swanlab": {"experiment_name": run_dir.name, "logdir": str(run_dir / "swanlab")},
+            "wandb": {"name": name_of_run, "dir": str(run_dir)},
+            "swanlab": {"experiment_name": name_of_run, "logdir": str(run_dir / "swanlab")},
+            "mlflow": {"run_name": name_of_run},
+            "trackio": {"name": name_of_run},
+            "clearml": {"task_name": name_of_run},
         }
         for name in names:
             kind = LOGGER_TYPE_TO_CLASS[name]
@@ -58,7 +62,7 @@ class Trackers:
                 self._writer = _tensorboard(run_dir)
                 continue
             place = [str(run_dir)] if kind.requires_logging_directory else []
-            tracker = kind("accel_sft", *place, **arguments.get(name, {}))
+            tracker = kind(settings.get("tracker_project", "accel_sft"), *place, **arguments.get(name, {}))
             try:
                 tracker.start()
                 tracker.store_init_configuration(dict(settings))

@@ -22,6 +22,10 @@ COLUMNS = {
     "images": ("images", "image"),
 }
 """What a column may hold, and the names by which it is recognised; `--columns` gives it another."""
+NO_RAW_TEXT = (
+    "raw text is not trained on, as only answers are learnt: write a question and its answer into each row, as prompt "
+    "and completion"
+)
 _FORMS = (("messages",), ("prompt", "completion"), ("instruction", "output"))
 _SAID = ("content", "tool_calls", "function_call")
 _SHOWN = 8
@@ -102,6 +106,8 @@ def _unknown(row: Mapping[str, Any], named: Iterable[str]) -> RowProblem:
     there = ", ".join(list(row)[:_SHOWN]) or "none"
     if absent := [name for name in named if name not in row]:
         return RowProblem(None, f"a column {' and '.join(absent)}, which --columns names, got {there}")
+    if isinstance(row.get("text"), str):
+        return RowProblem("text", f"prompt and completion beside it; {NO_RAW_TEXT}")
     return RowProblem(
         None,
         "columns messages or conversations, prompt and completion, or instruction and output, "

@@ -9,12 +9,17 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from accel_sft import ParsedRow, Task, UserError, option, read_rows
-from accel_sft_chat.columns import named_columns, read_row
+from accel_sft_chat.columns import NO_RAW_TEXT, named_columns, read_row
 from accel_sft_chat.images import as_parts
 from accel_sft_chat.metrics import METRICS, comparable, comparable_text, matching, without_thinking
 from accel_sft_chat.turns import LEARN, Dialogue, dialogue
 
 _SHARE, _MOST = 0.05, 500
+_LOOKED_AT = 200
+_ONE_WORD = (
+    "answers are single words, and --metric f1 gives one with further words a part of the mark; --metric exact counts "
+    "right answers alone"
+)
 _FILES = (
     "JSON, JSONL, CSV or Parquet, also .gz .bz2 .xz .zst, a folder of them, or a data set of the hub (ORG/NAME); may "
     "be repeated."
@@ -33,7 +38,8 @@ class Chat(Task):
     )
     held_out: float | None = option(
         None,
-        help="Rows of --train-file to evaluate: a share below 1, or their number; without: 5 %, at most 500.",
+        help="Rows of --train-file to evaluate: a share below 1, or their number; without: 5 %, at most 500; 0: so "
+        "many, which are trained on too.",
     )
     data_seed: int = option(0, min=0, help="Of which rows are held out.")
     columns: str | None = option(
@@ -58,8 +64,8 @@ class Chat(Task):
         if self.held_out is not None:
             if self.validation_file:
                 found.append("--held-out: --validation-file replaces it; leave one of the two out")
-            elif self.held_out <= 0 or (self.held_out >= 1 and self.held_out % 1):
-                found.append(f"--held-out {self.held_out:g}: expected a share between 0 and 1, or a number of rows")
+            elif self.held_out < 0 or (self.held_out >= 1 and self.held_out % 1):
+                found.append(f"--held-out {self.held_out:g}: expected a share from 0 to 1, or a number of rows")
         try:
             named_columns(self.columns)
         except ValueError as error:
@@ -84,12 +90,13 @@ class Chat(Task):
         if found := self.problems():
             raise UserError(*found)
         if split == "validation" and self.validation_file:
-            return self._read(self.validation_file)
+            return self._with_advice(self._read(self.validation_file))
         if not self.train_file:
             raise UserError("--train-file: needed to train")
         if self.validation_file:
             return self._read(self.train_file)
-        return self._divided[split == "validation"]
+        train, validation = self._divided
+        return self._with_advice(validation) if split == "validation" else train
 
     def messages(self, example: Dialogue) -> list[dict[str, Any]]:
         return as_parts(example.prompt)
@@ -112,15 +119,26 @@ class Chat(Task):
         calls = "tool_calls" in example.answer or example.tools
         return score(comparable(example.answer), comparable_text(text) if calls else text)
 
+    def _with_advice(self, rows: Any) -> Any:
+        """Rows to evaluate, with a note if the answers are so short that another metric suits them better."""
+        short = self.metric == "f1" and all(len(comparable(row.answer).split()) == 1 for row in rows[:_LOOKED_AT])
+        if short and _ONE_WORD not in rows.notes:
+            rows.notes.append(_ONE_WORD)
+        return rows
+
     def _read(self, path: str) -> Any:
         how = named_columns(self.columns), self.learn, self.system_prompt
-        return read_rows(path, functools.partial(parse_row, *how), with_folder=True)
+        try:
+            return read_rows(path, functools.partial(parse_row, *how), with_folder=True)
+        except UserError as error:
+            texts = [name for name in path.split(",") if name.endswith((".txt", ".md"))]
+            raise UserError(*error.problems, *(f"{name}: {NO_RAW_TEXT}" for name in texts)) from None
 
     @functools.cached_property
     def _divided(self) -> tuple[Sequence[Dialogue], Sequence[Dialogue]]:
         """Rows to train on, and those held out."""
         rows = self._read(self.train_file)
-        if self.held_out is None:
+        if not self.held_out:
             wanted = min(round(_SHARE * len(rows)), _MOST)
         else:
             wanted = round(self.held_out * (len(rows) if self.held_out < 1 else 1))
@@ -129,6 +147,12 @@ class Chat(Task):
                 f"--held-out {self.held_out:g}: {self.train_file} has {len(rows)} rows; leave some to train on"
             )
         train, validation = rows.held_out(max(wanted, 1), self.data_seed)
+        if self.held_out == 0:
+            validation.notes.append(
+                f"{len(validation):,} rows are evaluated that are trained on too (--held-out 0): their scores say what "
+                "is remembered, not what is learnt"
+            )
+            return rows, validation
         validation.notes.append(
             f"{len(validation):,} of {len(rows):,} rows are held out of {self.train_file} to evaluate (--held-out, "
             "--validation-file); rows with the same prompt are on one side"
