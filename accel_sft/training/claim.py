@@ -227,6 +227,8 @@ def _data_files(splits: dict[str, Sequence[Any]]) -> dict[str, list[list[str]]]:
 
 def _files_changed(before: dict[str, list[list[str]]], now: dict[str, list[list[str]]]) -> str:
     """The names of files that are others, new or gone."""
+    if not before:  # an earlier version kept no names
+        return ""
     old, new = ({tuple(each): None for files in both.values() for each in files} for both in (before, now))
     changed = [name for name, sha256 in {**old, **new} if (name, sha256) not in old or (name, sha256) not in new]
     return ", ".join(dict.fromkeys(changed))

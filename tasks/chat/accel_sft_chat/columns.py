@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from accel_sft import RowProblem
@@ -72,15 +73,8 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
         RowProblem: the form is none that is known, or a field does not hold what it should.
     """
     named = dict(columns)
-
-    def column(what: str) -> str:
-        """The row's column of this kind, "" if it has none."""
-        names = (named[what],) if what in named else COLUMNS[what]
-        return next((name for name in names if name in row), "")
-
-    # a form whose columns were named is the only one that is looked for
-    forms = [form for form in _FORMS if not named.keys().isdisjoint(form)] or _FORMS
-    form = next((form for form in forms if all(map(column, form)) and row[column(form[0])] is not None), None)
+    column, forms = _recognised(tuple(row), columns)
+    form = next((form for form in forms if row[column(form[0])] is not None), None)
     if form is None:
         raise _unknown(row, named.values())
     first = column(form[0])
@@ -100,6 +94,19 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
     turns, notes = with_images(turns, row.get(images := column("images")), images, folder)
     missing = (f"without the column {name}, which --columns names" for name in named.values() if name not in row)
     return RowTurns(form, turns, system_text, tools, (*missing, *notes))
+
+
+@functools.lru_cache(64)  # most files have few sets of columns
+def _recognised(
+    row: tuple[str, ...], columns: tuple[tuple[str, str], ...]
+) -> tuple[Callable[[str], str], list[tuple[str, ...]]]:
+    """The column of each kind in rows with these columns, "" where there is none; and the forms that they have."""
+    named = dict(columns)
+    kinds = {what: (named[what],) if what in named else names for what, names in COLUMNS.items()}
+    found = {what: next((name for name in names if name in row), "") for what, names in kinds.items()}
+    # a form whose columns were named is the only one that is looked for
+    forms = [form for form in _FORMS if not named.keys().isdisjoint(form)] or _FORMS
+    return found.__getitem__, [form for form in forms if all(found[what] for what in form)]
 
 
 def _unknown(row: Mapping[str, Any], named: Iterable[str]) -> RowProblem:
