@@ -30,7 +30,7 @@ from accel_sft.comparison.findings import findings
 from accel_sft.comparison.launching import launch
 from accel_sft.comparison.measured import measure
 from accel_sft.comparison.outcome import outcome, waited_for
-from accel_sft.comparison.record import write_record
+from accel_sft.comparison.record import open_record, write_record
 from accel_sft.comparison.rounds import _resuming, _signals_interrupt
 from accel_sft.comparison.summary import summarise
 from accel_sft.comparison.tables import as_csv, markdown, terminal_table
@@ -395,6 +395,52 @@ def made_record(tmp_path, cells, rounds=2):
     summarise(record, tmp_path)
     record["findings"] = findings(record)
     return record
+
+
+DAMAGES = {
+    "no options": lambda record: record.pop("given"),
+    "cells in words": lambda record: record.update(cells="two"),
+    "a cell that is none": lambda record: record["cells"].append(1),
+    "runs in words": lambda record: record["cells"][0].update(runs="two"),
+}
+CHANGES = {
+    "a cell less": (lambda record: record["cells"].pop(), 1),
+    "a run elsewhere": (lambda record: record["cells"][0]["runs"][0].update(folder="../../.."), 1),
+    "an end of no kind": (lambda record: record["cells"][0]["runs"][0].update(status=5), 1),
+    "numbers of no form": (lambda record: record["cells"][0]["runs"][0].update(phases=5, memory=5, batch_share={}), 2),
+    "a launch of no form": (lambda record: record["cells"][0].update(launch=[], settings=5), 2),
+}
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """A record of two cells with a run each; its cells; and what opens it again."""
+    nothing: dict = {}
+    about = {"settings": nothing, "launch": nothing, "environment": nothing, "words": (), "fingerprint": ""}
+    cells = [Cell(name=name, folder=name, launcher=(), **about) for name in ("z0", "z1")]
+    wanted = {"task": "math", "given": {}, "fingerprints": {}, "discard_steps": 0}
+    record = open_record(tmp_path, wanted, cells)
+    for cell, entry in zip(cells, record["cells"], strict=True):
+        (tmp_path / "cells" / cell.folder / "round-1").mkdir(parents=True)
+        run = {"round": 1, "status": "complete", "reason": "", "folder": f"cells/{cell.folder}/round-1", "log": "log"}
+        entry["runs"].append({**run, "environment": {}})
+    return record, lambda: open_record(tmp_path, wanted, cells), tmp_path / "comparison.json"
+
+
+@pytest.mark.parametrize("name", [*DAMAGES, *CHANGES])
+def test_a_damaged_record_is_refused_or_what_it_lacks_is_measured_again(kept, name):
+    record, again, file = kept
+    change, left = (DAMAGES[name], None) if name in DAMAGES else CHANGES[name]
+    change(record)
+    file.write_text(json.dumps(record))
+    if left is None:
+        with pytest.raises(UserError, match="damaged, or changed by hand"):
+            again()
+        return
+    found = again()
+    assert [entry["name"] for entry in found["cells"]] == ["z0", "z1"]
+    assert sum(len(entry["runs"]) for entry in found["cells"]) == left
+    assert all(run["phases"] == [] for entry in found["cells"] for run in entry["runs"])
 
 
 LOSSES = [4.0, 2.0, 1.0]

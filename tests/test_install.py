@@ -1,6 +1,7 @@
 """`accel-sft install`: what pip is asked, which tasks came, and one line where pip is missing or fails."""
 
 import json
+import re
 import zipfile
 
 import pytest
@@ -53,7 +54,30 @@ def test_a_token_in_a_url_is_not_printed(tmp_path):
     done = accel_sft("install", url, "--", "--no-index", "--disable-pip-version-check")
     assert done.returncode == 1
     assert f"install git+file://***@localhost{tmp_path}/none: pip ended with status 1" in done.stderr
-    assert "hf_secret" not in done.stdout.splitlines()[0] + done.stderr.splitlines()[-1]  # pip's are between them
+    named = accel_sft("install", "mine @ https://me:hunter2@127.0.0.1:9/x", "--", "--retries", "0", "--timeout", "1")
+    for each in (done, named):
+        assert each.returncode == 1
+        assert not re.search("hf_secret|hunter2", each.stdout + each.stderr)  # in what pip prints neither
+
+
+def test_a_package_s_words_do_not_steer_the_terminal_and_names_run_nothing(tmp_path):
+    info = tmp_path / "accel_sft_esc-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: accel-sft-esc\nVersion: 1\nSummary: A\x1b]0;b\x07\n")
+    (info / "entry_points.txt").write_text("[accel_sft.tasks]\nesc = accel_sft_esc\x1b[31m:X\n")
+    for words in (("--help",), ("tasks",)):
+        assert not re.search("\x1b|\x07", accel_sft(*words, site=tmp_path).stdout)
+    (tmp_path / "a folder").mkdir()
+    offline = ("--", "--no-index", "--disable-pip-version-check")
+    for name in (
+        str(tmp_path / "a folder"),
+        f"git+file:///$(touch {tmp_path}/run)",
+        f"https://`touch {tmp_path}/run`/x",
+    ):
+        done = accel_sft("install", name, *offline)
+        assert done.returncode == 1
+        assert "pip ended with status" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_where_there_is_no_pip_one_line_says_what_to_do(tmp_path):

@@ -315,6 +315,10 @@ REFUSED = {
     "a bare no": (Z2 | {"mixed_precision": False}, "in quotes: YAML reads a bare no as false"),
     "no such precision": (Z2 | {"mixed_precision": "bf32"}, "mixed_precision bf32 is unknown"),
     "no JSON": (Z2 | {"deepspeed_config": {"deepspeed_config_file": "none.json"}}, "none.json: cannot be read as JSON"),
+    "JSON without an end": (
+        Z2 | {"deepspeed_config": {"deepspeed_config_file": "/dev/zero"}},
+        "/dev/zero: cannot be read as JSON",
+    ),
     "no keys": (["a", "b"], "write one `key: value` a line"),
 }
 
@@ -327,7 +331,7 @@ def test_what_the_launcher_would_refuse_is_refused_in_a_line(case, tmp_path):
     assert len(raised.value.problems) == 1
 
 
-@pytest.mark.parametrize("text", [None, "a: [", b"\xff\xfe"])
+@pytest.mark.parametrize("text", [None, "a: [", b"\xff\xfe", "[" * 5000], ids=["none", "half", "bytes", "deep"])
 def test_a_launch_file_that_cannot_be_read_is_named(text, tmp_path):
     path = tmp_path / "launch.yaml"
     if text:

@@ -109,6 +109,9 @@ def test_merged_weights_predict_as_base_and_adapter_do_and_stay_tied(base, adapt
     again = accel_sft("merge", str(adapter), str(whole))
     assert again.status == 1
     assert f"OUT {whole}: not empty; name another folder" in again.output
+    none = accel_sft("merge", str(base), str(tmp_path / "none"))
+    assert "full weights, no adapter: there is nothing to merge; use them as they are" in none.output
+    assert "adapter  " not in none.output
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 

@@ -125,18 +125,23 @@ def _entry_points() -> list[Plugin]:
             folder = getattr(getattr(distribution, "_path", None), "name", "?")
             found.append(Plugin("?", "?", folder, "?", "", (), f"its metadata cannot be read: {error}"))
             continue
-        name = metadata["Name"] or "(unnamed)"
+        name = _printable(metadata["Name"] or "(unnamed)")
         normalized = re.sub(r"[-_.]+", "-", name).lower()
         if normalized in seen:  # as imports do: the first on the path hides the later
             continue
         seen.add(normalized)
-        about = (normalized, metadata["Version"] or "(no version)", metadata["Summary"] or "")
+        about = (normalized, _printable(metadata["Version"] or "(no version)"), _printable(metadata["Summary"] or ""))
         requires = tuple(metadata.get_all("Requires-Dist") or ())
         for line in _section(text):
-            task, equals, target = (part.strip() for part in line.partition("="))
+            task, equals, target = (part.strip() for part in _printable(line).partition("="))
             fault = "" if equals else f"entry_points.txt has {line!r}, expected `name = module:Class`"
             found.append(Plugin(task, target or "?", *about, requires, fault))
     return found
+
+
+def _printable(text: str) -> str:
+    """A package's own words without control characters, which would steer the terminal that lists it."""
+    return "".join(filter(str.isprintable, text))
 
 
 def _section(text: str) -> list[str]:

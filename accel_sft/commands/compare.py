@@ -88,7 +88,11 @@ def run(
         entry["global_batch_size"] = config.global_batch_size
         entry["examples_per_rank"] = config.global_batch_size / entry["launch"]["processes"]
     _describe(record, folder, cells)
-    rounds.run(record, folder, cells, keep_weights=asked["keep_weights"])
+    try:
+        rounds.run(record, folder, cells, keep_weights=asked["keep_weights"])
+    except OSError as error:
+        what = f"{error.filename or folder}: {error.strerror or error}"
+        raise UserError(f"--output-dir {what}; mend it, and the same command with this folder goes on") from error
     if not any(completed(entry) for entry in record["cells"]):
         print(f"\n{folder}: {', '.join(_FILES)}", file=terminal())
         raise UserError("no cell came to its end; each one's reason is above")

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import re
 import shlex
 import subprocess
@@ -35,8 +36,19 @@ def install(name: str, pip_options: Sequence[str]) -> None:
         )
     before = registry.plugins()
     click.echo(shlex.join(masked_words(command)))
-    status = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
-    if status:
+    pip = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        text=True,
+        errors="replace",
+    )
+    with pip:
+        for line in pip.stdout or ():
+            click.echo(masked(line), nl=False)  # pip hides the credentials of some URLs only
+    if status := pip.returncode:
         raise UserError(f"install {shown}: pip ended with status {status}; what it printed above says why")
     importlib.invalidate_caches()
     came = [plugin for plugin in registry.plugins() if plugin not in before]

@@ -42,7 +42,6 @@ def merge(ctx: click.Context, run: str, out: str, dtype: str | None, trust_remot
         folder = RunDir.weights_in(run)
         for line in RunDir.choice_in(run):
             print(terminal.wrapped(line), file=stream)
-        print(f"adapter  {folder}", file=stream)
         for line in write_merged(folder, partial, dtype, trust_remote_code):
             print(terminal.wrapped(line, 9), file=stream)
     click.echo(f"{out}: weights that plain transformers loads")
@@ -71,7 +70,7 @@ def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code
     tokenizer.save_pretrained(target)
     for file in processor_files(source.weights, made.model):
         shutil.copyfile(file, target / file.name)
-    lines = [f"base     {source.weights}", f"merged   {made.dtype} weights; {made.describe()}"]
+    lines = [f"adapter  {folder}", f"base     {source.weights}", f"merged   {made.dtype} weights; {made.describe()}"]
     card = Path(folder) / "README.md"
     text = of_merged(card.read_text(encoding="utf-8")) if card.is_file() else None
     if text is None:

@@ -2,18 +2,25 @@
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.comparison.cells import Cell
 from accel_sft.comparison.environment import environment
+from accel_sft.comparison.measured import measure
+from accel_sft.comparison.outcome import STATUSES
 from accel_sft.io.files import abandoned, json_safe, read_json, write_atomically
+from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.recordable import masked_words
 
 SCHEMA = 1
 FILE = "comparison.json"
+_RECORD = {"task": str, "given": dict, "fingerprints": dict, "discard_steps": int, "cells": list, "environment": dict}
+_ENTRY = {"name": str, "runs": list}
+_RUN = {"round": int, "status": str, "reason": str, "folder": str, "log": str, "environment": dict}
+"""What going on needs of a record, of a cell and of a run in it; the rest is made again."""
 
 
 def open_record(folder: Path, wanted: Mapping[str, Any], cells: Sequence[Cell]) -> dict[str, Any]:
@@ -35,11 +42,32 @@ def open_record(folder: Path, wanted: Mapping[str, Any], cells: Sequence[Cell]) 
     record = read_json(path)
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         raise UserError(f"{path}: not the record of a comparison; name another --output-dir")
+    if not _has(record, _RECORD) or not all(_has(entry, _ENTRY) for entry in record["cells"]):
+        raise UserError(f"{path}: damaged, or changed by hand; put it back, or name another --output-dir")
     if different := _different(record, wanted):
         raise UserError(*different, f"--output-dir {folder}: give the settings it was started with, or another folder")
-    for entry in record["cells"]:  # whoever deletes a run's folder wants it again
-        entry["runs"] = [run for run in entry["runs"] if (folder / run["folder"]).is_dir()]
-    return {**record, **wanted, "status": "running"}
+    before = {entry["name"]: entry["runs"] for entry in record["cells"]}
+    entries = [
+        {**_entry(cell), "runs": [*_still_there(folder, cell, before.get(cell.name, []), record["discard_steps"])]}
+        for cell in cells
+    ]
+    return {**record, **wanted, "cells": entries, "status": "running"}
+
+
+def _still_there(folder: Path, cell: Cell, runs: Sequence[Any], discard_steps: int) -> Iterator[dict[str, Any]]:
+    """The runs of a cell that need not be made again, measured again from their folders: whoever deletes a run's folder
+    wants it again."""
+    for run in runs:
+        if not _has(run, _RUN) or run["status"] not in STATUSES:
+            continue
+        place = folder / "cells" / cell.folder / f"round-{run['round']}"
+        if place.is_dir() and place == folder / run["folder"]:
+            found = measure(RunDir(place), discard_steps)
+            yield {**run, **found, "environment": {**run["environment"], **found["environment"]}}
+
+
+def _has(value: Any, form: Mapping[str, type]) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in form.items())
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:

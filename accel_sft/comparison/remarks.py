@@ -7,6 +7,7 @@ from accel_sft.comparison.outcome import COMPLETE
 from accel_sft.comparison.summary import completed, learns_alike
 from accel_sft.comparison.tables import percent, predicted_peaks
 from accel_sft.io.text import shown
+from accel_sft.tracking.report import is_number
 
 Cell = Mapping[str, Any]
 _LITTLE = 0.05
@@ -96,9 +97,9 @@ def _batch(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def _surroundings(record: Mapping[str, Any]) -> Iterator[str]:
-    differing, cores = record["differences"]["environment"], record["environment"]["cores"]
+    differing, cores = record["differences"]["environment"], record["environment"].get("cores")
     loads = [*differing.get("load_before", {}).values()]
-    if busy := [load for load in loads if load > cores]:
+    if is_number(cores) and (busy := [load for load in loads if is_number(load) and load > cores]):
         yield (
             f"The machine was busy: before {len(busy)} of {len(loads)} launches its load was above its {cores} cores "
             f"(up to {max(busy):.1f}), so times are longer, and differ more, than on a quiet machine."

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
+from accel_sft.io.files import read_text
 from accel_sft.io.text import one_line
 from accel_sft.launch.launcher import PRECISION, launcher_command, launcher_environment
 from accel_sft.launch.rank_environment import DIMENSIONS, launcher_flags, rank_environment
@@ -245,7 +246,7 @@ def read_launch(
     if named and environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
         json_file = Path(named)
         try:
-            loaded = json.loads((folder / json_file).read_text(encoding="utf-8"))
+            loaded = json.loads(read_text(folder / json_file))
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"deepspeed_config_file {one_line(named)}: cannot be read as JSON: {error}") from None
         _check_sections(f"deepspeed_config_file {named}", loaded, _JSON_SECTIONS)
@@ -260,7 +261,7 @@ def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
     import yaml
 
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         content = yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         problem = one_line(" ".join(str(error).split()), 300)
