@@ -529,6 +529,16 @@ def test_a_reader_that_leaves_ends_the_command_quietly(site):
     assert (result.returncode, result.stderr) == (141, "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk of one's own")
+@pytest.mark.parametrize("command", ["--help", "tasks", "math --help", "launch-file z2", "completion bash"])
+def test_output_that_cannot_be_written_is_told_in_a_line(command):
+    with open("/dev/full", "w") as full:
+        argv = [sys.executable, "-m", "accel_sft", *command.split()]
+        result = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    told = "Error: standard output cannot be written: No space left on device; let it go elsewhere\n"
+    assert (result.returncode, result.stderr) == (1, told)
+
+
 @pytest.mark.parametrize(
     "env",
     [

@@ -468,6 +468,20 @@ def test_a_full_disk_is_named_with_the_way_out(tmp_path, size, told):
     assert json.loads(run.stdout[run.stdout.rindex("{\n") :])["status"] in ("failed", "running")
 
 
+@pytest.mark.parametrize("told", ["No space left on device", pytest.param("Broken pipe", marks=pytest.mark.long)])
+def test_a_run_whose_output_is_taken_by_nobody_goes_on_and_says_so(tmp_path, told):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "accel_sft", *JOB, "--max-steps", "1", "--output-dir", str(tmp_path)]
+    with open("/dev/full", "w") if told.startswith("No") else os.fdopen(writing, "w") as out:
+        run = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.endswith(f"Warning: standard output was not written to its end: {told}\n")
+    assert "Traceback" not in run.stderr
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "complete"
+    assert "weights in best/" in (tmp_path / "logs" / "rank-0.log").read_text()
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_write_that_the_disk_refuses_is_told_with_the_way_out(tmp_path, number):
     error = _explained(RunDir(tmp_path), StopSignals(), OSError(number, os.strerror(number), "model.safetensors"))

@@ -47,7 +47,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
             f"out, and afterwards: accel-sft evaluate {task_name} --model RUN --generate-with vllm"
         )
     config = config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
-    with StopSignals() as signals, contextlib.ExitStack() as at_end:
+    with terminal.dispensable_output(), StopSignals() as signals, contextlib.ExitStack() as at_end:
         at_end.callback(release)
         with Watchdog(config.hang_timeout):
             accelerator, launch = start(config, task, began_with=_began_with(config))

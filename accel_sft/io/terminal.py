@@ -1,6 +1,8 @@
 """The terminal: inside `quiet` the libraries' output goes to a file, and only our own lines reach the terminal."""
 
 import contextlib
+import errno
+import io
 import os
 import sys
 import tempfile
@@ -9,13 +11,72 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from accel_sft.api.errors import UserError
 
 SECONDS_OF_SILENCE = 5.0
 """Before `waiting` says what is waited for."""
 _terminal: TextIO | None = None
+_dispensable = False
+_refused: str | None = None
+
+
+class _Output(io.FileIO):
+    """Standard output, whose disk may be full or whose reader gone."""
+
+    def write(self, data: Any) -> int | None:
+        global _refused
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not _dispensable:
+                if error.errno == errno.EPIPE:
+                    raise
+                raise UserError(f"standard output cannot be written: {error.strerror}; let it go elsewhere") from None
+            with contextlib.suppress(OSError):
+                if _refused is None:
+                    _refused = str(error.strerror)
+                    os.write(2, f"standard output cannot be written ({_refused}); its lines follow here\n".encode())
+                os.write(2, data)
+            return len(data)
+
+
+def _output(descriptor: int, encoding: str = "utf-8") -> TextIO:
+    raw = io.BufferedWriter(_Output(descriptor, "w", closefd=descriptor > 2))
+    return io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=True)
+
+
+def use_utf8() -> None:
+    """Print any character: an ASCII terminal gets UTF-8, another gets an escape for what it cannot show.
+
+    Standard output that cannot be written is a UserError from now on, but for a reader that is gone: BrokenPipeError.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            plain = stream.encoding.lower() in ("ascii", "ansi_x3.4-1968", "us-ascii")
+            stream.reconfigure(encoding="utf-8" if plain else stream.encoding, errors="backslashreplace")
+            if name == "stdout" and stream is sys.__stdout__:
+                sys.stdout = _output(stream.fileno(), stream.encoding)
+
+
+@contextlib.contextmanager
+def dispensable_output() -> Iterator[None]:
+    """Inside, what standard output does not take goes to standard error, which inside `quiet` is a file.
+
+    So a run whose log's disk is full, or whose reader is gone, goes on: its folder holds all that it found.
+    """
+    global _dispensable
+    _dispensable = True
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        _dispensable = False
+        if _refused:
+            with contextlib.suppress(OSError):
+                print(f"Warning: standard output was not written to its end: {_refused}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -41,7 +102,7 @@ def quiet(log_file: Path | None, debug: bool = False, shown_on: int = 1) -> Iter
         log = stack.enter_context(opened)
         saved = {number: os.dup(number) for number in (1, 2)}
         if outer is None:
-            _terminal = stack.enter_context(open(os.dup(shown_on), "w", encoding="utf-8", buffering=1))
+            _terminal = stack.enter_context(_output(os.dup(shown_on)))
         sys.stdout.flush()
         sys.stderr.flush()
         for number in saved:

@@ -86,14 +86,6 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
             _leave(0)
 
 
-def use_utf8() -> None:
-    """Print any character: an ASCII terminal gets UTF-8, another gets an escape for what it cannot show."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            plain = stream.encoding.lower() in ("ascii", "ansi_x3.4-1968", "us-ascii")
-            stream.reconfigure(encoding="utf-8" if plain else stream.encoding, errors="backslashreplace")
-
-
 def _record_file() -> Path | None:
     """Where torchrun looks for this rank's error; two folders up are those of all its ranks on this machine."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -156,7 +148,7 @@ def _print_once(text: str, file: TextIO | None = None) -> None:
             text += f"\n(other ranks may print this too: {error})"
     elif rank != "0":
         text = f"[rank {rank}] {text}"
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError, UserError):  # its reader may be gone, or its disk full
         print(text, file=file or sys.stderr, flush=True)
 
 
@@ -180,13 +172,15 @@ def leave_together() -> None:
 
 def _leave(status: int) -> NoReturn:
     """Exit at once on several ranks: destructors there wait for collectives that no other rank will join."""
-    if _stdout_is_closed():  # Python would complain about unwritten output as it exits
+    try:
+        sys.stdout.flush()
+    except (OSError, UserError):  # Python would complain about unwritten output as it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     distributed = sys.modules.get("torch.distributed")
     running = distributed is not None and distributed.is_available() and distributed.is_initialized()
     if running or os.environ.get("WORLD_SIZE", "1") != "1":
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(OSError):
                 stream.flush()
         os._exit(status)
     raise SystemExit(status) from None
