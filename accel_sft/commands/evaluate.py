@@ -21,6 +21,7 @@ from accel_sft.evaluation.evaluator import Evaluation
 from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.io import terminal
 from accel_sft.io.files import write_json_lines
+from accel_sft.io.heartbeat import heartbeats_only
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import printable
 from accel_sft.launch.accelerator import shard_for_evaluation
@@ -67,7 +68,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     named = {side: source.adapter or source.weights for side, source in zip(sides, sources, strict=True)}
     for source in sources if config.generate_with == "vllm" else ():
         vllm.check(source)
-    with Watchdog(config.hang_timeout) as watch:
+    with Watchdog(config.hang_timeout):
         # in another precision than the run's it may answer otherwise
         accelerator, _ = start(config, task, train=False, began_with=recorded(trained) if trained else None)
         if config.generate_with == "vllm":
@@ -87,7 +88,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
             for (side, name), source in zip(named.items(), sources, strict=True):
                 if accelerator.is_main_process:
                     print(terminal.wrapped(f"{side:<8}  {name}", 10), file=terminal.terminal())
-                evaluations.append(evaluate(accelerator, task, config, source, watch))
+                evaluations.append(evaluate(accelerator, task, config, source))
         if accelerator.is_main_process:
             _publish(recorded_name(task_name), task, config, named, evaluations)
         leave_together()
@@ -142,7 +143,7 @@ def _claim(folder: Path) -> None:
         raise UserError(f"--output-dir {folder}: cannot be used ({error.strerror})") from None
 
 
-def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, source: Source, watch: Watchdog) -> Evaluation:
+def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, source: Source) -> Evaluation:
     """Load a model, evaluate it, and free it. ZeRO-3 and FSDP shard it; otherwise every rank has all of it."""
     reset_peak_memory(accelerator.device)
     examples = read_split(task, "validation")
@@ -160,7 +161,7 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, source: 
     batching, _ = Trial(accelerator, prepared, config, some, assembly.tokenizer.pad_token_id, train=False).choose()
     prepared.eval()
     evaluator = assembly.evaluator(prepared, examples, encoding)
-    with watch.heartbeats_only():
+    with heartbeats_only():
         eval_loss = evaluator.loss(prepared, batching)
         if not evaluator.backend.uses_model:
             _release(accelerator, loaded)

@@ -15,6 +15,7 @@ from accel_sft.batching.memory import out_of_memory
 from accel_sft.checking.quick import quick_findings, quick_lines
 from accel_sft.io import terminal
 from accel_sft.io.files import expanded, trouble_of_writing
+from accel_sft.io.heartbeat import heartbeats_only
 from accel_sft.io.lock import release
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.describe import resume_command
@@ -73,7 +74,7 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
                     tracker.log(line)
                 tracker.phase("data")
                 trainer = Trainer(run_dir, recorded_name(task_name), prepared, tracker, signals, on_step)
-                with watch.heartbeats_only():
+                with heartbeats_only():
                     trainer.resume()
                     write_run_record(run_dir, recorded_name(task_name), prepared, resumed=True)
                     trainer.train()

@@ -9,6 +9,7 @@ from accel_sft.api.task import Task
 from accel_sft.data.conversation import conversation, from_task
 from accel_sft.data.form import wanted
 from accel_sft.data.rows import example_name
+from accel_sft.io.heartbeat import heartbeat, heartbeats_only
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.tracking.report import COSTS
 
@@ -34,13 +35,17 @@ def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = No
     targets = {index: wanted(chat, thinking) for index, chat in chats.items() if not chat.calls}
     if not targets:
         return
-    scores = [scored(task, examples, *answer) for answer in targets.items()]
-    try:
-        metrics = task.aggregate(scores)
-    except UserError:
-        raise
-    except Exception:  # noqa: BLE001 - the first evaluation says so if it is more than that
-        return
+    scores = []
+    with heartbeats_only():  # as later, or a score() without an end would be taken for a start that works
+        for index, text in targets.items():
+            scores.append(scored(task, examples, index, text))
+            heartbeat()
+        try:
+            metrics = task.aggregate(scores)
+        except UserError:
+            raise
+        except Exception:  # noqa: BLE001 - the first evaluation says so if it is more than that
+            return
     _checked(task, metrics)
 
 

@@ -1,5 +1,6 @@
 """Imports a task under watch: its module may hang, and its launcher may be killed meanwhile. No torch."""
 
+import contextlib
 import sys
 
 from accel_sft.api import registry
@@ -14,11 +15,10 @@ def load_task(name: str, hang_timeout: int) -> type[Task]:
     Raises:
         UserError: what `registry.load` raises.
     """
-    if not under_launcher():
-        return registry.load(name)
     from accel_sft.resilience.signals import StopSignals
     from accel_sft.resilience.watchdog import Watchdog
 
     asked = launcher_flags(sys.argv).get("hang_timeout", "")
-    with StopSignals(), Watchdog(int(asked) if asked.isdecimal() else hang_timeout, alone=True):
+    signals = StopSignals() if under_launcher() else contextlib.nullcontext()
+    with signals, Watchdog(int(asked) if asked.isdecimal() else hang_timeout, alone=True):
         return registry.load(name)

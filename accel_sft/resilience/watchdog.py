@@ -4,7 +4,7 @@ Without it, collectives would wait for a hung rank for ever. The main thread of 
 forward, answer, score or file; a watching thread beside it publishes in the launcher's store how long ago that was.
 When no rank has made progress for `--hang-timeout` seconds, the culprits are the ranks that do not respond, and those
 whose main thread does something else than wait for other ranks. During start-up, in which a task's code and libraries
-load, download or compile, CPU or disk activity counts as progress too.
+load, download or compile, CPU or disk activity counts as progress too, and so does a module that is loaded.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
 import psutil
 
-from accel_sft.io.heartbeat import heartbeat, heartbeat_count
+from accel_sft.io.heartbeat import activity_counts, heartbeat_count
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import terminal
 from accel_sft.launch.activity import work
@@ -56,15 +55,15 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     """Inside, the run ends if no rank makes progress for `seconds`, and the ranks that hang are named; 0: none.
 
     Stacks and end are written to `run_dir`; where there is none, the stack of a rank that hangs goes to the terminal.
-    `alone` it watches this rank only, and does without torch.
+    `alone` it watches this rank's import of a task, and does without torch: modules that are loaded and files count as
+    progress there, and computing does not, which may be a loop without an end.
     """
 
     def __init__(self, seconds: float, run_dir: RunDir | None = None, *, alone: bool = False) -> None:
-        self.seconds, self.run_dir = seconds, run_dir
+        self.seconds, self.run_dir, self.alone = seconds, run_dir, alone
         self.rank, self.ranks = int(os.environ.get("RANK", "0")), 1 if alone else int(os.environ.get("WORLD_SIZE", "1"))
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
-        self._heartbeats_only = False
         self._store: Any = None  # the launcher's; None for one rank, or where it cannot be reached
         self._dumped = 0  # bytes of stacks that were written and shown, which are no progress
         self._worked: dict[int, tuple[float, int]] = {}  # of each rank, CPU seconds and bytes at the last look
@@ -81,16 +80,6 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         if self.seconds:
             self._thread.join(SILENT_SECONDS)  # a call to the store that the process's end interrupts would abort it
 
-    @contextlib.contextmanager
-    def heartbeats_only(self) -> Iterator[None]:
-        """Inside, only heartbeats count as progress; CPU and disk activity do not."""
-        heartbeat()
-        self._heartbeats_only = True
-        try:
-            yield
-        finally:
-            self._heartbeats_only = False
-
     def _watch(self) -> None:
         path = self.run_dir.stacks(self.rank) if self.run_dir else None  # with those of an earlier attempt
         with path.open("a", encoding="utf-8") if path else tempfile.TemporaryFile("a+", encoding="utf-8") as stacks:
@@ -103,7 +92,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
                 path.unlink()
 
     def _watch_main_thread(self, stacks: IO[str]) -> None:
-        pause, tick, seen, still, shown = min(1.0, self.seconds / 4), 0, -1, 0.0, False
+        pause, tick, seen, still, shown = min(1.0, self.seconds / 4), 0, (-1, 0), 0.0, False
         self._store, before = _store() if self.ranks > 1 else None, stacks.seek(0, os.SEEK_END)
         size = before
         since = awake = time.monotonic()
@@ -115,9 +104,10 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
             frame = sys._current_frames()[threading.main_thread().ident]
             waiting, there = waits(frame), os.fstat(stacks.fileno()).st_size
             self._dumped, size = self._dumped + there - size, there
-            activity_counts = not waiting and not self._heartbeats_only
-            if heartbeat_count() != seen or (activity_counts and self._has_worked(self.rank, elapsed)):
-                seen, since = heartbeat_count(), now
+            active = not waiting and activity_counts()
+            beats = heartbeat_count(), len(sys.modules)
+            if beats != seen or (active and self._has_worked(self.rank, elapsed)):
+                seen, since = beats, now
                 size = stacks.truncate(before)  # of a rank that made progress after all
                 # of its own accord and without the interpreter, which a main thread in C may be holding
                 faulthandler.dump_traceback_later(self.seconds, file=stacks)
@@ -155,7 +145,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         now = (now[0], now[1] - self._dumped) if rank == self.rank else now
         self._worked[rank] = now
         cpu, count = abs(now[0] - before[0]), abs(now[1] - before[1])  # it shrinks when a child process ends
-        return cpu >= LEAST_CPU * seconds or count >= LEAST_BYTES * seconds
+        return (cpu >= LEAST_CPU * seconds and not self.alone) or count >= LEAST_BYTES * seconds
 
     def _all_hang(self, signs: dict[int, Sign], now: float, elapsed: float) -> bool:
         """Whether no rank makes progress. One that does not respond makes none, unless it computes in C."""
@@ -165,7 +155,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
             if self._heard.get(rank, (None, 0.0))[0] != sign.tick:
                 self._heard[rank] = sign.tick, now
         self._silent = {rank for rank in signs if now - self._heard[rank][1] > SILENT_SECONDS}
-        if not self._heartbeats_only and any(self._has_worked(rank, elapsed) for rank in self._silent):
+        if activity_counts() and any(self._has_worked(rank, elapsed) for rank in self._silent):
             return False
         return all(sign.stalled >= self.seconds for rank, sign in signs.items() if rank not in self._silent)
 
@@ -195,7 +185,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
             if rank in self._silent:
                 how = f"does not respond ({state(rank, signs[rank].host)}), last seen in"
             culprits.append(f"rank {rank} {how} {signs[rank].place}")
-        end = "" if self._heartbeats_only else "; if it was still working, set a longer --hang-timeout"
+        end = "; if it was still working, set a longer --hang-timeout" if activity_counts() else ""
         if self.run_dir:
             end += f"; stacks are in {self.run_dir.stacks('*')}; continue with --resume auto"
         return (

@@ -25,7 +25,7 @@ from models import make_tiny
 from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import shards
 from accel_sft.io import manifest
-from accel_sft.io.heartbeat import heartbeat, heartbeat_count
+from accel_sft.io.heartbeat import heartbeat, heartbeat_count, heartbeats_only
 from accel_sft.io.run_dir import RunDir
 from accel_sft.resilience import watchdog
 from accel_sft.training.optimizer import new_optimizer
@@ -189,11 +189,12 @@ def test_a_stopped_process_is_named_and_does_not_keep_the_launcher(launches, whe
 AT_WORK = """
 import sys, time
 from pathlib import Path
+from accel_sft.io.heartbeat import heartbeats_only
 from accel_sft.io.run_dir import RunDir
 from accel_sft.resilience import watchdog
 
 watchdog.GRACE_SECONDS = 0.5
-with watchdog.Watchdog(2, RunDir(Path(sys.argv[1]))) as watched:
+with watchdog.Watchdog(2, RunDir(Path(sys.argv[1]))):
     until = time.monotonic() + 4.5
     while time.monotonic() < until:  # a task's dataset() that computes, or loads from afar
         if sys.argv[2] == "computes":
@@ -205,7 +206,7 @@ with watchdog.Watchdog(2, RunDir(Path(sys.argv[1]))) as watched:
     print("went on", flush=True)
     if sys.argv[2] == "computes":
         time.sleep(60)
-    with watched.heartbeats_only():
+    with heartbeats_only():
         while True:
             sum(range(20000))
 """
@@ -339,7 +340,7 @@ def test_a_run_that_makes_progress_leaves_no_stacks(tmp_path):
     run_dir = RunDir(tmp_path)
     run_dir.logs.mkdir()
     file = run_dir.stacks(0)
-    with watchdog.Watchdog(1, run_dir) as watched, watched.heartbeats_only():
+    with watchdog.Watchdog(1, run_dir), heartbeats_only():
         until = time.monotonic() + PAST
         while not (file.exists() and file.stat().st_size):  # it has stood still
             assert time.monotonic() < until
@@ -377,8 +378,22 @@ time.sleep(600)
 """
 
 
-def importing(folder, *arguments):
-    install(folder, "accel-sft-stuck", "stuck = accel_sft_stuck:Stuck", ASLEEP)
+LOOP = ASLEEP.replace("time.sleep(600)", "while True: pass")
+ENDLESS = """
+import itertools
+from dataclasses import dataclass
+from accel_sft_math import Math
+
+@dataclass(kw_only=True)
+class Stuck(Math):
+    def score(self, example, text):
+        for _ in itertools.count():
+            pass
+"""
+
+
+def importing(folder, *arguments, source=ASLEEP):
+    install(folder, "accel-sft-stuck", "stuck = accel_sft_stuck:Stuck", source)
     paths = os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))
     command = [sys.executable, "-m", "accel_sft", "stuck", *arguments]
     return command, {**os.environ, "TORCHELASTIC_RUN_ID": "one", "RANK": "3", "WORLD_SIZE": "4", "PYTHONPATH": paths}
@@ -390,6 +405,23 @@ def test_a_task_that_hangs_as_it_is_imported_is_named(tmp_path):
     assert done.returncode == 1
     assert "rank 3 is stuck in <module> (" in done.stdout
     assert "accel_sft_stuck.py:4" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [(LOOP, "<module> (SITE/accel_sft_stuck.py:4)"), (ENDLESS, "score (SITE/accel_sft_stuck.py:")],
+    ids=["import", "first score"],
+)
+def test_a_loop_without_an_end_before_training_is_no_work_also_without_a_launcher(tmp_path, source, place):
+    run = ("--hang-timeout", "3", "--max-steps", "1", "--output-dir", str(tmp_path / "run"))
+    command, environment = importing(tmp_path, *run, source=source)
+    for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"):
+        del environment[name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert f"rank 0 is stuck in {place.replace('SITE', str(tmp_path))}" in done.stdout
+    stacks = [path.read_text() for path in tmp_path.glob("run/logs/hang-*")] or [done.stdout]
+    assert "most recent call first" in stacks[0]
 
 
 def test_a_rank_whose_launcher_is_killed_amid_an_import_ends(tmp_path):
