@@ -13,8 +13,9 @@ from accel_sft.launch import host_memory
 from accel_sft.launch.collectives import Team, decided_by_main
 from accel_sft.launch.info import Launch
 
-SPARE_BYTES = 64 << 20
-"""Of the disk, left free beside a checkpoint for the other files of a run."""
+MOST_SPARE_BYTES = 64 << 20
+"""Of the disk, left free beside a checkpoint for the other files of a run: a third of it, as exported weights take, or
+so much."""
 COPY, GRADIENT = 4, 4
 """Bytes of a trained parameter's element in float32: a copy of the weight, its gradient."""
 
@@ -23,11 +24,12 @@ def check_disk(accelerator: Accelerator, model: torch.nn.Module, run_dir: RunDir
     """Raise UserError on every rank if a checkpoint of this model does not fit on the disk."""
 
     def check() -> None:
-        needed, free = sum(_sizes(model)) * shards.BYTES + SPARE_BYTES, shutil.disk_usage(run_dir.path).free
-        if free < needed:
+        size, free = sum(_sizes(model)) * shards.BYTES, shutil.disk_usage(run_dir.path).free
+        if free < size + (spare := min(size // 3, MOST_SPARE_BYTES)):
             raise UserError(
-                f"{run_dir}: a checkpoint takes {_gib(needed)}, and {_gib(free)} of the disk are free; free space "
-                "(then go on with --resume auto), name another --output-dir, or --save-every off"
+                f"{run_dir}: a checkpoint takes {_shown(size)} and the files beside it {_shown(spare)}, and "
+                f"{_shown(free)} of the disk are free; free space (then go on with --resume auto), name another "
+                "--output-dir, or --save-every off"
             )
 
     decided_by_main(accelerator, check)  # other machines may not see the folder yet
@@ -63,8 +65,8 @@ def check_host_memory(
     def check() -> None:
         if (free := host_memory.free_bytes()) < needed:
             raise UserError(
-                f"host memory: {launch.local_world_size} processes on this machine need at least {_gib(needed)} for "
-                f"optimizer states and checkpoints of {sum(sizes):,} trained parameters, and {_gib(free)} are free "
+                f"host memory: {launch.local_world_size} processes on this machine need at least {_shown(needed)} for "
+                f"optimizer states and checkpoints of {sum(sizes):,} trained parameters, and {_shown(free)} are free "
                 f"({host_memory.describe()}); use --adapter lora, a higher ZeRO stage over more "
                 "machines, offload to nvme, or free memory"
             )
@@ -77,5 +79,5 @@ def _sizes(model: torch.nn.Module) -> list[int]:
     return [getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad]
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def _shown(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -27,8 +27,12 @@ GIB = 2**30
 def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1024, 1024)
     capacity.check_disk(accelerator, model, RunDir(tmp_path))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=70 << 20))
-    with pytest.raises(UserError, match=r"a checkpoint takes 0.07 GiB, and 0.07 GiB of the disk are free; free space"):
+    size = 1024 * 1025 * 12  # of weights and AdamW's moments
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size * 4 // 3))
+    capacity.check_disk(accelerator, model, RunDir(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size * 4 // 3 - 1))
+    told = r"a checkpoint takes 12.0 MiB and the files beside it 4.0 MiB, and 16.0 MiB of the disk are free; free space"
+    with pytest.raises(UserError, match=told):
         capacity.check_disk(accelerator, model, RunDir(tmp_path))
 
 
@@ -45,7 +49,7 @@ def test_states_that_host_memory_cannot_take_are_not_begun(yaml, bytes_each, mon
     capacity.check_host_memory(accelerator, model, launch)
     monkeypatch.setattr(host_memory, "free_bytes", lambda: bytes_each * 999_000 - 1)
     with pytest.raises(
-        UserError, match=r"host memory: 2 processes on this machine need at least 0.0\d GiB for optimizer"
+        UserError, match=r"host memory: 2 processes on this machine need at least \d+.\d MiB for optimizer"
     ):
         capacity.check_host_memory(accelerator, model, launch)
 
