@@ -1,10 +1,14 @@
-"""Heartbeats: the program calls one wherever it makes progress, and the watchdog counts them. Standard library only."""
+"""What a program tells the watchdog: a heartbeat wherever it makes progress, and where it waits for other ranks.
+
+Standard library only.
+"""
 
 import contextlib
 from collections.abc import Iterator
 
 _beats = 0
 _only = False
+_waiting = 0
 
 
 def heartbeat() -> None:
@@ -33,3 +37,19 @@ def heartbeats_only() -> Iterator[None]:
 def activity_counts() -> bool:
     """Whether CPU and disk activity is progress now."""
     return not _only
+
+
+@contextlib.contextmanager
+def exchange() -> Iterator[None]:
+    """Inside, the main thread waits for other ranks, or for a device that does; also a decorator."""
+    global _waiting
+    _waiting += 1
+    try:
+        yield
+    finally:
+        _waiting -= 1
+
+
+def in_exchange() -> bool:
+    """Whether the main thread is in an `exchange`."""
+    return _waiting > 0

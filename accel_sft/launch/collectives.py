@@ -12,6 +12,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import gather, gather_object
 
 from accel_sft.api.errors import UserError
+from accel_sft.io.heartbeat import exchange
 
 Result = TypeVar("Result")
 
@@ -79,6 +80,7 @@ def largest(readings: dict[str, float | None], prefix: str = "") -> dict[str, fl
     return {prefix + key: max((e[key] for e in every if e[key] is not None), default=None) for key in readings}
 
 
+@exchange()
 def gather_numbers(mine: list[float]) -> list[list[float]]:
     """Every rank's numbers, by rank: as many of each. One exchange between devices, cheap enough for every step.
 

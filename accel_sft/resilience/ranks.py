@@ -13,13 +13,12 @@ from types import FrameType
 
 import psutil
 
+from accel_sft.io.heartbeat import in_exchange
 from accel_sft.launch import host_memory
 
 _WAITING = re.compile(r"/torch/(distributed|cuda)/|/torch/autograd/graph\.py|/deepspeed/(comm|runtime)/")
 """Files of functions in which a rank waits for others: gradients are reduced within a backward, and a GPU is waited for
 that waits itself."""
-_REDUCING = ("reduce_step", "gather_numbers")
-"""Functions that wait for the result of a collective where the device runs behind."""
 _LIBRARIES = re.compile(
     r"/site-packages/(torch|deepspeed|accelerate|transformers|huggingface_hub|tokenizers|datasets|numpy|pyarrow|safetensors"
     r"|psutil|regex|rich|requests|httpx|urllib3)/"
@@ -27,11 +26,11 @@ _LIBRARIES = re.compile(
 
 
 def waits(frame: FrameType) -> bool:
-    """Whether a thread waits for other ranks: in a collective, or for its result where the device runs behind."""
+    """Whether the main thread waits for other ranks: in a collective, or for its result where a device is behind."""
     for each, _ in itertools.islice(traceback.walk_stack(frame), 8):
-        if _WAITING.search(each.f_code.co_filename) or each.f_code.co_name in _REDUCING:
+        if _WAITING.search(each.f_code.co_filename):
             return True
-    return False
+    return in_exchange()
 
 
 def place(frame: FrameType) -> str:

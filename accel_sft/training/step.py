@@ -15,6 +15,7 @@ from accel_sft.batching.memory import out_of_memory
 from accel_sft.batching.sequence import SequenceGroup
 from accel_sft.data.chat import Encoded
 from accel_sft.io.files import read_json, write_atomically
+from accel_sft.io.heartbeat import exchange
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import gather_numbers
 from accel_sft.launch.ulysses import shared_rows
@@ -146,6 +147,7 @@ class TrainStep:
         return UserError(f"step {step}: {oom}; {mend}")
 
 
+@exchange()
 def reduce_step(
     share: torch.Tensor, oom: OutOfMemory, signal: int, system: list[float]
 ) -> tuple[float, OutOfMemory, int, list[list[float]]]:

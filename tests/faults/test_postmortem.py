@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
+from accel_sft.launch.collectives import gather_numbers
 from accel_sft.resilience import ranks
+from accel_sft.training.step import OutOfMemory, reduce_step
 
 LAUNCHER = """
 import os, subprocess, sys
@@ -100,6 +102,22 @@ def test_a_rank_that_synchronises_a_device_or_is_in_deepspeeds_engine_waits():
         frames = {}
         exec(compile("import sys\ndef wait(): return sys._getframe()", f"/x/site-packages/{file}", "exec"), frames)
         assert ranks.waits(frames["wait"]())
+    assert not ranks.waits(sys._getframe())
+
+
+def test_a_rank_that_exchanges_numbers_waits_and_so_does_one_whose_device_is_behind():
+    found = []
+
+    class Number:
+        def __float__(self):
+            found.append(ranks.waits(sys._getframe()))
+            return 1.0
+
+        item = __float__
+
+    assert gather_numbers([Number()]) == [[1.0]]
+    assert reduce_step(Number(), OutOfMemory(), 0, [])[0] == 1.0
+    assert found == [True, True]
     assert not ranks.waits(sys._getframe())
 
 
