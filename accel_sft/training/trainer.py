@@ -132,52 +132,52 @@ class Trainer:
         From here on signals are deferred: what follows the loop takes seconds and has no checkpoint of its own.
         """
         self.signals.deferred = True
-        try:
-            self.evaluate_and_save()  # also what a signal kept a resumed run from
-            self.loop()
-        except Interruption:
-            self.save()
-            raise
+        with self.tracker.profiler() as profiler:  # a trace takes its time: it comes after the checkpoint
+            try:
+                self.evaluate_and_save()  # also what a signal kept a resumed run from
+                self.loop(profiler)
+            except Interruption:
+                self.save()
+                raise
 
-    def loop(self) -> None:
+    def loop(self, profiler: Any) -> None:
         """One optimizer step after the other, until the plan ends, patience runs out, or a signal comes."""
         plan, stepper, state, config = self.plan, self.stepper, self.state, self.config
         phase = "first_step"  # in which AdamW's moments are made
         self.model.train()
-        with self.tracker.profiler() as profiler:
-            while state.step < plan.total_steps and not state.out_of_patience(config.patience):
-                started = time.perf_counter()
-                self.tracker.peaks.begin(phase)
-                rows = plan.examples(state.step)
-                tokens, supervised_tokens = int(plan.lengths[rows].sum()), int(plan.supervised[rows].sum())
-                rate = learning_rate(state.step, plan.total_steps, config)
-                stepper.set_learning_rate(rate)
-                torch.manual_seed(plan.seed_of(state.step, self.accelerator.process_index))  # dropout masks
-                examples = self.train_examples.take(rows.tolist())
-                share, oom = self.train_step.forward_backward(examples, supervised_tokens, state.step + 1)
-                self.signals.exit_if_orphaned()
-                loss, oom, signal, system = reduce_step(share, oom, self.signals.asked, self.tracker.system())
-                if oom.tokens:
-                    self.train_step.retry_smaller(oom, state.step + 1)
-                    continue
-                grad_norm, phase = stepper.update(state.step), "step"
-                state.step += 1
-                self.anomalies.look(state.step, loss, grad_norm, examples)
-                record = state.counted(
-                    epoch=plan.epoch(state.step),
-                    loss=loss,
-                    grad_norm=grad_norm,
-                    learning_rate=rate,
-                    supervised_tokens=supervised_tokens,
-                    tokens=tokens,
-                    seconds=time.perf_counter() - started,
-                )
-                self.tracker.step(record, system)
-                if self.on_step:
-                    self.on_step(record, self.train_step.batching)
-                profiler.step()
-                self.stop_if(signal)
-                self.evaluate_and_save()
+        while state.step < plan.total_steps and not state.out_of_patience(config.patience):
+            started = time.perf_counter()
+            self.tracker.peaks.begin(phase)
+            rows = plan.examples(state.step)
+            tokens, supervised_tokens = int(plan.lengths[rows].sum()), int(plan.supervised[rows].sum())
+            rate = learning_rate(state.step, plan.total_steps, config)
+            stepper.set_learning_rate(rate)
+            torch.manual_seed(plan.seed_of(state.step, self.accelerator.process_index))  # dropout masks
+            examples = self.train_examples.take(rows.tolist())
+            share, oom = self.train_step.forward_backward(examples, supervised_tokens, state.step + 1)
+            self.signals.exit_if_orphaned()
+            loss, oom, signal, system = reduce_step(share, oom, self.signals.asked, self.tracker.system())
+            if oom.tokens:
+                self.train_step.retry_smaller(oom, state.step + 1)
+                continue
+            grad_norm, phase = stepper.update(state.step), "step"
+            state.step += 1
+            self.anomalies.look(state.step, loss, grad_norm, examples)
+            record = state.counted(
+                epoch=plan.epoch(state.step),
+                loss=loss,
+                grad_norm=grad_norm,
+                learning_rate=rate,
+                supervised_tokens=supervised_tokens,
+                tokens=tokens,
+                seconds=time.perf_counter() - started,
+            )
+            self.tracker.step(record, system)
+            if self.on_step:
+                self.on_step(record, self.train_step.batching)
+            profiler.step()
+            self.stop_if(signal)
+            self.evaluate_and_save()
 
     @span(PAUSE)
     def evaluate_and_save(self) -> None:

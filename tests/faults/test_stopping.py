@@ -111,6 +111,17 @@ def test_a_signal_ends_the_step_with_a_checkpoint_and_the_run_goes_on_to_the_sam
     same_end(run, run_dir)
 
 
+def test_a_signal_while_steps_are_traced_writes_the_checkpoint_before_the_trace(tmp_path):
+    run_dir = tmp_path / "run"
+    with started(run_dir, None, "--profile", "--eval-every", "off") as process:
+        wait_for(lambda: steps_done(run_dir) >= 3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGINT
+    (trace,), latest = (run_dir / "profile").iterdir(), run_dir / "checkpoints" / "latest"
+    assert latest.read_text() == f"step-{steps_done(run_dir):06d}\n"
+    assert latest.stat().st_mtime_ns < trace.stat().st_mtime_ns  # which the launcher's 30 seconds may be too short for
+
+
 def test_a_signal_ends_an_evaluation_before_its_next_answers_but_not_one_that_is_ignored(tmp_path):
     run_dir, few = tmp_path / "run", ("--validation-examples", "60", "--eval-batch-size", "1", "--max-steps", "2")
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for what a script starts in the background

@@ -15,7 +15,8 @@ from accel_sft_chat.metrics import METRICS, comparable, comparable_text, matchin
 from accel_sft_chat.turns import LEARN, Dialogue, dialogue
 
 _SHARE, _MOST = 0.05, 500
-_LOOKED_AT = 200
+_FEWEST, _LOOKED_AT = 20, 200
+"""Rows of an evaluation from which their answers say what kind they are, and of which as many are looked at."""
 _ONE_WORD = (
     "answers are single words, and --metric f1 gives one with further words a part of the mark; --metric exact counts "
     "right answers alone"
@@ -121,7 +122,8 @@ class Chat(Task):
 
     def _with_advice(self, rows: Any) -> Any:
         """Rows to evaluate, with a note if the answers are so short that another metric suits them better."""
-        short = self.metric == "f1" and all(len(comparable(row.answer).split()) == 1 for row in rows[:_LOOKED_AT])
+        told = self.metric == "f1" and len(rows) >= _FEWEST
+        short = told and all(len(comparable(row.answer).split()) == 1 for row in rows[:_LOOKED_AT])
         if short and _ONE_WORD not in rows.notes:
             rows.notes.append(_ONE_WORD)
         return rows
