@@ -162,7 +162,6 @@ def damaged(draw, content: bytes, most: int = 2) -> bytes:
 
 def one_line_each(error: UserError, begins: str = "", longest: int = LONGEST_LINE) -> None:
     """A refusal is some lines, each of which can be read and begins so."""
-    assert error.problems
     for line in error.problems:
         assert line.startswith(begins), line[:LONGEST_LINE]
         assert len(line.splitlines()) == 1, line[:LONGEST_LINE]
@@ -203,7 +202,7 @@ def read(task: Math | Ner | Chat, path: Path, large: bool = False) -> Sequence[A
             examples = error
     if isinstance(examples, UserError):
         one_line_each(examples, f"{path}:")
-        assert len(examples.problems) <= row_reading.MAX_PROBLEMS + 1
+        assert 1 <= len(examples.problems) <= row_reading.MAX_PROBLEMS + 1
         return examples
     assert examples
     for index in range(len(examples)):

@@ -159,7 +159,8 @@ class TrainConfig:
         if self.min_lr_ratio and self.lr_scheduler == "constant":
             found.append("--min-lr-ratio: with --lr-scheduler constant the rate never falls; leave one of the two out")
         if self.decay_ratio != TrainConfig.decay_ratio and self.lr_scheduler != "wsd":
-            found.append(f"--decay-ratio: --lr-scheduler {shown(self.lr_scheduler)} has none; add --lr-scheduler wsd")
+            scheduler = shown(str(self.lr_scheduler))
+            found.append(f"--decay-ratio: --lr-scheduler {scheduler} has none; add --lr-scheduler wsd")
         if self.patience and self.eval_every == "off":
             found.append("--patience needs evaluations: set --eval-every")
         if self.init_from and self.model != "tiny":
