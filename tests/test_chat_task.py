@@ -262,7 +262,7 @@ def test_a_system_prompt_is_for_rows_without_one(rows):
 
 
 MALFORMED = {
-    "no form": ({"text": "x"}, None, "columns messages or conversations, prompt and completion, or instruction"),
+    "no form": ({"words": "x"}, None, "columns messages or conversations, prompt and completion, or instruction"),
     "not a list": ({"messages": 3}, "messages", "a list of messages, got int"),
     "an empty list": ({"messages": []}, "messages", "a list of messages, got an empty list"),
     "not JSON": ({"messages": "[{"}, "messages", "a list of messages, or JSON of one"),
@@ -724,7 +724,7 @@ def test_answers_of_one_word_are_best_scored_by_another_metric(tmp_path):
         return [note for note in task.dataset("validation").notes if "--metric exact" in note]
 
     for name, answer in {"short": "yes", "long": "yes, it is"}.items():
-        (tmp_path / name).write_text(json.dumps({"prompt": "u", "completion": answer}) + "\n")
+        (tmp_path / name).write_text(20 * (json.dumps({"prompt": "u", "completion": answer}) + "\n"))
     assert len(notes(tmp_path / "short")) == 1
     assert notes(tmp_path / "short", metric="exact") == notes(tmp_path / "long") == []
 
