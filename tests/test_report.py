@@ -156,6 +156,18 @@ def test_the_terminal_report_fits_eighty_columns():
     assert accuracy.split() == ["accuracy", "0", "1", "+1"]
 
 
+def test_long_prompts_stand_above_their_answers_where_columns_would_be_narrow():
+    shown = io.StringIO()
+    prompt, answer = "Which of the following entities are named in this sentence", "none of those that were asked for"
+    after = [{**sample(0, answer, accuracy=1.0), "prompt": prompt}]
+    result = {"before": BEFORE, "after": AFTER, "main_metric": "accuracy"}
+    print_report(result, after, after, console=Console(file=shown, width=80))
+    told = shown.getvalue().split("answers (1 of 1)")[1]
+    assert max(map(cell_len, told.splitlines())) <= 80
+    for name, text in (("prompt", prompt), ("base", answer), ("tuned", answer), ("right", "yes")):
+        assert re.search(rf"^{name} +{text} *$", told, re.M)
+
+
 def test_an_evaluation_without_a_base_has_one_side():
     shown = io.StringIO()
     after = [sample(0, "1 + 4", accuracy=1.0)]

@@ -122,6 +122,8 @@ def test_the_page_has_the_runs_curves_answers_and_differing_settings(two, tmp_pa
     differing = elements.prose().partition("Settings that differ")[2].partition("Settings that all have")[0]
     assert re.search(r"learning_rate\s*0\.001\s*0\.004", differing)
     assert "max_steps" not in differing
+    order = [dict(attrs).get("id") for tag, attrs in elements.found if tag == "section"]
+    assert order.index("main") < order.index("answers") < order.index("speed") < order.index("memory")
 
 
 def test_a_killed_run_is_shown_as_far_as_it_goes_and_one_that_trains_is_running(two, tmp_path):
@@ -533,6 +535,8 @@ def test_charts_follow_the_list_of_runs_the_range_and_a_drag(two, tmp_path, open
     lines = "document.querySelectorAll('#main-0 .mark-line path').length"
     ticks = "[...document.querySelector('#main-0 .role-axis-label').querySelectorAll('text')].map(e => e.textContent)"
     assert page.run(lines) == 2
+    titles = "[...document.querySelectorAll('svg .role-axis-title text')].map(e => e.textContent)"
+    assert not [title for title in page.run(titles) if title.endswith("…")]  # none is cut
     page.click("#legend input")
     page.wait(f"{lines} === 1")
     page.click("#all")

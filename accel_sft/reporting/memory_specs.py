@@ -117,6 +117,7 @@ def predicted(place: str, name: str, components: Sequence[str], has_measured: bo
     }
     return chart(
         f"Predicted {place} memory of {name} by phase, its components stacked; the dark mark is what was measured.",
+        height=320,  # of which the legend takes a part
         encoding={
             "x": {"field": "phase", "type": "nominal", "sort": None, "title": "phase", "axis": {"labelAngle": 0}}
         },

@@ -23,11 +23,13 @@ CONFIG = {
         "tickColor": FAINT,
         "labelFontSize": 11,
         "titleFontSize": 12,
-        "titleLimit": 200,
+        "titleLimit": 0,
         "titleFontWeight": "normal",
         "labelOverlap": "greedy",
         "labelSeparation": 8,
     },
+    # above the axis: beside it a chart's height would cut it, or it the chart
+    "axisY": {"titleAngle": 0, "titleAlign": "left", "titleBaseline": "bottom", "titleX": 0, "titleY": -8},
     "legend": {"labelColor": INK, "titleColor": INK, "orient": "bottom", "columns": 4, "labelFontSize": 11},
     "text": {"color": INK},
 }

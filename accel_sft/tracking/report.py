@@ -42,6 +42,8 @@ _TRAINING = {
 }
 
 
+_NARROW = 24
+"""Cells of a column below which longer prompts cannot be read."""
 _MARK = 5
 """Cells of the mark behind an answer."""
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
@@ -159,7 +161,8 @@ def print_report(result: Mapping[str, Any], before_samples: Samples, after_sampl
     if not rows:
         return
     count = max(len(before_samples), len(after_samples))
-    answers = Table(box=box.SIMPLE_HEAD, title=f"answers ({len(rows)} of {count})", title_justify="left", expand=True)
+    title = f"answers ({len(rows)} of {count})"
+    answers = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", expand=True)
     texts = ("expected", *sides)
     marks = {sample["index"]: _mark(sample["scores"].get(result.get("main_metric"))) for sample in after_samples}
     columns = console.width - 3 * (len(texts) + 1) - 1  # less each column's padding and the lines between
@@ -168,7 +171,11 @@ def print_report(result: Mapping[str, Any], before_samples: Samples, after_sampl
     longest = max(map(cell_len, (*texts, *(text for _, *others in lines for text in others))))
     # the same for each, so that equal answers break at the same place
     wide = min(columns * 3 // (3 * len(texts) + 2), longest)
-    answers.add_column("prompt", width=columns - len(texts) * wide, overflow="fold")
+    left = columns - len(texts) * wide
+    if left < _NARROW and any(cell_len(line[0]) > left for line in lines):
+        console.print(_one_below_another(title, texts, rows, lines, marks))
+        return
+    answers.add_column("prompt", width=left, overflow="fold")
     for name in texts:
         answers.add_column(name, width=wide, overflow="fold")
     if any(marks.values()):
@@ -177,6 +184,23 @@ def print_report(result: Mapping[str, Any], before_samples: Samples, after_sampl
         cells = (prompt, expected, base, tuned) if before else (prompt, expected, tuned)
         answers.add_row(*map(Text, cells), *([marks.get(int(index), "")] if any(marks.values()) else []))
     console.print(answers)
+
+
+def _one_below_another(
+    title: str, sides: Sequence[str], rows: list[list[str]], lines: list[list[str]], marks: Mapping[int, str]
+) -> Table:
+    """The answers where columns would be too narrow to read: each text with its name in front."""
+    found = Table(box=None, show_header=False, title=title, title_justify="left", expand=True, padding=(0, 1, 0, 0))
+    found.add_column(no_wrap=True)
+    found.add_column(overflow="fold", ratio=1)
+    for (index, *_), (prompt, expected, base, tuned) in zip(rows, lines, strict=True):
+        cells = (prompt, expected, base, tuned) if "base" in sides else (prompt, expected, tuned)
+        named = [*zip(("prompt", *sides), cells, strict=True), ("right", marks.get(int(index), ""))]
+        for name, text in named:
+            if text or name != "right":
+                found.add_row(Text(name), Text(text))
+        found.add_row("", "")
+    return found
 
 
 def samples_table(samples: Samples) -> str:
