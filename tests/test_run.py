@@ -63,6 +63,19 @@ def test_an_interpreter_that_has_trained_ends_without_a_word(tmp_path):
     assert "tuned" not in done.stdout + (tmp_path / "run" / "report.md").read_text()  # nothing was judged
 
 
+def test_the_last_line_of_a_finished_run_says_what_to_do_with_it(launched):
+    run = layout(launched, "plain")
+    *_, last = run.output.splitlines()
+    name, _, commands = last.partition(": ")
+    report, generate, evaluate, tensorboard = (command.split() for command in commands.split("; "))
+    assert name == "next"
+    assert tensorboard == ["tensorboard", "--logdir", str(run.run_dir)]
+    assert generate == ["accel-sft", "generate", str(run.run_dir), "PROMPT"]
+    for tool in (report, evaluate):
+        assert accel_sft(*tool[1:], "--help").status == 0
+        assert tool[-1] == str(run.run_dir)
+
+
 def test_a_larger_max_steps_is_refused_with_the_way_out(launched, tmp_path):
     whole = layout(launched, "plain")
     copy = tmp_path / "run"

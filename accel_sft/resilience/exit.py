@@ -20,6 +20,8 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import one_line, printable
 
+_REPEATED = "as another rank of this machine says"
+"""What the ranks record that fail alike, but for the first."""
 DISK_SECONDS = 3.0
 """Time for a disk to take the last line of a run that is ended from a thread."""
 
@@ -43,7 +45,7 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
             return
         if isinstance(error, SystemExit):
             if isinstance(error.code, str):
-                _print_once(error.code)
+                report(error.code, error.code)
             _leave(error.code if isinstance(error.code, int) else 1)
         if isinstance(error, BrokenPipeError) and _stdout_is_closed():
             _leave(141)  # as a shell reports SIGPIPE
@@ -71,7 +73,7 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
         message = f"{summary} ({place})"
         if not self.debug and (lost := lost_peers()):
             return f"Error: {lost}", lost
-        if not self.debug and {text for _, text in _earlier_failures()} - {message}:
+        if not self.debug and {text for _, text in _earlier_failures()} - {message, _REPEATED}:
             # a peer's death breaks the collectives of this rank: no cause to show
             rank = os.environ.get("RANK", "0")
             return f"Error: rank {rank} ended after another rank had failed ({one_line(summary, 100)})", message
@@ -121,32 +123,45 @@ def _earlier_failures() -> list[tuple[int, str]]:
 
 
 def report(text: str, message: str, file: TextIO | None = None) -> None:
-    """Record the message for torchrun, which shows it, and print the text to `file` or standard error."""
+    """Record the message for torchrun, which shows it, and print the text to `file` or standard error.
+
+    Ranks of a machine that fail alike leave both to the first of them.
+    """
+    trouble, first = "", True
+    try:
+        first = _is_first(text)
+    except OSError as error:
+        trouble = f"\n(other ranks may print this too: {error})"
     if own := _record_file():
         # torchrun's clock has whole seconds and it takes the earliest failure for the cause
-        stamp = max([int(time.time()), *(1 + earlier for earlier, _ in _earlier_failures())])
+        stamp = max([int(time.time()) + (not first), *(1 + earlier for earlier, _ in _earlier_failures())])
+        message = message if first else _REPEATED
         # in the form of its ErrorHandler, but without a call stack, which it would show in place of the message
         record = {"message": {"message": message, "extraInfo": {"timestamp": str(stamp)}}}
         try:
             own.with_suffix(".new").write_text(json.dumps(record), encoding="utf-8")
             own.with_suffix(".new").replace(own)  # another rank may be reading
         except OSError as error:
-            text += f"\n(the error could not be recorded for torchrun: {error})"
-    _print_once(text, file)
+            trouble += f"\n(the error could not be recorded for torchrun: {error})"
+    if first:
+        _print(text + trouble, file)
 
 
-def _print_once(text: str, file: TextIO | None = None) -> None:
-    """Print unless another rank of this machine has printed the same; the first rank to claim a message prints it."""
-    own, rank = _record_file(), os.environ.get("RANK", "0")
+def _is_first(text: str) -> bool:
+    """Whether no other rank of this machine has claimed this text; from now on this one has. Raises OSError."""
+    own = _record_file()
     if own and own.parent.parent.is_dir():
         claim = own.parent.parent / f"said-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:16]}"
         try:
             claim.touch(exist_ok=False)
         except FileExistsError:
-            return
-        except OSError as error:
-            text += f"\n(other ranks may print this too: {error})"
-    elif rank != "0":
+            return False
+    return True
+
+
+def _print(text: str, file: TextIO | None = None) -> None:
+    own, rank = _record_file(), os.environ.get("RANK", "0")
+    if rank != "0" and not (own and own.parent.parent.is_dir()):
         text = f"[rank {rank}] {text}"
     with contextlib.suppress(OSError, UserError):  # its reader may be gone, or its disk full
         print(text, file=file or sys.stderr, flush=True)

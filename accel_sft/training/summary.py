@@ -1,6 +1,7 @@
 """The model card of exported weights, and a finished run's summary: result.json, report.md and the console."""
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from accel_sft.data.conversation import conversation
 from accel_sft.data.pictures import parted
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import columns, terminal
-from accel_sft.launch.describe import started_by
+from accel_sft.launch.describe import shown_folder, started_by
 from accel_sft.launch.recordable import command_line, recordable, versions
 from accel_sft.models.load import compile_seconds
 from accel_sft.tracking import report
@@ -100,7 +101,15 @@ def publish(
         for name, (step, score) in scores.items()
         if step
     ]
-    lines = [f"{run_dir}: weights in {' and '.join(folders)}, numbers in report.md"]
+    folder = shlex.quote(shown_folder(run_dir.path))
+    commands = [f"report {folder}", f"generate {folder} PROMPT", f"evaluate {shlex.quote(task_name)} --model {folder}"]
+    commands = [f"accel-sft {command}" for command in commands]
+    if "tensorboard" in config.tracker:
+        commands.append(f"tensorboard --logdir {folder}")
+    lines = [
+        f"{run_dir}: weights in {' and '.join(folders)}, numbers in report.md",
+        f"next: {'; '.join(commands)}",
+    ]
     if left_out := result["steps_left_out"]:
         lines.insert(0, f"{left_out} of {state.step} steps were not finite and left out: {run_dir.nonfinite}")
     return lines
