@@ -90,8 +90,7 @@ def accel_sft(
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (environment["PYTHONPATH"], os.environ.get("PYTHONPATH"))))
     command = ("accel_sft", *given)
     if yaml:
-        port = str(20000 + os.getpid() % 20000)
-        command = (forked.LAUNCH, "--config_file", str(CONFIGS / f"{yaml}.yaml"), "--main_process_port", port)
+        command = (forked.LAUNCH, "--config_file", str(CONFIGS / f"{yaml}.yaml"), "--main_process_port", "0")
         command += (*launcher, "-m", module, *given)
     if torchrun:
         command = (forked.TORCHRUN, *torchrun, "-m", module, *given)

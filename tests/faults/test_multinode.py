@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -15,7 +16,8 @@ from conftest import CONFIGS
 from test_stopping import JOB, STEPS, ranks, steps_done, wait_for, whole
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
-PORT = str(20000 + os.getpid() % 20000)
+with socket.create_server(("127.0.0.1", 0)) as free:
+    PORT = str(free.getsockname()[1])
 MACHINES = {
     "accelerate launch": (
         *("accelerate-launch", "--config_file", str(CONFIGS / "multinode_z3.yaml"), "--mixed_precision", "no"),

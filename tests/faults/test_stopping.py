@@ -33,7 +33,7 @@ def started(run_dir, yaml=None, *more):
     if yaml:
         command = [str(Path(sysconfig.get_path("scripts"), "accelerate-launch"))]
         command += ["--config_file", str(CONFIGS / f"{yaml}.yaml"), "--mixed_precision", "no"]
-        command += ["--main_process_port", str(20000 + os.getpid() % 20000), *more, "-m", "accel_sft"]
+        command += ["--main_process_port", "0", *more, "-m", "accel_sft"]
     with open(f"{run_dir}.log", "ab") as log:
         process = subprocess.Popen([*command, *JOB, *own, "--output-dir", str(run_dir)], stdout=log, stderr=log)
     family: list[psutil.Process] = []
