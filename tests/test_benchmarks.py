@@ -43,12 +43,15 @@ def number(cell: str) -> float:
     ("script", "heading", "rows"),
     [
         ("speed.py", "real tokens/s", {"accel_sft"}),
-        ("batching.py", "s a step", {"the default", "shared 16"}),
+        pytest.param(*("batching.py", "s a step", {"the default", "shared 16"}), marks=pytest.mark.long),
         ("precision.py", "real tokens/s", {"fp32", "bf16, ZeRO-2"}),
         ("generation.py", "answers/s", {"accel_sft", "`generate`, 64 rows"}),
         ("checkpoint.py", "GiB", {"by parameter", "save_state"}),
-        ("memory.py", "USS median", {"2,000"}),
-        ("overhead.py", "lines: median", {"a step", "forward", "backward", "optimizer", "**ours**", "- gather"}),
+        pytest.param(*("memory.py", "USS median", {"2,000"}), marks=pytest.mark.long),
+        pytest.param(
+            *("overhead.py", "lines: median", {"a step", "forward", "backward", "optimizer", "**ours**", "- gather"}),
+            marks=pytest.mark.long,
+        ),
         ("startup.py", "no launcher, again", {"in all", "imports of the libraries", "layout trials"}),
         ("gpu.py", "tokens/s", {"0.5B full"}),
         ("plan_accuracy.py", "measured", {"20 million"}),
