@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from fake_memory import Device
 from models import make_tiny
 from peft import LoraConfig, get_peft_model
@@ -24,6 +25,8 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     MistralConfig,
     MistralForCausalLM,
     OPTConfig,
@@ -868,6 +871,27 @@ def test_examples_that_would_see_each_other_are_found_out(model):
     batching, told = chosen(Smearing(model))
     assert batching.layout == "padded"
     assert "not packed: a change in one row changes another" in told
+
+
+class Unplaced(Wrapped):
+    """One that takes positions and ignores them: a row of several begins where it stands."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None):
+        return self.model(input_ids, attention_mask=attention_mask, logits_to_keep=logits_to_keep, use_cache=False)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_model_that_ignores_positions_is_found_out_in_any_precision(precision, request):
+    AcceleratorState._reset_state()
+    request.addfinalizer(AcceleratorState._reset_state)
+    torch.manual_seed(0)
+    shape = {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 97, "n_positions": 512}
+    model = GPT2LMHeadModel(GPT2Config(**shape, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    for subject, layout in ((model, "shared"), (Unplaced(model), "padded")):
+        prepared = accelerator.prepare(copy.deepcopy(subject))
+        batching, told = Trial(accelerator, prepared, TrainConfig().resolved({}), rows(), 0).choose()
+        assert batching.layout == layout, told
 
 
 class Wavering(Wrapped):
