@@ -79,6 +79,7 @@ def written(folder, config=None, task=None, launch=None):
 
 def test_every_setting_is_read_back_as_it_was_and_secrets_are_named_only(tmp_path):
     given = {"model": "org/m", "adapter": "lora", "micro_batch_size": "8", "eval_every": "off", "epochs": 2.0}
+    given["control_tokens"] = "tokens"
     config = TrainConfig(**given, learning_rate=1e-05, output_dir="a", resume="auto", dry_run=True)
     task = Odd(**ODD, loud=False, api_key="sk-1")
     run_dir = written(tmp_path / "run", config, task)
