@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 from conftest import accel_sft
 
 from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
 from accel_sft.comparison.cells import product
 from accel_sft.launch import host_memory, precision
 from accel_sft.launch.audit import audit
@@ -114,6 +115,19 @@ def test_what_is_chosen_and_why(case, tmp_path, monkeypatch):
     assert precision.settled(named, ON_CPU, "bf16") == named
     alone = read_launch({}, [])
     assert precision.settled(alone, ON_CPU).precision == ("no", "the default without accelerate launch")
+
+
+def test_machines_whose_launches_name_different_precisions_are_refused_on_every_rank(tmp_path, monkeypatch):
+    named = launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "bf16"}, arrived="bf16")
+    other = launch_of_a_rank(tmp_path, BARE)
+    told = []
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: told.extend(mine) or mine)
+    for launch in (named, other):  # a rank that named one left the other waiting for it
+        precision.settled(launch, ON_CPU)
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: told)
+    for launch in (named, other):
+        with pytest.raises(UserError, match=r"name different precisions: bf16 on .*, none on "):
+            precision.settled(launch, ON_CPU)
 
 
 def test_a_gpu_without_bf16_computes_in_float32_and_fp16_is_named(tmp_path, monkeypatch):
