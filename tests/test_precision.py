@@ -151,6 +151,11 @@ def test_plan_and_compare_follow_the_machine_that_they_are_for(tmp_path, monkeyp
     here, there = machine(0, None, 8), machine(2, 24, 64)
     assert launch_of(tmp_path / "bare.yaml", here).precision[0] == "no"
     assert launch_of(tmp_path / "bare.yaml", there).precision[0] == "bf16"
+    with monkeypatch.context() as has_gpu:
+        for name, told in {"Init": None, "Shutdown": None, "DeviceGetCount": 1, "DeviceGetHandleByIndex": 0}.items():
+            has_gpu.setattr(f"pynvml.nvml{name}", lambda *_, told=told: told)
+        has_gpu.setattr("pynvml.nvmlDeviceGetCudaComputeCapability", lambda _: (9, 0))
+        assert launch_of(tmp_path / "bare.yaml", machine(0, None, 8)).precision[0] == "no"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for flags, expected in ([], "no"), (["avx512_bf16"], "bf16"):
         monkeypatch.setattr(precision, "cpu_flags", lambda flags=flags: flags)

@@ -150,6 +150,15 @@ def test_launch_yaml_has_the_flags_that_decide_numbers_and_the_command_has_the_o
     assert command_in(run_dir) == [*start, "-m", "accel_sft", "--config", "run/run.yaml"]
 
 
+def test_without_a_launch_file_the_command_names_the_precision_that_was_chosen(tmp_path, monkeypatch):
+    flags = ["accelerate", "launch", "--num_processes", "1"]
+    monkeypatch.setattr(run_yaml, "launcher_command", lambda: ([*flags, "-m", "accel_sft", "math"], tmp_path))
+    monkeypatch.chdir(tmp_path)
+    launch = dataclasses.replace(read_launch({}, []), resolved=("bf16", "this CPU has amx_bf16"))
+    start = [*flags, "--mixed_precision", "bf16", "-m", "accel_sft"]
+    assert command_in(written(tmp_path / "run", launch=launch)) == [*start, "--config", "run/run.yaml"]
+
+
 @pytest.mark.parametrize(
     ("command", "kept"),
     [

@@ -106,11 +106,11 @@ def expected(launch: Launch, bf16: bool) -> Launch:
     return dataclasses.replace(launch, resolved=("bf16" if bf16 else "no", "as its devices compute it"))
 
 
-def this_machine_computes_bf16() -> bool:
+def this_machine_computes_bf16(*, with_gpus: bool = True) -> bool:
     """Whether ranks started here would: on NVIDIA's GPUs as the driver tells, else on the CPU. Imports no torch."""
     import pynvml
 
-    if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+    if with_gpus and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError:
