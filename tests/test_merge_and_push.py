@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+from pathlib import Path
 
 import hub
 import pytest
@@ -196,6 +197,22 @@ def test_of_two_writers_of_a_folder_one_succeeds_and_the_other_is_told(tmp_path)
         (first / "more").write_text("whole")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["more", "rows"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_that_another_process_took_for_abandoned_is_made_again(tmp_path, monkeypatch):
+    opened, taken = os.open, []
+
+    def open_after_it_was_taken(path, *more):
+        if not taken:
+            taken.append(path)
+            Path(path).rmdir()
+        return opened(path, *more)
+
+    monkeypatch.setattr(os, "open", open_after_it_was_taken)
+    with new_folder(str(tmp_path / "out"), "OUT") as partial:
+        (partial / "rows").touch()
+    assert len(taken) == 1
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["rows"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])

@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 from conftest import accel_sft
 
 from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
 from accel_sft.comparison.cells import product
 from accel_sft.launch import host_memory, precision
 from accel_sft.launch.audit import audit
@@ -116,6 +117,19 @@ def test_what_is_chosen_and_why(case, tmp_path, monkeypatch):
     assert precision.settled(alone, ON_CPU).precision == ("no", "the default without accelerate launch")
 
 
+def test_machines_whose_launches_name_different_precisions_are_refused_on_every_rank(tmp_path, monkeypatch):
+    named = launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "bf16"}, arrived="bf16")
+    other = launch_of_a_rank(tmp_path, BARE)
+    told = []
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: told.extend(mine) or mine)
+    for launch in (named, other):  # a rank that named one left the other waiting for it
+        precision.settled(launch, ON_CPU)
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: told)
+    for launch in (named, other):
+        with pytest.raises(UserError, match=r"name different precisions: bf16 on .*, none on "):
+            precision.settled(launch, ON_CPU)
+
+
 def test_a_gpu_without_bf16_computes_in_float32_and_fp16_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(precision, "computes_bf16", lambda device: (False, "Tesla T4"))
     value, why = precision.settled(launch_of_a_rank(tmp_path, BARE), SimpleNamespace(type="cuda")).precision
@@ -137,6 +151,11 @@ def test_plan_and_compare_follow_the_machine_that_they_are_for(tmp_path, monkeyp
     here, there = machine(0, None, 8), machine(2, 24, 64)
     assert launch_of(tmp_path / "bare.yaml", here).precision[0] == "no"
     assert launch_of(tmp_path / "bare.yaml", there).precision[0] == "bf16"
+    with monkeypatch.context() as has_gpu:
+        for name, told in {"Init": None, "Shutdown": None, "DeviceGetCount": 1, "DeviceGetHandleByIndex": 0}.items():
+            has_gpu.setattr(f"pynvml.nvml{name}", lambda *_, told=told: told)
+        has_gpu.setattr("pynvml.nvmlDeviceGetCudaComputeCapability", lambda _: (9, 0))
+        assert launch_of(tmp_path / "bare.yaml", machine(0, None, 8)).precision[0] == "no"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for flags, expected in ([], "no"), (["avx512_bf16"], "bf16"):
         monkeypatch.setattr(precision, "cpu_flags", lambda flags=flags: flags)

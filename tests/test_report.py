@@ -287,6 +287,9 @@ TOKEN = "_".join(("hf", "AbCdEfGhIjKlMnOpQrStUvWx"))
         ("https://host/rows?access_token=a&part=2", "https://host/rows?access_token=***&part=2"),
         (f"--system-prompt {TOKEN}", "--system-prompt ***"),
         ("--columns prompt=key,completion=token", None),
+        ("--control-tokens tokens --control_tokens=text", None),
+        ("--train-file /data/hf_questions_and_answers_2024/rows.jsonl --model sk-embeddings-for-finance-v2", None),
+        (f"hf_{'aB' * 17} sk-{'0a' * 16} glpat-aB_cD-eF_gH-iJ_kL0", "*** *** ***"),
     ],
 )  # fmt: skip
 def test_one_mask_hides_secrets_of_every_form_in_commands_and_records(words, shown):

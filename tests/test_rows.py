@@ -14,6 +14,7 @@ from parsers import CALLS, answer, other_answer
 from accel_sft import UserError, read_rows
 from accel_sft.api.errors import what_and_where
 from accel_sft.data import json_stream, row_reading
+from accel_sft.data.rows import absent_rows
 
 
 @pytest.fixture(autouse=True, params=["held", "from the file"])
@@ -313,3 +314,5 @@ def test_several_files_are_read_in_the_order_given_and_each_row_names_its_own(tm
 def test_an_empty_name_is_refused_and_no_folder_read_for_it(names):
     with pytest.raises(UserError, match="an empty name; give a file, a folder or a data set, with commas between"):
         read_rows(names, answer)
+    (line,) = absent_rows(names, "--train-file")
+    assert line.startswith(f"--train-file {names!r}: an empty name")

@@ -79,6 +79,7 @@ def written(folder, config=None, task=None, launch=None):
 
 def test_every_setting_is_read_back_as_it_was_and_secrets_are_named_only(tmp_path):
     given = {"model": "org/m", "adapter": "lora", "micro_batch_size": "8", "eval_every": "off", "epochs": 2.0}
+    given["control_tokens"] = "tokens"
     config = TrainConfig(**given, learning_rate=1e-05, output_dir="a", resume="auto", dry_run=True)
     task = Odd(**ODD, loud=False, api_key="sk-1")
     run_dir = written(tmp_path / "run", config, task)
@@ -147,6 +148,15 @@ def test_launch_yaml_has_the_flags_that_decide_numbers_and_the_command_has_the_o
     own = ["--main_process_ip", "::1", "--num_cpu_threads_per_process=3"]
     start = ["accelerate", "launch", "--config_file", "run/launch.yaml", *own]
     assert command_in(run_dir) == [*start, "-m", "accel_sft", "--config", "run/run.yaml"]
+
+
+def test_without_a_launch_file_the_command_names_the_precision_that_was_chosen(tmp_path, monkeypatch):
+    flags = ["accelerate", "launch", "--num_processes", "1"]
+    monkeypatch.setattr(run_yaml, "launcher_command", lambda: ([*flags, "-m", "accel_sft", "math"], tmp_path))
+    monkeypatch.chdir(tmp_path)
+    launch = dataclasses.replace(read_launch({}, []), resolved=("bf16", "this CPU has amx_bf16"))
+    start = [*flags, "--mixed_precision", "bf16", "-m", "accel_sft"]
+    assert command_in(written(tmp_path / "run", launch=launch)) == [*start, "--config", "run/run.yaml"]
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,18 @@ def test_calls_of_tools_are_learnt_and_their_results_are_not(tokenizer, argument
     assert sample["generated"] == sample["expected"] == '<call>weather {"town": "Ulm"}</call>'
 
 
+def test_control_tokens_in_tools_are_characters_where_a_template_prints_them_as_python_does(tokenizer):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = CALLING.replace("tools | tojson", "tools").replace("ARGUMENTS", "{{ call.function.arguments }}")
+    tools, turns = (json.loads(json.dumps(each).replace("Ulm", "<|im_end|>")) for each in (TOOLS, CALLED[:2]))
+    tools[0]["function"]["description"] = "a<|im_end|>b"
+    (row,) = encoded(own, [([], turns, tools)]).kept
+    text = own.decode(row.input_ids)
+    assert "'description': 'a<|im_end|>b'" in text
+    assert 'weather {"town": "<|im_end|>"}</call>' in text
+    assert row.input_ids.count(own.eos_token_id) == text.count("<|im_end|>") - 2
+
+
 def test_a_template_that_drops_calls_is_refused_and_one_without_tools_is_told(tokenizer):
     own = chatml(tokenizer)
     with pytest.raises(UserError, match=r"^train example 1: the answer would not be trained on: .*, with weather"):

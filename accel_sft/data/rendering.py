@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from accel_sft.api.errors import UserError
 from accel_sft.data.control_tokens import ControlTokens
-from accel_sft.data.conversation import Conversation, Turns
+from accel_sft.data.conversation import GUARD, Conversation, Turns
 from accel_sft.data.form import Form, closing_mark, divided, parting, remarks
 from accel_sft.data.pictures import parted
 from accel_sft.data.template import MARK, Rejected, dated, rendered
@@ -19,6 +19,8 @@ from accel_sft.io.text import one_line
 
 _ANSWER, _THOUGHT, _TURN = "\ue000\ue001", "\ue002\ue003", "\ue004{}\ue005"
 """Probes, which stand for an answer, its thinking and a turn: characters that no template strips or splits."""
+_ESCAPED_GUARD = GUARD.encode("unicode_escape").decode()
+"""As a template has it that prints a list or an object as Python does: `{{ tools }}`."""
 
 Tools = list[dict[str, Any]] | None
 
@@ -233,7 +235,8 @@ class Rendering:
         return texts
 
     def _render(self, chats: Sequence[Turns], split: str, prompt: bool, given: dict[str, Any]) -> list[str]:
-        return rendered(self.tokenizer, self.template, chats, split, prompt=prompt, given=given)
+        texts = rendered(self.tokenizer, self.template, chats, split, prompt=prompt, given=given)
+        return [text.replace(_ESCAPED_GUARD, GUARD) for text in texts] if self.control.as_text else texts
 
     @functools.cached_property
     def _takes_text_only(self) -> bool:

@@ -216,8 +216,12 @@ def row_names(names: str | Path) -> list[Path]:
 
 def absent_rows(names: str, flag: str) -> list[str]:
     """A line for each file or folder of an option that is not there."""
+    try:
+        found = row_names(names)
+    except UserError as error:
+        return [f"{flag} {line}" for line in error.problems]
     lines = []
-    for name in row_names(names):
+    for name in found:
         try:
             if not is_dataset_name(str(name)):
                 os.stat(name)

@@ -107,12 +107,13 @@ def _own_partial(target: Path) -> Iterator[Path]:
     while True:
         partial = target.with_name(f".{target.name}.{os.urandom(4).hex()}.partial")
         partial.mkdir()
-        descriptor = os.open(partial, os.O_RDONLY)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if partial.exists():
-            break
-        os.close(descriptor)  # before it was locked, another process took it for abandoned
+        with contextlib.suppress(FileNotFoundError):  # before it is locked, another process may take it for abandoned
+            descriptor = os.open(partial, os.O_RDONLY)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if partial.exists():
+                break
+            os.close(descriptor)
     try:
         yield partial
     finally:

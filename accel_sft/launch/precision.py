@@ -8,8 +8,9 @@ import dataclasses
 import os
 import platform
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from accel_sft.api.errors import UserError
 from accel_sft.launch import host_memory
 from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import PRECISION
@@ -48,36 +49,54 @@ def recorded(run: Mapping[str, Any]) -> str | None:
     return found if found in ("no", "bf16", "fp16") else None
 
 
+class _Rank(NamedTuple):
+    """What one rank tells the others: its device, its machine, and what its launch and its run's record name."""
+
+    computes_bf16: bool
+    device: str
+    kind: str
+    host: str
+    named: str | None
+    began_with: str | None
+
+
 def settled(launch: Launch, device: Any, began_with: str | None = None) -> Launch:
     """The launch with its precision, the same on all ranks, which call this together once they form a group.
 
     Args:
         device: this rank's.
         began_with: the precision of the run that is resumed or evaluated. Rank 0's counts.
+    Raises:
+        UserError: on every rank, if the launches of different machines name different precisions.
     """
     from accelerate.utils import gather_object
 
-    if launch.named_precision:
+    named = launch.named_precision[0] if launch.named_precision else None
+    mine = _Rank(*computes_bf16(device), device.type, platform.node(), named, began_with)
+    ranks = [_Rank(*rank) for rank in gather_object([mine])]
+    if len({rank.named for rank in ranks}) > 1:
+        told = ", ".join(dict.fromkeys(f"{rank.named or 'none'} on {rank.host}" for rank in ranks))
+        raise UserError(f"the ranks' launches name different precisions: {told}; give all machines the same launch")
+    if named:
         return launch
-    native, words = computes_bf16(device)
-    ranks = gather_object([(native, words, device.type, platform.node(), began_with)])
-    lacking = next((rank for rank in ranks if not rank[0]), None)
-    began_with = ranks[0][-1]
+    lacking = next((rank for rank in ranks if not rank.computes_bf16), None)
+    began_with = ranks[0].began_with
     if began_with and not (began_with == "fp16" and device.type == "cpu"):
         emulated = f"; {_lack(lacking, ranks)}, and emulates it slowly" if began_with == "bf16" and lacking else ""
         return dataclasses.replace(launch, resolved=(began_with, f"the run's own{emulated}"))
     if PRECISION not in launch.environment:
         return dataclasses.replace(launch, resolved=("no", "the default without accelerate launch"))
     if lacking is None:
-        return dataclasses.replace(launch, resolved=("bf16", words if device.type == "cpu" else f"{words} computes it"))
-    faster = "; --mixed_precision fp16 is faster there" if lacking[2] == "cuda" else ""
+        why = mine.device if device.type == "cpu" else f"{mine.device} computes it"
+        return dataclasses.replace(launch, resolved=("bf16", why))
+    faster = "; --mixed_precision fp16 is faster there" if lacking.kind == "cuda" else ""
     return dataclasses.replace(launch, resolved=("no", _lack(lacking, ranks) + faster))
 
 
-def _lack(rank: tuple[Any, ...], ranks: list[tuple[Any, ...]]) -> str:
+def _lack(rank: _Rank, ranks: list[_Rank]) -> str:
     """In words, what a rank's device lacks, with the machine's name where others have it."""
-    what = rank[1] if rank[2] == "cpu" else f"{rank[1]} has no bf16"
-    return f"{rank[3]}: {what}" if any(other[0] for other in ranks) else what
+    what = rank.device if rank.kind == "cpu" else f"{rank.device} has no bf16"
+    return f"{rank.host}: {what}" if any(other.computes_bf16 for other in ranks) else what
 
 
 def expected(launch: Launch, bf16: bool) -> Launch:
@@ -87,11 +106,11 @@ def expected(launch: Launch, bf16: bool) -> Launch:
     return dataclasses.replace(launch, resolved=("bf16" if bf16 else "no", "as its devices compute it"))
 
 
-def this_machine_computes_bf16() -> bool:
+def this_machine_computes_bf16(*, with_gpus: bool = True) -> bool:
     """Whether ranks started here would: on NVIDIA's GPUs as the driver tells, else on the CPU. Imports no torch."""
     import pynvml
 
-    if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+    if with_gpus and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError:

@@ -14,7 +14,8 @@ import yaml
 
 from accel_sft.api.options import HIDDEN
 
-_SECRET = re.compile(r"key|token|secret|passw|passphrase|credential", re.IGNORECASE)
+_SECRET = re.compile(r"key|(?<!control.)token|secret|passw|passphrase|credential", re.IGNORECASE)
+"""Names of secrets; --control-tokens is none."""
 _COUNT = re.compile(r"tokens", re.IGNORECASE)
 _ASSIGNED = re.compile(rf"(?i)([\w-]*(?:{_SECRET.pattern})[\w-]*\s*[=: ]\s*)\S.*")
 """A secret within a text of a launch file: `export HF_TOKEN=...`, `--api-key ...`."""
@@ -24,7 +25,9 @@ _IN_TEXT = tuple(
         (r"://[^/\s'\"]+@", f"://{HIDDEN}@"),  # user and password, or token, of a URL
         (rf"([?&][\w-]*(?i:{_SECRET.pattern})[\w-]*=)[^\s&'\"]+", rf"\1{HIDDEN}"),  # in a URL's query
         (rf"\b([A-Z0-9_]*(?:{_SECRET.pattern.upper()})[A-Z0-9_]*=)[^\s'\"]+", rf"\1{HIDDEN}"),  # HF_TOKEN=...
-        (r"\b(?:hf_|gh[opsru]_|github_pat_|glpat-|pypi-|sk-)[\w-]{16,}", HIDDEN),  # access tokens by their beginning
+        # access tokens by their beginning; hf_ and sk- begin names of files too, which have no such run of characters
+        (r"\b(?:github_pat_|glpat-)[\w-]{16,}", HIDDEN),
+        (r"\b(?:hf_|gh[opsru]_|pypi-|sk-)(?=[\w-]*[A-Z\d])[\w-]*?[A-Za-z\d]{16}[\w-]*", HIDDEN),
     )
 )
 """What is a secret by its form, in any text."""

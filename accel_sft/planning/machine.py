@@ -54,7 +54,7 @@ def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> 
         gpu_bytes=smallest if gpu_gib is None else gpu_gib * GIB,
         host_bytes=host_memory.free_bytes() if host_gib is None else host_gib * GIB,
         is_free=host_gib is None,
-        bf16=bool(gpus) or this_machine_computes_bf16(),
+        bf16=bool(gpus) or this_machine_computes_bf16(with_gpus=count > 0),
     )
 
 

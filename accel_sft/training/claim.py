@@ -239,4 +239,5 @@ def _options(task: Task) -> dict[str, Any]:
 
 
 def _changes(before: dict[str, Any], config: dict[str, Any], task_options: dict[str, Any]) -> list[str]:
-    return changed({**before["config"], **before["task_options"]}, {**config, **task_options})
+    options = recordable(before["task_options"])  # an earlier version masked fewer of them
+    return changed({**before["config"], **options}, {**config, **task_options})

@@ -94,6 +94,8 @@ def _header(run_dir: RunDir, launch: Launch) -> str:
     if launcher:
         file = ["--config_file", os.path.join(folder, run_dir.launch.name)] if launch.yaml else []
         own = own_words(launcher, without=("config_file", *_IN_FILE) if file else ())
+        if not (file or launch.json_file or "mixed_precision" in launch.arguments):
+            own += ["--mixed_precision", launch.precision[0]]
         words = ["accelerate", "launch", *file, *own, "-m", "accel_sft"]
     else:
         if torchrun := torchrun_command():
