@@ -23,7 +23,7 @@ STEPS = 40
 JOB = ("math", "--max-steps", str(STEPS), "--global-batch-size", "10", "--validation-examples", "7", "--seed", "7")
 JOB += ("--train-examples", "500", "--max-new-tokens", "6", "--micro-batch-size", "5")
 JOB += ("--eval-every", "20", "--save-every", "15")
-LAUNCHES = {"plain": None, "z2": "z2"}
+LAUNCHES = {"plain": None, "ddp": "ddp", "z2": "z2"}
 
 
 @contextlib.contextmanager
@@ -86,7 +86,12 @@ def same_end(run, run_dir):
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("z2", signal.SIGTERM), pytest.param("plain", signal.SIGINT, marks=pytest.mark.long)]
+    ("name", "number"),
+    [
+        ("ddp", signal.SIGTERM),
+        pytest.param("z2", signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param("plain", signal.SIGINT, marks=pytest.mark.long),
+    ],
 )
 def test_a_signal_ends_the_step_with_a_checkpoint_and_the_run_goes_on_to_the_same_bits(
     launched, tmp_path, name, number
@@ -275,8 +280,8 @@ def test_a_rank_that_lost_another_says_so_although_its_launcher_sends_sigterm(tm
 
 
 def test_ranks_whose_launcher_was_killed_end_and_write_nothing_more(launched, tmp_path):
-    run, run_dir = whole(launched, "z2"), tmp_path / "run"
-    with started(run_dir, "z2") as process:
+    run, run_dir = whole(launched, "ddp"), tmp_path / "run"
+    with started(run_dir, "ddp") as process:
         wait_for(lambda: steps_done(run_dir) >= 3)
         orphans = ranks(process)
         assert len(orphans) == 2
@@ -305,8 +310,8 @@ def test_ranks_whose_launcher_is_killed_as_they_start_end_too(tmp_path):
 
 
 def test_a_killed_rank_is_started_again_and_goes_on_from_the_last_checkpoint(launched, tmp_path):
-    run, run_dir = whole(launched, "z2"), tmp_path / "run"
-    with started(run_dir, "z2", "--max_restarts", "1") as process:
+    run, run_dir = whole(launched, "ddp"), tmp_path / "run"
+    with started(run_dir, "ddp", "--max_restarts", "1") as process:
         wait_for(lambda: steps_done(run_dir) >= 18)
         ranks(process)[1].kill()
         assert process.wait(200) == 0, (tmp_path / "run.log").read_text()
