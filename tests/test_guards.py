@@ -494,11 +494,15 @@ def test_a_write_that_the_disk_refuses_is_told_with_the_way_out(tmp_path, number
     [
         ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc': unset WORLD_SIZE and RANK"),
         ({"WORLD_SIZE": "2"}, "RANK is not set, MASTER_ADDR is not set"),
+        (
+            {"CXX": "no-such-compiler"},
+            "--compile: there is no C++ compiler (no-such-compiler); install one, name it in",
+        ),
         ({"ACCEL_SFT_CACHE": "~nobody.here"}, "ACCEL_SFT_CACHE ~nobody.here: nobody here has this home folder"),
     ],
 )
 def test_an_environment_that_makes_no_sense_is_refused_in_a_line(tmp_path, environment, told):
-    run = accel_sft(*JOB, run_dir=tmp_path / "run", environment=environment)
+    run = accel_sft(*JOB, *["--compile"] * ("CXX" in environment), run_dir=tmp_path / "run", environment=environment)
     assert run.status == 1
     assert f"Error: {told}" in run.output
     assert "Traceback" not in run.output

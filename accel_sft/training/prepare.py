@@ -2,6 +2,9 @@
 
 import dataclasses
 import hashlib
+import os
+import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +27,7 @@ from accel_sft.evaluation.evaluator import Evaluator, answer_backend
 from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
-from accel_sft.launch.info import Launch
+from accel_sft.launch.info import Launch, device_count
 from accel_sft.models.adapter_start import keep
 from accel_sft.models.liger import liger
 from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
@@ -234,13 +237,18 @@ def plan_steps(train: Encoding, config: TrainConfig) -> StepPlan:
 
 
 def _refuse_missing_packages(config: TrainConfig) -> None:
-    """Raises UserError, before any work is done, if a library or a GPU that the settings need is not here."""
+    """Raises UserError, before any work is done, if a library, compiler or GPU that the settings need is not here."""
     if OPTIMIZERS[config.optimizer].package:
         bitsandbytes(f"--optimizer {config.optimizer}")
     if config.load_in_4bit:
         bitsandbytes("--load-in-4bit")
     if config.use_liger_kernel:
         liger()
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # torch.compile's, on CPUs
+    if config.compile and not device_count() and not shutil.which(compiler):
+        raise UserError(
+            f"--compile: there is no C++ compiler ({compiler}); install one, name it in CXX, or leave it out"
+        )
 
 
 def _read(task: Task, config: TrainConfig) -> Iterator[Sequence[Any]]:
