@@ -389,6 +389,25 @@ def test_machines_without_a_folder_in_common_are_told_so_before_anything_is_comp
     assert run_dir.read_status() == "failed"
 
 
+def test_a_run_of_a_version_that_read_control_tokens_otherwise_is_told_how(tmp_path):
+    config = TrainConfig().resolved({}).as_dict()
+    now = {"task": "math", "config": config, "task_options": {}, "data_sha256": "a", "task_code": "a"}
+    earlier = {name: value for name, value in config.items() if name != "control_tokens"}
+    claim._check_unchanged({**now, "config": earlier}, now, RunDir(tmp_path))
+    with pytest.raises(UserError, match="as tokens: --control-tokens tokens does so too"):
+        claim._check_unchanged({**now, "config": earlier, "data_sha256": "b"}, now, RunDir(tmp_path))
+    with pytest.raises(UserError) as error:
+        claim._check_unchanged({**now, "data_sha256": "b"}, now, RunDir(tmp_path))
+    assert "control" not in str(error.value)
+
+
+def test_an_earlier_record_may_have_secrets_in_its_options(tmp_path):
+    record = {"task": "chat", "config": {}, "data_sha256": "a", "task_code": "a"}
+    record["config"] = TrainConfig().resolved({}).as_dict()
+    now = {**record, "task_options": {"system_prompt": "say API_KEY=***"}}
+    claim._check_unchanged({**record, "task_options": {"system_prompt": "say API_KEY=abc"}}, now, RunDir(tmp_path))
+
+
 def test_a_resume_with_another_score_says_so(tmp_path, capsys):
     config = TrainConfig().resolved({}).as_dict()
     before = {"task": "math", "config": config, "task_options": {}, "data_sha256": "a", "task_code": "a"}

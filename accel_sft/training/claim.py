@@ -183,6 +183,8 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
     if not different and before.get("data_sha256") != now["data_sha256"]:
         files = _files_changed(before.get("data_files") or {}, now.get("data_files") or {})
         different.append(f"the data is not what the run was started with{files and f' ({files})'}")
+        if "control_tokens" not in before["config"] and now["config"]["control_tokens"] == "text":
+            different.append("its version read control tokens in texts as tokens: --control-tokens tokens does so too")
     code, code_now = before.get("task_code"), now["task_code"]
     changed_code = code and code_now and code != code_now
     if not different and (changed_code or file.get("sha256") != file_now.get("sha256")):
