@@ -23,7 +23,7 @@ class EvaluateCommand(TaskCommand):
     does = "Scores a model on this task's validation examples."
 
     def own_sections(self) -> dict[str, list[click.Option]]:
-        help = "Read the files that the record of the run --model names: with it, they need no options."
+        help = "Evaluate on the files that the record of the run --model names, without naming them again."
         return {MODEL: [click.Option(["--same-data"], is_flag=True, help=help)]}
 
     def run(self, task: Task, config: EvaluateConfig) -> None:

@@ -106,7 +106,7 @@ class TrainConfig:
     warmup_ratio: float = _optim(0.03, min=0, max=1, help="Share of the steps that warm up.")
     warmup_steps: int | None = _optim(None, min=0, help="Steps that warm up; wins over --warmup-ratio.")
     decay_ratio: float = _optim(0.2, min=0, max=1, help="wsd: share of the steps, the last ones, in which it falls.")
-    min_lr_ratio: float = _optim(0.0, min=0, max=1, help="Share of the peak rate to which it falls.")
+    min_lr_ratio: float = _optim(0.0, min=0, max=1, help="Rate at the end, as a share of the peak.")
     weight_decay: float | None = _optim(None, min=0, help="AdamW's, on matrices only.")
     adam_beta1: float = _optim(0.9, min=0, max=0.9999, help="AdamW's first moment decay.")
     adam_beta2: float | None = _optim(None, min=0, max=0.9999, help="AdamW's second moment decay.")
@@ -144,7 +144,7 @@ class TrainConfig:
         "tensorboard", basic=True, help="Where curves go, commas between: tensorboard, wandb, mlflow, ...; none."
     )
     tracker_project: str = _run("accel_sft", help="Project of the run in W&B, SwanLab, MLflow and the like.")
-    run_name: str | None = _run(None, help="Name of the run there; default: the name of the run's folder.")
+    run_name: str | None = _run(None, help="Name of the run in them; default: the name of its folder.")
     profile: bool = _run(False, help="Write a torch profiler trace of steps 3-5 for TensorBoard.")
     force: bool = _run(False, help="Start although its model states alone are predicted not to fit into memory.")
     dry_run: bool = _run(False, basic=True, help="Audit the launch, print what is resolved, and stop.")

@@ -24,7 +24,7 @@ _BLOCK = 512
 _MEASURED = 256
 """Rows above --max-length whose tokens are counted, to say which length would keep them."""
 _TOKENIZED = 1 << 20
-"""Characters of a row of which they are: a text of 10 MB takes gigabytes."""
+"""Characters of the longest row whose tokens are counted: tokenizing a text of 10 MB takes gigabytes."""
 
 
 def encode_split(

@@ -9,12 +9,15 @@ from collections import Counter
 from accel_sft.checking.findings import Findings
 
 _TIMES = 100
-"""How many times as often as a key another must stand for it to be rare beside it."""
+"""A key is rare beside another that stands this many times as often."""
 _NEAR = 0.8
-"""Share of letters that two keys have in common, in their order, from which on they are near (difflib's ratio)."""
-_LONGEST, _MOST_KEYS, _NAMED = 1 << 16, 1000, 20
-"""Characters of an answer that is read; distinct keys beyond which they are content, as names of persons are; and rows
-that are named for a key."""
+"""Two keys are spelt nearly alike from this share of common letters on (difflib's ratio)."""
+_LONGEST = 1 << 16
+"""Characters of the longest answer that is read."""
+_MOST_KEYS = 1000
+"""With more distinct keys than this, keys are content, such as names of persons, and nothing is reported."""
+_NAMED = 20
+"""Rows that are named for a key."""
 
 
 class AnswerKeys:

@@ -14,8 +14,8 @@ from accel_sft.launch.collectives import Team, decided_by_main
 from accel_sft.launch.info import Launch
 
 MOST_SPARE_BYTES = 64 << 20
-"""Of the disk, left free beside a checkpoint for the other files of a run: a third of it, as exported weights take, or
-so much."""
+"""The most that is kept free on the disk beside a checkpoint, for the other files of a run. Beside a small checkpoint a
+third of its size is enough, which is what exported weights take."""
 COPY, GRADIENT = 4, 4
 """Bytes of a trained parameter's element in float32: a copy of the weight, its gradient."""
 

@@ -37,7 +37,7 @@ _END_BYTES = 4096
 
 
 def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
-    """What the run recorded until it ended, however it did; what it did not, or not in its form, is None.
+    """What the run recorded until it ended, however it did. What it did not record, or not in its form, is None.
 
     Args:
         discard_steps: first steps whose time is not counted.

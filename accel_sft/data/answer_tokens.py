@@ -18,9 +18,9 @@ from accel_sft.data.tool_calls import lost
 from accel_sft.io.text import one_line
 
 _LONG = 1 << 16
-"""Characters: of shorter texts the tokens are made at once."""
+"""Characters of a text from which on its number of tokens is estimated before it is tokenized."""
 _MARGIN = 4
-"""How many times as long as its tokens a text must at least be: normalization may make it shorter."""
+"""A text is surely too long with this many times the characters of the longest tokens: normalization shortens some."""
 
 
 class AnswerTokens:
@@ -71,8 +71,8 @@ class AnswerTokens:
         return list(zip(ids[::2], ids[1::2], strict=True))
 
     def exceeds(self, chat: Conversation, tokens: int) -> bool:
-        """Whether a text that every template writes surely has more tokens: to make them of 10 MB takes many seconds
-        and gigabytes. False says nothing."""
+        """Whether a text that every template writes surely has more tokens than these, told without tokenizing it: that
+        takes gigabytes for 10 MB. False says nothing."""
         always = [turn["content"] for turn in chat.turns if turn["role"] != "assistant"]
         for text in (*always, chat.answer["content"].rpartition("</think>")[2]):
             if len(text) > _LONG and sum(map(len, text.split())) > _MARGIN * self._longest_token * tokens:
@@ -81,7 +81,7 @@ class AnswerTokens:
 
     @functools.cached_property
     def _longest_token(self) -> int:
-        """Characters of the longest: in some vocabularies a character of these is a byte of the text."""
+        """Characters of the vocabulary's longest token: in some vocabularies each stands for a byte of the text."""
         return max(map(len, self.tokenizer.get_vocab()))
 
     def control_token(self, chat: Conversation) -> Written | None:

@@ -176,9 +176,8 @@ def encode_parts(
 
 
 def _encode_part(tokens: AnswerTokens, part: list[tuple[int, Conversation]], split: str, rules: Rules) -> Encoding:
-    far_too_long = {index for index, chat in part if tokens.exceeds(chat, rules.max_length)}
-    if rules.truncation == "right":
-        far_too_long.clear()
+    cuts = rules.truncation == "right"
+    far_too_long = {index for index, chat in part if not cuts and tokens.exceeds(chat, rules.max_length)}
     part = [(index, chat) for index, chat in part if index not in far_too_long]
     every = [each for _, chat in part for each in chat.each()]
     counts = [len(chat.learnt) + 1 for _, chat in part]

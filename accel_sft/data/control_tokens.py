@@ -17,8 +17,8 @@ from accel_sft.data.form import split_thinking
 
 
 def _any_of(words: Sequence[str]) -> str:
-    """A pattern of the longest of these words that stands there. What words begin with in common is compared once: a
-    vocabulary may have thousands."""
+    """A pattern that finds the longest of these words at a place. Common beginnings are compared once: a vocabulary may
+    have thousands of words."""
     rests = itertools.groupby(sorted(words), key=lambda word: word[:1])
     found = [re.escape(first) + _any_of([word[1:] for word in group]) for first, group in rests if first]
     ends = "" in words
@@ -26,7 +26,7 @@ def _any_of(words: Sequence[str]) -> str:
 
 
 def special_tokens(tokenizer: Any) -> re.Pattern[str]:
-    """Any of the tokenizer's special tokens as it is written in a text, the longest that stands there."""
+    """A pattern that finds the tokenizer's special tokens in a text, the longest one at each place."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
     return re.compile(_any_of([token for token in special if len(token) > 1]) or r"(?!)")
@@ -48,9 +48,9 @@ def without_guards(text: str) -> str:
 class ControlTokens:
     """Guards texts against being read as control tokens, and tokenizes what a template made of guarded texts.
 
-    A guarded text has GUARD between the characters of each control token. It goes through the template so; then the
-    template's own tokens are those without a guard. Of a text with guards, a copy of the tokenizer gives the ids that
-    has no special tokens but these, in another spelling.
+    A guarded text has GUARD between the characters of each control token, and so passes through the template. The
+    template's own control tokens are then those without a guard. A text with guards is tokenized by a copy of the
+    tokenizer, which knows special tokens in another spelling only; the template's own are spelled so.
 
     Args:
         as_text: control tokens in texts are read as characters; False: texts are never guarded.

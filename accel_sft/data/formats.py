@@ -25,7 +25,7 @@ Reader = Callable[[BinaryIO, str], Iterator[Located]]
 """Of a seekable stream and the file's name in messages: its values, as `located` yields them."""
 _BATCH_ROWS = 256
 _MOST_DECOMPRESSED, _MOST_TIMES = 256 << 20, 200
-"""Bytes in a compressed file that are always read, and how many times its size: text has 3 to 10 times."""
+"""A compressed file may hold this many bytes, or this many times its size if that is more: text has 3 to 10 times."""
 _FIELDS_SHOWN = 80
 
 

@@ -14,7 +14,7 @@ from accel_sft.api.errors import UserError
 
 _MAX_DEPTH = 100  # Python's own limit moves with its version and the caller's stack
 MAX_ROW_BYTES = 64 << 20
-"""No row of so many bytes can be trained on; a line without an end, of a file that is none, would fill the memory."""
+"""Longest line that is read: no longer row can be trained on, and a line without an end would fill the memory."""
 _MAX_NAME = 80
 """Characters of a field's name that a message repeats: a row may have as long a one as it likes."""
 _BLANK = re.compile(r"[ \t\r\n]*")

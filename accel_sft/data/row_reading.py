@@ -100,19 +100,15 @@ def read_dataset(path: Path, parse: Parse) -> RowFile:
     name, known = str(path), code_fingerprint(parse)
     dataset = hub.load(name)
     key = _key(dataset._fingerprint, known)
-    about = (
-        name,
-        Format(".parquet", ""),
-        known and key,
-        dataset._fingerprint,
-    )  # its rows are named by number, as in the files of the hub
+    format = Format(".parquet", "")  # its rows are named by number, as in the files of the hub
+    about = name, format, known and key, dataset._fingerprint
     if known and (found := _kept(about, key, None)):
         return found
     with contextlib.ExitStack() as stack:
         folder, keep = _workspace(stack, known is not None, True)
         try:
             with (folder / _TEXT).open("wb") as lines:
-                checked = _validated(hub.rows_of(dataset), name, about[1], parse, lines)
+                checked = _validated(hub.rows_of(dataset), name, format, parse, lines)
         except OSError as error:
             raise UserError(f"{name}: cannot be written in {folder} ({error.strerror}); free space there") from None
         return _made(folder, key if keep else None, about, OpenFile(os.open(folder / _TEXT, os.O_RDONLY)), checked)

@@ -22,7 +22,7 @@ from accel_sft.launch.collectives import Team
 
 KIND, FILE = "tokens", "tokens.arrow"
 _NOTED = "left_out", "cut", "control_tokens"
-"""Of an Encoding, what is kept beside its tokens."""
+"""Fields of an Encoding that are kept beside its tokens."""
 _COMPARED = 32
 """Examples that are tokenized at every start, to check that the cached tokens are what the task makes of them."""
 _ANNOUNCED = 50_000

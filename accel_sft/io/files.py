@@ -180,7 +180,7 @@ def json_safe(value: Any) -> Any:
 
 
 MOST_BYTES = 2**29
-"""Of a file of a run that is read as a whole; no run writes a larger one."""
+"""Largest file of a run that is read as a whole; no run writes a larger one."""
 
 
 def read_text(path: Path, errors: str = "strict") -> str:

@@ -39,10 +39,10 @@ class Finding:
 
 
 _MOST_VALUES = 10_000
-"""Of a launch file: an alias (`*a`) can repeat a value that repeats others, or itself."""
+"""Most values that a launch file may have: an alias (`*a`) can repeat a value that repeats others, or itself."""
 _JSON_SECTIONS = ("zero_optimization", "bf16", "fp16", "tensor_parallel")
 _OFFLOADS = ("offload_optimizer", "offload_param")
-"""What DeepSpeed's JSON has further keys below."""
+"""Keys of DeepSpeed's JSON, and of its zero_optimization, whose values are objects."""
 LEVELS = ("error", "warning", "note")
 error, warning, note = (functools.partial(Finding, level) for level in LEVELS)
 
@@ -266,7 +266,8 @@ def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         problem = one_line(" ".join(str(error).split()), 300)
         raise UserError(f"launch file {path}: cannot be read as YAML: {problem}") from None
-    content, todo, values = content or {}, [content], 0
+    content = content or {}
+    todo, values = [content], 0
     while todo and (values := values + 1) <= _MOST_VALUES:
         value = todo.pop()
         todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -280,11 +281,11 @@ def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
 
 def _check_sections(where: str, content: Any, names: Iterable[str]) -> None:
     """Raise UserError unless `content` and what has these names in it are mappings, or not there."""
-    wrong = (
-        [name for name in names if not isinstance(content.get(name) or {}, dict)] if isinstance(content, dict) else [""]
-    )
-    if wrong:
-        raise UserError(f"{where}: {one_line(wrong[0])}: expected keys with values".replace(": :", ":"))
+    if not isinstance(content, dict):
+        raise UserError(f"{where}: expected keys with values")
+    for name in names:
+        if not isinstance(content.get(name) or {}, dict):
+            raise UserError(f"{where}: {one_line(name)}: expected keys with values")
 
 
 def _default_config_file(environment: Mapping[str, str]) -> str | None:

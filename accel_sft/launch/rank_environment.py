@@ -30,7 +30,7 @@ _ONE_PROCESS = ("NO", "MULTI_CPU")
 DIMENSIONS = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 """Of Accelerate's ParallelismConfig, each with a size in ranks."""
 _MOST = 1_000_000
-"""Processes or ranks of anything."""
+"""Largest number of processes, machines or ranks that is accepted."""
 _PREFIXED = ("fsdp_config",)
 """Of the sections whose keys have a prefix, which they may go without, those that are read here."""
 _DEEPSPEED = {

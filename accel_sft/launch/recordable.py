@@ -30,12 +30,12 @@ _IN_TEXT = tuple(
         (r"\b(?:hf_|gh[opsru]_|pypi-|sk-)(?=[\w-]*[A-Z\d])[\w-]*?[A-Za-z\d]{16}[\w-]*", HIDDEN),
     )
 )
-"""What is a secret by its form, in any text."""
+"""Patterns of what is a secret by its form, in any text, each with what is shown instead."""
 
 
 def recordable(value: Any, name: str = "") -> Any:
-    """`value` as JSON can hold it, at any depth. What has the name of a secret is left out, of whatever type, and texts
-    are `masked`; a number of tokens is none."""
+    """`value` as JSON can hold it, at any depth. A value of any type that has the name of a secret is left out, but for
+    numbers of tokens; texts are `masked`."""
     counts = isinstance(value, (int, float)) and _COUNT.search(name)
     if value is not None and _SECRET.search(name) and not counts:
         return HIDDEN

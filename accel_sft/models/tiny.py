@@ -48,7 +48,7 @@ CHAT_TEMPLATE = (
 
 _CHARACTER_SCRIPTS = r"\p{Han}\p{Hiragana}\p{Katakana}"
 _PIECES = rf"\p{{N}}|[{_CHARACTER_SCRIPTS}]|[\p{{L}}&&[^{_CHARACTER_SCRIPTS}]]{{1,64}}| ?[^\s\p{{L}}\p{{N}}]{{1,64}}|\s"
-"""The trainer's time grows with the square of a piece's length, and no word has more letters."""
+"""Pieces have at most 64 letters: no word has more, and training takes the square of their length."""
 _MAX_LENGTH = 4096
 _MAX_TEXT = 1 << 14
 """Characters of a text that the tokenizer is made from: rows that are much longer are left out anyway."""

@@ -26,7 +26,7 @@ MOST_TOKENS = 2**17
 MARGIN = 0.92
 """Share of a memory up to which a prediction fits without a warning: its mean error is less than the rest."""
 OUTCOMES = ROOMY, BARELY, OVER = "be slower", "barely fit", "not fit"
-"""How a job fits into a memory, the best first, in the words that end `it would ...`."""
+"""How a job fits into memory, the best first, in words that complete "it would ..."."""
 _Memory = tuple[float | None, float | None]
 """Bytes of a GPU and of the host; None: not known, or none."""
 _ACCELERATES_NAMES = {"deepspeed": "DEEPSPEED", "fsdp": "FSDP", "ddp": "MULTI_GPU"}

@@ -24,7 +24,7 @@ from accel_sft.tracking.report import comparison_rows, is_number
 MOST_BYTES = 1_950_000
 """Of a page; what answers leave of it stays empty."""
 MOST_CHARTS, MOST_ROWS = 60, 300
-"""Of things measured, the trainer's own and the main metric first; of metrics and settings in a table."""
+"""Most charts of a page, the trainer's own and the main metric first; most rows of its tables."""
 _FEWEST_ANSWER_BYTES = 100_000
 """Kept for answers on a page that curves of very many runs fill."""
 _FOLDER = Path(__file__).parent

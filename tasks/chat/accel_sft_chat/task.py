@@ -39,8 +39,8 @@ class Chat(Task):
     )
     held_out: float | None = option(
         None,
-        help="Rows of --train-file to evaluate: a share below 1, or their number; without: 5 %, at most 500; 0: so "
-        "many, which are trained on too.",
+        help="Rows of --train-file to evaluate: a share below 1, or their number; without: 5 %, at most 500; 0: "
+        "train on all rows, and evaluate on so many of them.",
     )
     data_seed: int = option(0, min=0, help="Of which rows are held out.")
     columns: str | None = option(
