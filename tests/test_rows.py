@@ -14,7 +14,7 @@ from parsers import CALLS, answer, other_answer
 from accel_sft import UserError, read_rows
 from accel_sft.api.errors import what_and_where
 from accel_sft.data import json_stream, row_reading
-from accel_sft.data.rows import absent_rows
+from accel_sft.data.rows import absent_rows, row_names
 
 
 @pytest.fixture(autouse=True, params=["held", "from the file"])
@@ -308,6 +308,14 @@ def test_several_files_are_read_in_the_order_given_and_each_row_names_its_own(tm
     with pytest.raises(UserError) as caught:
         read_rows(f"{names[0]},{names[2]}", answer)
     assert [line.split(" field")[0] for line in caught.value.problems] == [f"{files[0]}:1:", f"{files[2]}:2:"]
+
+
+def test_names_with_commas_are_found_among_several(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a,b", "b", "c"):
+        (tmp_path / name).touch()
+    found = {"a,b,c": ["a,b", "c"], "c,a,b": ["c", "a,b"], "b,c,a": ["b", "c", "a"], "a,b": ["a,b"], "c,b": ["c", "b"]}
+    assert {names: [*map(str, row_names(names))] for names in found} == found
 
 
 @pytest.mark.parametrize("names", ["", "rows.json,", ",rows.json"])

@@ -207,11 +207,17 @@ def row_names(names: str | Path) -> list[Path]:
     Raises:
         UserError: a name is empty.
     """
-    text = str(names)
-    parts = [text] if os.path.exists(text) else text.split(",")
-    if not all(parts):
-        raise UserError(f"{text!r}: an empty name; give a file, a folder or a data set, with commas between several")
-    return [Path(part) for part in parts]
+    parts, found = str(names).split(","), []
+    while parts:  # a name that is there may have commas itself
+        several = range(len(parts), 1, -1)
+        count = next((count for count in several if os.path.exists(",".join(parts[:count]))), 1)
+        found.append(",".join(parts[:count]))
+        parts = parts[count:]
+    if not all(found):
+        raise UserError(
+            f"{str(names)!r}: an empty name; give a file, a folder or a data set, with commas between several"
+        )
+    return [Path(name) for name in found]
 
 
 def absent_rows(names: str, flag: str) -> list[str]:
