@@ -36,6 +36,7 @@ from accel_sft.io.heartbeat import heartbeat_count
 from accel_sft.launch import collectives
 from accel_sft.models.adapters import merged, reason_unmergeable
 from accel_sft.models.source import Source
+from accel_sft_math import Math
 
 NEW_TOKENS = 12
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -365,6 +366,31 @@ def test_ranks_that_share_their_weights_give_the_same_answers(tiny, tokenizer, e
         said[yaml] = [json.loads(line)["generated"] for line in lines]
     assert len(set(said[None])) > 3
     assert said["z3"] == said[None]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("yaml", ["ddp", "z3"])
+def test_three_ranks_answer_and_count_each_example_once_as_plain_transformers_do(tmp_path, yaml):
+    job = ("--max-steps", "60", "--train-examples", "600", "--validation-examples", "13", "--eval-every", "off")
+    run = accel_sft("math", *job, run_dir=tmp_path / "run")
+    assert run.status == 0, run.output
+    launcher = {"yaml": yaml, "launcher": ("--mixed_precision", "no", "--num_processes", "3")}
+    command = ("evaluate", "math", "--model", str(run.run_dir), "--validation-examples", "13", "--eval-limit", "11")
+    done = accel_sft(*command, run_dir=tmp_path / "found", **launcher)
+    assert done.status == 0, done.output
+    task, folder = Math(train_examples=600, validation_examples=13), run.run_dir / "final"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    answers, scores = [], []
+    for example in list(task.dataset("validation"))[:11]:
+        asked = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        ids = tokenizer.apply_chat_template(task.messages(example), **asked)["input_ids"]
+        ids, length = model.generate(ids, do_sample=False, max_new_tokens=40), ids.shape[1]
+        answers.append(tokenizer.decode(ids[0, length:], skip_special_tokens=True))
+        scores.append(task.score(example, answers[-1]))
+    found = [json.loads(line) for line in (tmp_path / "found" / "samples-tuned.jsonl").read_text().splitlines()]
+    assert [(each["index"], each["generated"]) for each in found] == list(enumerate(answers))
+    after = json.loads((tmp_path / "found" / "result.json").read_text())["after"]
+    assert {name: after[name] for name in task.aggregate(scores)} == pytest.approx(task.aggregate(scores), nan_ok=True)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
