@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ from accel_sft.launch.info import Launch
 from accel_sft.launch.precision import expected
 from accel_sft.models.adapters import new_adapter
 from accel_sft.models.tiny import build_tiny
-from accel_sft.planning import closed, job, plans
+from accel_sft.planning import closed, job, plans, table
 from accel_sft.planning.activations import block_bytes
 from accel_sft.planning.estimate import COMPONENTS, PHASES, totals
 from accel_sft.planning.families import FAMILIES, count
@@ -470,6 +471,15 @@ def test_exit_status_1_says_that_nothing_fits(models):
     assert done.status == 1
     told = " ".join(done.output.split())
     assert "No launch file fits, nor does one with --gradient-checkpointing. Try --adapter lora, a lower" in told
+    assert "--host-memory gives that of another" not in told, "it was given"
+
+
+def test_host_memory_that_is_this_machines_is_named_where_it_alone_is_too_small():
+    here = Machine(gpus=2, gpu_bytes=24 * GIB, host_bytes=16 * GIB, is_free=True)
+    too_large = plans.Plan(name="z3", file=Path("z3.yaml"), over=("host",))
+    assert "16 GiB of host memory" in table._elsewhere([too_large], here)
+    assert table._elsewhere([dataclasses.replace(too_large, over=("device",))], here) == ""
+    assert table._elsewhere([too_large], dataclasses.replace(here, is_free=False)) == ""
 
 
 def test_a_launch_file_of_which_nothing_is_predicted_is_not_said_to_be_too_large(models):

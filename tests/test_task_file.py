@@ -137,6 +137,8 @@ def test_a_file_trains_on_two_ranks_and_its_run_records_it(trained):
     launch = yaml.safe_load((trained.run_dir / "launch.yaml").read_text())
     assert (launch["mixed_precision"], launch["num_processes"]) == ("no", 2), "as it was when the run was launched"
     assert yaml.safe_load(record["launch"]["yaml"])["distributed_type"] == "MULTI_GPU"
+    evaluated = f"accel-sft evaluate {trained.arguments[0]}:Good --model "
+    assert "".join(evaluated.split()) in "".join(trained.output.split()), "the last line's command finds the file"
 
 
 def test_a_resume_says_that_the_file_has_changed_and_refuses_another_class(trained):

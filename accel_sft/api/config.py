@@ -167,6 +167,9 @@ class TrainConfig:
             found.append(
                 f"--decay-ratio: --lr-scheduler {shown(str(self.lr_scheduler))} has none; add --lr-scheduler wsd"
             )
+        numbers = isinstance(self.warmup_steps, int) and isinstance(self.max_steps, int)
+        if numbers and self.warmup_steps > self.max_steps:
+            found.append(f"--warmup-steps {self.warmup_steps}: the run has {self.max_steps} steps; ask for fewer")
         if self.patience and self.eval_every == "off":
             found.append("--patience needs evaluations: set --eval-every")
         if self.init_from and self.model != "tiny":

@@ -62,7 +62,8 @@ def lines(
     if best is None:
         refused = all(each.problem for each in plans)
         none = "None is recommended, for what is said of each."
-        yield _text(none if refused else f"No launch file fits{_also(config)}. {_mend(config)}", 0)
+        why = f"No launch file fits{_also(config)}. {_mend(config)}{_elsewhere(plans, here)}"
+        yield _text(none if refused else why, 0)
         return
     named = f"{best.name} with {best.flags}" if best.more else best.name
     yield _text(f"Recommended: {named}, {why}.", 0)
@@ -212,6 +213,14 @@ def _text(text: str, indent: int = 9) -> str:
 
 def _also(config: PlanConfig) -> str:
     return "" if config.gradient_checkpointing else ", nor does one with --gradient-checkpointing"
+
+
+def _elsewhere(plans: Sequence[Plan], here: Machine) -> str:
+    """A hint for plans of GPUs that may be another machine's, where this one's host memory alone is too small."""
+    if not (here.gpus and here.is_free and any(each.over == ("host",) for each in plans)):
+        return ""
+    free = f"{here.host_bytes / GIB:.0f} GiB of host memory are what is free on this machine now"
+    return f" {free}: --host-memory gives that of another."
 
 
 def _mend(config: PlanConfig) -> str:

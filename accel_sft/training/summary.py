@@ -9,6 +9,7 @@ from rich.console import Console
 
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
+from accel_sft.api.task_file import file_record
 from accel_sft.data.conversation import conversation
 from accel_sft.data.pictures import parted
 from accel_sft.io.run_dir import RunDir
@@ -61,7 +62,8 @@ def card(
 def _files(task: Task) -> dict[str, str]:
     """The files that the task's options name, by option, without their folders."""
     named = {setting.flag[2:]: getattr(task, setting.name) for setting in settings(type(task))}
-    return {flag: Path(value).name for flag, value in named.items() if flag.endswith("-file") and value}
+    files = {flag: value.split(",") for flag, value in named.items() if flag.endswith("-file") and value}
+    return {flag: ", ".join(Path(name).name for name in names) for flag, names in files.items()}
 
 
 def _compared(base: str, tuned: str) -> dict[str, str]:
@@ -102,7 +104,11 @@ def publish(
         if step
     ]
     folder = shlex.quote(shown_folder(run_dir.path))
-    commands = [f"report {folder}", f"generate {folder} PROMPT", f"evaluate {shlex.quote(task_name)} --model {folder}"]
+    file = file_record(type(task))
+    named = f"{shown_folder(Path(file['path']))}:{file['class']}" if file else task_name
+    data = " --same-data" if _files(task) else ""
+    commands = [f"report {folder}", f"generate {folder} PROMPT"]
+    commands.append(f"evaluate {shlex.quote(named)} --model {folder}{data}")
     commands = [f"accel-sft {command}" for command in commands]
     if "tensorboard" in config.tracker:
         commands.append(f"tensorboard --logdir {folder}")
