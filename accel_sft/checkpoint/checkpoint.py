@@ -135,7 +135,7 @@ def load(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, path:
         UserError: it was written under another precision, or is of another model.
     """
     state = manifest.read(path)
-    if not isinstance(state.get("layout"), dict):
+    if not all(isinstance(state.get(key), dict) for key in ("layout", "loss_scale")):
         raise UserError(f"{path}: not a checkpoint of accel_sft; name another one, or start a new run with --init-from")
     before, here = state["layout"].get("precision"), parallelism(accelerator)["precision"]
     if before != here:

@@ -11,6 +11,7 @@ from accel_sft.api.adapters import unused
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import shown
+from accel_sft.io.text import one_line
 from accel_sft.launch.deepspeed_ops import audit_operators
 from accel_sft.launch.info import LEVELS, Finding, Launch, device_count, error, note, warning
 from accel_sft.launch.launcher import PRECISION
@@ -91,7 +92,7 @@ def _keys(launch: Launch) -> Iterator[Finding]:
     ):
         for key in keys or ():
             if key not in known:
-                yield _unknown(f"{place}{key}", str(key), known, of_accelerate=keys is not launch.json)
+                yield _unknown(f"{place}{one_line(str(key))}", str(key), known, of_accelerate=keys is not launch.json)
 
 
 def _unknown(where: str, key: str, known: list[str], *, of_accelerate: bool) -> Finding:
@@ -187,7 +188,7 @@ def _ignored(launch: Launch, config: TrainConfig, where: str) -> Iterator[Findin
     steps = steps or given.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if str(steps) not in ("auto", "1"):
         mend = "remove it; --global-batch-size decides the rows of a step"
-        yield warning(f"{where}: gradient_accumulation_steps {steps} is not used", mend)
+        yield warning(f"{where}: gradient_accumulation_steps {one_line(str(steps))} is not used", mend)
     clip = launch.json.get("gradient_clipping")
     clip = given.get("ACCELERATE_GRADIENT_CLIPPING", "auto") if clip is None else clip
     try:
@@ -195,6 +196,7 @@ def _ignored(launch: Launch, config: TrainConfig, where: str) -> Iterator[Findin
     except (TypeError, ValueError, OverflowError):
         differs = True
     if differs:
+        clip = one_line(str(clip))
         what = f"{where}: gradient_clipping {clip} is not used, --max-grad-norm {config.max_grad_norm:g} is"
         yield warning(what, f"remove it, or set --max-grad-norm {clip}")
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):

@@ -74,6 +74,8 @@ def rank_environment(content: Mapping[str, Any], flags: Mapping[str, str], where
         for name in DIMENSIONS:
             key = f"parallelism_config_{name}_size"
             found[key.upper()] = str(_number({key: args.get(key, 1)}, key, where))
+    if processes < machines:
+        raise UserError(f"{where}: num_processes {processes} on {machines} machines: give at least one for each")
     here = processes // machines
     machine = args.get("machine_rank") or 0
     if not str(machine).isdecimal():

@@ -47,7 +47,8 @@ from accel_sft.training.claim import _check_unchanged
 from accel_sft.training.state import TrainState
 
 EARLIER = Path(__file__).parents[1] / "earlier" / "0.1.0"
-each = pytest.mark.parametrize("count", [170, pytest.param(3340, marks=pytest.mark.long)])
+LONG = pytest.param(3340, marks=[pytest.mark.long, pytest.mark.timeout(1800)])
+each = pytest.mark.parametrize("count", [170, LONG])
 
 
 @pytest.fixture(scope="module")
