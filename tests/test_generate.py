@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from conftest import accel_sft
 from models import Sums, encode, make_tiny
 from peft import LoraConfig, get_peft_model
+from test_laws import layout
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -368,23 +369,21 @@ def test_ranks_that_share_their_weights_give_the_same_answers(tiny, tokenizer, e
     assert said["z3"] == said[None]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("yaml", ["ddp", "z3"])
-def test_three_ranks_answer_and_count_each_example_once_as_plain_transformers_do(tmp_path, yaml):
-    job = ("--max-steps", "60", "--train-examples", "600", "--validation-examples", "13", "--eval-every", "off")
-    run = accel_sft("math", *job, run_dir=tmp_path / "run")
-    assert run.status == 0, run.output
+@pytest.mark.parametrize("yaml", ["ddp", pytest.param("z3", marks=pytest.mark.long)])
+def test_three_ranks_answer_and_count_each_example_once_as_plain_transformers_do(launched, tmp_path, yaml):
+    run = layout(launched, "plain")
     launcher = {"yaml": yaml, "launcher": ("--mixed_precision", "no", "--num_processes", "3")}
     command = ("evaluate", "math", "--model", str(run.run_dir), "--validation-examples", "13", "--eval-limit", "11")
+    command += ("--max-new-tokens", "20")
     done = accel_sft(*command, run_dir=tmp_path / "found", **launcher)
     assert done.status == 0, done.output
-    task, folder = Math(train_examples=600, validation_examples=13), run.run_dir / "final"
+    task, folder = Math(train_examples=500, validation_examples=13), run.run_dir / "best"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     answers, scores = [], []
     for example in list(task.dataset("validation"))[:11]:
         asked = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         ids = tokenizer.apply_chat_template(task.messages(example), **asked)["input_ids"]
-        ids, length = model.generate(ids, do_sample=False, max_new_tokens=40), ids.shape[1]
+        ids, length = model.generate(ids, do_sample=False, max_new_tokens=20), ids.shape[1]
         answers.append(tokenizer.decode(ids[0, length:], skip_special_tokens=True))
         scores.append(task.score(example, answers[-1]))
     found = [json.loads(line) for line in (tmp_path / "found" / "samples-tuned.jsonl").read_text().splitlines()]
