@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import glob
 import json
 import math
@@ -104,6 +103,8 @@ def new_folder(name: str, what: str) -> Iterator[Path]:
 def _own_partial(target: Path) -> Iterator[Path]:
     """An empty folder beside `target`, of this process alone and locked while it is filled; removed at the end unless
     it has another name by then."""
+    import fcntl  # here, for Windows has none and is refused in a line by the command line
+
     while True:
         partial = target.with_name(f".{target.name}.{os.urandom(4).hex()}.partial")
         partial.mkdir()
@@ -123,6 +124,8 @@ def _own_partial(target: Path) -> Iterator[Path]:
 
 def _others_at_work(target: Path) -> bool:
     """Whether a living process fills an `_own_partial` of `target`; those of dead ones are removed."""
+    import fcntl
+
     alive = False
     for partial in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
         with contextlib.suppress(FileNotFoundError):
