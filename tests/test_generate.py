@@ -368,8 +368,7 @@ def test_ranks_that_share_their_weights_give_the_same_answers(tiny, tokenizer, e
     assert said["z3"] == said[None]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("yaml", ["ddp", "z3"])
+@pytest.mark.parametrize("yaml", ["ddp", pytest.param("z3", marks=pytest.mark.long)])
 def test_three_ranks_answer_and_count_each_example_once_as_plain_transformers_do(tmp_path, yaml):
     job = ("--max-steps", "60", "--train-examples", "600", "--validation-examples", "13", "--eval-every", "off")
     run = accel_sft("math", *job, run_dir=tmp_path / "run")

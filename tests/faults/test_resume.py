@@ -75,8 +75,9 @@ def test_an_epochs_end_the_best_so_far_and_the_curves_are_as_if_it_had_not_stopp
     assert resumed.result().get("best_step") == whole.result().get("best_step")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("way", ["compiled", "ddp", "z2", "z3"])
+@pytest.mark.parametrize(
+    "way", ["ddp", *(pytest.param(way, marks=pytest.mark.long) for way in ("compiled", "z2", "z3"))]
+)
 def test_bf16_and_compiled_blocks_go_on_to_the_same_bits_too(tmp_path, way):
     options = {} if way == "compiled" else {"yaml": way, "launcher": ("--mixed_precision", "bf16")}
     job = (*JOB, "--save-every", "3", "--eval-every", "off", *["--compile"] * (way == "compiled"))
