@@ -24,8 +24,9 @@ pytest_plugins = ["overdue"]
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for all that a script puts into the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what tests start inherits the default
 FOREIGN = r"ACCEL|FSDP_|SLURM_|TORCHELASTIC_|HF_TOKEN|(FORCE|NO)_COLOR|COLUMNS|LINES|(LOCAL_)?(RANK|WORLD_SIZE)$"
-for name in [name for name in os.environ if re.match(FOREIGN, name)]:
-    del os.environ[name]  # of the user's terminal, account and jobs
+if "PYTEST_CURRENT_TEST" not in os.environ:  # a process that a test starts has what the test gave it
+    for name in [name for name in os.environ if re.match(FOREIGN, name)]:
+        del os.environ[name]  # of the user's terminal, account and jobs
 os.environ["TERM"] = "xterm-256color"
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two workers' threads would spin for the same cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")

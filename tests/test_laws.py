@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -92,7 +93,10 @@ def test_ranks_share_the_tokens_of_each_row_and_torchrun_alone_starts_data_paral
 
 def test_two_machines_draw_the_same_curve(launched, tmp_path):
     arguments = (*JOB, *ONCE)
-    machine = ("--machine_rank", "{rank}", "--num_processes", "2", "--main_process_ip", "127.0.0.1", *FP32)
+    with socket.socket() as free:  # one that both launchers name
+        free.bind(("127.0.0.1", 0))
+        place = ("--main_process_ip", "127.0.0.1", "--main_process_port", str(free.getsockname()[1]))
+    machine = ("--machine_rank", "{rank}", "--num_processes", "2", *place, *FP32)
     with ThreadPoolExecutor() as pool:
         launches = [
             pool.submit(
