@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
+import re
+import subprocess
+import sys
 
 import architectures
 import pytest
@@ -13,6 +18,7 @@ from conftest import accel_sft
 from fake_memory import WAYS, Device
 from fake_plugins import install
 from test_laws import FP32, JOB, ONCE, layout, same_curve
+from torch._dynamo.exc import BackendCompilerFailed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_sft import UserError
@@ -20,6 +26,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.batching.autotune import Trial
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.memory import expected_bytes
+from accel_sft.commands import train
 from accel_sft.data.chat import Encoded
 from accel_sft.io.run_dir import RunDir
 from accel_sft.training.optimizer import Stepper, new_optimizer
@@ -260,3 +267,26 @@ def test_compiled_blocks_draw_the_same_curve_and_say_what_compiling_took(launche
     assert run.status == 0, run.output
     same_curve(layout(launched, "plain").lines(), run.lines())
     assert run.result()["compile_seconds"] > 0
+
+
+@pytest.mark.long
+def test_a_machine_without_a_compiler_is_told_so_in_one_line(tmp_path):
+    kept = {"CXX": str(tmp_path / "none"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "kept")}
+    # torch reads CXX as it is imported
+    command = (sys.executable, "-m", "accel_sft", *JOB, *ONCE, "--compile", "--output-dir", str(tmp_path / "run"))
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **kept})
+    assert done.returncode == 1
+    (line,) = re.findall("^Error: .*", done.stderr, re.M)
+    assert line.startswith("Error: --compile: torch cannot compile here (InvalidCxxCompiler: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_full_disk_below_compiled_code_is_not_the_runs(tmp_path):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "kept")
+
+    with pytest.raises(BackendCompilerFailed) as raised:
+        torch.compile(torch.neg, backend=full)(torch.ones(1))
+    error = train._explained(RunDir(tmp_path), None, raised.value)
+    assert "TORCHINDUCTOR_CACHE_DIR" in str(error)
+    assert str(tmp_path) not in str(error)

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import accel_sft, stopped
 from fake_plugins import install
 from safetensors.torch import load_file, save_file
-from test_laws import JOB, layout
+from test_laws import JOB, ONCE, layout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RESUMABLE = ("plain", "z2", "z3")
@@ -385,6 +386,17 @@ def test_ranks_that_would_train_on_different_data_are_refused(tmp_path):
     run = accel_sft("straying", *JOB[1:], yaml="ddp", run_dir=tmp_path / "run", environment=site)
     assert run.status != 0
     assert "ranks got different examples from dataset()" in run.output
+
+
+@pytest.mark.long
+def test_ranks_on_cpus_leave_nothing_in_shared_memory(tmp_path):
+    before = {*Path("/dev/shm").glob("deepspeed_*")}
+    run = accel_sft(*JOB, *ONCE, yaml="z2", environment={"LOCAL_SIZE": "2"}, run_dir=tmp_path / "run")
+    left = {*Path("/dev/shm").glob("deepspeed_*")} - before
+    for file in left:
+        file.unlink()
+    assert run.status == 0, run.output
+    assert not left
 
 
 def test_patience_stops_early(launched):

@@ -23,7 +23,7 @@ from models import Sums, encode, make_tiny
 from transformers import AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.data import cache, token_key
+from accel_sft.data import cache, token_key, tokenization
 from accel_sft.data.chat import Rules, end_of_turn_ids
 from accel_sft.data.tokenization import FILE, KIND, SplitEncoder
 from accel_sft.io import manifest
@@ -426,6 +426,36 @@ def test_two_runs_at_once_do_not_harm_each_other(model, own_cache):
     assert answers[0][0] == answers[1][0]
     (entry,) = entries(own_cache)
     assert cache.find(KIND, entry)[1]["fingerprint"] == answers[0][0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("moment", range(0, 6, 2))
+def test_a_run_that_is_killed_as_it_tokenizes_harms_no_other(model, own_cache, moment):
+    killed, other = (encoding_process(model, own_cache) for _ in range(2))
+    killed.stdin.write("go\n")
+    killed.stdin.flush()
+    time.sleep(0.2 * moment)
+    killed.kill()
+    killed.communicate()
+    first = other.communicate("go\n")[0].split()
+    after = encoding_process(model, own_cache).communicate("go\n")[0]
+    assert after.split()[0] == first[0]
+    assert "tokens from the cache" in after
+    (entry,) = [name for name in entries(own_cache) if not name.startswith(".")]
+    assert cache.find(KIND, entry)[1]["fingerprint"] == first[0]
+
+
+def test_a_cache_that_is_deleted_meanwhile_is_done_without(tokenizer, own_cache, monkeypatch):
+    merged = tokenization.merge
+
+    def deleted(parts, path):
+        shutil.rmtree(own_cache, ignore_errors=True)
+        return merged(parts, path)
+
+    monkeypatch.setattr(tokenization, "merge", deleted)
+    encoding = encoder(tokenizer)(EXAMPLES, "train")
+    assert f"train: tokens cannot be kept in {own_cache}" in encoding.lines()[0]
+    assert list(encoding.kept) == encode(tokenizer, Sums(), EXAMPLES, "train", **vars(rules(tokenizer))).kept
 
 
 def test_the_second_to_publish_takes_what_is_there_or_replaces_what_is_damaged(own_cache):

@@ -21,6 +21,7 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.describe import resume_command
 from accel_sft.launch.precision import recorded
 from accel_sft.launch.start import start
+from accel_sft.models.load import trouble_of_compiling
 from accel_sft.models.source import is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS
 from accel_sft.resilience.exit import leave_together
@@ -134,6 +135,8 @@ def _explained(run_dir: RunDir, signals: StopSignals, error: BaseException) -> B
             f"out of device memory ({first_line(error)}); the loss does not depend on it: lower "
             "--micro-batch-size or --eval-batch-size, add --gradient-checkpointing, or choose a higher ZeRO stage"
         )
+    if trouble := trouble_of_compiling(error):
+        return UserError(trouble)
     if trouble := trouble_of_writing(error, run_dir.path):
         return UserError(f"{run_dir}: {trouble}, then go on with --resume auto")
     if lost := signals.lost_peers():  # a collective that broke cannot name them

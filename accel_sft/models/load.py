@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.api.errors import UserError
+from accel_sft.api.errors import UserError, first_line
 from accel_sft.data.chat import Rules, end_of_turn_ids
 from accel_sft.io.files import read_json
 from accel_sft.launch.info import device_count
@@ -142,6 +142,19 @@ def compile_blocks(model: Any) -> None:
         raise UserError("--compile: the model does not name its repeated blocks (_no_split_modules); leave it out")
     for block in blocks:
         block.compile(dynamic=True)  # forwards differ in length
+
+
+def trouble_of_compiling(error: BaseException) -> str:
+    """What is wrong where torch could not compile the blocks on their first forward; "" for another error."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    if not isinstance(error, BackendCompilerFailed):
+        return ""
+    return (
+        f"--compile: torch cannot compile here ({first_line(error)[:200]}); it needs a C++ compiler (g++, or the one "
+        "that CXX names) and a folder with room that it can write (TORCHINDUCTOR_CACHE_DIR, or else one in the "
+        "system's temporary folder); see to these, or leave --compile out"
+    )
 
 
 def compile_seconds() -> float:
