@@ -388,7 +388,6 @@ def test_ranks_that_would_train_on_different_data_are_refused(tmp_path):
     assert "ranks got different examples from dataset()" in run.output
 
 
-@pytest.mark.long
 def test_ranks_on_cpus_leave_nothing_in_shared_memory(tmp_path):
     before = {*Path("/dev/shm").glob("deepspeed_*")}
     run = accel_sft(*JOB, *ONCE, yaml="z2", environment={"LOCAL_SIZE": "2"}, run_dir=tmp_path / "run")

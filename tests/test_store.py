@@ -428,8 +428,7 @@ def test_two_runs_at_once_do_not_harm_each_other(model, own_cache):
     assert cache.find(KIND, entry)[1]["fingerprint"] == answers[0][0]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("moment", range(0, 6, 2))
+@pytest.mark.parametrize("moment", [2, *(pytest.param(each, marks=pytest.mark.long) for each in (0, 4))])
 def test_a_run_that_is_killed_as_it_tokenizes_harms_no_other(model, own_cache, moment):
     killed, other = (encoding_process(model, own_cache) for _ in range(2))
     killed.stdin.write("go\n")
