@@ -201,7 +201,9 @@ def read(task: Math | Ner | Chat, path: Path, large: bool = False) -> Sequence[A
         except UserError as error:
             examples = error
     if isinstance(examples, UserError):
-        one_line_each(examples, f"{path}:")
+        one_line_each(examples)
+        named = [line for line in examples.problems if "left out: " not in line]  # the last line tells their file
+        one_line_each(UserError(*named), f"{path}:")
         assert 1 <= len(examples.problems) <= row_reading.MAX_PROBLEMS + 1
         return examples
     assert examples

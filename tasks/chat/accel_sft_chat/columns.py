@@ -110,7 +110,7 @@ def _recognised(
 
 
 def _unknown(row: Mapping[str, Any], named: Iterable[str]) -> RowProblem:
-    there = ", ".join(list(row)[:_SHOWN]) or "none"
+    there = ", ".join(key[:80] for key in list(row)[:_SHOWN]) or "none"
     if absent := [name for name in named if name not in row]:
         return RowProblem(None, f"a column {' and '.join(absent)}, which --columns names, got {there}")
     if isinstance(row.get("text"), str):
