@@ -32,9 +32,9 @@ command -v "$PYTHON" >/dev/null || fail "$PYTHON not found; install Python 3.11 
 version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PYTHON=$("$PYTHON" -c 'import sys; print(getattr(sys, "_base_executable", None) or sys.executable)') # of an active one
 "$PYTHON" -c 'import os, sysconfig; open(os.path.join(sysconfig.get_path("include"), "Python.h"))' 2>/dev/null ||
-    say "warning: the headers of Python $version are missing, without which no ZeRO stage runs (Debian: apt install python$version-dev)"
+    say "warning: the headers of Python $version are missing, without which no offload runs (Debian: apt install python$version-dev)"
 command -v g++ >/dev/null ||
-    say "warning: no C++ compiler (g++), without which no ZeRO stage runs (Debian: apt install g++)"
+    say "warning: no C++ compiler (g++), without which no offload runs (Debian: apt install g++)"
 if [[ -n ${VIRTUAL_ENV:-} && $VIRTUAL_ENV != "$VENV" ]]; then
     say "the active environment $VIRTUAL_ENV is left as it is; accel_sft goes to $VENV"
 fi

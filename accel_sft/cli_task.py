@@ -16,7 +16,7 @@ from accel_sft.api.options import Setting, settings
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import same_task
 from accel_sft.cli_help import HelpContext, help_all_option, shows_all
-from accel_sft.cli_options import help_of, make_option
+from accel_sft.cli_options import OTHER_NAMES, help_of, make_option
 from accel_sft.data.rows import absent_rows
 from accel_sft.resilience.exit import ExitHandler
 
@@ -102,6 +102,19 @@ class TaskCommand(click.Command):
         if setting.type is bool and setting.default is False:
             return setting.flag, setting.help
         return record[0], help_of(setting, limits=False)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Raises UserError with the mend, for what people bring from other trainers."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if hint := OTHER_NAMES.get(error.option_name):
+                raise UserError(f"{error.option_name} is no option of {ctx.command_path}: {hint}") from None
+            raise
+        except click.UsageError as error:
+            if "unexpected extra argument" in error.message and any(param.multiple for param in self.params):
+                error.message += "; each value needs its option, as in --train-file A --train-file B"
+            raise
 
     def invoke(self, ctx: click.Context) -> None:
         from accel_sft.launch.environment import prepare_environment

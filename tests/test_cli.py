@@ -21,6 +21,7 @@ from accel_sft.api import registry
 from accel_sft.api.config import EvaluateConfig, TrainConfig
 from accel_sft.api.options import settings
 from accel_sft.cli import cli
+from accel_sft.cli_options import OTHER_NAMES
 from accel_sft.io import terminal
 
 LAUNCH_FILES = Path(__file__).parent.parent / "accelerate_configs"
@@ -285,6 +286,43 @@ def test_options_are_known_with_underscores_too(run, site):
     got = handed_over(run("good", *args))
     assert (got["config"]["learning_rate"], got["config"]["max_steps"]) == (1e-4, 3)
     assert handed_over(run("evaluate", "good", "--model", "m", "--eval_limit", "5"))["config"]["eval_limit"] == 5
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("--bf16",), "accelerate launch --mixed_precision bf16"),
+        (("--per_device_train_batch_size", "4"), "--global-batch-size"),
+        (("--report-to", "wandb"), "--tracker"),
+    ],
+)
+def test_options_of_other_trainers_are_refused_with_ours(run, site, args, told):
+    result = run("good", *args)
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"Error: {args[0].replace('_', '-')} is no option of accel-sft good: ")
+    assert told in line
+
+
+def test_names_of_other_trainers_lead_to_options_that_exist():
+    ours = {setting.flag for setting in settings(TrainConfig)}
+    named = {
+        word for hint in OTHER_NAMES.values() for word in re.findall(r"--[a-z-]+", hint) if "accelerate" not in hint
+    }
+    assert named <= ours
+    assert not ours & OTHER_NAMES.keys()
+
+
+def test_a_second_value_behind_an_option_is_refused_with_how_to_repeat_it():
+    result = accel_sft("chat", "--train-file", "a.json", "b.json")
+    assert result.returncode == 2
+    assert "unexpected extra argument (b.json); each value needs its option" in result.stderr
+
+
+def test_a_mistyped_file_is_refused_with_the_one_that_is_there(tmp_path):
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    result = accel_sft("chat", "--train-file", str(tmp_path / "trian.jsonl"))
+    assert result.stderr.strip().endswith(f"did you mean {tmp_path / 'train.jsonl'}?")
 
 
 def test_all_problems_are_told_at_once_each_naming_its_flag(run, site):

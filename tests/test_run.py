@@ -388,14 +388,19 @@ def test_ranks_that_would_train_on_different_data_are_refused(tmp_path):
     assert "ranks got different examples from dataset()" in run.output
 
 
-def test_ranks_on_cpus_leave_nothing_in_shared_memory(tmp_path):
+@pytest.mark.parametrize("yaml", ["z2", pytest.param("z3", marks=pytest.mark.long)])
+def test_zero_on_cpus_compiles_nothing_and_leaves_nothing_in_shared_memory(tmp_path, yaml):
+    """DeepSpeed's operator for sums of an inference would need a compiler, and with LOCAL_SIZE 66 MiB a rank."""
     before = {*Path("/dev/shm").glob("deepspeed_*")}
-    run = accel_sft(*JOB, *ONCE, yaml="z2", environment={"LOCAL_SIZE": "2"}, run_dir=tmp_path / "run")
+    extensions = tmp_path / "extensions"
+    without = {"CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(extensions), "LOCAL_SIZE": "2"}
+    run = accel_sft(*JOB, *ONCE, yaml=yaml, environment=without, run_dir=tmp_path / "run")
     left = {*Path("/dev/shm").glob("deepspeed_*")} - before
     for file in left:
         file.unlink()
     assert run.status == 0, run.output
-    assert not left
+    assert (left, [*extensions.rglob("*")]) == (set(), [])
+    assert "DeepSpeed compiles" not in run.output
 
 
 def test_patience_stops_early(launched):

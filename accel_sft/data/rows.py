@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import bisect
 import dataclasses
+import difflib
 import functools
 import hashlib
 import heapq
@@ -232,7 +233,11 @@ def absent_rows(names: str, flag: str) -> list[str]:
             if not is_dataset_name(str(name)):
                 os.stat(name)
         except OSError as error:
-            lines.append(f"{flag} {name}: {unreadable(error)}")
+            folder = Path(name).parent
+            beside = [path.name for path in itertools.islice(folder.glob("*"), 1000)]
+            near = difflib.get_close_matches(Path(name).name, beside, n=1)
+            hint = f"; did you mean {folder / near[0]}?" if near else ""
+            lines.append(f"{flag} {name}: {unreadable(error)}{hint}")
     return lines
 
 

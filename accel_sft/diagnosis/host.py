@@ -55,9 +55,8 @@ def memory(machine: Machine) -> Iterator[Finding]:
 def shared_memory(machine: Machine) -> Iterator[Finding]:
     """NCCL's ranks exchange through it on one machine; on CPUs nothing here needs it."""
     if not SHARED_MEMORY.is_dir():
-        yield warning(
-            f"there is no {SHARED_MEMORY}, which NCCL needs between GPUs", f"mount a tmpfs on {SHARED_MEMORY}"
-        )
+        words = f"there is no {SHARED_MEMORY}, which NCCL needs between GPUs"
+        yield warning(words, f"mount a tmpfs on {SHARED_MEMORY}") if machine.devices > 1 else ok(words)
         return
     usage = shutil.disk_usage(SHARED_MEMORY)
     words = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB of shared memory free"

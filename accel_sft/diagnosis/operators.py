@@ -39,8 +39,6 @@ def operators(machine: Machine) -> Iterator[Finding]:
 def _operator(machine: Machine, name: str, users: list[str]) -> Iterator[Finding]:
     state = machine.torch.operators.get(name)
     needed = f"{name} (for {', '.join(users)})"
-    # without the one that every DeepSpeed launch needs, hardly anything trains
-    level = problem if name == "deepspeed_shm_comm" else warning
     if state is None:  # torch or DeepSpeed cannot be imported, which is a finding of its own
         return
     built_now = machine.build and not state["compiled"]  # which waits for another process's lock, until it is gone
@@ -56,7 +54,7 @@ def _operator(machine: Machine, name: str, users: list[str]) -> Iterator[Finding
         yield problem(f"{needed} is compiled, and cannot be loaded: {state['failure']}", mend)
     elif obstacles:  # a launch is refused, also where the operator is compiled: it is compiled anew with the next torch
         for obstacle in obstacles:
-            yield level(f"{needed}: {lacking(obstacle)}", obstacle.mend)
+            yield warning(f"{needed}: {lacking(obstacle)}", obstacle.mend)
     elif state["compiled"]:
         yield ok(f"{needed} is compiled")
     elif not machine.build:

@@ -20,7 +20,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch import ulysses
-from accel_sft.launch.deepspeed_ops import audit_compilation, compiling
+from accel_sft.launch.deepspeed_ops import audit_compilation, compiling, spare_unused_operator
 from accel_sft.launch.environment import threads_per_process
 from accel_sft.launch.info import Launch, device_count
 from accel_sft.launch.launcher import restarts
@@ -34,7 +34,7 @@ def create_accelerator(
     """The Accelerator of a launch, synchronised over all its ranks, and the launch with its precision.
 
     The trainer decides accumulation boundaries and the schedule: DeepSpeed is configured with one micro-batch a step,
-    never with the real batch. The first rank of each machine prints what DeepSpeed will compile in here and later.
+    never with the real batch. The first rank of each machine prints what DeepSpeed will compile in `prepare_model`.
 
     Args:
         launch: as this rank read it.
@@ -63,21 +63,21 @@ def create_accelerator(
         if not devices:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
             group["backend"] = "gloo"
+            spare_unused_operator()
         plugin = DeepSpeedPlugin()
         _write_deepspeed_config(plugin.deepspeed_config, launch, config, devices)
     # DDP's buckets, in which ranks exchange gradients, are the gradients: a second copy would take 4 bytes a parameter
     handlers = [InitProcessGroupKwargs(**group), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     cpu = launch.backend == "ddp" and not devices
-    with compiling(launch, devices):
-        state = PartialState(cpu, **handlers[0].to_kwargs())  # ranks form their group, and agree on the precision
-        launch = settled(launch, state.device, began_with)
-        accelerator = Accelerator(
-            mixed_precision=launch.precision[0],
-            deepspeed_plugin=plugin,
-            cpu=cpu,
-            kwargs_handlers=handlers,
-            parallelism_config=parallelism_config(launch, train=train),
-        )
+    state = PartialState(cpu, **handlers[0].to_kwargs())  # ranks form their group, and agree on the precision
+    launch = settled(launch, state.device, began_with)
+    accelerator = Accelerator(
+        mixed_precision=launch.precision[0],
+        deepspeed_plugin=plugin,
+        cpu=cpu,
+        kwargs_handlers=handlers,
+        parallelism_config=parallelism_config(launch, train=train),
+    )
     if accelerator.is_fsdp2 and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy):
         # computing is reduced; what a model gives out, each token's loss, and gradients as they are averaged are not
         policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)

@@ -17,11 +17,14 @@ from accel_sft.io.terminal import waiting
 from accel_sft.launch.info import Finding, Launch, error, note, warning
 
 OPERATORS = {
-    "deepspeed_shm_comm": "ranks on a CPU exchange tensors through it, about a minute",
     "cpu_adam": "the optimizer on the host, 1-4 minutes",
     "async_io": "NVMe offload, 1-3 minutes",
 }
 """DeepSpeed operators that our configurations need, compiled on first use and kept per user."""
+
+_UNUSED = "deepspeed_shm_comm"
+"""Operator that DeepSpeed compiles for every group of CPU ranks; only its sum for inference (`inference_all_reduce`)
+runs it, and training never calls that."""
 
 _LOCAL = {"apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "hfs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 """File systems of which this machine alone writes the files."""
@@ -33,11 +36,21 @@ def operators(launch: Launch, devices: int) -> list[str]:
         return []
     places = [launch.offload("optimizer"), launch.offload("param")]
     needed = {
-        "deepspeed_shm_comm": not devices,
         "cpu_adam": places[0] != "none",
         "async_io": "nvme" in places,
     }
     return [name for name in OPERATORS if needed[name]]
+
+
+def spare_unused_operator() -> None:
+    """Has DeepSpeed form its group of CPU ranks without an operator that training does not use.
+
+    Compiling it takes half a minute to a minute, a C++ compiler and Python's headers. DeepSpeed loads it where its own
+    table (the one that `ds_report` prints) calls it compatible with this machine.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__[_UNUSED] = False
 
 
 def audit_operators(launch: Launch, devices: int) -> Iterator[Finding]:

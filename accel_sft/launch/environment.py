@@ -44,9 +44,6 @@ def prepare_environment(debug: bool = False) -> None:
         # small products a hundred times slower; this long costs a quiet machine nothing
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     _keep_freed_memory()
-    # set by an MPI's launcher or by an earlier one: DeepSpeed's ranks on CPUs would each take 66 MiB of /dev/shm for
-    # exchanges that training never makes, die by a signal where it is smaller, and leave them there
-    os.environ.pop("LOCAL_SIZE", None)
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # the variable's newer name
         os.environ.setdefault(*GAPS)
     scripts = sysconfig.get_path("scripts")

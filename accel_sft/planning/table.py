@@ -38,7 +38,8 @@ def lines(
     trained = shape.trained(config.adapter, config.lora_r, config.lora_target_modules)
     how = "all trained" if config.adapter == "none" else f"frozen, {trained:,} trained ({config.adapter})"
     yield _text(f"model    {shape.family}, {shape.parameters:,} parameters, {how}; counted from {shape.source}")
-    yield f"machine  {here.describe()}"
+    computed = sorted({"float32" if job.precision == "no" else job.precision for job in asked.values()})
+    yield _text(f"machine  {here.describe()}" + (f"; computes in {' or '.join(computed)}" if computed else ""))
     yield _text(f"lengths  the longest example has {lengths.longest:,} tokens: {lengths.source}")
     yield ""
     rows = [_HEAD, _UNITS, *(_row(each, here, _fastest(plans)) for each in plans)]
