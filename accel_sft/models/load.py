@@ -1,5 +1,6 @@
 """Loads weights and tokenizer of a `Source`: in the right type, with the adapter in place, ready to be prepared."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -146,9 +147,8 @@ def compile_blocks(model: Any) -> None:
 
 def trouble_of_compiling(error: BaseException) -> str:
     """What is wrong where torch could not compile the blocks on their first forward; "" for another error."""
-    from torch._dynamo.exc import BackendCompilerFailed
-
-    if not isinstance(error, BackendCompilerFailed):
+    compiler = sys.modules.get("torch._dynamo.exc")  # imported by what compiles
+    if compiler is None or not isinstance(error, compiler.BackendCompilerFailed):
         return ""
     return (
         f"--compile: torch cannot compile here ({first_line(error)[:200]}); it needs a C++ compiler (g++, or the one "

@@ -76,16 +76,25 @@ def test_an_epochs_end_the_best_so_far_and_the_curves_are_as_if_it_had_not_stopp
 
 
 @pytest.mark.parametrize(
-    "way", ["ddp", *(pytest.param(way, marks=pytest.mark.long) for way in ("z2", "z3", "compiled"))]
+    "way",
+    [
+        "ddp",
+        *(
+            pytest.param(way, marks=pytest.mark.long)
+            for way in ("z2", "z3", "z2 --adapter lora", "z2 --compile", "--compile")
+        ),
+    ],
 )
 def test_bf16_and_compiled_blocks_go_on_to_the_same_bits_too(tmp_path, way):
-    options = {} if way == "compiled" else {"yaml": way, "launcher": ("--mixed_precision", "bf16")}
-    job = (*JOB, "--save-every", "3", "--eval-every", "off", *["--compile"] * (way == "compiled"))
+    yaml, *more = way.split() if way[0] != "-" else (None, way)
+    options = {"yaml": yaml, "launcher": ("--mixed_precision", "bf16")} if yaml else {}
+    job = (*JOB, "--save-every", "3", "--eval-every", "off", *more)
     whole = accel_sft(*job, run_dir=tmp_path / "whole", **options)
     assert whole.status == 0, whole.output
     resumed = accel_sft(*job, "--resume", "auto", run_dir=stopped(whole, tmp_path / "run", 3), **options)
     assert resumed.status == 0, resumed.output
     assert "at step 3 of 6" in resumed.output
-    expected, got = (load_file(run.run_dir / "final" / "model.safetensors") for run in (whole, resumed))
+    file = "adapter_model.safetensors" if "lora" in way else "model.safetensors"
+    expected, got = (load_file(run.run_dir / "final" / file) for run in (whole, resumed))
     assert all(torch.equal(expected[name], got[name]) for name in expected)
     assert [line["loss"] for line in resumed.lines()] == [line["loss"] for line in whole.lines()]
