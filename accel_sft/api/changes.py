@@ -4,6 +4,7 @@ from typing import Any
 
 from accel_sft.api.adapters import LORA_ONLY
 from accel_sft.api.config import TrainConfig
+from accel_sft.api.options import shown
 
 LAYOUT = frozenset(
     {"micro_batch_size", "eval_batch_size", "output_dir", "save_every", "keep_checkpoints", "resume", "log_every"}
@@ -25,5 +26,6 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     before = {**unrecorded, **before}
     for key in sorted(before.keys() | after.keys()):
         if key not in LAYOUT and before.get(key) != after.get(key):
-            lines.append(f"--{key.replace('_', '-')}: the run was started with {before.get(key)}, not {after.get(key)}")
+            flag, was, now = f"--{key.replace('_', '-')}", before.get(key), after.get(key)  # a stranger's record
+            lines.append(f"{shown(flag)}: the run was started with {shown(str(was))}, not {shown(str(now))}")
     return lines
