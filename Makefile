@@ -11,7 +11,7 @@ lint:
 
 # kills at random instants, each resumed and compared: about twenty minutes on two cores
 soak:
-	$(PYTHON) tests/soak.py --kills 50 --seed 0
+	$(PYTHON) tests/support/soak.py --kills 50 --seed 0
 
 # the documentation, to be opened at docs/_build/index.html
 docs:

@@ -3,8 +3,8 @@
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import option
 from accel_sft.api.task import Task
-from accel_sft.data.json_stream import ParsedRow, RowLeftOut, RowProblem
-from accel_sft.data.rows import read_rows
+from accel_sft.rows.json_stream import ParsedRow, RowLeftOut, RowProblem
+from accel_sft.rows.rows import read_rows
 
 __all__ = ["ParsedRow", "RowLeftOut", "RowProblem", "Task", "UserError", "option", "read_rows"]
 __version__ = "0.1.0"

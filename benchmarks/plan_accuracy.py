@@ -5,7 +5,7 @@
 
 Each case is a real launch of two ranks: a random Qwen2 of that many million parameters, a launch file, full or LoRA,
 short or long rows. Measured is each phase's peak of resident memory as the kernel keeps it (VmHWM, reset as a phase
-begins), of the rank with most, as `result.json` has it. The constants of accel_sft/planning/cpu.py were fitted to the
+begins), of the rank with most, as `result.json` has it. The constants of accel_sft/memory/cpu.py were fitted to the
 cases of FITTED, so that the others are held out. Other work on the machine changes no number.
 """
 
@@ -24,10 +24,10 @@ from typing import Any
 import shapes
 import smoke
 from accel_sft.launch.info import Launch
-from accel_sft.planning.closed import estimate
-from accel_sft.planning.estimate import PHASES, totals
-from accel_sft.planning.job import Job
-from accel_sft.planning.source import read_config, read_shape, stored_bytes
+from accel_sft.memory.closed import estimate
+from accel_sft.memory.estimate import PHASES, totals
+from accel_sft.memory.job import Job
+from accel_sft.memory.model_config import read_config, read_shape, stored_bytes
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30

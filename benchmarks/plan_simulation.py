@@ -17,12 +17,12 @@ from typing import Any
 
 import smoke
 from accel_sft.launch.info import Launch
-from accel_sft.planning.closed import estimate
-from accel_sft.planning.estimate import Estimate
-from accel_sft.planning.job import Job
-from accel_sft.planning.simulation import simulate
-from accel_sft.planning.source import read_shape
-from accel_sft.planning.states import placed
+from accel_sft.memory.closed import estimate
+from accel_sft.memory.estimate import Estimate
+from accel_sft.memory.job import Job
+from accel_sft.memory.model_config import read_shape
+from accel_sft.memory.states import placed
+from accel_sft.tools.plan.simulation import simulate
 
 GIB = 2**30
 MARK = 0.10

@@ -19,8 +19,10 @@ import forked
 import pytest
 from filelock import FileLock
 from packaging.version import Version
+from places import CONFIGS
 
 pytest_plugins = ["overdue"]
+pytest.register_assert_rewrite("reference_job", "stopping", "parsers", "planted")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for all that a script puts into the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what tests start inherits the default
 FOREIGN = r"ACCEL|FSDP_|SLURM_|TORCHELASTIC_|HF_TOKEN|(FORCE|NO)_COLOR|COLUMNS|LINES|(LOCAL_)?(RANK|WORLD_SIZE)$"
@@ -30,7 +32,6 @@ if "PYTEST_CURRENT_TEST" not in os.environ:  # a process that a test starts has 
 os.environ["TERM"] = "xterm-256color"
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two workers' threads would spin for the same cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-CONFIGS = Path(__file__).parent.parent / "accelerate_configs"
 AS_COUNTED = pytest.mark.skipif(
     Version(importlib.metadata.version("torch")) < Version("2.13"),
     reason="predicted memory was counted on torch 2.13; older ones keep more",

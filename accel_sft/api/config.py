@@ -6,9 +6,9 @@ import dataclasses
 import datetime
 import functools
 import re
-from typing import Any, ClassVar
+from typing import Any
 
-from accel_sft.api.adapters import ADAPTERS, LORA_ONLY, SPLITS, conflicts
+from accel_sft.api.adapters import ADAPTERS, SPLITS, conflicts
 from accel_sft.api.optimizers import OPTIMIZERS
 from accel_sft.api.options import option, problems, shown
 
@@ -195,12 +195,8 @@ class TrainConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class EvaluateConfig(TrainConfig):
-    """The settings of `evaluate`, which offers those of `OFFERED`; the others have their defaults."""
+    """The settings of `evaluate`, which takes some of them; the others have their defaults."""
 
-    OFFERED: ClassVar[frozenset[str]] = frozenset(
-        ("model", "trust_remote_code", "dtype", "attn_implementation", "max_length", "eval_limit", "eval_batch_size")
-    ) | {"max_new_tokens", "generate_with", "output_dir", "seed", "debug", "dry_run", "hang_timeout", "base"}
-    OFFERED |= {"thinking", "template_date", "control_tokens"}
     model: str = _model(basic=True, help="A run, saved weights or an adapter by folder, or a hub id.")
     base: str | None = _model(
         None, basic=True, help="Evaluate this model too, side by side; auto: what the run began with."
@@ -213,14 +209,6 @@ class EvaluateConfig(TrainConfig):
 @dataclasses.dataclass(kw_only=True)
 class PlanConfig(TrainConfig):
     """The settings of `plan`: all of training's, so that a training command is planned as it is, and its own."""
-
-    OFFERED: ClassVar[frozenset[str]] = frozenset(
-        ("model", "init_from", "trust_remote_code", "dtype", "gradient_checkpointing", "adapter", "lora_r")
-    ) | {"lora_dropout", "lora_target_modules", "max_length", "truncation", "thinking", "global_batch_size"}
-    OFFERED |= {"micro_batch_size", "eval_every", "eval_batch_size", "eval_limit", "save_every", "debug"}
-    OFFERED |= {"gpus", "gpu_memory", "host_memory", "launch", "details", "json", "simulate", "probe", "optimizer"}
-    OFFERED |= {*LORA_ONLY}
-    """Those of training's that memory and speed depend on, and its own, which the help lists."""
 
     gpus: int | None = _plan(None, min=0, help="GPUs of a machine, 0: its CPU; default: this machine's.")
     gpu_memory: float | None = _plan(None, min=0, help="GiB of one GPU; default: this machine's.")
@@ -237,11 +225,6 @@ class PlanConfig(TrainConfig):
 @dataclasses.dataclass(kw_only=True)
 class CheckConfig(TrainConfig):
     """The settings of `check`: all of training's, so that a training command is audited as it is, and its own."""
-
-    OFFERED: ClassVar[frozenset[str]] = frozenset(
-        ("model", "init_from", "trust_remote_code", "max_length", "truncation", "thinking", "control_tokens", "seed")
-    ) | {"template_date", "global_batch_size", "micro_batch_size", "epochs", "max_steps", "debug"}
-    """Those of training's that decide what is found, which the help lists."""
 
     strict: bool = _check(False, help="Warnings make the exit status 1 too, not errors alone.")
     score: bool = _check(True, help="Score every example's own answer by the task's score().")

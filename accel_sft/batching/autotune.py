@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from accel_sft.batching.choice import measured_once
+from accel_sft.batching.device_memory import forwards_alone
 from accel_sft.batching.forward_layouts import WHAT
 from accel_sft.batching.layouts import Batching
-from accel_sft.batching.memory import forwards_alone
 from accel_sft.batching.room import Room
 from accel_sft.batching.sequence import in_parts
 from accel_sft.batching.verify import exact_batchings
-from accel_sft.data.chat import Encoded
+from accel_sft.chat.encoding import Encoded
 from accel_sft.launch.collectives import largest_of_ranks
 from accel_sft.launch.describe import device_name, parallelism
 from accel_sft.launch.recordable import versions

@@ -10,8 +10,7 @@ from accelerate import Accelerator
 
 from accel_sft.api.errors import UserError
 from accel_sft.batching.layouts import Batching
-from accel_sft.data import cache
-from accel_sft.io import manifest
+from accel_sft.io import cache, manifest
 from accel_sft.io.files import write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import decided_by_main

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from accel_sft.data.chat import Encoded
+from accel_sft.chat.encoding import Encoded
 from accel_sft.models.prefix_attention import Rows
 
 BLOCK = 128

@@ -13,7 +13,7 @@ import torch
 
 from accel_sft.batching import collate
 from accel_sft.batching.collate import Batch
-from accel_sft.data.chat import Encoded
+from accel_sft.chat.encoding import Encoded
 from accel_sft.models.prefix_attention import installed
 
 FILLED = 2

@@ -24,7 +24,7 @@ from accel_sft.batching import collate
 from accel_sft.batching.collate import Batch
 from accel_sft.batching.forward_layouts import LAYOUTS, Layout
 from accel_sft.batching.loss import HEADS
-from accel_sft.data.chat import Encoded
+from accel_sft.chat.encoding import Encoded
 
 _BY_NAMES = {(layout.name, layout.attention): layout for layout in LAYOUTS}
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from accel_sft.api.errors import UserError
+from accel_sft.batching.device_memory import LEFT_FREE, expected_bytes, first_update_bytes, free_bytes, out_of_memory
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
-from accel_sft.batching.memory import LEFT_FREE, expected_bytes, first_update_bytes, free_bytes, out_of_memory
 from accel_sft.batching.verify import Subject
-from accel_sft.data.chat import Encoded
+from accel_sft.chat.encoding import Encoded
 from accel_sft.launch.collectives import all_ranks, largest_of_ranks
 
 RESERVED_PART = 2**28

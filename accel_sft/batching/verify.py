@@ -12,11 +12,11 @@ from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import first_line
 from accel_sft.batching.collate import Batch
+from accel_sft.batching.device_memory import out_of_memory
 from accel_sft.batching.forward_layouts import LAYOUTS, Layout
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import available_heads, nll
-from accel_sft.batching.memory import out_of_memory
-from accel_sft.data.chat import Encoded
+from accel_sft.chat.encoding import Encoded
 from accel_sft.launch.collectives import any_rank, first_reason
 from accel_sft.models.architecture import REFUSALS, arguments, attentions, limited_layers
 from accel_sft.models.prefix_attention import install

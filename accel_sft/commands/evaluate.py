@@ -15,7 +15,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import recorded_name
 from accel_sft.batching.autotune import Trial
-from accel_sft.data.conversation import read_split
+from accel_sft.chat.conversation import read_split
 from accel_sft.evaluation import vllm
 from accel_sft.evaluation.evaluator import Evaluation
 from accel_sft.evaluation.scoring import check_scoring
@@ -31,7 +31,7 @@ from accel_sft.launch.start import start
 from accel_sft.models.source import Source, began_with, find_source
 from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.watchdog import Watchdog
-from accel_sft.tracking import report
+from accel_sft.tracking import run_report as report
 from accel_sft.tracking.system import peak_memory_gib, reset_peak_memory
 from accel_sft.training.prepare import Assembly
 

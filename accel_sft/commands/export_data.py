@@ -8,13 +8,13 @@ from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
+from accel_sft.chat.conversation import Conversation, conversation, read_split
+from accel_sft.chat.pictures import Picture, parted
 from accel_sft.commands.generate import one_process
-from accel_sft.data.conversation import Conversation, conversation, read_split
-from accel_sft.data.pictures import Picture, parted
-from accel_sft.data.rows import with_places
 from accel_sft.io import terminal
 from accel_sft.io.files import new_folder
 from accel_sft.io.text import printable
+from accel_sft.rows.rows import with_places
 
 SPLITS = ("train", "validation")
 IMAGES = "images"

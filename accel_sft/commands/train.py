@@ -11,8 +11,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, first_line
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import recorded_name
-from accel_sft.batching.memory import out_of_memory
-from accel_sft.checking.quick import quick_findings, quick_lines
+from accel_sft.batching.device_memory import out_of_memory
 from accel_sft.io import terminal
 from accel_sft.io.files import expanded, trouble_of_writing
 from accel_sft.io.heartbeat import heartbeats_only
@@ -27,6 +26,7 @@ from accel_sft.models.tiny import TINY_DEFAULTS
 from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.signals import Interruption, StopSignals
 from accel_sft.resilience.watchdog import Watchdog
+from accel_sft.tools.check.quick import quick_findings, quick_lines
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training.claim import changes_since_finished, claim_run_dir, write_run_record
 from accel_sft.training.prepare import Prepared, prepare_data

@@ -12,9 +12,9 @@ from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.data.chat import Rules, encode_parts
-from accel_sft.data.conversation import conversation
-from accel_sft.data.fingerprint import code_fingerprint
+from accel_sft.chat.conversation import conversation
+from accel_sft.chat.encoding import Rules, encode_parts
+from accel_sft.rows.fingerprint import code_fingerprint
 
 
 def token_key(decided: list[Any], task: Task, examples: Sequence[Any], split: str, *, read: bool) -> str:

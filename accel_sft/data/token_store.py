@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from accel_sft.data.chat import Encoded, Encoding
-from accel_sft.data.image_inputs import ImageSource, RowImages
+from accel_sft.chat.encoding import Encoded, Encoding
+from accel_sft.chat.image_inputs import ImageSource, RowImages
 from accel_sft.io.heartbeat import heartbeat
 
 _BATCH_BYTES = 1 << 23

@@ -10,15 +10,15 @@ from accelerate import Accelerator
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.data import cache
-from accel_sft.data.chat import Encoding, Rules, encode_parts
-from accel_sft.data.image_inputs import ImageInputs, ImageSource, no_processor
-from accel_sft.data.rendering import Rendering
-from accel_sft.data.rows import with_places
+from accel_sft.chat.encoding import Encoding, Rules, encode_parts
+from accel_sft.chat.image_inputs import ImageInputs, ImageSource, no_processor
+from accel_sft.chat.rendering import Rendering
 from accel_sft.data.token_key import decided_without_examples, token_key
 from accel_sft.data.token_store import TokenStore, fingerprint_of, merge, write_part
+from accel_sft.io import cache
 from accel_sft.io.terminal import terminal
 from accel_sft.launch.collectives import Team
+from accel_sft.rows.rows import with_places
 
 KIND, FILE = "tokens", "tokens.arrow"
 _NOTED = "left_out", "cut", "control_tokens"

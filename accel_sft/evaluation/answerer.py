@@ -10,11 +10,11 @@ from transformers import TextStreamer
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.data.answer_text import AnswerText
-from accel_sft.data.chat import Encoded, end_of_turn_ids
-from accel_sft.data.conversation import Turns, no_text
-from accel_sft.data.rendering import Rendering
-from accel_sft.data.template import rendered
+from accel_sft.chat.answer_text import AnswerText
+from accel_sft.chat.conversation import Turns, no_text
+from accel_sft.chat.encoding import Encoded, end_of_turn_ids
+from accel_sft.chat.rendering import Rendering
+from accel_sft.chat.template import rendered
 from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.left_padded import GREEDY, Sampling
 from accel_sft.models.load import load_model, load_tokenizer

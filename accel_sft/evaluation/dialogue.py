@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 
 from accel_sft.api.errors import UserError
-from accel_sft.data.conversation import Turns
+from accel_sft.chat.conversation import Turns
 from accel_sft.evaluation.answerer import Answerer, expected_of
 from accel_sft.evaluation.prompts import with_system
 from accel_sft.io.terminal import wrapped

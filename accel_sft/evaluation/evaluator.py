@@ -12,13 +12,13 @@ from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, first_line
 from accel_sft.api.task import Task
+from accel_sft.batching.device_memory import out_of_memory
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
-from accel_sft.batching.memory import out_of_memory
-from accel_sft.data.answer_text import AnswerText
-from accel_sft.data.chat import Encoded, end_of_turn_ids
-from accel_sft.data.conversation import conversation
-from accel_sft.data.rendering import Rendering
+from accel_sft.chat.answer_text import AnswerText
+from accel_sft.chat.conversation import conversation
+from accel_sft.chat.encoding import Encoded, end_of_turn_ids
+from accel_sft.chat.rendering import Rendering
 from accel_sft.evaluation.backend import AnswerBackend
 from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.image_answers import ImageGenerator

@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 
 from accel_sft.api.errors import first_line
 from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
-from accel_sft.data.chat import Encoded, end_of_turn_ids
+from accel_sft.chat.encoding import Encoded, end_of_turn_ids
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.decoder import Decoder
 from accel_sft.evaluation.left_padded import GREEDY, Sampling, generate, nats_apart, padding_changes

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from accel_sft.data.chat import Encoded, end_of_turn_ids
+from accel_sft.chat.encoding import Encoded, end_of_turn_ids
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.generate import Generator, divide
 from accel_sft.evaluation.left_padded import generate

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.data.conversation import Turns
-from accel_sft.data.json_stream import RowProblem
-from accel_sft.data.rows import read_rows
+from accel_sft.chat.conversation import Turns
 from accel_sft.evaluation.answerer import expected_of
+from accel_sft.rows.json_stream import RowProblem
+from accel_sft.rows.rows import read_rows
 
 
 def read_prompts(file: str, system: str | None) -> tuple[list[Turns], list[str]]:

@@ -6,12 +6,12 @@ from typing import Any
 
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
-from accel_sft.data.conversation import conversation, from_task
-from accel_sft.data.form import wanted
-from accel_sft.data.rows import example_name
+from accel_sft.chat.conversation import conversation, from_task
+from accel_sft.chat.form import wanted
 from accel_sft.io.heartbeat import heartbeat, heartbeats_only
 from accel_sft.io.text import LONGEST_ERROR, one_line
-from accel_sft.tracking.report import COSTS
+from accel_sft.rows.rows import example_name
+from accel_sft.tracking.run_report import COSTS
 
 EVAL_LOSS = "eval_loss"
 """The main metric of a task whose answers are neither generated nor scored."""

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.data.chat import Encoded
+from accel_sft.chat.encoding import Encoded
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.vllm_process import run_script
 from accel_sft.io.files import read_json

@@ -9,7 +9,7 @@ import torch
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, first_line
-from accel_sft.data.chat import Rules, end_of_turn_ids
+from accel_sft.chat.encoding import Rules, end_of_turn_ids
 from accel_sft.io.files import read_json
 from accel_sft.launch.info import device_count
 from accel_sft.models.adapters import new_adapter

@@ -120,7 +120,7 @@ class TaskConformance:
                 raise AssertionError(finding("T404", f"{self.task.main_metric} of {detail}"))
 
     def _dataset(self, split: str) -> Sequence[Any]:
-        from accel_sft.data.conversation import read_split
+        from accel_sft.chat.conversation import read_split
 
         try:
             return read_split(self.task, split)
@@ -132,7 +132,7 @@ class TaskConformance:
         return list(range(0, len(examples), step))
 
     def _conversation(self, examples: Sequence[Any], split: str, index: int) -> Any:
-        from accel_sft.data.conversation import conversation
+        from accel_sft.chat.conversation import conversation
 
         try:
             return conversation(self.task, examples, split, index)

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from accel_sft.api.task import Task
-from accel_sft.data.conversation import read_split
-from accel_sft.data.pictures import Picture
+from accel_sft.chat.conversation import read_split
+from accel_sft.chat.pictures import Picture
 
 
 def observed(task: Task, split: str, most: int) -> list[str]:

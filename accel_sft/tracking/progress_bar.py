@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from accel_sft.io.terminal import wrapped
-from accel_sft.tracking.report import is_number
+from accel_sft.tracking.run_report import is_number
 
 SHORTEST_BAR = 6
 """Cells; details are dropped from the line until the bar has as many."""

@@ -18,7 +18,8 @@ from accel_sft.tracking.idle import IdleWatch
 from accel_sft.tracking.metrics_file import MetricsFile, read_lines
 from accel_sft.tracking.phase_peaks import PhasePeaks
 from accel_sft.tracking.progress_bar import ProgressBar
-from accel_sft.tracking.report import COSTS, Samples, is_number, memory_table, phases_table, samples_table
+from accel_sft.tracking.run_report import COSTS, Samples, is_number, memory_table, phases_table, samples_table
+from accel_sft.tracking.services import Trackers, tracker_names
 from accel_sft.tracking.system import (
     SYSTEM_FIELDS,
     SystemSampler,
@@ -27,7 +28,6 @@ from accel_sft.tracking.system import (
     host_memory_gib,
     seconds_since_start,
 )
-from accel_sft.tracking.trackers import Trackers, tracker_names
 
 _CURVES = {
     "tokens_per_second": "throughput/tokens_per_second",

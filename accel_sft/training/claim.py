@@ -18,11 +18,9 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import file_record
+from accel_sft.chat.conversation import read_split
 from accel_sft.checkpoint.checkpoint import settle
-from accel_sft.data import cache
-from accel_sft.data.conversation import read_split
-from accel_sft.data.fingerprint import code_fingerprint
-from accel_sft.data.rows import Rows
+from accel_sft.io import cache
 from accel_sft.io.files import abandoned, expanded, write_atomically
 from accel_sft.io.lock import lock
 from accel_sft.io.run_dir import RunDir
@@ -33,6 +31,8 @@ from accel_sft.launch.launcher import restarts
 from accel_sft.launch.recordable import recordable
 from accel_sft.models.source import weights_identity
 from accel_sft.resilience.exit import lost_peers
+from accel_sft.rows.fingerprint import code_fingerprint
+from accel_sft.rows.rows import Rows
 from accel_sft.training.prepare import Prepared
 from accel_sft.training.run_yaml import write_run_yaml
 

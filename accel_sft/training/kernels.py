@@ -5,9 +5,9 @@ import dataclasses
 import torch
 
 from accel_sft.api.errors import UserError
+from accel_sft.batching.device_memory import forwards_alone
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import available_heads
-from accel_sft.batching.memory import forwards_alone
 from accel_sft.batching.room import Room
 from accel_sft.batching.verify import UNLIMITED, enough
 from accel_sft.launch.collectives import first_reason

@@ -10,7 +10,7 @@ from accelerate.utils import DistributedType
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.batching.memory import forwards_alone
+from accel_sft.batching.device_memory import forwards_alone
 from accel_sft.launch.ulysses import sequence_ranks
 from accel_sft.models.adapters import adapter_of
 from accel_sft.models.quantized import bitsandbytes

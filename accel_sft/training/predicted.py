@@ -13,11 +13,11 @@ from accel_sft.api.errors import UserError
 from accel_sft.launch import host_memory
 from accel_sft.launch.collectives import by_each_rank, largest
 from accel_sft.launch.info import Launch
-from accel_sft.planning.closed import estimate
-from accel_sft.planning.estimate import Estimate, totals
-from accel_sft.planning.job import AS_CONFIGURED, Job
-from accel_sft.planning.source import UnusableModel, read_config, read_shape, stored_bytes
-from accel_sft.planning.states import least_bytes
+from accel_sft.memory.closed import estimate
+from accel_sft.memory.estimate import Estimate, totals
+from accel_sft.memory.job import AS_CONFIGURED, Job
+from accel_sft.memory.model_config import UnusableModel, read_config, read_shape, stored_bytes
+from accel_sft.memory.states import least_bytes
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training.step import TrainStep
 

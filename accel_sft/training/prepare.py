@@ -15,12 +15,10 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.optimizers import OPTIMIZERS
 from accel_sft.api.task import Task
-from accel_sft.batching.memory import forwards_alone
+from accel_sft.batching.device_memory import forwards_alone
+from accel_sft.chat.conversation import conversation, read_split
+from accel_sft.chat.encoding import Encoding
 from accel_sft.checkpoint.checkpoint import replacing
-from accel_sft.data.chat import Encoding
-from accel_sft.data.conversation import conversation, read_split
-from accel_sft.data.row_reading import MAX_PROBLEMS
-from accel_sft.data.rows import with_places
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.evaluator import Evaluator, answer_backend
@@ -28,6 +26,7 @@ from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
 from accel_sft.launch.info import Launch, device_count
+from accel_sft.memory import lengths
 from accel_sft.models.adapter_start import keep
 from accel_sft.models.liger import liger
 from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
@@ -35,7 +34,8 @@ from accel_sft.models.processor import load_processor
 from accel_sft.models.quantized import bitsandbytes
 from accel_sft.models.source import Source, find_source
 from accel_sft.models.tiny import build_tiny
-from accel_sft.planning import lengths
+from accel_sft.rows.reading import MAX_PROBLEMS
+from accel_sft.rows.rows import with_places
 
 _TINY_EXAMPLES = 1 << 15
 """The most training examples that the tokenizer of `tiny` is made from: more hardly change it, and slow every start."""

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from accel_sft.api.errors import UserError
+from accel_sft.batching.device_memory import out_of_memory
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
-from accel_sft.batching.memory import out_of_memory
 from accel_sft.batching.sequence import SequenceGroup
-from accel_sft.data.chat import Encoded
+from accel_sft.chat.encoding import Encoded
 from accel_sft.io.files import read_json, write_atomically
 from accel_sft.io.heartbeat import exchange
 from accel_sft.io.run_dir import RunDir

@@ -10,14 +10,14 @@ from rich.console import Console
 from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import file_record
-from accel_sft.data.conversation import conversation
-from accel_sft.data.pictures import parted
+from accel_sft.chat.conversation import conversation
+from accel_sft.chat.pictures import parted
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import columns, terminal
 from accel_sft.launch.describe import shown_folder, started_by
 from accel_sft.launch.recordable import command_line, recordable, versions
 from accel_sft.models.load import compile_seconds
-from accel_sft.tracking import report
+from accel_sft.tracking import run_report as report
 from accel_sft.tracking.model_card import model_card
 from accel_sft.training.prepare import Prepared
 from accel_sft.training.state import TrainState

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from reference_job import layout
 from safetensors.torch import load_file, save_file
-from test_laws import layout
 
 from accel_sft.api.errors import UserError
 from accel_sft.checkpoint import shards

@@ -1,5 +1,5 @@
 """A run's folder that cannot be written, or no longer, or is gone: one line says so, and the run goes on once it is
-back. A full disk is in tests/test_guards.py, two runs in one folder in test_stopping.py."""
+back. A full disk is in tests/training/test_guards.py, two runs in one folder in test_stopping.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from conftest import CONFIGS, accel_sft
+from conftest import accel_sft
+from places import CONFIGS
 
 JOB = ("math", "--max-steps", "100", "--global-batch-size", "10", "--train-examples", "60", "--eval-every", "off")
 JOB += ("--micro-batch-size", "5", "--save-every", "20", "--seed", "7")

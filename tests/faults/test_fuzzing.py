@@ -22,15 +22,15 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from conftest import CONFIGS
 from hypothesis import strategies as st
 from models import Sums, encode
 from odd_input import changed, damaged, holds, in_pieces, one_line_each, texts, values, written
+from places import CONFIGS, STORED_RUNS
 
 from accel_sft import UserError
 from accel_sft.api.config import EvaluateConfig, TrainConfig
+from accel_sft.chat import template
 from accel_sft.checkpoint import checkpoint, shards
-from accel_sft.data import template
 from accel_sft.io import manifest
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.audit import audit
@@ -39,14 +39,14 @@ from accel_sft.launch.precision import recorded
 from accel_sft.launch.recordable import recordable, without_secrets
 from accel_sft.models.source import began_with, find_source
 from accel_sft.models.tiny import train_tokenizer
-from accel_sft.reporting import page
-from accel_sft.reporting.comparison import read_comparison
-from accel_sft.reporting.runs import read_run
+from accel_sft.tools.report import page
+from accel_sft.tools.report.comparison import read_comparison
+from accel_sft.tools.report.runs import read_run
 from accel_sft.tracking.metrics_file import MetricsFile
 from accel_sft.training.claim import _check_unchanged
 from accel_sft.training.state import TrainState
 
-EARLIER = Path(__file__).parents[1] / "earlier" / "0.1.0"
+EARLIER = STORED_RUNS / "0.1.0"
 LONG = pytest.param(3340, marks=[pytest.mark.long, pytest.mark.timeout(1800)])
 each = pytest.mark.parametrize("count", [170, LONG])
 

@@ -18,9 +18,10 @@ import psutil
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import CONFIGS, accel_sft
+from conftest import accel_sft
 from fake_plugins import install
 from models import make_tiny
+from places import CONFIGS
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.checkpoint import shards

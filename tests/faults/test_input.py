@@ -24,7 +24,7 @@ from accel_sft import UserError, read_rows
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import load_yaml
 from accel_sft.api.options import settings as settings_of
-from accel_sft.cli_task import TaskCommand
+from accel_sft.cli.task_command import TaskCommand
 from accel_sft_math import Math
 
 LAW = settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))

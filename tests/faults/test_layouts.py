@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import fsdp2_on_cpu
 import pytest
 from conftest import AS_COUNTED, accel_sft
+from places import SUPPORT
 
 pytestmark = pytest.mark.timeout(900)
 LAYOUTS = ["ddp", "z0", "z1", "z2", "z2_offload", "z3", "z3_offload"]
@@ -16,7 +16,7 @@ LAYOUTS += ["fsdp2", "fsdp2_offload"] if fsdp2_on_cpu.RUNS_HERE else []
 
 def found(folder, *layouts, **options):
     """What two ranks found out under these layouts, one after the other in the same processes."""
-    here = {"PYTHONPATH": str(Path(__file__).parent)}
+    here = {"PYTHONPATH": str(SUPPORT)}
     done = accel_sft(str(folder), *layouts, yaml="ddp", module="layouts", environment=here, **options)
     assert done.status == 0, done.output[-6000:]
     return json.loads((folder / "found.json").read_text())

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import CONFIGS
-from test_stopping import JOB, STEPS, ranks, steps_done, wait_for, whole
+from places import CONFIGS
+from stopping import JOB, STEPS, ranks, steps_done, wait_for, whole
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 with socket.create_server(("127.0.0.1", 0)) as free:

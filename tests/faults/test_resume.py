@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import accel_sft, stopped
+from reference_job import FP32, JOB, layout, same_curve
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_laws import FP32, JOB, layout, same_curve
 
 
 @pytest.mark.parametrize(

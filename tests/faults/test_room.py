@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import CONFIGS
+from places import CONFIGS
 
 from accel_sft import UserError
 from accel_sft.checkpoint import capacity

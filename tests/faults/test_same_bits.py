@@ -12,11 +12,12 @@ import sysconfig
 import psutil
 import pytest
 import torch
-from conftest import CONFIGS, accel_sft
+from conftest import accel_sft
 from fake_plugins import install
+from places import CONFIGS
+from reference_job import FP32, JOB, ONCE, layout, same_curve
 from safetensors.torch import load_file
-from test_laws import FP32, JOB, ONCE, layout, same_curve
-from test_stopping import steps_done, wait_for
+from stopping import steps_done, wait_for
 
 LYING = """
 import os, sys, time

@@ -16,14 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import CONFIGS, accel_sft
+from conftest import accel_sft
+from places import CONFIGS
 from safetensors.torch import load_file
-
-STEPS = 40
-JOB = ("math", "--max-steps", str(STEPS), "--global-batch-size", "10", "--validation-examples", "7", "--seed", "7")
-JOB += ("--train-examples", "500", "--max-new-tokens", "6", "--micro-batch-size", "5")
-JOB += ("--eval-every", "20", "--save-every", "15")
-LAUNCHES = {"plain": None, "ddp": "ddp", "z2": "z2"}
+from stopping import JOB, LAUNCHES, ranks, steps_done, wait_for, whole
 
 
 @contextlib.contextmanager
@@ -45,39 +41,6 @@ def started(run_dir, yaml=None, *more):
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
         process.wait()
-
-
-def steps_done(run_dir):
-    file = run_dir / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return max((json.loads(line)["step"] for line in lines if '"loss"' in line and line.endswith("}")), default=0)
-
-
-def wait_for(condition, seconds=240):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not come to that"
-        time.sleep(0.01)
-
-
-def ranks(process):
-    """The processes that train, under any launcher, by rank; all children are remembered, to be killed at the end.
-
-    A process that a rank starts inherits its variables: of those with a rank's number the eldest is the rank.
-    """
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.family += children
-    found: dict[int, psutil.Process] = {}
-    for child in sorted(children, key=lambda child: child.create_time()):
-        with contextlib.suppress(psutil.Error, KeyError):  # it has ended, or is no rank
-            found.setdefault(int(child.environ()["RANK"]), child)
-    return [found[rank] for rank in sorted(found)] or [psutil.Process(process.pid)]
-
-
-def whole(launched, name):
-    yaml = LAUNCHES[name]
-    options = {"yaml": yaml, "launcher": ("--mixed_precision", "no")} if yaml else {}
-    return launched(f"{name}, {STEPS} steps", *JOB, **options)
 
 
 def same_end(run, run_dir):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from places import ROOT
 
 
 def test_only_cases_of_a_test_are_left_out_of_the_default_run():

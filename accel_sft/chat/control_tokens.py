@@ -1,0 +1,155 @@
+"""Control tokens that are written in a task's texts, such as `<|im_end|>`: they are read as characters, and the chat
+template alone makes tokens of its own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import re
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken
+
+from accel_sft.chat.conversation import GUARD, OWN, Conversation, Turn, Turns
+from accel_sft.chat.form import split_thinking
+
+
+def _any_of(words: Sequence[str]) -> str:
+    """A pattern that finds the longest of these words at a place. Common beginnings are compared once: a vocabulary may
+    have thousands of words."""
+    rests = itertools.groupby(sorted(words), key=lambda word: word[:1])
+    found = [re.escape(first) + _any_of([word[1:] for word in group]) for first, group in rests if first]
+    ends = "" in words
+    return f"(?:{'|'.join(found)})" + "?" * ends if len(found) > 1 or (found and ends) else "".join(found)
+
+
+def special_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """A pattern that finds the tokenizer's special tokens in a text, the longest one at each place."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    special = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
+    return re.compile(_any_of([token for token in special if len(token) > 1]) or r"(?!)")
+
+
+class Written(NamedTuple):
+    """A control token in a conversation's texts: which text it is, the place in it, and whether it ends an answer."""
+
+    text: str
+    match: re.Match[str]
+    ends_answer: bool
+
+
+def without_guards(text: str) -> str:
+    """A text as the task gave it, or as the template wrote it."""
+    return text.replace(GUARD, "")
+
+
+class ControlTokens:
+    """Guards texts against being read as control tokens, and tokenizes what a template made of guarded texts.
+
+    A guarded text has GUARD between the characters of each control token, and so passes through the template. The
+    template's own control tokens are then those without a guard. A text with guards is tokenized by a copy of the
+    tokenizer, which knows special tokens in another spelling only; the template's own are spelled so.
+
+    Args:
+        as_text: control tokens in texts are read as characters; False: texts are never guarded.
+    Attributes:
+        as_text: as asked for, and possible: the tokenizer is one of the library tokenizers.
+        pattern: any special token.
+    """
+
+    def __init__(self, tokenizer: Any, as_text: bool = True) -> None:
+        self.tokenizer = tokenizer
+        self.as_text = as_text and bool(getattr(tokenizer, "is_fast", False))
+        self.pattern = special_tokens(tokenizer)
+        added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+        self._special = {at: token for at, token in added if token.special}
+        self.special_ids = {*self._special, *tokenizer.all_special_ids}
+
+    def spelled(self, ids: Iterable[int]) -> frozenset[str]:
+        """The tokens as they are written."""
+        return frozenset(self.tokenizer.decode([token]) for token in ids)
+
+    def written(self, chat: Conversation, ends: Collection[str]) -> Written | None:
+        """The first control token that stands in the texts of a conversation, and would end an answer if one does.
+
+        Args:
+            ends: the tokens that end an answer.
+        """
+        if not any(map(self.pattern.search, chat.texts())):
+            return None
+        answers = [(True, each.target) for each in chat.each()]
+        others = [(False, turn["content"]) for at, turn in enumerate(chat.turns) if at not in chat.learnt]
+        found = [
+            Written(text, match, learnt and match[0] in ends)
+            for learnt, text in (*answers, *others)
+            for match in self.pattern.finditer(text)
+        ]
+        return next((each for each in found if each.ends_answer), found[0] if found else None)
+
+    def guarded(self, chat: Conversation) -> Conversation:
+        """A conversation for the template."""
+        if not self.as_text or not any(map(self.pattern.search, chat.texts())):
+            return chat
+        answer, tools = self._turn(chat.answer), self._guarded(chat.tools)
+        return chat._replace(turns=self.turns(chat.turns), answer=answer, tools=tools)
+
+    def turns(self, turns: Turns) -> Turns:
+        """Turns for the template."""
+        return [self._turn(turn) for turn in turns] if self.as_text else turns
+
+    def _turn(self, turn: Turn) -> Turn:
+        found = self._guarded(turn)
+        if turn["role"] == "assistant" and split_thinking(turn["content"])[0] is not None:
+            for mark in ("<think>", "</think>"):  # around its thinking, which templates look for
+                found["content"] = found["content"].replace(self._guarded(mark), mark, 1)
+        return found
+
+    def _guarded(self, value: Any) -> Any:
+        """A text, or all texts in a list or an object."""
+        if isinstance(value, dict):
+            return {self._guarded(name): self._guarded(each) for name, each in value.items()}
+        if isinstance(value, list):
+            return [self._guarded(each) for each in value]
+        while isinstance(value, str) and self.pattern.search(value):  # two may share characters
+            value = self.pattern.sub(lambda found: GUARD.join(found[0]), value)
+        return value
+
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of texts that a template wrote, without special tokens around them."""
+        plain = [text for text in texts if GUARD not in text]
+        how = {"add_special_tokens": False, "return_attention_mask": False}
+        found = iter(self.tokenizer(plain, **how)["input_ids"] if plain else [])
+        return [self._ids(text) if GUARD in text else next(found) for text in texts]
+
+    def _ids(self, text: str) -> list[int]:
+        spelled = without_guards(self.pattern.sub(lambda found: OWN + found[0] + OWN, text))
+        copied, own = self._copied
+        return [own.get(token, token) for token in copied.encode(spelled, add_special_tokens=False).ids]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens, guarded where characters only look like a control token."""
+        text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        if not self.as_text or len(self.pattern.findall(text)) <= sum(token in self.special_ids for token in ids):
+            return text
+        copied, own = self._copied
+        copies = {token: spelled for spelled, token in own.items()}
+        spelled = copied.decode([copies.get(token, token) for token in ids], skip_special_tokens=False)
+        parts = re.split(f"{OWN}(.*?){OWN}", spelled)
+        return "".join(part if at % 2 else self._guarded(part) for at, part in enumerate(parts))
+
+    @functools.cached_property
+    def _copied(self) -> tuple[Any, dict[int, int]]:
+        """The tokenizer in which special tokens are spelled with OWN around them, and what their ids are."""
+        copied = copy.deepcopy(self.tokenizer.backend_tokenizer)
+        copied.no_truncation()
+        copied.no_padding()
+        copied.encode_special_tokens = True  # in their own spelling they are characters
+        copied.add_tokens([_respelled(token) for token in self._special.values()])
+        return copied, {copied.token_to_id(_respelled(token).content): at for at, token in self._special.items()}
+
+
+def _respelled(token: Any) -> AddedToken:
+    flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+    return AddedToken(OWN + token.content + OWN, special=False, **flags)

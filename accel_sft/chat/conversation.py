@@ -1,0 +1,248 @@
+"""What a task gives, checked: the examples of a split, and the turns of an example, with those that are learnt."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from accel_sft.api.errors import UserError, what_and_where
+from accel_sft.api.task import Task
+from accel_sft.chat.pictures import MARK, Picture, marks, read_parts, shown, unmarked
+from accel_sft.io.text import LONGEST_ERROR, one_line
+from accel_sft.rows.rows import with_places
+
+Given = TypeVar("Given")
+Turn = dict[str, Any]
+"""`role` and `content`, a text in which MARK stands for an image; an assistant's may have `tool_calls` and
+`reasoning_content`."""
+Turns = list[Turn]
+GUARD, OWN = "\ue008\ue009", "\ue00a\ue00b"
+"""Mark control tokens of texts and of the template, in texts that are tokenized: see `control_tokens`."""
+_NO_TEXT = re.compile(f"[\ud800-\udfff]|{GUARD}|{OWN}")
+_EXPECTED = 'a list of {"role": ..., "content": ...}'
+
+
+class Conversation(NamedTuple):
+    """What is asked and the answer to it.
+
+    Attributes:
+        turns: all that precedes the answer; at least one.
+        answer: the assistant's turn that is learnt, and generated at an evaluation.
+        learnt: places in `turns` of answers that are learnt too.
+        tools: schemas for the chat template.
+        images: of `turns`, in their order.
+    """
+
+    turns: Turns
+    answer: Turn
+    learnt: tuple[int, ...] = ()
+    tools: list[dict[str, Any]] | None = None
+    images: tuple[Picture, ...] = ()
+
+    @property
+    def target(self) -> str:
+        """The answer's text, with its thinking."""
+        content, thinking = self.answer["content"], self.answer.get("reasoning_content")
+        return content if thinking is None else f"<think>\n{thinking}\n</think>\n\n{content}"
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The calls of tools in the answer."""
+        return self.answer.get("tool_calls") or []
+
+    @property
+    def asked(self) -> str:
+        """The prompt for people: the only question, or the turns by role; without the system's."""
+        turns = [turn for turn in self.turns if turn["role"] != "system"] or self.turns
+        if len(turns) == 1:
+            return shown(turns[0]["content"])
+        return "\n".join(f"{turn['role']}: {shown(_said(turn))}" for turn in turns)
+
+    def each(self) -> list["Conversation"]:
+        """A conversation for each answer that is learnt, which is its last turn, in order."""
+        earlier = [Conversation(self.turns[:at], self.turns[at], tools=self.tools) for at in self.learnt]
+        if self.images:
+            earlier = [each._replace(images=self.images[: marks(each.turns)]) for each in earlier]
+        return [*earlier, self._replace(learnt=())]
+
+    def texts(self) -> Iterator[str]:
+        """Every text of it, those of calls as JSON."""
+        for turn in (*self.turns, self.answer):
+            yield from (turn[name] for name in ("reasoning_content", "content") if name in turn)
+            if turn.get("tool_calls"):
+                yield json.dumps(turn["tool_calls"], ensure_ascii=False)
+        if self.tools:
+            yield json.dumps(self.tools, ensure_ascii=False)
+
+
+def _said(turn: Turn) -> str:
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn.get("tool_calls", ())]
+    return " ".join([turn["content"], *calls] if turn["content"] else calls)
+
+
+def no_text(text: str) -> bool:
+    """Whether a text has what no text may have: a lone surrogate, or characters that have a meaning here."""
+    return not text.isprintable() and _NO_TEXT.search(text) is not None
+
+
+def from_task(failed: str, call: Callable[[], Given]) -> Given:
+    """What the task's own code gives.
+
+    Raises:
+        UserError: `call` raised one, or anything else; then it begins with `failed` and names the task's line.
+    """
+    try:
+        return call()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{failed}: {one_line(what_and_where(error), LONGEST_ERROR)}") from error
+
+
+def read_split(task: Task, split: str) -> Sequence[Any]:
+    """The task's examples of a split.
+
+    Raises:
+        UserError: the task fails, gives something else, or none at all.
+    """
+    what = f"the task's dataset({split!r})"
+    examples = from_task(f"{what} failed", lambda: task.dataset(split))
+    indexed = hasattr(examples, "__len__") and hasattr(examples, "__getitem__")
+    if not indexed or isinstance(examples, (Mapping, str, bytes)):
+        raise UserError(f"{what} gave {type(examples).__name__}, expected a sequence of examples")
+    if not len(examples):
+        raise UserError(f"{what} is empty; one example is the least")
+    return examples
+
+
+def conversation(task: Task, examples: Sequence[Any], split: str, index: int) -> Conversation:
+    """An example's messages and target.
+
+    Raises:
+        UserError: the task fails on it or returns something else, by split and index, and by file and line.
+    """
+    try:
+        return _conversation(task, examples, f"{split} example {index}", index)
+    except UserError as error:
+        raise UserError(*with_places(error.problems, examples, split)) from error
+
+
+def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -> Conversation:
+
+    def given() -> tuple[Any, Any, Any]:
+        example = examples[index]
+        return task.messages(example), task.target(example), task.tools(example)
+
+    turns, target, tools = from_task(f"{where}: the task failed", given)
+    if not isinstance(target, (str, list)):
+        raise UserError(f"{where}: target() gave {type(target).__name__}, expected text, or a list of turns")
+    images: list[Picture] = []
+    turns = _checked(turns, f"{where}: messages()", images)
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise UserError(f"{where}: tools() gave {str(tools)[:80]!r}, expected a list of schemas, or None")
+    if isinstance(target, list):
+        found = _with_turns(turns, target, where, images)._replace(tools=tools or None)
+    else:
+        if not turns:
+            raise UserError(f"{where}: messages() gave '[]', expected {_EXPECTED}")
+        if turns[-1]["role"] == "assistant":
+            raise UserError(f"{where}: messages() ends with an assistant turn; the answer belongs in target()")
+        answer = {"role": "assistant", "content": unmarked(target, f"{where}: target()")}
+        found = Conversation(turns, answer, tools=tools or None)
+    if images:
+        found = _with_images(found, images, where)
+    if any(map(no_text, found.texts())):
+        raise UserError(
+            f"{where}: a lone surrogate (\\ud800-\\udfff) is not text, and U+E008 U+E009 and U+E00A U+E00B have a "
+            "meaning here; remove it"
+        )
+    return found
+
+
+def _with_images(found: Conversation, images: list[Picture], where: str) -> Conversation:
+    """With those of its turns, from all that the task gave; answers are texts."""
+    if any(MARK in turn["content"] for turn in (found.answer, *(found.turns[at] for at in found.learnt))):
+        raise UserError(f"{where}: target() gave an answer with an image; only texts are learnt")
+    numbered = (Picture(picture.given, number) for number, picture in enumerate(images, 1))
+    return found._replace(images=tuple(numbered)[: marks(found.turns)])
+
+
+def _checked(turns: Any, what: str, images: list[Picture]) -> Turns:
+    """Turns as chat templates expect them: a `content` in each, no key without a value, arguments of calls as dicts.
+    Images in contents that are lists of parts are added to `images`."""
+    if not isinstance(turns, list):
+        raise UserError(f"{what} gave {str(turns)[:80]!r}, expected {_EXPECTED}")
+    found = []
+    for turn in turns:
+        called = isinstance(turn, dict) and turn.get("role") == "assistant" and bool(turn.get("tool_calls"))
+        content = turn.get("content") if isinstance(turn, dict) else None
+        if isinstance(content, list) and content:
+            content, pictures = read_parts(content, what)
+            images += pictures
+        elif isinstance(content, str):
+            unmarked(content, what)
+        text = isinstance(content, str) or (content is None and called)
+        if not text or not isinstance(turn.get("role"), str):
+            raise UserError(f"{what} gave {str(turns)[:80]!r}, expected {_EXPECTED}")
+        turn = {"role": turn["role"], "content": content or "", **_given(turn)}
+        if "tool_calls" in turn:
+            if not called:
+                raise UserError(f"{what} gave tool_calls in a turn of role {turn['role']!r}; only an assistant calls")
+            turn["tool_calls"] = [_call(call, what) for call in _listed(turn["tool_calls"])]
+        if not isinstance(turn.get("reasoning_content", ""), str):
+            raise UserError(f"{what} gave reasoning_content {str(turn['reasoning_content'])[:80]!r}, expected text")
+        found.append(turn)
+    return found
+
+
+def _given(turn: Turn) -> Turn:
+    """What a turn has besides its role and content; several formats write null, or no calls, where there is nothing."""
+    rest = {name: value for name, value in turn.items() if name not in ("role", "content") and value is not None}
+    return {name: value for name, value in rest.items() if name != "tool_calls" or value != []}
+
+
+def _listed(calls: Any) -> list[Any]:
+    return calls if isinstance(calls, list) else [calls]
+
+
+def _call(call: Any, what: str) -> dict[str, Any]:
+    """A call of a tool; its arguments are JSON in a text, as OpenAI's format has them, or the object itself."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
+        raise UserError(
+            f'{what} gave the call {str(call)[:80]!r}, expected {{"function": {{"name": ..., "arguments": ...}}}}, the '
+            "arguments an object, or JSON of one"
+        )
+    whole = {**function, "arguments": arguments}
+    return {**call, "function": whole} if "function" in call else {"type": "function", "function": whole}
+
+
+def _with_turns(turns: Turns, target: list[Any], where: str, images: list[Picture]) -> Conversation:
+    """The conversation of messages and the turns that follow them; what is behind the last one learnt is left."""
+    if any("weight" in turn for turn in turns):
+        raise UserError(f'{where}: messages() gave a turn with "weight"; only turns of target() are learnt')
+    following = _checked(target, f"{where}: target()", images)
+    if not following or following[-1]["role"] != "assistant":
+        raise UserError(f"{where}: target() gave turns of which the last is not an assistant's")
+    for turn in following:
+        if turn.get("weight", 1) not in (0, 1):
+            raise UserError(f'{where}: target() gave a turn with "weight": {turn["weight"]!r}, expected 0 or 1')
+    learnt = [
+        len(turns) + at
+        for at, turn in enumerate(following)
+        if turn["role"] == "assistant" and turn.get("weight", 1) == 1
+    ]
+    whole = [*turns, *({name: value for name, value in turn.items() if name != "weight"} for turn in following)]
+    if not learnt:
+        raise UserError(f'{where}: every assistant turn of target() has "weight": 0; leave the example out')
+    if not learnt[0]:
+        raise UserError(
+            f'{where}: the first turn of all is an answer; put the turn it answers before it, or give it "weight": 0'
+        )
+    return Conversation(whole[: learnt[-1]], whole[learnt[-1]], tuple(learnt[:-1]))

@@ -1,0 +1,1 @@
+"""The command line: options of tasks and tools, and their help."""

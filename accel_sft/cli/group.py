@@ -1,0 +1,143 @@
+"""The command line: a command for each task, and the tools. Only running one imports torch."""
+
+import difflib
+import glob
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+import accel_sft
+from accel_sft.api import registry
+from accel_sft.api.config_file import task_in
+from accel_sft.api.errors import UserError
+from accel_sft.api.task_file import task_file
+from accel_sft.cli.help import HelpContext
+from accel_sft.cli.options import USUAL
+from accel_sft.cli.task_command import TaskCommand
+from accel_sft.cli.task_tools import TOOLS, TRAIN, TaskTool
+from accel_sft.commands.completion import completion
+from accel_sft.commands.generate import generate
+from accel_sft.commands.install import install
+from accel_sft.commands.launch_file import launch_file
+from accel_sft.commands.merge import merge
+from accel_sft.commands.new_task import new_task
+from accel_sft.commands.push import push
+from accel_sft.commands.tasks import tasks
+from accel_sft.resilience.task_import import load_task
+from accel_sft.tools.doctor.command import doctor
+from accel_sft.tools.report.command import report
+
+
+class TaskGroup(click.Group):
+    """A group whose task commands are known by metadata, and imported one at a time when one is called."""
+
+    context_class = HelpContext
+
+    def __init__(self, *args: Any, tool: TaskTool = TRAIN, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.tool = tool
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Takes the task from the file behind `--config` where options stand in its place."""
+        if args and args[0].startswith("-") and (path := _config_file(args)):
+            try:
+                named = task_in(path)
+            except UserError:
+                if not ctx.resilient_parsing:
+                    raise
+                named = None
+            if named is None and not ctx.resilient_parsing:
+                raise UserError(f"--config {path}: no task in it; write `task: NAME`, or the name before the options")
+            args = [*([named] if named else []), *args]
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if ctx.resilient_parsing or difflib.get_close_matches(error.option_name, _flags(self), cutoff=0.75):
+                raise
+            example = f"`{ctx.command_path} TASK {error.option_name} ...`"
+            told = f"{error.option_name}: name a task before its options, as in {example}; `accel-sft tasks` lists them"
+            raise UserError(told) from None
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*registry.names(), *self.commands]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """While a shell completes, no plugin is imported but those that are shipped: the command of another task is
+        without the task's own options."""
+        if tool := super().get_command(ctx, cmd_name):
+            return tool
+        if task_file(cmd_name):
+            task_class = None if ctx.resilient_parsing else load_task(cmd_name, USUAL.hang_timeout)
+            summary = f"The task of {cmd_name}."
+            summary = registry.summary_of(task_class, summary) if task_class else summary
+            return TaskCommand(cmd_name, task_class, summary, self.tool)
+        summaries = {plugin.name: plugin.summary for plugin in registry.plugins()}
+        if cmd_name not in summaries:
+            if ctx.resilient_parsing or cmd_name.startswith("-"):
+                return None
+            near = registry.suggestion(cmd_name, [*registry.names(), *self.commands])
+            ctx.fail(f"no task or tool {cmd_name!r}{near}; `accel-sft tasks` lists the tasks that are installed here")
+        known = not ctx.resilient_parsing or (cmd_name in registry.SHIPPED and cmd_name in registry.names())
+        task_class = load_task(cmd_name, USUAL.hang_timeout) if known else None
+        summary = registry.summary_of(task_class, cmd_name) if task_class else summaries[cmd_name]
+        return TaskCommand(cmd_name, task_class, summary, self.tool)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        tools = [(name, command.get_short_help_str(120)) for name, command in self.commands.items()]
+        for heading, rows in (("Tasks", list(registry.names().items())), ("Tools", tools)):
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Names, and files that a task may be in: of this folder by name, of others as the shell completes files."""
+        found = super().shell_complete(ctx, incomplete)
+        if incomplete.startswith((".", "/", "~")) or "/" in incomplete:
+            return [*found, CompletionItem(incomplete, type="file")]
+        files = Path().glob(f"{glob.escape(incomplete)}*.py") if incomplete and not found else ()
+        return [*found, *(CompletionItem(path.name) for path in sorted(files))]
+
+
+def _flags(command: click.Command) -> list[str]:
+    return ["--help", *(flag for option in command.params for flag in option.opts)]
+
+
+def _config_file(args: list[str]) -> str | None:
+    """The value of `--config` among these words."""
+    for word, following in zip(args, [*args[1:], None], strict=True):
+        if word == "--":
+            return None
+        if word == "--config" or word.startswith("--config="):
+            return following if word == "--config" else word.partition("=")[2]
+    return None
+
+
+def _with_hyphens(name: str) -> str:
+    """The name of an option as it is declared: other trainers write --learning_rate."""
+    return name.replace("_", "-")
+
+
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "token_normalize_func": _with_hyphens}
+
+
+@click.group(cls=TaskGroup, context_settings=_SETTINGS)
+@click.version_option(accel_sft.__version__, prog_name="accel-sft")
+@click.option(
+    "--config", metavar="FILE", expose_value=False, help="Train what a YAML file says: a run's run.yaml does so again."
+)
+def cli() -> None:
+    """Fine-tune causal language models on tasks, each a small plugin.
+
+    TASK is an installed task's name, or a Python file that has one: ./mytask.py or ./mytask.py:MyTask.
+
+    On several processes: accelerate launch --config_file accelerate_configs/z2.yaml -m accel_sft TASK
+    """
+
+
+for _name, _task_tool in TOOLS.items():
+    cli.add_command(TaskGroup(_name, help=_task_tool.summary, tool=_task_tool))
+for _tool in (doctor, report, generate, merge, push, new_task, install, tasks, launch_file, completion):
+    _tool.context_class = HelpContext
+    cli.add_command(_tool)

@@ -1,0 +1,102 @@
+"""A setting as an option of the command line: its type, its completion, and its help with default and limits."""
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.options import Setting
+from accel_sft.models.tiny import TINY_DEFAULTS
+
+USUAL = TrainConfig(model="").resolved({})
+_OF_ADAPTERS = TrainConfig(model="", adapter="lora").resolved({})
+NAMES_A_FILE = re.compile(r"(^|_)(file|path|dir|folder)s?$")  # options that name files
+_BATCH = "name the step's rows by --global-batch-size; how many a device computes at once is found by itself"
+_PRECISION = "precision is the launch's: accelerate launch --mixed_precision {}"
+OTHER_NAMES = {
+    "--bf16": _PRECISION.format("bf16"),
+    "--cutoff-len": "it is --max-length here",
+    "--deepspeed": "ZeRO is the launch file's: accelerate launch --config_file accelerate_configs/z2.yaml",
+    "--early-stopping-patience": "it is --patience here",
+    "--fp16": _PRECISION.format("fp16"),
+    "--gradient-accumulation-steps": _BATCH,
+    "--load-best-model-at-end": "every run keeps its best weights in best/, by the task's metric",
+    "--lr": "it is --learning-rate here",
+    "--lr-scheduler-type": "it is --lr-scheduler here",
+    "--max-eval-samples": "it is --eval-limit here",
+    "--max-seq-length": "it is --max-length here",
+    "--num-train-epochs": "it is --epochs here",
+    "--packing": "--batching chooses the layout, by itself",
+    "--per-device-eval-batch-size": "it is --eval-batch-size here",
+    "--per-device-train-batch-size": _BATCH,
+    "--report-to": "it is --tracker here",
+    "--use-peft": "it is --adapter lora here",
+}
+"""What options of other trainers are called here; docs/command-line.md has the same table for readers."""
+_METAVARS = {str: "TEXT", int: "INTEGER", float: "NUMBER"}
+
+
+def make_option(setting: Setting, repeated: bool = False) -> list[click.Option]:
+    """The click option of a setting. It has no default, so that all values are read and checked in one place.
+
+    Args:
+        repeated: whether it may be given several times, which joins the values by commas, as for names of rows.
+    """
+    help = help_of(setting)
+    if setting.type is bool:
+        return [click.Option([f"{setting.flag}/--no-{setting.flag[2:]}", setting.name], default=None, help=help)]
+    several = {"multiple": True, "callback": _joined} if setting.rows or repeated else {}
+    option = click.Option(
+        [setting.flag, setting.name],
+        type=setting.read,
+        metavar="|".join(setting.choices) or _METAVARS[setting.type],
+        shell_complete=functools.partial(_complete, setting),
+        help=help,
+        **several,
+    )
+    return [option]
+
+
+def _joined(ctx: click.Context, param: click.Parameter, values: Sequence[str] | None) -> str | None:
+    """The values of an option that may be repeated, as one text; None if it was not given."""
+    return ",".join(values) if values else None
+
+
+def help_of(setting: Setting, *, limits: bool = True) -> str:
+    """Its help, default and limits."""
+    return f"{setting.help} {_brackets(setting, limits)}".strip()
+
+
+def _complete(setting: Setting, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    if setting.name in ("model", "base", "init_from", "resume", "launch", "html") or NAMES_A_FILE.search(setting.name):
+        return [CompletionItem(incomplete, type="file")]
+    return [CompletionItem(choice) for choice in setting.choices if choice.startswith(incomplete)]
+
+
+def _brackets(setting: Setting, limits: bool) -> str:
+    usual = getattr(USUAL, setting.name, None) if setting.default is None else setting.default
+    tiny = TINY_DEFAULTS.get(setting.name)
+    defaults = [] if usual is None else [_shown(usual)]
+    if setting.default is None and (adapted := getattr(_OF_ADAPTERS, setting.name, None)) != usual:
+        defaults.append(f"{_shown(adapted)} for an adapter")
+    if tiny not in (None, usual):
+        defaults.append(f"{_shown(tiny)} for tiny")
+    parts = [f"default: {', '.join(defaults)}"] if defaults else []
+    if setting.required:
+        parts = ["required"]
+    if limits and setting.min is not None and setting.max is not None:
+        parts.append(f"{setting.min:g} to {setting.max:g}")
+    elif limits:
+        ends = {"at least": setting.min, "at most": setting.max}
+        parts += [f"{word} {limit:g}" for word, limit in ends.items() if limit is not None]
+    return f"[{'; '.join(parts)}]" if parts else ""
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"{default:g}" if isinstance(default, float) else str(default) if default != "" else "empty"

@@ -1,0 +1,196 @@
+"""The command of a task: its options made from settings, read and checked together. Only running it imports torch."""
+
+import collections
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from accel_sft.api import registry
+from accel_sft.api.config import ADAPTER, DATA, EVAL, MODEL, OPTIM, RUN, TrainConfig
+from accel_sft.api.config_file import load_yaml, task_in
+from accel_sft.api.errors import UserError
+from accel_sft.api.options import settings
+from accel_sft.api.task import Task
+from accel_sft.api.task_file import same_task
+from accel_sft.cli.help import HelpContext, help_all_option, shows_all
+from accel_sft.cli.options import NAMES_A_FILE, OTHER_NAMES, help_of
+from accel_sft.cli.task_tools import TRAIN, TaskTool
+from accel_sft.resilience.exit import ExitHandler
+from accel_sft.rows.rows import absent_rows
+
+_SHORT_HEADINGS = {ADAPTER: MODEL, DATA: "Training", OPTIM: "Training", EVAL: "Training"}
+"""Under which `--help` lists the few options of these sections."""
+
+
+class TaskCommand(click.Command):
+    """A command with a task's options and the trainer's, grouped by section in its help.
+
+    `--help` lists the options in `listed`, `--help-all` all.
+
+    Args:
+        task_class: the loaded task, or None while a shell completes, which imports no plugin.
+        summary: the task in a line.
+        tool: what the command does with the task.
+    """
+
+    context_class = HelpContext
+
+    def __init__(self, name: str, task_class: type[Task] | None, summary: str, tool: TaskTool = TRAIN) -> None:
+        self.task_class, self.tool = task_class, tool
+        self.task_settings = settings(task_class) if task_class else []
+        train_settings = tool.settings()
+        self.offers = {tool.config_class: train_settings, task_class: self.task_settings}
+        self.sections = {tool.section: [], **tool.own_options()} if tool.section else tool.own_options()
+        self.listed = {"config_file", *(option.name for options in self.sections.values() for option in options)}
+        self.listed |= {setting.name for setting in self.task_settings if tool.lists_task}
+        self.listed |= {setting.name for setting in train_settings if tool.is_listed(setting)}
+        for setting in (*self.task_settings, *train_settings):
+            options = tool.make_options(setting, setting.name in tool.repeated)
+            self.sections.setdefault(setting.section or f"Task {name}", []).extend(options)
+        help = "These options in YAML; the command line wins."
+        config = click.Option(["--config", "config_file"], type=click.Path(), metavar="FILE", help=help)
+        self.sections[RUN] += [config, help_all_option()]
+        options = [option for options in self.sections.values() for option in options]
+        _refuse_clashes(name, options)
+        params = [*options, *tool.arguments()]
+        completing = {"ignore_unknown_options": True} if task_class is None else None
+        super().__init__(name, params=params, help=f"{summary}\n\n{tool.does}", context_settings=completing)
+
+    def _words_of_a_run(self, ctx: click.Context) -> Callable[[Sequence[str]], Any]:
+        """What reads the words of a training command of this task: the names that they give, and the settings."""
+        trains = TaskCommand(self.name, self.task_class, "")
+
+        def parse(words: Sequence[str]) -> tuple[set[str], Callable[[], tuple[TrainConfig, Task]]]:
+            of_run = trains.make_context(self.name, [*words], parent=ctx.parent)
+            given = {k for k in of_run.params if of_run.get_parameter_source(k) is ParameterSource.COMMANDLINE}
+            return given, lambda: trains.read(of_run)
+
+        return parse
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        whole = shows_all(ctx)
+        sections: dict[str, list[tuple[str, str] | None]] = {}
+        for heading, options in self.sections.items():
+            rows = sections.setdefault(heading if whole else _SHORT_HEADINGS.get(heading, heading), [])
+            rows += [o.get_help_record(ctx) if whole else self._short_row(ctx, o) for o in options]
+        sections[RUN].append(self.get_help_option(ctx).get_help_record(ctx))
+        for heading, rows in sections.items():
+            if shown := [row for row in rows if row]:
+                with formatter.section(heading):
+                    formatter.write_dl(shown)
+        if not whole:
+            formatter.write_paragraph()
+            formatter.write_text(f"Every option: {ctx.command_path} --help-all")
+
+    def _short_row(self, ctx: click.Context, option: click.Option) -> tuple[str, str] | None:
+        """An option without its limits, a switch that is off by default without its --no- form; None if not listed."""
+        if option.name not in self.listed:
+            return None
+        setting = next((s for offered in self.offers.values() for s in offered if s.name == option.name), None)
+        record = option.get_help_record(ctx)
+        if setting is None or record is None:
+            return record
+        if setting.type is bool and setting.default is False:
+            return setting.flag, setting.help
+        return record[0], help_of(setting, limits=False)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Raises UserError with the mend, for what people bring from other trainers."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if hint := OTHER_NAMES.get(error.option_name):
+                raise UserError(f"{error.option_name} is no option of {ctx.command_path}: {hint}") from None
+            raise
+        except click.UsageError as error:
+            if "unexpected extra argument" in error.message and any(param.multiple for param in self.params):
+                error.message += "; each value needs its option, as in --train-file A --train-file B"
+            raise
+
+    def invoke(self, ctx: click.Context) -> None:
+        if self.tool.compares:
+            self.tool.compares(self.name, self.task_class, self.offers, ctx.params, self._words_of_a_run(ctx))
+            return
+        from accel_sft.launch.environment import prepare_environment
+
+        ending = ctx.ensure_object(ExitHandler)
+        ending.debug = bool(ctx.params["debug"])
+        config, task = self.read(ctx)
+        ending.debug = config.debug
+        prepare_environment(config.debug)
+        self.tool.run(self.name, task, config)
+
+    def read(self, ctx: click.Context) -> tuple[TrainConfig, Task]:
+        """The settings of the trainer and of the task; a tool that reads no rows has placeholders for files."""
+        try:
+            return self._read(ctx)
+        except UserError as error:
+            files = [s for s in self.task_settings if s.type is str and NAMES_A_FILE.search(s.name)]
+            needed = [s for s in files if any(line.startswith(f"{s.flag}: ") for line in error.problems)]
+            if not self.tool.placeholders or not needed or any(ctx.params[s.name] is not None for s in needed):
+                raise
+        for setting in needed:
+            ctx.params[setting.name] = setting.name.upper()
+            ctx.set_parameter_source(setting.name, ParameterSource.COMMANDLINE)
+        return self._read(ctx)
+
+    def _read(self, ctx: click.Context) -> tuple[TrainConfig, Task]:
+        """Trainer and task settings from the command line over the YAML file over the defaults.
+
+        Raises:
+            UserError: every problem of the file, of each value and between values, together. What cannot be known
+                while another value is wrong or the file cannot be read is not reported.
+        """
+        given = {k: v for k, v in ctx.params.items() if ctx.get_parameter_source(k) is ParameterSource.COMMANDLINE}
+        every = [setting for offered in self.offers.values() for setting in offered]
+        problems = [line for s in every if s.name in given and (line := s.problem(given[s.name]))]
+        from_file: dict[str, Any] = {}
+        if "config_file" in given:
+            try:
+                from_file, of_file = load_yaml(given["config_file"], *self.offers)
+            except UserError as error:
+                raise UserError(*error.problems, *problems) from None
+            problems = [*of_file, *self._other_task(given["config_file"]), *problems]
+        built: list[Any] = []
+        for cls, offered in self.offers.items():
+            mine = {**from_file, **given}
+            usual = self.tool.usual(self.name, self.task_settings, *built, mine) if built and self.tool.usual else {}
+            values = {**usual, **mine}
+            wrong = {s.name: s.flag for s in offered if s.name in values and s.problem(values[s.name])}
+            usable = {s.name: values[s.name] for s in offered if s.name in values and s.name not in wrong}
+            missing = [s for s in offered if s.required and s.name not in usable]
+            problems += [f"{s.flag}: a value is needed" for s in missing if s.name not in wrong]
+            try:  # without the wrong values, so that conflicts between the other settings are reported too
+                built += [] if missing else [registry.build(self.name, cls, usable)]
+            except UserError as error:
+                flags = set(wrong.values())
+                problems += [line for line in error.problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
+        if not problems and self.tool.reads_rows and built[0].resume == "off":  # a finished run needs them no more
+            names = {s.flag: getattr(built[1], s.name) for s in self.offers[self.task_class] if s.rows}
+            problems = [line for flag, name in names.items() if name for line in absent_rows(name, flag)]
+        if problems:
+            raise UserError(*dict.fromkeys(problems))
+        return tuple(built)
+
+    def _other_task(self, path: str) -> list[str]:
+        named = task_in(path)
+        if named is None or same_task(named, self.name):
+            return []
+        return [f"--config {path}: task: {named}, and the command line says {self.name}; leave out one of them"]
+
+
+def _refuse_clashes(task: str, params: Iterable[click.Option]) -> None:
+    """An option of training is never a task's (`api/contract.py`); one that a tool adds may be, and only it suffers.
+
+    Raises:
+        UserError: two options of the command have the same name.
+    """
+    flags = collections.Counter(flag for option in params for flag in (*option.opts, *option.secondary_opts))
+    if clash := " and ".join(flag for flag, times in flags.items() if times > 1):
+        raise UserError(
+            f"task {task}: option {clash} is this command's own and the task's too: rename it in the task to use this "
+            "command"
+        )

@@ -1,0 +1,209 @@
+"""What each command does with a task, in one table: which options it takes, which its help lists, and what it runs."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from accel_sft.api.config import CHECK, MODEL, PLAN, CheckConfig, EvaluateConfig, PlanConfig, TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.api.options import HIDDEN, Setting, settings
+from accel_sft.api.task import Task
+from accel_sft.api.task_file import recorded_name
+from accel_sft.cli.comparison import comparison_options, make_list_option
+from accel_sft.cli.options import NAMES_A_FILE, make_option
+
+_TRAINING = frozenset(setting.name for setting in settings(TrainConfig))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskTool:
+    """A command that every task has.
+
+    Attributes:
+        does: for the help of the command, below the task's own line.
+        run: called with the task's name, the task and the settings; it imports what it needs, which may take seconds.
+        summary: a line in the list of tools.
+        config_class: the trainer's settings, with the tool's own among them.
+        takes: names of the settings that it takes; None: all.
+        lists: names of the basic settings that `--help` lists; None: all that it takes, as `--help-all` does.
+        section: the tool's own settings, which stand first in its help and are all listed.
+        lists_task: whether `--help` lists the task's settings.
+        repeated: names of settings that may be given several times, which joins the values by commas.
+        reads_rows: whether rows that are not there are refused when the command line is read.
+        placeholders: whether files that the task needs may be left out, as nothing reads them.
+        arguments: what stands behind the task besides options.
+        own_options: options that are not settings, by the heading above them.
+        make_options: the options of a setting.
+        usual: the task's settings besides those given, if not the task's defaults.
+        compares: called in place of `run`, before the settings are read: options have several values.
+    """
+
+    does: str
+    run: Callable[[str, Task, TrainConfig], None]
+    summary: str = ""
+    config_class: type[TrainConfig] = TrainConfig
+    takes: frozenset[str] | None = None
+    lists: frozenset[str] | None = None
+    section: str = ""
+    lists_task: bool = True
+    repeated: frozenset[str] = frozenset()
+    reads_rows: bool = True
+    placeholders: bool = False
+    arguments: Callable[[], list[click.Argument]] = list
+    own_options: Callable[[], dict[str, list[click.Option]]] = dict
+    make_options: Callable[[Setting, bool], list[click.Option]] = make_option
+    usual: Callable[[str, Sequence[Setting], TrainConfig, Mapping[str, Any]], dict[str, Any]] | None = None
+    compares: Callable[..., None] | None = None
+
+    def settings(self) -> list[Setting]:
+        """Those of the trainer and the tool that it takes."""
+        return [s for s in settings(self.config_class) if self.takes is None or s.name in self.takes]
+
+    def is_listed(self, setting: Setting) -> bool:
+        """Whether `--help` lists one of them."""
+        return setting.basic and (self.lists is None or setting.name in self.lists or setting.section == self.section)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def _train(name: str, task: Task, config: TrainConfig) -> None:
+    from accel_sft.commands.train import run
+
+    run(name, task, config)
+
+
+def _evaluate(name: str, task: Task, config: TrainConfig) -> None:
+    from accel_sft.commands.evaluate import run
+
+    run(name, task, config)
+
+
+def _plan(name: str, task: Task, config: TrainConfig) -> None:
+    from accel_sft.tools.plan.command import run
+
+    run(name, task, config)
+
+
+def _check(name: str, task: Task, config: TrainConfig) -> None:
+    from accel_sft.tools.check.command import run
+
+    run(name, task, config)
+
+
+def _export_data(name: str, task: Task, config: TrainConfig) -> None:
+    from accel_sft.commands.export_data import run
+
+    run(task, click.get_current_context().params["out"])
+
+
+def _compare(*given: Any) -> None:
+    from accel_sft.tools.compare.command import run
+
+    run(*given)
+
+
+def _same_data_option() -> dict[str, list[click.Option]]:
+    help = "Evaluate on the files that the record of the run --model names, without naming them again."
+    return {MODEL: [click.Option(["--same-data"], is_flag=True, help=help)]}
+
+
+def _settings_of_the_run(
+    name: str, task_settings: Sequence[Setting], config: TrainConfig, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The task's settings of the run that `--model` names, but for those given.
+
+    Raises:
+        UserError: they name files and `--same-data` is not given: a run's folder may be another's, and name any file of
+            this machine.
+    """
+    from accel_sft.io.run_dir import RunDir
+
+    same_data = click.get_current_context().params["same_data"]
+    record = RunDir.record_around(config.model)
+    before = record["task_options"] if record and record["task"] == recorded_name(name) else {}
+    if same_data and not before:
+        raise UserError(f"--same-data: --model {config.model} is no run of {name}; name the data by its options")
+    mine = [s for s in task_settings if s.name in before.keys() - {*given}]
+    mine = [s for s in mine if HIDDEN not in str(before[s.name]) and not s.problem(before[s.name])]
+    files = [s for s in mine if NAMES_A_FILE.search(s.name) and before[s.name] != s.default]
+    if files and not same_data:
+        named = " ".join(f"{s.flag} {shlex.quote(str(before[s.name]))}" for s in files)
+        why = "its record names files, and those of a record are not read unasked"
+        raise UserError(f"--model {config.model}: {why}; add --same-data, or {named}, or name others")
+    return {s.name: before[s.name] for s in mine}
+
+
+TRAIN = TaskTool(does="Trains, evaluates and saves a model for this task.", run=_train)
+TOOLS = {
+    "evaluate": TaskTool(
+        summary="Score a model on a task's validation examples, beside its base if you name one.",
+        does="Scores a model on this task's validation examples.",
+        run=_evaluate,
+        config_class=EvaluateConfig,
+        takes=_names(
+            "model trust_remote_code dtype attn_implementation max_length eval_limit "
+            "eval_batch_size max_new_tokens generate_with output_dir seed debug dry_run "
+            "hang_timeout base thinking template_date control_tokens"
+        ),
+        own_options=_same_data_option,
+        usual=_settings_of_the_run,
+    ),
+    "compare": TaskTool(
+        summary="Measure launch files and settings against each other: time, memory, loss, with every launch a real "
+        "one.",
+        does="Measures this task's training under every combination of the values that are given, each a real "
+        "launch.\n\nEvery option of the trainer and the task may have several values: --micro-batch-size 1,32, or the "
+        "option once for each. Only the latter where a value may have commas itself: --lora-target-modules, --tracker, "
+        "and the task's text options. What stands behind -- is given to every run as it is.",
+        run=_train,
+        takes=_TRAINING - _names("output_dir resume dry_run debug"),
+        lists=frozenset(),
+        lists_task=False,
+        own_options=comparison_options,
+        make_options=make_list_option,
+        arguments=lambda: [click.Argument(["run_words"], nargs=-1, metavar="[-- OPTIONS]", type=click.UNPROCESSED)],
+        compares=_compare,
+    ),
+    "plan": TaskTool(
+        summary="Predict memory and speed of training a task under each launch file.",
+        does="Predicts memory and speed of its training under each launch file, before anything is loaded. Training's "
+        "other options are accepted too: put `plan` before the task of any training command. No data is read. Exit "
+        "status: 0 if any launch file fits, 1 if none does.",
+        run=_plan,
+        config_class=PlanConfig,
+        lists=_names(
+            "model init_from adapter lora_r load_in_4bit max_length global_batch_size "
+            "micro_batch_size eval_every gradient_checkpointing"
+        ),
+        section=PLAN,
+        repeated=_names("launch"),
+        reads_rows=False,
+        placeholders=True,
+    ),
+    "check": TaskTool(
+        summary="Audit a task's data before training: what is wrong, at which line, and how to mend it.",
+        does="Audits this task's data as training would read it; no weights are loaded. Training's other options are "
+        "accepted too: put `check` before the task of any training command.",
+        run=_check,
+        config_class=CheckConfig,
+        lists=_names("model init_from max_length global_batch_size micro_batch_size epochs max_steps seed"),
+        section=CHECK,
+        reads_rows=False,  # its report has what is missing, among the rest
+    ),
+    "export-data": TaskTool(
+        summary="Write a task's rows as chat files, for other trainers.",
+        does="Writes its rows into OUT, a new folder, as train.jsonl and validation.jsonl, for other trainers: each "
+        'line is {"messages": [...]}, with "weight": 0 in assistant turns that carry no loss.',
+        run=_export_data,
+        takes=_names("debug"),
+        arguments=lambda: [click.Argument(["out"], metavar="OUT")],
+    ),
+}
+"""The commands that a task has besides its training."""

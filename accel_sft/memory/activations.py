@@ -1,0 +1,217 @@
+"""Bytes that a forward keeps for its backward: activations of the blocks, and logits.
+
+`forward_bytes` and `logits_bytes` are what is there in all: on a CPU, whose heap keeps what was freed, they add up. A
+GPU's allocator uses it again, and there `peak_bytes` is the most at one time, gradients on their way included; its
+terms were read off the simulation, and benchmarks/plan_simulation.py compares.
+
+What autograd saves was counted tensor by tensor (`saved_tensors_hooks`) on small models of transformers 5.23 in
+bfloat16, float32 and float32 under autocast, full and with an adapter; the formulas below meet it to 1%, and
+tests/tools/test_plan.py counts again.
+"""
+
+from accel_sft.memory.job import MOST_LOGITS, Job
+from accel_sft.memory.shape import Block
+
+_CAPPED = ("gemma2",)
+"""Families that cap scores and logits softly, for which transformers 5.23 has no fused attention: scores are kept."""
+_SCORE, _SCORE_BACKWARD = 8, 6
+"""Bytes of a score of attention that is not fused: capped, its softmax in float32 and in the type that computes; and of
+its backward besides."""
+_FLOAT32_NORMS = ("gemma",)
+"""Families whose norms multiply by their weight in float32, and keep that."""
+LOGIT = 12
+"""Bytes of a logit in the loss's backward: its log-softmax, that one's gradient and its own, in float32; logits in a
+narrower type are gone by then."""
+_NORM_BACKWARD = 16
+"""Bytes an element of a norm's backward, besides what it has kept; half as many where autocast keeps more."""
+_INNER_NORM = 8
+"""Bytes an element of a norm behind which no matrix stands: its input and what it was normed to, in float32."""
+
+
+def block_bytes(job: Job, block: Block) -> float:
+    """Kept by one block for one token, without recomputation."""
+    e, hidden = job.computes_bytes, job.shape.hidden_size
+    by_group = {
+        group: [m for m in block.matrices if m.group == group] for group in ("attention", "feed_forward", "experts")
+    }
+    kept = _norms(job, block)
+    if attention := by_group["attention"]:
+        *into, out = attention  # queries, keys and values, then the way out
+        kept += e * (sum(matrix.outputs for matrix in into) + out.inputs)
+    for group in ("feed_forward", "experts"):
+        inner = [m for m in by_group[group] if m.outputs == hidden and m.name != "gate"]
+        wide = [m for m in by_group[group] if m.inputs == hidden and m not in inner and m.outputs > 1]
+        for last in inner[:1]:
+            copies = last.active
+            out = sum(m.outputs for m in wide if m.copies == last.copies)
+            gated = 2 if out >= 2 * last.inputs else 1  # what the gate passes, and before it
+            kept += e * copies * (out + gated * last.inputs)
+            if last.copies > 1:  # a token's hidden state goes to each of its experts, and comes back
+                kept += 2 * e * copies * hidden
+    if job.is_frozen:
+        kept += _adapter(job, block)
+    return kept + 5.25 * job.shape.heads  # attention's normalisers, in float32
+
+
+def _norms(job: Job, block: Block) -> float:
+    hidden, e, each = job.shape.hidden_size, job.computes_bytes, _norm_bytes(job)
+    count = block.vectors // hidden
+    kept = hidden * (2 * each + max(count - 2, 0) * _INNER_NORM)
+    if block.vectors % hidden == 2 * job.shape.head_dim:  # of each head's queries and keys
+        heads = job.shape.heads + job.shape.key_value_heads
+        kept += heads * job.shape.head_dim * (4 + (e if not job.autocast else 2))
+    return kept
+
+
+def _norm_bytes(job: Job) -> int:
+    """Of an element of a norm in front of a matrix, the matrix's input included."""
+    autocast, e = job.autocast and not job.is_frozen, job.computes_bytes
+    if job.is_frozen:
+        return 9 if job.autocast else 4 + e  # the input in float32, and the matrices' input
+    if job.shape.family.startswith(_FLOAT32_NORMS):
+        return 13 if autocast else 8 + (e if e < 4 else 4)
+    return 13 if autocast else 4 + 2 * e
+
+
+def _adapter(job: Job, block: Block) -> float:
+    """What an adapter keeps besides: the narrow states, and with dropout its masks and the inputs behind them."""
+    e, kept = job.computes_bytes, 0.0
+    mask = e if job.on_cpu else 1
+    adapted = {matrix for *_, matrix in job.shape.adapted(job.adapter, job.target_modules)}
+    for matrix in block.matrices:
+        if matrix in adapted and matrix.is_linear:
+            kept += e * job.lora_r
+            if job.lora_dropout:
+                kept += (mask + e) * matrix.inputs
+    if job.lora_dropout:
+        kept -= e * (2 * job.shape.hidden_size + max((m.inputs for m in block.matrices), default=0))
+    return kept
+
+
+def _merged_bytes(job: Job, block: Block) -> float:
+    """Of a block's fused experts that an adapter stands on: peft adds it to a copy of their weights, which is kept."""
+    adapted = {matrix for *_, matrix in job.shape.adapted(job.adapter, job.target_modules)} if job.is_frozen else set()
+    return job.computes_bytes * sum(m.parameters for m in block.matrices if m.copies > 1 and m in adapted)
+
+
+def _scores(job: Job) -> float:
+    """Of queries and keys in all heads of one block, where attention keeps them; rows are padded then."""
+    return job.shape.heads * job.tokens**2 / max(job.rows, 1) if job.shape.family.startswith(_CAPPED) else 0.0
+
+
+def forward_bytes(job: Job) -> float:
+    """Kept by all blocks for the largest forward, at its end."""
+    scores = _SCORE * _scores(job)
+    if not job.gradient_checkpointing:
+        kept = sum(
+            block.count * (job.tokens * block_bytes(job, block) + scores + _merged_bytes(job, block))
+            for block in job.shape.blocks
+        )
+    else:
+        e = 4 if job.autocast and not job.is_frozen else job.computes_bytes
+        whole = [
+            job.tokens * block_bytes(job, block) + scores + _merged_bytes(job, block) for block in job.shape.blocks
+        ]
+        kept = job.tokens * e * job.shape.hidden_size * job.shape.layers + max(whole, default=0.0)
+    if job.dense_mask:
+        kept += job.computes_bytes * job.tokens**2
+    return kept
+
+
+def logits_bytes(job: Job) -> float:
+    """Held at once by head and loss: logits as they are computed, in float32, their softmax and its gradient."""
+    each = LOGIT + _cap_bytes(job)
+    vocabulary, e, hidden = job.shape.vocab_size, job.computes_bytes, job.shape.hidden_size
+    if job.head == "fused":
+        return e * hidden * job.supervised_tokens
+    if job.head == "everywhere":
+        return each * vocabulary * job.tokens
+    most = max(MOST_LOGITS // vocabulary, 1)
+    if _in_pieces(job):
+        return e * hidden * job.supervised_tokens + each * vocabulary * most
+    return each * vocabulary * job.supervised_tokens
+
+
+def peak_bytes(job: Job) -> dict[str, float]:
+    """`activations` and `logits` at the peak of the largest forward and backward, whichever of its moments that is:
+    in the head, in the last norm's backward, in a block's, or when a tied head's gradient meets the embedding's."""
+    shape, t, e, frozen = job.shape, job.tokens, job.computes_bytes, job.is_frozen
+    cast = job.autocast and not frozen
+    stream = t * shape.hidden_size * (4 if cast else e)
+    head_weights = shape.vocab_size * shape.hidden_size
+    held = 0 if frozen or not shape.tied else (4 if cast else e) * head_weights  # from the head to the embedding
+    inside = e * sum(block.count * block.parameters for block in shape.blocks) if cast else 0  # weights that were cast
+    casts = {"forward": inside, "backward": inside}
+    if job.gradient_checkpointing:
+        casts["backward"] = e * shape.largest_block if cast else 0
+    mask = e * t**2 if job.dense_mask else 0
+    blocks = [
+        (t * block_bytes(job, block) + _SCORE * _scores(job), _merged_bytes(job, block), block)
+        for block in shape.blocks
+    ]
+    if job.gradient_checkpointing:
+        kept = stream * shape.layers
+        again = max((size + merged + _block_backward(job, block) for size, merged, block in blocks), default=0)
+    else:
+        kept = sum(block.count * (size + merged) for size, merged, block in blocks)
+        again = max((_block_backward(job, block) for *_, block in blocks), default=0)
+    at_end = kept + mask + t * shape.hidden_size * _norm_bytes(job) + e * shape.hidden_size * job.supervised_tokens
+    before, behind = _head_bytes(job, e * head_weights * (not frozen))
+    before, behind = (size + (e * head_weights if cast else 0) for size in (before, behind))
+    backward = at_end + (0 if job.gradient_checkpointing else inside)
+    norm = t * shape.hidden_size * _NORM_BACKWARD / (2 if cast else 1)
+    met = (2 if _in_pieces(job) else 3) * held
+    in_head = max(at_end + casts["forward"] + before, backward + behind)
+    elsewhere = max(backward + norm + held, kept + mask + casts["backward"] + again + held, met)
+    if in_head >= elsewhere:
+        activations = backward if in_head == backward + behind else at_end + casts["forward"]
+        return {"activations": activations, "logits": in_head - activations}
+    return {"activations": elsewhere, "logits": 0.0}
+
+
+def _head_bytes(job: Job, gradient: float) -> tuple[float, float]:
+    """Of head and loss in the forward, and in the backward with its weights' `gradient` of so many bytes. Those of
+    the first two pieces are added into a third tensor, and the others to that."""
+    vocabulary, e, s = job.shape.vocab_size, job.computes_bytes, job.supervised_tokens
+    narrow = e if e < 4 else 0
+    most = max(MOST_LOGITS // vocabulary, 1)
+    logit = LOGIT + _cap_bytes(job)
+    if job.head == "fused":
+        return 0.0, gradient
+    if _in_pieces(job):
+        logits = vocabulary * most
+        return (8 + narrow) * logits, max(gradient + logit * logits, 2 * gradient + e * logits, 3 * gradient)
+    logits, every = vocabulary * s, vocabulary * job.tokens * (job.head == "everywhere")
+    return (8 + narrow) * logits + e * every, max(logit * logits, e * logits + e * every + gradient)
+
+
+def _cap_bytes(job: Job) -> int:
+    """What a soft cap keeps of a logit."""
+    return job.computes_bytes if job.shape.family.startswith(_CAPPED) else 0
+
+
+def _in_pieces(job: Job) -> bool:
+    return job.head == "pieces" and job.supervised_tokens > max(MOST_LOGITS // job.shape.vocab_size, 1)
+
+
+def _block_backward(job: Job, block: Block) -> float:
+    """Gradients of the widest part of a block, besides what it keeps."""
+    e, hidden = job.computes_bytes, job.shape.hidden_size
+    adapts_in_float32 = job.is_frozen and job.autocast
+    wide = copied = 0.0
+    for group in ("feed_forward", "experts"):
+        into = [m for m in block.matrices if m.group == group and m.inputs == hidden and m.name != "gate"]
+        out = sum(m.active * m.outputs for m in into if m.outputs > 1)
+        wide = max(wide, out * (2 if adapts_in_float32 else 1))
+        copied = max([copied, *(m.active * hidden for m in into if m.copies > 1)])
+    stream = hidden * (4 if job.autocast and not job.is_frozen else e)
+    scores = _SCORE_BACKWARD * _scores(job) - 2 * job.tokens * e * wide  # the feed-forward's part is gone by then
+    return max(job.tokens * e * (wide + copied), scores) + job.tokens * stream + _experts_gradient(job, block)
+
+
+def _experts_gradient(job: Job, block: Block) -> float:
+    """Of a block's largest fused experts, also where an adapter is in a copy of them; the others' copies are gone."""
+    sizes = sorted(job.computes_bytes * m.parameters for m in block.matrices if m.copies > 1)
+    if not sizes or (job.is_frozen and not _merged_bytes(job, block)):
+        return 0.0
+    return sizes[-1] - (sum(sizes[:-1]) if job.is_frozen else 0)

@@ -1,0 +1,159 @@
+"""The closed form: a job's memory by phase and component, from its shape alone; no torch, no measurement."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+from accel_sft.memory.activations import forward_bytes, logits_bytes, peak_bytes
+from accel_sft.memory.cpu import on_cpu
+from accel_sft.memory.estimate import Estimate
+from accel_sft.memory.job import Job
+from accel_sft.memory.states import Placed, placed, weights_bytes
+
+GIB = 2**30
+CHECKPOINT = 12
+"""Bytes of a trained parameter in a checkpoint, copied to host memory a file at a time."""
+FILE_BYTES = 2**30
+"""A checkpoint's file gets no more tensors above this size: `checkpoint.shards.FILE_BYTES`; a test compares them."""
+
+CUDA_BYTES = 1.0 * GIB
+"""On a GPU outside of torch's allocator: the context, NCCL, the libraries' workspaces."""
+GAPS = 0.08
+"""Share of what comes and goes in a step that torch's GPU allocator loses to gaps and rounding, expandable segments on;
+others measured 0.08 to 0.41 without them."""
+PROCESS_BYTES = {
+    "cpu": {"ddp": 0.39 * GIB, "deepspeed": 0.42 * GIB},
+    "cuda": {"ddp": 1.5 * GIB, "deepspeed": 1.7 * GIB},
+}
+"""Resident memory of a rank before its model is loaded: Python, torch, the libraries of its device."""
+
+
+def estimate(job: Job) -> Estimate:
+    """Predict the memory of a job's ranks.
+
+    Raises:
+        UserError: the adapter's target modules are not in the model.
+    """
+    forward = peak_bytes(job)
+    if job.on_cpu:
+        forward = {"activations": forward_bytes(job), "logits": logits_bytes(job)}
+    found = assemble(job, placed(job), forward, "closed form")
+    return dataclasses.replace(found, notes=tuple(_unknown(job)))
+
+
+def _unknown(job: Job) -> Iterator[str]:
+    """What this job takes that the closed form leaves out."""
+    if job.use_dora:
+        yield "DoRA makes the updated weights of a layer whole in each forward: left out, --simulate counts them"
+    if job.lora_init != "default":
+        yield f"{job.lora_init} decomposes one matrix after the other in float32 at the start: left out"
+    if job.load_in_4bit:
+        yield "a layer's weights are made whole for each product, one layer at a time: left out"
+    if job.optimizer == "muon":
+        yield "Muon's products on one matrix at a time are left out"
+
+
+def assemble(job: Job, states: tuple[Placed, Placed], forward: Mapping[str, float], method: str) -> Estimate:
+    """The phases of a job.
+
+    Args:
+        states: what a rank keeps on its device and in host memory.
+        forward: bytes of `activations` and `logits` at the peak of its largest forward and backward, on a GPU with
+            gradients on their way and weights that autocast has cast; on a CPU of all that is there at some time.
+        method: by which these were found.
+    """
+    device, host = states
+    on_gpu = {} if job.on_cpu else _on_gpu(job, device, forward)
+    beside = on_cpu(job, device.plus(host), forward, _file_bytes(job)) if job.on_cpu else _beside_gpu(job, host)
+    return Estimate(method=method, device=on_gpu, host=beside, local_ranks=job.local_ranks)
+
+
+def _resident(at: Placed, moments: bool) -> dict[str, float]:
+    return {
+        "weights": at.weights,
+        "gradients": at.held,
+        "optimizer": at.master + (at.moments if moments else 0),
+        "activations": 0.0,
+        "logits": 0.0,
+        "buffers": at.buffers,
+        "overhead": 0.0,
+    }
+
+
+def _on_gpu(job: Job, at: Placed, forward: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    base = {"overhead": CUDA_BYTES}
+    loaded = at.weights if job.launch.stage == 3 else 0.0
+    none = dict.fromkeys(_resident(at, False), 0.0)
+    phases = {"load": {**none, **base, "weights": loaded}}
+    sharded = _resident(at, False) | base
+    phases["shard"] = _add(sharded, optimizer=at.sharding)
+
+    gradients, gathered = at.gradients, 0.0 if job.autocast else at.gathered
+
+    def step(moments: bool) -> dict[str, float]:
+        resident = _resident(at, True) | base
+        backward = _add(
+            _resident(at, moments) | base,
+            **forward,
+            buffers=gathered,
+            gradients=gradients if job.launch.backend != "deepspeed" or job.launch.stage else 0.0,
+        )
+        late = _add(_resident(at, moments) | base, gradients=gradients, buffers=gathered)
+        update = _add(resident, gradients=gradients + at.update)
+        most = max((backward, late, update), key=lambda each: sum(each.values()))
+        came = sum(most.values()) - sum(_resident(at, moments).values()) - CUDA_BYTES
+        return _add(most, overhead=GAPS * max(came, 0.0))
+
+    phases["first_step"], phases["step"] = step(False), step(True)
+    after = _resident(at, True) | base
+    if job.eval_rows:
+        phases["evaluate"] = _add(after, activations=_generating_bytes(job), buffers=at.gathered)
+    if job.saves:
+        phases["save"] = after
+    phases["export"] = _add(after, buffers=at.gathered if job.launch.stage == 3 else 0.0)
+    return phases
+
+
+def _beside_gpu(job: Job, at: Placed) -> dict[str, dict[str, float]]:
+    """Host memory of a rank whose model trains on a GPU."""
+    backend = "deepspeed" if job.launch.backend == "deepspeed" else "ddp"
+    base = {"overhead": PROCESS_BYTES["cuda"][backend]}
+    none = dict.fromkeys(_resident(at, False), 0.0)
+    # files are mapped, and their pages given back when memory is short: what is converted needs memory of its own
+    converts = job.loaded_bytes != job.stored_bytes and job.launch.stage < 3
+    loading = weights_bytes(job) if converts else 0.0
+    phases = {
+        "load": {**none, **base, "weights": loading},
+        "shard": _add(_resident(at, False) | base, weights=max(loading - at.weights, 0), optimizer=at.sharding),
+        "first_step": _add(_resident(at, True) | base, gradients=at.gradients + at.update),
+        "step": _add(_resident(at, True) | base, gradients=at.gradients + at.update),
+    }
+    after = _resident(at, True) | base
+    if job.eval_rows:
+        phases["evaluate"] = after
+    if job.saves:
+        phases["save"] = _add(after, buffers=_file_bytes(job))
+    # rank 0 has them all; divided here, so that the ranks of a machine add up
+    phases["export"] = _add(after, buffers=job.computes_bytes * _exported(job) / job.local_ranks)
+    return phases
+
+
+def _generating_bytes(job: Job) -> float:
+    """Keys and values of the answers generated at once, and the logits of their next tokens."""
+    shape, e = job.shape, job.computes_bytes
+    length = job.eval_tokens or max(job.tokens // max(job.rows, 1), 1)
+    cache = 2 * shape.layers * shape.key_value_heads * shape.head_dim * e * length
+    return job.eval_rows * (cache + shape.vocab_size * (4 + e))
+
+
+def _file_bytes(job: Job) -> float:
+    """Of a checkpoint's file, copied to host memory before it is written."""
+    return min(CHECKPOINT * job.trained / job.ranks, FILE_BYTES + CHECKPOINT * job.shape.largest_tensor)
+
+
+def _exported(job: Job) -> int:
+    """Elements of the weights that rank 0 writes as best/ and final/."""
+    return job.trained if job.is_frozen else job.shape.parameters
+
+
+def _add(to: dict[str, float], **more: float) -> dict[str, float]:
+    return to | {name: to[name] + size for name, size in more.items()}

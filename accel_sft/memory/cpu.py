@@ -1,0 +1,100 @@
+"""Host memory of a rank that trains on a CPU: the states, and what its process, heap and collectives take besides.
+
+The trainer has glibc keep freed blocks of up to 32 MiB (launch/environment.py), so that what a forward, an engine's
+building or an exchange once took stays resident: phases add up where a GPU's allocator would use memory again. What
+stays so was measured by benchmarks/plan_accuracy.py; the constants below are fitted to the cases that it names so, and
+hold for the others within what it prints.
+"""
+
+from collections.abc import Mapping
+
+from accel_sft.memory.job import Job
+from accel_sft.memory.states import Placed
+
+GIB = 2**30
+PROCESS_BYTES = {"deepspeed": 0.412 * GIB, "ddp": 0.387 * GIB}
+"""Resident memory of a rank before its model is loaded: Python, torch and the libraries, which ranks share in part."""
+GROWTH_BYTES = 0.12 * GIB
+"""By what is imported, compiled and cached until the first step has ended."""
+HEAP = 1.3
+"""What a forward and its backward leave in the heap, of what the forward keeps: gradients of activations come with it,
+and blocks of one size do not all fit where others were."""
+KEPT_FULL = {
+    "ddp": (0.04, 3.0),
+    0: (0.08, 0.5),
+    1: (0.12, 3.6),
+    2: (0.12, 3.6),
+    3: (0.16, 8.0),
+    "offload": (0.13, 4.6),
+    "offload 3": (0.20, 6.5),
+}
+KEPT_ADAPTER = {
+    "ddp": (0.10, 3.0),
+    0: (0.06, 0.4),
+    1: (0.11, 0.45),
+    2: (0.11, 0.45),
+    3: (0.50, 2.7),
+    "offload": (0.11, 0.45),
+    "offload 3": (0.42, 2.4),
+}
+"""What heap and collectives keep, in GiB, and in bytes of a parameter, trained in full or frozen below an adapter:
+DDP's first buckets once it has ordered them anew, weights from before they were flattened or sharded, gathered ones,
+merged ones, buffers of exchange."""
+BEFORE_MOMENTS = 0.5
+"""Share of AdamW's moments that finds freed blocks in the first step, behind whose backward they are made."""
+SAVED_ANEW = 0.25
+"""Share of a checkpoint's copies that finds no freed block to use again."""
+
+
+def kept_bytes(job: Job) -> float:
+    """What a rank's heap keeps of what was freed, once training goes on."""
+    table, stage = (KEPT_ADAPTER if job.is_frozen else KEPT_FULL), job.launch.stage
+    key: str | int = "ddp" if job.launch.backend != "deepspeed" else stage
+    if job.launch.offload("optimizer") != "none":
+        key = "offload 3" if stage == 3 else "offload"
+    constant_gib, each = table[key]
+    return constant_gib * GIB + each * job.shape.parameters
+
+
+def on_cpu(job: Job, at: Placed, forward: Mapping[str, float], checkpoint_bytes: float) -> dict[str, dict[str, float]]:
+    """The phases of a rank whose device and host are one memory, `at` having both; `forward` as `closed.assemble` has
+    it."""
+    backend = "deepspeed" if job.launch.backend == "deepspeed" else "ddp"
+    start = PROCESS_BYTES[backend]
+    converts = job.loaded_bytes != job.stored_bytes
+    loaded = (job.loaded_bytes + job.stored_bytes) * job.shape.parameters if converts else 0
+    replaced = 0.0  # weights before they were flattened or sharded, and pages of files that are still mapped
+    if job.launch.stage:
+        replaced = job.loaded_bytes * (job.parameters if job.launch.stage == 3 or not job.is_frozen else 0)
+    elif backend == "ddp" and converts:
+        replaced = job.stored_bytes * job.shape.parameters
+    later, kept = start + GROWTH_BYTES, kept_bytes(job)
+    resident = {"weights": at.weights, "gradients": at.held, "optimizer": at.master + at.moments, "buffers": kept}
+    after = _phase(later, resident, {name: HEAP * size for name, size in forward.items()})
+    gradients = at.gradients + at.in_flight
+    step = _add(after, gradients=gradients, buffers=at.buffers + at.gathered)
+    update = _add(after, gradients=gradients + at.update)
+    most = max(step, update, key=lambda each: sum(each.values()))
+    before = {**resident, "optimizer": at.master + at.sharding, "buffers": replaced}
+    phases = {
+        "load": _phase(start, {"weights": loaded}),
+        "shard": _phase(start, before),
+        "first_step": _add(most, optimizer=-BEFORE_MOMENTS * at.moments),
+        "step": most,
+    }
+    if job.eval_rows:
+        phases["evaluate"] = _add(after, buffers=at.gathered)
+    if job.saves:
+        phases["save"] = _add(after, buffers=SAVED_ANEW * checkpoint_bytes)
+    phases["export"] = after
+    return phases
+
+
+def _phase(process: float, *parts: dict[str, float]) -> dict[str, float]:
+    names = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+    found = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+    return found | {"overhead": process}
+
+
+def _add(to: dict[str, float], **more: float) -> dict[str, float]:
+    return to | {name: to[name] + size for name, size in more.items()}

@@ -1,0 +1,198 @@
+"""Reads the configuration of the model that `--model` names, without its weights; unknown families by building them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from accel_sft.api.errors import UserError, first_line
+from accel_sft.api.options import shown
+from accel_sft.io.files import read_json
+from accel_sft.memory.families import count, text_config
+from accel_sft.memory.job import BYTES
+from accel_sft.memory.shape import Block, Matrix, ModelShape
+
+_INDEX = "model.safetensors.index.json"
+_MOST_LAYERS, _MOST_WIDE = 10_000, 2**31
+_SIZES = {"num_hidden_layers": _MOST_LAYERS, "hidden_size": _MOST_WIDE, "vocab_size": _MOST_WIDE}
+_SIZES |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), _MOST_WIDE)
+"""The largest value of sizes that config.json names; with more layers no model can be built in any time."""
+
+
+class UnusableModel(UserError):
+    """config.json has sizes of which there can be no model."""
+
+
+def read_shape(config: dict[str, Any], name: str, folder: Path | None = None) -> ModelShape:
+    """The shape of a model with this configuration, counted in closed form where its family is known.
+
+    Args:
+        config: the content of config.json.
+        name: as the user named the model, for errors.
+        folder: where the weight files are, if they are here.
+    Raises:
+        UserError: the family is unknown, and transformers cannot build it.
+    """
+    stored = stored_parameters(folder) if folder else None
+    return count(config, stored) or on_meta_device(config, name)
+
+
+def stored_parameters(folder: Path) -> int | None:
+    """Parameters in the weight files of a folder, from their headers; None without any in safetensors."""
+    index = folder / _INDEX
+    files = sorted(folder.glob("*.safetensors"))
+    if index.is_file() and not files:
+        return None
+    total = 0
+    for file in files:
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            if size > file.stat().st_size:
+                return None
+            header = json.loads(opened.read(size))
+        for key, tensor in header.items():
+            if key != "__metadata__":
+                elements = 1
+                for length in tensor["shape"]:
+                    elements *= length
+                total += elements
+    return total or None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's config.json.
+
+    Raises:
+        UserError: it cannot be read, or is no object.
+        UnusableModel: it has sizes of which there can be no model.
+    """
+    content = read_json(folder / "config.json")
+    if not isinstance(content, dict):
+        raise UserError(f"{folder}/config.json: expected an object; name a folder of saved weights")
+    wrong = [
+        f"{folder}/config.json: {name} {shown(str(text[name]))}: expected a whole number from 1 to {most:,}; put the "
+        "model's own file back"
+        for text in (content, text_config(content)[0])
+        for name, most in _SIZES.items()
+        if isinstance(text.get(name), (str, int, float)) and not (type(text[name]) is int and 1 <= text[name] <= most)
+    ]
+    if wrong:
+        raise UnusableModel(*dict.fromkeys(wrong))
+    return content
+
+
+def stored_bytes(config: dict[str, Any]) -> int:
+    """Bytes of an element in the weight files, as config.json names their type; 2 where it does not."""
+    named = config.get("dtype") or config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
+    return BYTES.get(str(named).removeprefix("torch."), 2)
+
+
+def on_meta_device(config: dict[str, Any], name: str) -> ModelShape:
+    """The shape of a model of any family that transformers knows: built without memory, in seconds. Imports torch.
+
+    Raises:
+        UserError: transformers is not there, or cannot build it.
+    """
+    kind = config.get("model_type")
+    try:
+        import torch
+        from accelerate import init_empty_weights
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    except ImportError as error:
+        raise UserError(
+            f"--model {name}: model_type {kind}: counting its parameters needs transformers: {error}"
+        ) from None
+    try:
+        settings = AutoConfig.for_model(**config)
+        auto = next(
+            (
+                each
+                for each in (AutoModelForCausalLM, AutoModelForImageTextToText)
+                if type(settings) in each._model_mapping
+            ),
+            AutoModelForCausalLM,
+        )
+        with init_empty_weights(include_buffers=True), torch.device("meta"):
+            model = auto.from_config(settings)
+    except Exception as error:  # noqa: BLE001 - a library's error on a stranger's configuration is the user's to read
+        reason = first_line(error)
+        raise UserError(f"--model {name}: model_type {kind}: its parameters cannot be counted: {reason}") from None
+    return _walked(model)
+
+
+def _walked(model: Any) -> ModelShape:
+    """The shape of a built model: its longest list of blocks, its embeddings, and what is left."""
+    import torch
+
+    text = model.config.get_text_config(decoder=True)
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    lists = [each for each in decoder.modules() if isinstance(each, torch.nn.ModuleList) and len(each)]
+    blocks = max(lists, key=lambda each: sum(p.numel() for p in each.parameters()), default=())
+    active = getattr(text, "num_experts_per_tok", None)
+    counted: dict[Block, int] = {}
+    for module in blocks:
+        block = _block(module, active)
+        counted[block] = counted.get(block, 0) + 1
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is None or head.weight is embedding.weight or bool(getattr(text, "tie_word_embeddings", False))
+    inside = {id(p) for part in (decoder, embedding, head) if part is not None for p in part.parameters()}
+    in_blocks = {id(p) for block in blocks for p in block.parameters()}
+    ends = {id(embedding.weight)} | ({id(head.weight)} if head is not None else set())
+    beside = sum(p.numel() for p in model.parameters() if id(p) in inside - in_blocks - ends)
+    heads = getattr(text, "num_attention_heads", 1) or 1
+    return ModelShape(
+        family=str(model.config.model_type),
+        hidden_size=embedding.weight.shape[1],
+        vocab_size=embedding.weight.shape[0],
+        heads=heads,
+        key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or embedding.weight.shape[1] // heads,
+        tied=tied,
+        blocks=tuple(Block(count=n, matrices=b.matrices, vectors=b.vectors) for b, n in counted.items()),
+        vectors=beside,
+        other=sum(p.numel() for p in model.parameters() if id(p) not in inside),
+        source="the model built without memory by transformers",
+    )
+
+
+def _block(module: Any, active: int | None) -> Block:
+    """One block: its linear layers and experts as matrices, the rest as vectors.
+
+    Args:
+        active: experts that a token is sent to, if there are any.
+    """
+    import torch
+
+    matrices: list[Matrix] = []
+    vectors = 0
+    for name, parameter in module.named_parameters():
+        owner, _, own = name.rpartition(".")
+        layer = module.get_submodule(owner)
+        is_linear = isinstance(layer, torch.nn.Linear)
+        if own == "bias" and is_linear:  # counted with its matrix
+            continue
+        if parameter.ndim not in (2, 3):
+            vectors += parameter.numel()
+            continue
+        copies = parameter.shape[0] if parameter.ndim == 3 else 1
+        outputs, inputs = parameter.shape[-2:]
+        matrix = Matrix(
+            name=owner.rpartition(".")[2] if is_linear else own if copies > 1 else owner.rpartition(".")[2],
+            inputs=inputs,
+            outputs=outputs,
+            group=_group(name, is_linear, copies),
+            bias=is_linear and layer.bias is not None,
+            copies=copies,
+            active=min(active or copies, copies),
+            is_linear=is_linear,
+            lora_ranks=int(is_linear),
+        )
+        matrices.append(matrix)
+    return Block(count=1, matrices=tuple(matrices), vectors=vectors)
+
+
+def _group(name: str, is_linear: bool, copies: int) -> str:
+    if copies > 1 or (".experts." in f".{name}" and "shared" not in name):
+        return "experts"
+    if "attn" in name or "attention" in name:
+        return "attention"
+    return "feed_forward" if is_linear else "experts"  # a router

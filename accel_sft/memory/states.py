@@ -1,0 +1,211 @@
+"""Where a backend keeps weights, gradients and AdamW's state, in bytes a rank: what DeepSpeed 0.19.8, DDP and FSDP2 do
+under this trainer, read from their code and measured (benchmarks/plan_accuracy.py).
+
+P are all parameters, T the trained ones, N the ranks, e the bytes of a number that computes. DeepSpeed's own estimators
+say 2P + 18T/N of ZeRO-2 and 18P/N + 4 * the largest layer of ZeRO-3, and nothing of stages 0 and 1; what is different
+here, and why, stands beside each.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from accel_sft.memory.job import Job
+
+MASTER, MOMENTS, FLOAT32 = 4, 8, 4
+"""Bytes of a trained parameter: its float32 copy, AdamW's two moments, its gradient as AdamW takes it."""
+_TRAINERS_BUCKET, _ZERO_BUCKET = 2e8, 5e8
+"""Elements exchanged at once: as launch/accelerator.py sets them for stages 1 and 2, and DeepSpeed's default."""
+_MAX_LIVE, _PREFETCH, _SUB_GROUP = 1e9, 5e7, 1e9
+"""DeepSpeed's defaults at stage 3, in elements."""
+_SWAP_BUFFERS = 5 * 1e8
+"""Elements of the buffers through which parameters go to NVMe (buffer_count and buffer_size of offload_param)."""
+
+
+@dataclasses.dataclass
+class Placed:
+    """One rank's bytes in one place, device or host, between forwards unless another moment is named.
+
+    Attributes:
+        weights: that compute, or their shard.
+        master: float32 copies of the trained ones.
+        moments: AdamW's, from the first step on.
+        held: gradients that outlive the update (DDP's buckets, offloaded partitions).
+        gradients: of one step, at the end of its last backward, besides `held`.
+        in_flight: of the largest tensor, before it has gone where gradients are kept.
+        update: further gradients while the optimizer steps: copies, casts, flattened ones.
+        gathered: whole weights that a forward or backward has collected, or cast.
+        buffers: for exchange, staging and swapping, allocated once.
+        sharding: what only the building of the engine takes.
+    """
+
+    weights: float = 0.0
+    master: float = 0.0
+    moments: float = 0.0
+    held: float = 0.0
+    gradients: float = 0.0
+    in_flight: float = 0.0
+    update: float = 0.0
+    gathered: float = 0.0
+    buffers: float = 0.0
+    sharding: float = 0.0
+
+    def plus(self, other: "Placed") -> "Placed":
+        fields = (field.name for field in dataclasses.fields(self))
+        return Placed(**{name: getattr(self, name) + getattr(other, name) for name in fields})
+
+
+def placed(job: Job) -> tuple[Placed, Placed]:
+    """What a rank keeps on its device, and in host memory for it; on a CPU the two are one memory."""
+    if job.launch.backend == "fsdp":
+        return _fsdp(job)
+    if job.launch.backend != "deepspeed":
+        return _data_parallel(job), Placed()
+    return {0: _stage_0, 1: _stages_1_and_2, 2: _stages_1_and_2, 3: _stage_3}[job.launch.stage](job)
+
+
+def least_bytes(job: Job) -> tuple[float, float]:
+    """A lower bound of a rank's training on its device and on the host: model states alone."""
+    device, host = placed(job)
+    return tuple(each.weights + each.master + each.moments + each.held for each in (device, host))
+
+
+def weights_bytes(job: Job) -> float:
+    """Of the whole model as it is loaded; an adapter's are float32 until DeepSpeed casts them."""
+    adapter = job.trained if job.is_frozen else 0
+    e = job.computes_bytes if job.launch.backend == "deepspeed" else 4
+    return job.weights_bytes(job.loaded_bytes) + (e - job.loaded_bytes) * adapter
+
+
+def _data_parallel(job: Job) -> Placed:
+    """DDP, or one process: float32 weights that are cast in each forward, and gradients that are DDP's buckets."""
+    trained, several = job.trained, job.ranks > 1
+    each = FLOAT32 if job.is_frozen else job.loaded_bytes
+    cast = job.computes_bytes * trained if job.autocast and each == 4 else 0
+    gradients = each * trained
+    return Placed(
+        weights=weights_bytes(job),
+        moments=job.moments_bytes(each),
+        held=gradients if several else 0,
+        gradients=0 if several else gradients,
+        gathered=cast,
+    )
+
+
+def _stage_0(job: Job) -> tuple[Placed, Placed]:
+    """DeepSpeed without sharding. In half precision the bf16 gradients are cast whole to float32 for the update, and
+    building the optimizer makes a step of zeros: a gradient and both moments, freed again."""
+    trained, e = job.trained, job.computes_bytes
+    if e == 4:
+        gradients = FLOAT32 * trained
+        flat = FLOAT32 * min(trained, _zero(job, "reduce_bucket_size", _ZERO_BUCKET))
+        return Placed(
+            weights=job.weights_bytes(4), moments=MOMENTS * trained, gradients=gradients, update=flat
+        ), Placed()
+    return Placed(
+        weights=job.weights_bytes(e),
+        master=MASTER * trained,
+        moments=MOMENTS * trained,
+        gradients=e * trained,
+        update=FLOAT32 * trained,
+        sharding=(FLOAT32 + MOMENTS + e) * trained,
+    ), Placed()
+
+
+def _stages_1_and_2(job: Job) -> tuple[Placed, Placed]:
+    """Gradients are reduced through a bucket, and a rank keeps its part in the type that computes; for the update the
+    part is flattened and cast (20T/N in all, where DeepSpeed's estimator has 18). Stage 1 has whole gradients until the
+    last micro-batch's."""
+    trained, e, share = job.trained, job.computes_bytes, job.trained / job.ranks
+    bucket = _zero(job, "reduce_bucket_size", _TRAINERS_BUCKET)
+    overlaps = not job.on_cpu and bool(_zero(job, "overlap_comm", True))
+    # an empty bucket on a CPU takes memory only where it is written
+    buffers = e * (min(bucket, trained) if job.on_cpu else bucket * (1 + overlaps))
+    largest = e * min(job.shape.largest_tensor, trained)
+    whole = job.launch.stage == 1 and not overlaps
+    # a flat copy, before the parameters become views of it; made on the host where a GPU has no room
+    flattening = 2 * e * trained if job.on_cpu else e * share
+    device = Placed(weights=job.weights_bytes(e), buffers=buffers)
+    if job.launch.offload("optimizer") == "none":
+        device.master, device.moments = MASTER * share, MOMENTS * share
+        device.gradients, device.in_flight = e * (trained if whole else share), largest
+        device.update = e * share + FLOAT32 * share
+        device.sharding = flattening
+        return device, Placed()
+    device.in_flight, device.buffers, device.sharding = largest, buffers + largest, flattening
+    host = Placed(master=MASTER * share, moments=MOMENTS * share, held=FLOAT32 * share + e * share)
+    host.buffers = e * share + largest
+    return device, host
+
+
+def _stage_3(job: Job) -> tuple[Placed, Placed]:
+    """Parameters are sharded, and gathered ones stay while they are used again within `stage3_max_reuse_distance`: a
+    model of up to half a billion parameters stays whole, whatever its largest layer (DeepSpeed's estimator: 4 bytes of
+    the largest layer)."""
+    trained, e, n = job.trained, job.computes_bytes, job.ranks
+    share = trained / n
+    bucket = _zero(job, "reduce_bucket_size", _ZERO_BUCKET)
+    live = min(job.parameters, live_parameters(job))
+    sub_group = min(share, _zero(job, "sub_group_size", _SUB_GROUP))
+    device = Placed(gathered=e * live, buffers=e * (min(bucket, trained) if job.on_cpu else bucket))
+    device.in_flight = e * min(job.shape.largest_tensor, trained)
+    host = Placed()
+    param, optimizer = (job.launch.offload(what) for what in ("param", "optimizer"))
+    weights = e * job.parameters / n
+    if param == "none":
+        device.weights = weights
+    elif param == "cpu":
+        host.weights = weights
+    else:
+        host.buffers += e * min(_SWAP_BUFFERS, job.parameters)
+    states = {"master": MASTER * share, "moments": MOMENTS * share, "held": e * share}
+    if optimizer == "none":
+        device = device.plus(Placed(**states, update=(e + FLOAT32) * sub_group))
+        device.sharding = FLOAT32 * share
+    elif optimizer == "cpu":
+        host = host.plus(Placed(**states, gradients=FLOAT32 * share, sharding=FLOAT32 * share))
+    else:
+        largest = 4 * (MASTER + MOMENTS + FLOAT32) * sub_group / 4
+        host = host.plus(Placed(held=e * share, buffers=largest))
+    return device, host
+
+
+def live_parameters(job: Job) -> float:
+    """Elements that stage 3 has gathered at once, at most: those that the rest of the step uses again soon.
+
+    The distance from a layer's forward to its backward counts the layers between twice, so that half of
+    `stage3_max_reuse_distance` stays; with recomputation they are counted three times.
+    """
+    reuse = _zero(job, "stage3_max_reuse_distance", _MAX_LIVE)
+    passes = 3 if job.gradient_checkpointing else 2
+    kept = reuse / passes + job.shape.largest_block + _zero(job, "stage3_prefetch_bucket_size", _PREFETCH)
+    ends = job.shape.vocab_size * job.shape.hidden_size
+    return max(kept, ends + job.shape.largest_block)
+
+
+def _fsdp(job: Job) -> tuple[Placed, Placed]:
+    """Shards in float32; a block is gathered in the type that computes, with the next one behind it, and its gradient
+    is exchanged in float32."""
+    n, e, trained = job.launch.shard_ranks, job.computes_bytes, job.trained
+    each = job.loaded_bytes if not job.is_frozen else 4
+    group = max(job.shape.largest_block, (1 if job.shape.tied else 2) * job.shape.vocab_size * job.shape.hidden_size)
+    states = Placed(
+        weights=weights_bytes(job) / n,
+        moments=job.moments_bytes(each) / n,
+        gradients=each * trained / n,
+    )
+    working = Placed(gathered=e * (group + job.shape.largest_block), update=0.0)
+    working.gradients = (e + FLOAT32) * min(group, trained)
+    if str((job.launch.yaml.get("fsdp_config") or {}).get("fsdp_reshard_after_forward", True)).lower() == "false":
+        working.gathered = e * job.parameters
+    return (working, states) if job.launch.offload("param") != "none" else (working.plus(states), Placed())
+
+
+def _zero(job: Job, key: str, default: Any) -> float:
+    """A number of the DeepSpeed JSON; `auto` as Accelerate fills it from the hidden size, else the default."""
+    zero: Mapping[str, Any] = job.launch.zero
+    value, hidden = zero.get(key, default), job.shape.hidden_size
+    if value == "auto":
+        filled = {"reduce_bucket_size": hidden**2, "stage3_prefetch_bucket_size": 0.9 * hidden**2}
+        return float(filled.get(key, default))
+    return float(value)

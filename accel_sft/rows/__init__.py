@@ -1,0 +1,1 @@
+"""From a file to examples, each with its file, line and field."""

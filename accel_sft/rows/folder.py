@@ -1,0 +1,41 @@
+"""Finds the data files of a folder. Standard library only."""
+
+import os
+from pathlib import Path
+
+from accel_sft.api.errors import UserError
+from accel_sft.rows.formats import COMPRESSIONS, READERS, is_data_file
+
+_ABOUT_DATA = frozenset({"dataset_dict.json", "dataset_info.json", "dataset_infos.json"})
+"""Files of a data set of a hub that describe it, and hold none of its rows."""
+
+
+def data_files(folder: Path) -> list[Path]:
+    """The data files of a folder, without hidden ones and those that describe a data set.
+
+    Links are followed, each folder is read once.
+
+    Raises:
+        UserError: there are none, or a folder in it cannot be read.
+    """
+
+    def failed(error: OSError) -> None:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror}); make it readable, or take it away")
+
+    found, seen = [], set()
+    for parent, folders, names in os.walk(folder, onerror=failed, followlinks=True):
+        if (real := os.path.realpath(parent)) in seen:  # a link to a folder above, or a second one to the same
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        paths = [Path(parent, name) for name in names if not name.startswith(".") and name not in _ABOUT_DATA]
+        # a link to nowhere is left to the reader, which says so
+        found += [path for path in paths if is_data_file(path) and (path.is_file() or not path.exists())]
+    found.sort()
+    if not found:
+        compressed = ", ".join(COMPRESSIONS)
+        raise UserError(
+            f"{folder}: no data files in this folder; expected {', '.join(READERS)}, or {compressed} of one"
+        )
+    return found

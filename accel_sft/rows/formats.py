@@ -1,0 +1,220 @@
+"""Reads files by their suffix: JSON, CSV and Parquet, compressed or not, each as values with their places.
+
+A data format is a reader in READERS, a compression an opener in COMPRESSIONS. pyarrow is imported for the files that
+need it; all else is standard library.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import decimal
+import io
+import json
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from accel_sft.api.errors import UserError
+from accel_sft.rows.json_stream import Located, located
+
+Reader = Callable[[BinaryIO, str], Iterator[Located]]
+"""Of a seekable stream and the file's name in messages: its values, as `located` yields them."""
+_BATCH_ROWS = 256
+_MOST_DECOMPRESSED, _MOST_TIMES = 256 << 20, 200
+"""A compressed file may hold this many bytes, or this many times its size if that is more: text has 3 to 10 times."""
+_FIELDS_SHOWN = 80
+
+
+class Format(NamedTuple):
+    """How a file is read.
+
+    Attributes:
+        suffix: of what is inside, ".jsonl" of rows.jsonl.gz; "" where it is none that is known here: read as JSON.
+        compression: the suffix of the compression, or "".
+    """
+
+    suffix: str
+    compression: str
+
+    @property
+    def is_text_of_rows(self) -> bool:
+        """Whether the file's own bytes hold the rows as JSON: they are then read from there, and not converted."""
+        return READERS.get(self.suffix, located) is located
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether a row is named by its line, and not by its number."""
+        return self.suffix != ".parquet"
+
+
+def format_of(path: Path) -> Format:
+    """What the file's name says of its format."""
+    *_, before, last = ("", "", *(suffix.lower() for suffix in path.suffixes))
+    compression = last if last in COMPRESSIONS else ""
+    suffix = before if compression else last
+    return Format(suffix if suffix in READERS else "", compression)
+
+
+def is_data_file(path: Path) -> bool:
+    """Whether a file of a folder is one of its data files: it has a suffix that is known here."""
+    return format_of(path).suffix != ""
+
+
+def decompress(stream: BinaryIO, format: Format, name: str, target: BinaryIO) -> None:
+    """Write what is inside a compressed file to `target`.
+
+    Raises:
+        UserError: the file is damaged or cut off.
+        OSError: `target` cannot be written.
+    """
+    stream.seek(0)
+    try:
+        most = max(_MOST_DECOMPRESSED, _MOST_TIMES * stream.seek(0, os.SEEK_END))
+        stream.seek(0)
+        with COMPRESSIONS[format.compression](stream) as opened:
+            while piece := opened.read(1 << 20):
+                target.write(piece)
+                if target.tell() > most:
+                    raise UserError(
+                        f"{name}: holds more than {_MOST_TIMES} times its size, which no rows do; decompress it to look"
+                    )
+    except ImportError as error:  # a Python that was built without the compression's library
+        raise UserError(f"{name}: this Python cannot read {format.compression} ({error}); decompress it") from None
+    except _damaged() as error:
+        if isinstance(error, OSError) and error.errno:  # of the target; a damaged file's has no number
+            raise
+        raise UserError(f"{name}: cannot be decompressed ({error}); is it whole, and {format.compression}?") from None
+
+
+def _gzip(stream: BinaryIO) -> Any:
+    import gzip
+
+    return gzip.GzipFile(fileobj=stream)
+
+
+def _bzip2(stream: BinaryIO) -> Any:
+    import bz2
+
+    return bz2.BZ2File(stream)
+
+
+def _xz(stream: BinaryIO) -> Any:
+    import lzma
+
+    return lzma.LZMAFile(stream)
+
+
+def _zstandard(stream: BinaryIO) -> Any:
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, "r"), "zstd")
+
+
+COMPRESSIONS: dict[str, Callable[[BinaryIO], Any]] = {".gz": _gzip, ".bz2": _bzip2, ".xz": _xz, ".zst": _zstandard}
+
+
+def _damaged() -> tuple[type[Exception], ...]:
+    """What reading a damaged file raises."""
+    lzma = sys.modules.get("lzma")
+    return EOFError, ValueError, zlib.error, OSError, *([lzma.LZMAError] if lzma else [])
+
+
+def _comma_separated(stream: BinaryIO, name: str) -> Iterator[Located]:
+    """The rows below a header, each cell as text."""
+    return _delimited(stream, name, ",")
+
+
+def _tab_separated(stream: BinaryIO, name: str) -> Iterator[Located]:
+    """As `_comma_separated`, of a file with tabs."""
+    return _delimited(stream, name, "\t")
+
+
+def _delimited(stream: BinaryIO, name: str, delimiter: str) -> Iterator[Located]:
+    stream.seek(0)
+    csv.field_size_limit(min(sys.maxsize, (1 << 31) - 1))  # a cell may hold a chat; the default is 128 KiB
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    records, header, line = csv.reader(text, delimiter=delimiter, strict=True), None, 0
+    try:
+        for record in records:
+            begin, line = line + 1, records.line_num
+            if not record:  # an empty line
+                continue
+            if header is None:
+                header = record
+                if problem := _header_problem(header):
+                    yield Located(ValueError(problem), begin, 0, b"")
+                    return
+            elif len(record) != len(header):
+                shown = ", ".join(header)[:_FIELDS_SHOWN]
+                problem = f"{len(record)} fields, where the header has {len(header)} ({shown})"
+                yield Located(ValueError(problem), begin, 0, b"")
+            else:
+                row = dict(zip(header, record, strict=True))
+                yield Located(row, begin, 0, json.dumps(row).encode())
+    except csv.Error as error:
+        yield Located(ValueError(f"not CSV ({error}); the rest is unread"), line + 1, 0, b"")
+    except UnicodeDecodeError:
+        raise UserError(f"{name}:{line + 1}: not UTF-8, here or in the lines after; save the file as UTF-8") from None
+    finally:
+        text.detach()  # the stream is its owner's to close
+
+
+def _header_problem(header: list[str]) -> str:
+    if not all(column.strip() for column in header):
+        return "the header has a column without a name; the first line names the columns"
+    return f"the header has {doubled}" if (doubled := _doubled(header)) else ""
+
+
+def _doubled(columns: list[str]) -> str:
+    """What is wrong where two columns have one name; "" where none have."""
+    for column in columns:
+        if columns.count(column) > 1:
+            return f"the column {column[:_FIELDS_SHOWN]!r} twice; give each a name of its own"
+    return ""
+
+
+def _parquet(stream: BinaryIO, name: str) -> Iterator[Located]:
+    """The rows of a Parquet file; in place of a line stands the row's number, from 1."""
+    import pyarrow
+    from pyarrow import parquet
+
+    stream.seek(0)
+    number = 0
+    try:
+        opened = parquet.ParquetFile(stream)
+        if problem := _doubled(opened.schema_arrow.names):
+            raise UserError(f"{name}: it has {problem}")
+        for batch in opened.iter_batches(_BATCH_ROWS):
+            for row in batch.to_pylist():
+                number += 1
+                yield row_as_json(row, number)
+    except (pyarrow.ArrowException, OSError) as error:
+        cause = " ".join(str(error).split())[:200]
+        raise UserError(f"{name}: cannot be read as Parquet behind row {number} ({cause}); is it whole?") from None
+
+
+def row_as_json(row: dict[str, Any], number: int) -> Located:
+    """A row of Python values as it is read again from JSON; `number` stands in the place of a line."""
+    raw = json.dumps(row, default=_as_json).encode()
+    return Located(json.loads(raw), number, 0, raw)
+
+
+def _as_json(value: Any) -> Any:
+    """What JSON has no form for. Bytes stay what no parser takes for text."""
+    if isinstance(value, (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)):
+        return str(value)
+    return {"bytes": len(value)} if isinstance(value, bytes) else {"unknown": type(value).__name__}
+
+
+READERS: dict[str, Reader] = {
+    ".json": located,
+    ".jsonl": located,
+    ".ndjson": located,
+    ".csv": _comma_separated,
+    ".tsv": _tab_separated,
+    ".parquet": _parquet,
+}

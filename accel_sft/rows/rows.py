@@ -1,0 +1,280 @@
+"""Reads rows of files as a sequence that has none of them in memory: each is parsed when it is used.
+
+JSON, JSON Lines, CSV and Parquet, compressed or not, a file, a folder or a data set of the hub. Standard library only.
+"""
+
+from __future__ import annotations
+
+import array
+import bisect
+import dataclasses
+import difflib
+import functools
+import hashlib
+import heapq
+import itertools
+import operator
+import os
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, overload
+
+from accel_sft.api.errors import UserError
+from accel_sft.rows.bad_rows import Place
+from accel_sft.rows.folder import data_files
+from accel_sft.rows.hub import is_dataset_name
+from accel_sft.rows.json_stream import ParsedRow
+from accel_sft.rows.reading import MAX_PROBLEMS, read_dataset, read_file, unreadable
+from accel_sft.rows.row_file import RowFile, more, named
+
+_NAMED = 5
+"""Rows that a note names."""
+_64_BITS = (1 << 64) - 1
+Row = TypeVar("Row")
+
+
+class LeftOut(NamedTuple):
+    """How many rows of a file the parser left out for one reason, and where the first of them stand."""
+
+    reason: str
+    rows: int
+    places: list[Place]
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Rows(Sequence[Row]):
+    """The rows of one file or more as a sequence that has none of them in memory: each is read when it is used.
+
+    A slice is such a sequence too; `list(rows)` has them all in memory.
+
+    Attributes:
+        notes: lines about the rows, shown at the start: what the parser noted, and what was left out.
+    """
+
+    name: str
+    _files: tuple[RowFile, ...]
+    _parsers: tuple[Callable[[dict[str, Any]], Row | ParsedRow], ...]
+    _chosen: Sequence[int]
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._ends = [0]
+        for file in self._files:
+            self._ends.append(self._ends[-1] + len(file))
+
+    @property
+    def files(self) -> list[str]:
+        """The files' names."""
+        return [file.name for file in self._files]
+
+    @property
+    def sha256s(self) -> list[tuple[str, str]]:
+        """The files' names, each with the SHA-256 of its content."""
+        return [(file.name, file.sha256) for file in self._files]
+
+    def places(self, indices: Sequence[int]) -> list[Place]:
+        """Where these rows stand."""
+        return [self._files[file].place(row) for file, row in map(self._file_of, indices)]
+
+    def left_out(self) -> list[LeftOut]:
+        """What the parser left out, by file and reason."""
+        return [
+            LeftOut(reason, count, [file.place_at(*at) for at in places])
+            for file in self._files
+            for reason, (count, places) in file.left_out.items()
+        ]
+
+    def held_out(self, rows: int, seed: int) -> tuple[Rows[Row], Rows[Row]]:
+        """The rows but for `rows` of them, and those, drawn by `seed` and the groups that the parser put them into.
+
+        All rows of a group are on one side, so fewer may be held out, or more where every group has more.
+
+        Raises:
+            UserError: all rows are of one group.
+        """
+        groups = array.array("I", itertools.chain.from_iterable(file.groups() for file in self._files))
+        chosen = array.array("I", (groups[row] for row in self._chosen))
+        factor = random.Random(seed).getrandbits(64) | 1  # multiply-shift hashing: the groups are hashes already
+
+        def drawn(group: int) -> int:
+            return (group * factor & _64_BITS) >> 32
+
+        first = heapq.nsmallest(rows + 1, map(drawn, chosen))
+        limit = first[rows] if len(first) > rows else _64_BITS
+        taken = {group for group in chosen if drawn(group) < limit}
+        if not taken:
+            sizes = Counter(chosen)
+            taken = {min(sizes, key=lambda group: (sizes[group], drawn(group)))}
+        sides = [array.array("q"), array.array("q")]
+        for row, group in zip(self._chosen, chosen, strict=True):
+            sides[group in taken].append(row)
+        if not sides[0]:
+            raise UserError(
+                f"{self.name}: all rows are of one group, such as one prompt, so none can be held out; give validation "
+                "rows in a file of their own"
+            )
+        kept, out = (dataclasses.replace(self, _chosen=side, notes=[]) for side in sides)
+        kept.notes = list(self.notes)
+        return kept, out
+
+    def _file_of(self, index: int) -> tuple[int, int]:
+        """The number of a row's file, and its index there."""
+        row = self._chosen[index]
+        number = bisect.bisect_right(self._ends, row) - 1
+        return number, row - self._ends[number]
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The same for the same rows and parser; None: the parser has none, see `code_fingerprint`."""
+        contents = [file.content for file in self._files]
+        if not all(contents):
+            return None
+        chosen = self._chosen
+        if isinstance(chosen, range):
+            described = f"{chosen.start} {chosen.step} {len(chosen)}"
+        else:
+            described = hashlib.sha256(chosen.tobytes()).hexdigest()
+        return f"{' '.join(contents)} {described}"
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Rows[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Rows[Row]:
+        if isinstance(index, slice):
+            return dataclasses.replace(self, _chosen=self._chosen[index])
+        file, row = self._file_of(index)
+        parsed = self._parsers[file](self._files[file].row(row))
+        return parsed.example if isinstance(parsed, ParsedRow) else parsed
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (list, Rows)):
+            return NotImplemented
+        return len(self) == len(other) and all(map(operator.eq, self, other))
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} rows of {self.name}>"
+
+
+def read_rows(path: str | Path, parse: Callable[..., Row | ParsedRow], *, with_folder: bool = False) -> Rows[Row]:
+    """Read the rows of a file, or of all data files in a folder, and parse every one once.
+
+    Args:
+        path: .parquet, .csv or .tsv; any other suffix is a JSON array of objects or JSON Lines, told apart by content;
+            .gz, .bz2, .xz or .zst behind it is decompressed. Text is UTF-8 (a byte-order mark is accepted). Of a
+            folder, the files with these suffixes and .json, .jsonl, .ndjson, those of folders in it too, in the order
+            of their names. ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT that is no path is a data set of the
+            Hugging Face hub, read by the library `datasets`. Several, joined by commas, are read in this order.
+        parse: turns an object into an example (or a ParsedRow), raises RowProblem for a malformed one and RowLeftOut
+            for one to do without; a pure function, called again for each use. A CSV row has text in every column.
+        with_folder: `parse` takes as its argument `folder` what paths in a row are relative to: the folder that `path`
+            names, or that of its file.
+    Returns:
+        The examples. Those of a large file are read again whenever they are used, so that a million take no memory;
+        rows of other formats than JSON are kept in the cache as JSON.
+    Raises:
+        UserError: a file cannot be read, holds no row, or has bad rows: the first twenty, by file, line and field.
+    """
+    read, parsers, problems = [], [], []
+    for name in row_names(path):
+        folder = str(name) if os.path.isdir(name) else os.path.dirname(name)  # Path.is_dir raises for some names
+        parser = functools.partial(parse, folder=folder) if with_folder else parse
+        reader = read_dataset if is_dataset_name(str(name)) else read_file
+        for file in data_files(name) if os.path.isdir(name) else [name]:
+            try:
+                read.append(reader(file, parser))
+                parsers.append(parser)
+            except UserError as error:
+                problems += error.problems
+            if len(problems) >= MAX_PROBLEMS:
+                raise UserError(*problems)
+    if problems:
+        raise UserError(*problems)
+    rows = Rows(str(path), tuple(read), tuple(parsers), range(sum(map(len, read))), _notes(read))
+    if not len(rows):
+        raise UserError(*rows.notes, f"{path}: no row is left to use")
+    return rows
+
+
+def row_names(names: str | Path) -> list[Path]:
+    """The files, folders and data sets of the hub that an option names, with commas between several.
+
+    Raises:
+        UserError: a name is empty.
+    """
+    parts, found = str(names).split(","), []
+    while parts:  # a name that is there may have commas itself
+        several = range(len(parts), 1, -1)
+        count = next((count for count in several if os.path.exists(",".join(parts[:count]))), 1)
+        found.append(",".join(parts[:count]))
+        parts = parts[count:]
+    if not all(found):
+        raise UserError(
+            f"{str(names)!r}: an empty name; give a file, a folder or a data set, with commas between several"
+        )
+    return [Path(name) for name in found]
+
+
+def absent_rows(names: str, flag: str) -> list[str]:
+    """A line for each file or folder of an option that is not there."""
+    try:
+        found = row_names(names)
+    except UserError as error:
+        return [f"{flag} {line}" for line in error.problems]
+    lines = []
+    for name in found:
+        try:
+            if not is_dataset_name(str(name)):
+                os.stat(name)
+        except OSError as error:
+            folder = Path(name).parent
+            beside = [path.name for path in itertools.islice(folder.glob("*"), 1000)]
+            near = difflib.get_close_matches(Path(name).name, beside, n=1)
+            hint = f"; did you mean {folder / near[0]}?" if near else ""
+            lines.append(f"{flag} {name}: {unreadable(error)}{hint}")
+    return lines
+
+
+def example_name(examples: Sequence[Any], split: str, index: int) -> str:
+    """An example as messages name it: "train example 5", with its file and line where they are known."""
+    place = f" ({examples.places([index])[0]})" if isinstance(examples, Rows) else ""
+    return f"{split} example {index}{place}"
+
+
+def with_places(lines: Sequence[str], examples: Sequence[Any], split: str) -> list[str]:
+    """Lines that name examples of a split by index, such as "train example 5: ...", with file and line beside it."""
+    if not isinstance(examples, Rows):
+        return list(lines)
+
+    def placed(found: re.Match[str]) -> str:
+        return example_name(examples, split, int(found[1]))
+
+    return [re.sub(rf"^{split} example (\d+)(?=:)", placed, line) for line in lines]
+
+
+def _notes(files: Sequence[RowFile]) -> list[str]:
+    """A line for each thing noted, and for each reason that rows were left out."""
+    lines = []
+    total = sum(len(file) + sum(count for count, _ in file.left_out.values()) for file in files)
+    for verb, tallies in (("", [file.noted for file in files]), ("left out: ", [file.left_out for file in files])):
+        for what in dict.fromkeys(what for tally in tallies for what in tally):
+            count = sum(tally[what][0] for tally in tallies if what in tally)
+            places = [
+                (file, at) for file, tally in zip(files, tallies, strict=True) for at in tally.get(what, (0, []))[1]
+            ]
+            named = "" if 2 * count > total else f" ({_named(files, places, count)})"
+            lines.append(f"{count:,} row{'s' * (count != 1)} {verb}{what}{named}")
+    return lines
+
+
+def _named(files: Sequence[RowFile], places: Sequence[tuple[RowFile, Sequence[int | None]]], count: int) -> str:
+    if len(files) == 1:
+        return named([at for _, at in places], count, files[0].format.has_lines)
+    first = places[:_NAMED]
+    return ", ".join(str(file.place_at(*at)) for file, at in first) + more(count - len(first))

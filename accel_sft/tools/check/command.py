@@ -1,0 +1,199 @@
+"""The command `check`: audits a task's data through the tokenizer, template and collator that training uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+
+import accel_sft
+from accel_sft.api.config import CheckConfig
+from accel_sft.api.errors import UserError
+from accel_sft.api.task import Task
+from accel_sft.chat.encoding import Encoding
+from accel_sft.io import terminal
+from accel_sft.io.files import json_safe, write_atomically
+from accel_sft.io.page_file import page_file
+from accel_sft.launch.launcher import under_launcher
+from accel_sft.models.pretrained import text_settings, vocabulary_problem
+from accel_sft.models.source import Source, find_source, is_tiny
+from accel_sft.models.tiny import TINY_DEFAULTS, build_tiny
+from accel_sft.rows.rows import Rows
+from accel_sft.tools.check import page, repeats, show, tokens
+from accel_sft.tools.check.audit_report import Report
+from accel_sft.tools.check.encoding import encode_split
+from accel_sft.tools.check.examples import Shown, pieces_of
+from accel_sft.tools.check.figures import SplitFigures, StepFigures, split_figures, step_figures
+from accel_sft.tools.check.findings import Findings
+from accel_sft.tools.check.keys import AnswerKeys
+from accel_sft.tools.check.reading import Selection, bad_rows_of, read_splits, readable_rows, report_unreadable
+from accel_sft.tools.check.scores import OwnScores
+from accel_sft.tools.check.texts import SpecialTokens, Texts, beginning_of, read_texts
+from accel_sft.training.prepare import Assembly, plan_steps, texts_of
+
+
+def run(task_name: str, task: Task, config: CheckConfig) -> None:
+    """Audit `task`'s data for `--model`, print what is found, and end with status 1 if that is an error.
+
+    Raises:
+        UserError: the model's tokenizer or configuration cannot be loaded, or a file cannot be written.
+    """
+    if under_launcher() or "LOCAL_RANK" in os.environ:
+        raise UserError(
+            f"accel-sft check {task_name} needs no ranks: start it without accelerate launch, and with LOCAL_RANK unset"
+        )
+    target = page_file(config.html, "--html", "check.html") if config.html else None
+    config = config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
+    config = dataclasses.replace(config, template_date=config.template_date or time.strftime("%Y-%m-%d"))
+    with terminal.quiet(None, config.debug, shown_on=2 if config.json else 1) as shown:
+        with tempfile.TemporaryDirectory(prefix="accel_sft-") as folder, terminal.waiting(f"check {task_name}"):
+            report = Audit(task_name, task, config, Path(folder)).report()
+        if not config.json:
+            show.print_report(report, shown)
+    if target:
+        try:
+            write_atomically(target, page.rendered(report))
+        except OSError as error:
+            raise UserError(f"--html {config.html}: cannot be written ({error.strerror}); name another file") from None
+    if config.json:
+        whole = {"version": accel_sft.__version__, **report.as_dict()}
+        print(json.dumps(json_safe(whole), indent=2, ensure_ascii=False))
+    if report.failed(config.strict):
+        raise SystemExit(1)
+
+
+class Audit:
+    """One audit of a task's data; its steps add to `found`, and leave out what an earlier one found unusable."""
+
+    def __init__(self, task_name: str, task: Task, config: CheckConfig, folder: Path) -> None:
+        self.task_name, self.task, self.config = task_name, task, config
+        self.found, self.notes = Findings(), []
+        self.splits = read_splits(task, self.found)
+        self.source = self._source(folder)
+        self.encodings: dict[str, Encoding | None] = {}
+        self.indices: dict[str, np.ndarray] = {}
+
+    def report(self) -> Report:
+        """Everything, in the order in which one thing needs another."""
+        counts: dict[str, dict[str, int]] = {}
+        steps, shown = None, []
+        if self.source:
+            # rows that are too long are found, not raised
+            lenient = dataclasses.replace(self.config, truncation=self.config.truncation.replace("error", "drop"))
+            assembly = Assembly(Accelerator(cpu=True), self.task, lenient, self.source)
+            eos_ids = assembly.encode.rules.eos_ids
+            special = SpecialTokens(assembly.tokenizer, eos_ids)
+            keys = AnswerKeys()
+            keeps = {"keeps_thinking": self.config.thinking == "keep"}
+            texts = {
+                split: read_texts(self.task, examples, split, special, keys, self.found, **keeps)
+                for split, examples in self.splits.items()
+            }
+            keys.report(self.found)
+            for split in self.splits:
+                self._encode(assembly, split, texts[split])
+            counts = self._repeats(texts)
+            self._model(assembly)
+            steps = self._steps()
+            shown = self._shown(assembly.tokenizer)
+        else:
+            for split, examples in self.splits.items():
+                report_unreadable(self.task, examples, split, self.found)
+        figures = [self._figures(split, counts.get(split)) for split in self.splits]
+        self.found.describe(lambda split, index: beginning_of(self.task, self.splits[split], split, index))
+        placed = self.found.placed(self.splits)
+        return Report(
+            self.task_name, self.config.init_from or self.config.model, placed, figures, steps, self.notes, shown
+        )
+
+    def _source(self, folder: Path) -> Source | None:
+        """What the tokenizer comes from; None where `tiny` is to make it from training text that cannot be read."""
+        config, base = self.config, None
+        if config.model == "tiny" and not config.init_from:
+            train = self.splits.get("train", ())
+            some = Selection(train, readable_rows(self.task, train, "train"))
+            if not len(some):
+                return None
+            base = str(folder / "base")
+            build_tiny(Path(base), texts_of(self.task, some), config.seed)
+        return find_source(config, base)
+
+    def _encode(self, assembly: Assembly, split: str, texts: Texts) -> None:
+        """Tokenize a split, and look at its tokens and labels."""
+        examples, tokenizer = self.splits[split], assembly.tokenizer
+        chosen = self.config.truncation
+        encoding, indices = encode_split(assembly.encode, examples, texts.readable, split, self.found, chosen)
+        self.encodings[split], self.indices[split] = encoding, indices
+        if encoding is None:
+            return
+        self.notes += [note for note in encoding.notes if note not in self.notes]
+        facts = tokens.token_facts(encoding.kept, tokenizer, assembly.encode.rules.eos_ids)
+        tokens.report_tokens(facts, split, indices, encoding.cut, tokenizer, self.found)
+        looked = tokens.report_labels(encoding.kept, split, indices, tokenizer.pad_token_id, self.found)
+        self.notes.append(f"{split}: the collator's labels of {looked:,} rows were compared with their answers")
+
+    def _repeats(self, texts: dict[str, Texts]) -> dict[str, dict[str, int]]:
+        """Score every answer, and find what repeats; an answer that is right for another row contradicts it not."""
+        scores = OwnScores(self.task, self.splits, self.config.thinking)
+        counts = {}
+        for split, each in texts.items():
+            if self.config.score:
+                scores.audit(split, each.usable, self.found)
+            in_file = isinstance(self.splits[split], Rows)
+            counts[split] = repeats.within(each, split, self.found, scores.accepts, in_file)
+        if scores.unjudged:
+            self.notes.append(f"the examples' own answers were not judged: {scores.unjudged}")
+        if len(texts) == 2:
+            repeats.between(texts["train"], texts["validation"], self.found)
+        return counts
+
+    def _model(self, assembly: Assembly) -> None:
+        """Whether the model's vocabulary and positions suffice; its configuration is read, its weights are not."""
+        source, known = self.source, {split: each for split, each in self.encodings.items() if each}
+        text = text_settings(source.weights, self.config)
+        largest = max([assembly.tokenizer.pad_token_id, *(each.kept.largest_id() for each in known.values())])
+        if problem := vocabulary_problem(source.weights, text, largest):
+            self.found.add("D601", "", detail=problem)
+        positions = getattr(text, "max_position_embeddings", None) or float("inf")
+        for split, each in known.items():
+            for row in np.flatnonzero(each.kept.lengths > positions).tolist():
+                detail = f"{each.kept.lengths[row]:,} tokens for {positions:,} positions"
+                self.found.add("D602", split, int(self.indices[split][each.kept[row].index]), detail)
+
+    def _steps(self) -> StepFigures | None:
+        train = self.encodings.get("train")
+        if train is None:
+            return None
+        try:
+            return step_figures(train, plan_steps(train, self.config), self.config.micro_batch_size)
+        except UserError as error:
+            self.found.add("D205", "train", detail=str(error))
+            return None
+
+    def _figures(self, split: str, counts: dict[str, int] | None) -> SplitFigures:
+        nothing = {"distinct_prompts": 0, "distinct_rows": 0, "other_right_answers": 0}
+        rows = len(self.splits[split]) + bad_rows_of(split, self.found)
+        return split_figures(self.encodings.get(split), split, rows, counts or nothing)
+
+    def _shown(self, tokenizer: Any) -> list[Shown]:
+        """The first training examples, token by token."""
+        if (train := self.encodings.get("train")) is None:
+            return []
+        examples, pad = self.splits["train"], tokenizer.pad_token_id
+        rows = train.kept[: self.config.show]
+        indices = [int(self.indices["train"][row.index]) for row in rows]
+        places: Sequence[Any] = [f"train example {index}" for index in indices]
+        if isinstance(examples, Rows):
+            places = examples.places(indices)
+        return [
+            Shown("train", index, str(place), len(row.input_ids), row.supervised_tokens, pieces_of(tokenizer, row, pad))
+            for row, index, place in zip(rows, indices, places, strict=True)
+        ]

@@ -1,0 +1,97 @@
+"""Examples as the model reads them: their tokens as text, which of them are special, and which carry loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from accel_sft.chat.encoding import Encoded
+from accel_sft.tools.check.tokens import supervised_positions
+
+_BEGINNING, _BEFORE_ANSWER, _OF_ANSWER = 60, 120, 400
+"""Tokens shown of a long example: of its beginning, before its answer, and of the answer."""
+_CONTEXT = 4
+"""Tokens before one with which it is decoded: some tokenizers write a blank only between words."""
+
+
+class Piece(NamedTuple):
+    """Tokens that make whole characters; a gap stands for tokens that are not shown."""
+
+    text: str
+    supervised: bool
+    special: bool = False
+    ids: tuple[int, ...] = ()
+    gap: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """An example to be printed."""
+
+    split: str
+    index: int
+    where: str
+    tokens: int
+    supervised: int
+    pieces: list[Piece]
+
+
+def pieces_of(tokenizer: Any, example: Encoded, pad_token_id: int) -> list[Piece]:
+    """The example's tokens as text; which of them carry loss is asked of the collator."""
+    (positions,) = supervised_positions([example], pad_token_id)
+    learnt, ids = set(positions), example.input_ids
+    spans = _spans(sorted(learnt), len(ids))
+    special = set(tokenizer.all_special_ids)
+    special |= {at for at, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
+    found: list[Piece] = []
+    at = 0
+    for span in spans:
+        if span.start > at:
+            found.append(Piece(f"{span.start - at:,} tokens", span.start - 1 in learnt, gap=True))
+        found += _decoded(tokenizer, ids, span, learnt, special)
+        at = max(at, span.stop)
+    return found
+
+
+def _spans(learnt: Sequence[int], length: int) -> list[range]:
+    """The tokens that are shown: the beginning, and what stands before, at the beginning and at the end of each run of
+    tokens with a loss."""
+    begins = [at for place, at in enumerate(learnt) if not place or learnt[place - 1] != at - 1]
+    ends = [at + 1 for place, at in enumerate(learnt) if place + 1 == len(learnt) or learnt[place + 1] != at + 1]
+    found, shown = [], 0
+
+    def show(begin: int, end: int) -> None:
+        nonlocal shown
+        if max(begin, shown) < end:
+            found.append(range(max(begin, shown), end))
+            shown = end
+
+    show(0, min(_BEGINNING, *begins[:1], length))
+    for begin, end in zip(begins, ends, strict=True):
+        show(begin - _BEFORE_ANSWER, begin)
+        show(begin, min(begin + _OF_ANSWER, end))
+        show(end - 2, end)
+    if not learnt:
+        show(length - _BEFORE_ANSWER, length)
+    return found
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int], span: range, learnt: set[int], special: set[int]) -> Iterator[Piece]:
+    begin = span.start
+    for at in span:
+        alone = ids[at] in special
+        last = at + 1 == span.stop or (at + 1 in learnt) != (at in learnt) or ids[at + 1] in special
+        text = _text(tokenizer, ids, begin, at + 1)
+        if alone or last or not text.endswith("\ufffd"):  # else the character goes on in the next token
+            yield Piece(text, at in learnt, alone, tuple(ids[begin : at + 1]))
+            begin = at + 1
+
+
+def _text(tokenizer: Any, ids: Sequence[int], begin: int, end: int) -> str:
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    context = list(ids[max(begin - _CONTEXT, 0) : begin])
+    before, whole = (tokenizer.decode(part, **options) for part in (context, context + list(ids[begin:end])))
+    if not whole.startswith(before):
+        return tokenizer.decode(list(ids[begin:end]), **options)
+    return whole[len(before) :]

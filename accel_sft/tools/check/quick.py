@@ -1,0 +1,51 @@
+"""The part of the audit that every training run makes at its start, from its tokens and what was noted with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from accel_sft.chat.encoding import Encoding
+from accel_sft.tools.check.findings import Finding, Findings
+from accel_sft.tools.check.repeats import first_with_same, report_leaks
+from accel_sft.tools.check.tokens import report_tokens, token_facts
+
+_NAMED = 5
+"""Rows that a line names."""
+
+
+def quick_findings(train: Encoding, validation: Encoding, tokenizer: Any, eos_ids: frozenset[int]) -> list[Finding]:
+    """What the tokens of both splits show, by example; nothing is tokenized, and no text is read."""
+    found, facts = Findings(), {}
+    for encoding in (train, validation):
+        split = encoding.split
+        facts[split] = token_facts(encoding.kept, tokenizer, eos_ids)
+        same = np.arange(int(facts[split].indices.max()) + 1)
+        for where, code in (("answers", "D209"), ("texts", "D208")):
+            for index in encoding.control_tokens[where]:
+                found.add(code, split, index)
+        report_tokens(facts[split], split, same, encoding.cut, tokenizer, found)
+    held_out, trained = facts["validation"].of_last_rows(), facts["train"].of_last_rows()
+    for row in np.flatnonzero((first := first_with_same(held_out.rows)) < np.arange(len(first))):
+        like = "validation", int(held_out.indices[first[row]])
+        found.add("D401", "validation", int(held_out.indices[row]), like=like)
+    hashes = [[each.prompts, each.rows] for each in (held_out, trained)]
+    report_leaks(*hashes, held_out.indices, trained.indices, found)
+    return found.placed({})
+
+
+def quick_lines(findings: list[Finding], task_name: str) -> list[str]:
+    """The findings but for notes, a line each, and how to learn more."""
+    lines = []
+    for finding in findings:
+        count, numbers = finding.count, ", ".join(str(row.index) for row in finding.rows[:_NAMED])
+        more = f", and {count - _NAMED:,} more" if count > _NAMED else ""
+        if finding.grade != "note":
+            lines.append(
+                f"warning {finding.code}: {finding.split}: {count:,} row{'s' * (count != 1)}: {finding.about.what} "
+                f"(example{'s' * (count != 1)} {numbers}{more}); {finding.about.mend}"
+            )
+    if lines:
+        lines.append(f"accel-sft check {task_name}, with this run's options, names every such row and looks further")
+    return lines

@@ -1,0 +1,101 @@
+"""Reads a task's splits for an audit: rows that training would refuse are found, and left out, not raised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from accel_sft.api.errors import UserError
+from accel_sft.api.task import Task
+from accel_sft.chat.conversation import conversation, read_split
+from accel_sft.rows.bad_rows import bad_rows_left_out
+from accel_sft.rows.rows import Rows
+from accel_sft.tools.check.findings import NAMED, Findings
+from accel_sft.tools.check.texts import without_index
+
+SPLITS = ("train", "validation")
+
+
+def read_splits(task: Task, found: Findings) -> dict[str, Sequence[Any]]:
+    """Each split that can be read, without the rows that `read_rows` refuses."""
+    splits: dict[str, Sequence[Any]] = {}
+    files: dict[str, str] = {}
+    told: set[str] = set()
+    with bad_rows_left_out(NAMED) as bad_rows:
+        for split in SPLITS:
+            before = len(bad_rows)
+            try:
+                splits[split] = read_split(task, split)
+            except UserError as error:
+                for line in error.problems:
+                    if line not in told:  # a task may read the same file for both
+                        found.add("D103", split, detail=line)
+                told.update(error.problems)
+            for bad in bad_rows[before:]:
+                files.setdefault(bad.place.file, split)
+    rows_of = {split: examples for split, examples in splits.items() if isinstance(examples, Rows)}
+    for split, rows in rows_of.items():
+        for name in rows.files:
+            files.setdefault(name, split)  # both splits may come from one file
+    for bad in bad_rows:
+        code = "D101" if bad.syntax else "D102"
+        found.add(code, files.get(bad.place.file, ""), detail=bad.reason, place=bad.place)
+    for split, rows in rows_of.items():
+        for each in rows.left_out():
+            if files[each.places[0].file] == split:
+                for place in each.places:
+                    found.add("D104", split, detail=each.reason, place=place)
+                found.finding("D104", split).count += each.rows - len(each.places)
+    return splits
+
+
+class Selection(Sequence[Any]):
+    """Some of a split's examples; `indices` are theirs in the split."""
+
+    def __init__(self, examples: Sequence[Any], indices: np.ndarray) -> None:
+        self.examples, self.indices = examples, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return Selection(self.examples, self.indices[at])
+        return self.examples[int(self.indices[at])]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[at] for at in range(len(self)))
+
+
+def selected(examples: Sequence[Any], good: np.ndarray) -> Sequence[Any]:
+    """The examples for which `good` is true; the sequence itself, whose fingerprint the cache knows, if all are."""
+    return examples if good.all() else Selection(examples, np.flatnonzero(good))
+
+
+def readable_rows(task: Task, examples: Sequence[Any], split: str) -> np.ndarray:
+    """The examples of which the task gives messages and target."""
+
+    def readable(index: int) -> bool:
+        try:
+            conversation(task, examples, split, index)
+        except UserError:
+            return False
+        return True
+
+    return np.array([index for index in range(len(examples)) if readable(index)], dtype=np.int64)
+
+
+def report_unreadable(task: Task, examples: Sequence[Any], split: str, found: Findings) -> None:
+    """Report the examples of which the task gives no messages and target, where no tokenizer is there to go on."""
+    for index in range(len(examples)):
+        try:
+            conversation(task, examples, split, index)
+        except UserError as error:
+            found.add("D201", split, index, without_index(str(error), split, index))
+
+
+def bad_rows_of(split: str, found: Findings) -> int:
+    """How many rows of a split `read_splits` left out."""
+    return sum(found.count(code, split) for code in ("D101", "D102", "D104"))

@@ -1,0 +1,106 @@
+"""Scores every example's own answer by the task: what is not perfect there, no model can get right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from accel_sft.api.errors import UserError
+from accel_sft.api.task import Task
+from accel_sft.chat.conversation import conversation
+from accel_sft.chat.form import wanted
+from accel_sft.evaluation.scoring import EVAL_LOSS, scored
+from accel_sft.io.text import LONGEST_ERROR, one_line
+from accel_sft.tools.check.findings import Findings
+from accel_sft.tools.check.texts import shortened, without_index
+
+
+class OwnScores:
+    """The task's score of answers, by its main metric.
+
+    An answer is perfect if its metric is the best that there is: 1 where all are between 0 and 1 and higher is better,
+    else the best of the split. An F1 of nothing to be found is 0 by itself, so an answer that is not perfect alone is
+    judged once more together with one that is.
+
+    Args:
+        thinking: as `--thinking` has it; what is kept of thinking is learnt but not scored.
+    Attributes:
+        unjudged: why the task's answers cannot be judged one by one; empty if they can.
+    """
+
+    def __init__(self, task: Task, splits: dict[str, Sequence[Any]], thinking: str) -> None:
+        self.task, self.splits, self._thinking = task, splits, thinking
+        self.unjudged = ""
+        self._perfect: dict[str, float] = {}
+        self._beside: dict[str, dict[str, Any]] = {}
+
+    def audit(self, split: str, usable: np.ndarray, found: Findings) -> None:
+        """Score each usable example's own answer, and report those that are not perfect."""
+        if self.task.main_metric == EVAL_LOSS:
+            self.unjudged = "the validation loss is the main metric"
+            return
+        grade = "error" if split == "validation" else "warning"  # training rows are not scored in training
+        values = np.full(len(usable), np.nan)
+        for index in np.flatnonzero(usable).tolist():
+            answer = self._answer(split, index)
+            if answer is None:
+                continue
+            try:
+                value = self._metric([self._score(split, index, answer)])
+            except UserError as error:
+                found.add("D502", split, index, without_index(str(error), split, index), grade=grade)
+                continue
+            if value is None:
+                return
+            values[index] = value
+        known = values[~np.isnan(values)]
+        if not len(known):
+            return
+        higher = self.task.higher_is_better
+        best = float(known.max() if higher else known.min())
+        self._perfect[split] = 1.0 if higher and best <= 1 and known.min() >= 0 else best
+        if len(perfect := np.flatnonzero(values == self._perfect[split])):
+            best_answer = self._answer(split, int(perfect[0])) or ""
+            self._beside[split] = self._score(split, int(perfect[0]), best_answer)
+        for index in np.flatnonzero(~np.isnan(values) & (values != self._perfect[split])).tolist():
+            answer = self._answer(split, index) or ""
+            if not self._is_perfect(split, self._score(split, index, answer)):
+                score = f"{self.task.main_metric} {values[index]:.4g}, not {self._perfect[split]:.4g}"
+                found.add("D501", split, index, f"{score}: {shortened(answer)}", grade=grade)
+
+    def accepts(self, split: str, index: int, other: int) -> bool:
+        """Whether the answer of `other` is perfect for the example `index` too."""
+        answer = self._answer(split, other)
+        if split not in self._perfect or answer is None:
+            return False
+        try:
+            return self._is_perfect(split, self._score(split, index, answer))
+        except UserError:
+            return False
+
+    def _answer(self, split: str, index: int) -> str | None:
+        """The text of an example's answer; None where it calls tools, which the chat template alone writes as text."""
+        chat = conversation(self.task, self.splits[split], split, index)
+        return None if chat.calls else wanted(chat, self._thinking)
+
+    def _score(self, split: str, index: int, text: str) -> dict[str, Any]:
+        """Raises UserError if score() fails."""
+        return scored(self.task, self.splits[split], index, text, split)
+
+    def _metric(self, scores: list[dict[str, Any]]) -> float | None:
+        """The main metric of these answers; None where the task gives none of so few."""
+        try:
+            return float(self.task.aggregate(scores)[self.task.main_metric])
+        except Exception as error:  # noqa: BLE001 - some metrics need more than one answer
+            cause = f"{type(error).__name__}: {error}".strip(": ")
+            self.unjudged = one_line(
+                f"aggregate() gives no {self.task.main_metric} of one answer ({cause})", LONGEST_ERROR
+            )
+            return None
+
+    def _is_perfect(self, split: str, scores: dict[str, Any]) -> bool:
+        alone, best = self._metric([scores]), self._perfect[split]
+        beside = self._beside.get(split)
+        return alone == best or (beside is not None and self._metric([beside, scores]) == best)

@@ -1,0 +1,189 @@
+"""Prints an audit on the terminal: the findings, then the figures, then examples token by token."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from accel_sft.io import terminal
+from accel_sft.io.text import one_line
+from accel_sft.tools.check.audit_report import Report
+from accel_sft.tools.check.examples import Piece, Shown
+from accel_sft.tools.check.figures import SplitFigures, StepFigures
+from accel_sft.tools.check.findings import Finding, Row
+
+ROWS = 5
+"""Of a finding that are printed."""
+OPENED, CLOSED = "⟦", "⟧"
+"""Around the tokens that carry loss, where there is no colour."""
+_STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+_BAR_CELLS = 32
+_UNWRAPPED = 10_000
+
+
+def print_report(report: Report, stream: TextIO) -> None:
+    """Print it, wrapped to a terminal's width; unwrapped and without colour where there is no terminal."""
+    width = terminal.columns() if stream.isatty() else _UNWRAPPED
+    console = Console(file=stream, highlight=False, width=width, soft_wrap=False)
+    rows = " and ".join(f"{split.rows:,} {split.split}" for split in report.splits)
+    worst = next((finding.grade for finding in report.findings), "")
+    verdict = Text(report.verdict, _STYLES.get(worst, "bold green"))
+    _print_indented(console, Text(f"check {report.task} with {report.model}: {rows or 'no'} rows", "bold"), 0, 2)
+    console.print(verdict)
+    for finding in report.findings:
+        console.print()
+        _print_finding(console, finding)
+    if report.splits:
+        _print_splits(console, report.splits)
+    if report.steps:
+        _print_steps(console, report.steps)
+    if report.notes:
+        _heading(console, "How it was read")
+        for note in report.notes:
+            _print_indented(console, Text(note))
+    if report.examples:
+        _print_examples(console, report.examples)
+    console.print()
+    console.print(Text(f"{report.task}: ") + verdict)
+
+
+def _heading(console: Console, text: str) -> None:
+    console.print()
+    console.print(Text(text, "bold"))
+
+
+def _print_indented(console: Console, text: Text, cells: int = 2, hanging: int = 0) -> None:
+    """Print a text wrapped behind so many cells, and its further lines behind `hanging` more."""
+    lines = text.wrap(console, console.width - cells - hanging)
+    for number, line in enumerate(lines):
+        line.rstrip()
+        console.print(Text(" " * (cells + hanging * bool(number))) + line)
+
+
+def _print_finding(console: Console, finding: Finding) -> None:
+    style = _STYLES[finding.grade]
+    about = f"{finding.split}: " if finding.split else ""
+    about += f"{_counted(finding.count, 'row')}: " if finding.rows and finding.rows[0].where else ""
+    also = f" ({finding.also})" if finding.also else ""
+    title = Text.assemble((f"{finding.grade} {finding.code}", style), f"  {about}{finding.about.what}{also}")
+    _print_indented(console, title, 0, 2)
+    for row in finding.rows[:ROWS]:
+        _print_indented(console, _row(row), 2, 2)
+    if finding.count > ROWS:
+        _print_indented(console, Text(f"and {finding.count - ROWS:,} more", "dim"))
+    _print_indented(console, Text(f"-> {finding.about.mend}"), 2, 3)
+
+
+def _row(row: Row) -> Text:
+    words = [row.where, f"like {row.like_where}" if row.like else "", row.detail]
+    where, like, detail = (one_line(each, 1000) for each in words)
+    return Text("  ".join(filter(None, (where, like, detail))))
+
+
+def _print_splits(console: Console, splits: list[SplitFigures]) -> None:
+    lines: list[tuple[str, list[str]]] = []
+
+    def line(name: str, numbers: list[int | None]) -> None:
+        if any(numbers):
+            lines.append((name, ["-" if number is None else f"{number:,}" for number in numbers]))
+
+    for name, field in (
+        ("rows", "rows"),
+        ("used", "used"),
+        ("left out", "left_out"),
+        ("cut", "cut"),
+        ("different rows", "distinct_rows"),
+        ("different prompts", "distinct_prompts"),
+        ("rows with another right answer", "other_right_answers"),
+        ("tokens", "tokens"),
+        ("tokens with loss", "supervised_tokens"),
+    ):
+        line(name, [getattr(split, field) for split in splits])
+    for name in next((split.lengths for split in splits if split.lengths), {}):
+        line(f"tokens of a row, {name}", [split.lengths.get(name) for split in splits])
+    line("tokens with loss, longest", [split.longest_answer for split in splits])
+    _heading(console, "Data")
+    console.print(_table(["", *(split.split for split in splits)], [[name, *cells] for name, cells in lines]))
+    for split in splits:
+        if len(split.histogram) > 1:
+            _heading(console, f"Tokens of a {split.split} row")
+            most = max(each.rows for each in split.histogram)
+            bars = [
+                [
+                    f"{each.least:,}" + (f" - {each.most:,}" if each.most > each.least else ""),
+                    "█" * max(round(_BAR_CELLS * each.rows / most), bool(each.rows)),
+                    f"{each.rows:,}",
+                ]
+                for each in split.histogram
+            ]
+            console.print(_table(["", "", ""], bars, left=2))
+
+
+def _print_steps(console: Console, steps: StepFigures) -> None:
+    _heading(console, "Training")
+    times = f"{steps.epochs:.3g}" if steps.epochs < 100 else f"{steps.epochs:,.0f}"
+    epochs = f"{times} epoch{'s' * (steps.epochs != 1)}"
+    for text in (
+        f"{_counted(steps.steps, 'step')} of {steps.global_batch_size:,} rows, {epochs}",
+        f"an epoch: {steps.tokens_per_epoch:,} tokens, {steps.supervised_tokens_per_epoch:,} with loss",
+        f"a step: {steps.step_tokens:,.0f} tokens, {steps.step_supervised_tokens:,.0f} with loss",
+    ):
+        _print_indented(console, Text(text))
+    _heading(
+        console,
+        f"Tokens computed for {_counted(steps.counted_steps, 'step')}, in forwards of {steps.forward}, on one rank",
+    )
+    rows = [[each.name, f"{each.computed_tokens:,}", f"{each.of_padded:.0%} of padded rows"] for each in steps.layouts]
+    console.print(_table(["", "", ""], rows))
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
+def _table(header: list[str], rows: list[list[str]], left: int = 1) -> Table:
+    """Columns, of which the first `left` stand at the left and the others at the right."""
+    table = Table(box=None, pad_edge=False, show_header=any(header), padding=(0, 2, 0, 0))
+    for at, name in enumerate(header):
+        table.add_column(name, justify="left" if at < left else "right", no_wrap=True, header_style="dim")
+    for row in rows:
+        table.add_row(*(Text("  " * (not at) + cell) for at, cell in enumerate(row)))
+    return table
+
+
+def _print_examples(console: Console, examples: list[Shown]) -> None:
+    coloured = console.color_system is not None and not console.no_color
+    how = Text("green", "bold black on green") if coloured else Text(f"{OPENED} and {CLOSED}")
+    lead = "Examples, as the model reads them; the tokens that carry loss are " + ("" if coloured else "between ")
+    console.print()
+    console.print(Text.assemble((lead, "bold"), how))
+    for shown in examples:
+        title = f"{shown.where}: {shown.tokens:,} tokens, {shown.supervised:,} with loss"
+        _print_indented(console, Text(title, "dim"))
+        _print_indented(console, _example(shown.pieces, coloured), 4)
+
+
+def _example(pieces: list[Piece], coloured: bool) -> Text:
+    """Tokens in turn lighter and darker, special ones in magenta; without colour, marks around those with loss."""
+    text, inside = Text(), False
+    for number, piece in enumerate(pieces):
+        if not coloured and piece.supervised != inside:
+            text.append(OPENED if piece.supervised else CLOSED)
+        inside = piece.supervised
+        style = "dim" if not piece.supervised else ("black on green", "black on bright_green")[number % 2]
+        if piece.special:
+            style = "bold black on magenta" if piece.supervised else "magenta"
+        text.append(visible(piece), style if coloured else "")
+    return text.append(CLOSED) if inside and not coloured else text
+
+
+def visible(piece: Piece) -> str:
+    """The piece's text with line breaks and control characters to be seen."""
+    if piece.gap:
+        return f" … {piece.text} … "
+    lines = piece.text.split("\n")
+    return "⏎\n".join(one_line(line, max(cell_len(line), len(line))) for line in lines)

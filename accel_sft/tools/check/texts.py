@@ -1,0 +1,162 @@
+"""Reads every prompt and answer once: what is wrong with the text, and hashes by which repeated rows are found."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from accel_sft.api.errors import UserError
+from accel_sft.api.task import Task
+from accel_sft.chat.control_tokens import ControlTokens
+from accel_sft.chat.conversation import Conversation, Turn, conversation
+from accel_sft.chat.form import divided
+from accel_sft.chat.pictures import shown
+from accel_sft.tools.check.findings import Findings
+from accel_sft.tools.check.keys import AnswerKeys
+
+DAMAGED = re.compile("[\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
+"""The replacement character, control characters, and what UTF-8 looks like that was read as Latin-1 or cp1252."""
+_SENTENCE = ".,;:!?…。，！？、；：·()[]{}（）【】《》—–"
+_QUOTES = dict.fromkeys(map(ord, "'\"`‘’“”«»「」『』"))
+_MARKS = re.compile(rf"(?<!\d)[{re.escape(_SENTENCE)}]|[{re.escape(_SENTENCE)}](?!\d)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """Of each example of a split: hashes of its prompt and of prompt and answer, as they are and normalised.
+
+    Attributes:
+        readable: False where the task fails on it; then the hashes mean nothing.
+        answered: False where the answer is empty.
+    """
+
+    prompts: np.ndarray
+    pairs: np.ndarray
+    loose_prompts: np.ndarray
+    loose_pairs: np.ndarray
+    readable: np.ndarray
+    answered: np.ndarray
+
+    @property
+    def usable(self) -> np.ndarray:
+        return self.readable & self.answered
+
+
+class SpecialTokens:
+    """The tokenizer's special tokens as they may stand in a text, where the chat template alone should write them."""
+
+    def __init__(self, tokenizer: Any, eos_ids: frozenset[int]) -> None:
+        self._control = ControlTokens(tokenizer)
+        self._ends = self._control.spelled(eos_ids)
+
+    def faults(self, chat: Conversation) -> list[tuple[str, str]]:
+        """The code and the place in the text of the first in the answers and in the other messages."""
+        written = self._control.written(chat, self._ends)
+        return [("D209" if written.ends_answer else "D208", around(written.text, written.match))] if written else []
+
+
+def read_texts(
+    task: Task,
+    examples: Sequence[Any],
+    split: str,
+    special: SpecialTokens,
+    keys: AnswerKeys,
+    found: Findings,
+    *,
+    keeps_thinking: bool = False,
+) -> Texts:
+    """Read every example's conversation, and report what its texts show.
+
+    Args:
+        keys: the keys of answers are counted there.
+        keeps_thinking: `--thinking keep` is given, and each answer should have some.
+    """
+    count = len(examples)
+    hashes = np.zeros((4, count), dtype=np.uint64)
+    readable, answered = np.ones(count, dtype=bool), np.ones(count, dtype=bool)
+    for index in range(count):
+        try:
+            chat = conversation(task, examples, split, index)
+            seen = "".join(f"\x1e{picture.digest}" for picture in chat.images)
+        except UserError as error:
+            found.add("D201", split, index, without_index(str(error), split, index))
+            readable[index] = False
+            continue
+        faults = _faults(chat, keeps_thinking)
+        answered[index] = "D206" not in faults
+        for code, detail in (*faults.items(), *special.faults(chat)):
+            found.add(code, split, index, detail)
+        prompt = "\x1e".join(f"{turn['role']}\x1f{turn['content']}{_calls(turn)}" for turn in chat.turns) + seen
+        keys.add(split, index, chat.target)
+        target = chat.target + _calls(chat.answer)
+        loose = normalised(prompt)
+        texts = prompt, f"{prompt}\x1d{target}", loose, f"{loose}\x1d{normalised(target)}"
+        hashes[:, index] = [text_hash(text) for text in texts]
+    return Texts(*hashes, readable, answered)
+
+
+def _calls(turn: Turn) -> str:
+    return json.dumps(turn["tool_calls"], sort_keys=True) if turn.get("tool_calls") else ""
+
+
+def _faults(chat: Conversation, keeps_thinking: bool) -> dict[str, str]:
+    """What is wrong with an example's texts, by code: the first place of each."""
+    faults: dict[str, str] = {}
+    for each in chat.each():
+        target = each.target
+        if not (target.strip() or each.calls):
+            faults.setdefault("D206", f"asked: {shortened(shown(each.turns[-1]['content']))}")
+        elif target != target.strip():
+            faults.setdefault("D211", repr(shortened(target)))
+        if keeps_thinking and target.strip() and divided(each)[0] is None:
+            faults.setdefault("D212", f"answer: {shortened(target)}")
+        if not any(turn["content"].strip() for turn in each.turns if turn["role"] != "system"):
+            faults.setdefault("D207", f"answer: {shortened(target)}")
+    for text in chat.texts():
+        if not (text.isascii() and text.isprintable()) and (damage := DAMAGED.search(text)):
+            faults["D210"] = around(text, damage)
+            break
+    return faults
+
+
+def normalised(text: str) -> str:
+    """`text` without case, quotes, punctuation between words and repeated white space; numbers keep their points."""
+    text = unicodedata.normalize("NFKC", text).casefold().translate(_QUOTES)
+    return " ".join(_MARKS.sub(" ", text).split())
+
+
+def text_hash(text: str) -> int:
+    """64 bits of BLAKE2: two different texts of a billion have the same with a chance of one in forty."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def shortened(text: str, length: int = 48) -> str:
+    """The beginning of a text."""
+    return text if len(text) <= length else text[:length] + "..."
+
+
+def beginning_of(task: Task, examples: Sequence[Any], split: str, index: int) -> str:
+    """The beginning of what an example asks; nothing where the task fails on it."""
+    try:
+        turns = conversation(task, examples, split, index).turns
+    except UserError:
+        return ""
+    return shortened(shown(turns[-1]["content"]))
+
+
+def around(text: str, match: re.Match[str], length: int = 24) -> str:
+    """What was found, with a few characters before and behind it."""
+    begin, end = max(match.start() - length, 0), match.end() + length
+    return ("..." if begin else "") + text[begin:end] + ("..." if end < len(text) else "")
+
+
+def without_index(message: str, split: str, index: int) -> str:
+    """A message without the example's number and place that it begins with: the finding names the row."""
+    return re.sub(rf"^{split} example {index}( \(.*?\))?: ", "", message).removeprefix(f"{split}: ")

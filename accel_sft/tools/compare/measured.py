@@ -1,0 +1,164 @@
+"""What is measured of a run: its folder's metrics.jsonl, result.json and run.json as one flat record."""
+
+import json
+import os
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_sft.api.errors import UserError
+from accel_sft.io.files import read_json
+from accel_sft.io.run_dir import RunDir
+from accel_sft.launch import host_memory
+from accel_sft.tracking.metrics_file import read_lines
+from accel_sft.tracking.run_report import is_number
+from accel_sft.tracking.trace import batch_share
+
+NUMBERS = (
+    "median_step_seconds",
+    "step_seconds_spread",
+    "tokens_per_second",
+    "peak_device_memory_gib",
+    "mean_device_memory_gib",
+    "device_percent",
+    "cpu_percent",
+    "peak_host_memory_gib",
+    "host_memory_all_ranks_gib",
+    "metric_after",
+    "eval_loss_after",
+    "seconds",
+)
+"""The keys of a run that a cell has a median and a spread of."""
+
+
+_END_BYTES = 4096
+
+
+def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
+    """What the run recorded until it ended, however it did. What it did not record, or not in its form, is None.
+
+    Args:
+        discard_steps: first steps whose time is not counted.
+    """
+    steps = training_lines(run_dir)
+    result, record = (_read(path) for path in (run_dir.result, run_dir.record))
+    launch, after = _mapping(record.get("launch")), _mapping(result.get("after"))
+    host, ranks = _mapping(launch.get("host")), _mappings(result.get("system"))
+    found = {
+        "steps": len(steps),
+        "total_steps": _number(record.get("total_steps")),
+        **_speed(steps[discard_steps:]),
+        "peak_device_memory_gib": _number(result.get("peak_device_memory_gib")),
+        "mean_device_memory_gib": max(_of(ranks, "mean", "gpu_memory_gib"), default=None),
+        "device_percent": _mean(_of(ranks, "mean", "gpu_percent")),
+        "cpu_percent": sum(_of(ranks, "mean", "cpu_percent")) if ranks else None,
+        "peak_host_memory_gib": _number(result.get("peak_host_memory_gib")),
+        "host_memory_all_ranks_gib": sum(_of(ranks, "peak", "process_memory_gib")) if ranks else None,
+        "metric_after": _number(after.get(str(result.get("main_metric")))),
+        "eval_loss_after": _number(after.get("eval_loss")),
+        "batching": result.get("batching"),
+        "memory": _memory(result) or None,
+        "phases": _phases(result),
+        "batch_share": batch_share(run_dir.profile),
+        "data_sha256": record.get("data_sha256"),
+        "environment": {
+            **{key: launch.get(key) for key in ("device", "precision", "threads_per_process", "communication")},
+            "cores": host.get("cores"),
+            "platform": host.get("platform"),
+            "versions": _mapping(launch.get("versions")) or None,
+        },
+    }
+    return json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))  # half a character is in no file
+
+
+def training_lines(run_dir: RunDir) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that are optimizer steps; none where it cannot be read."""
+    try:
+        return [line for line in read_lines(run_dir.metrics) if "loss" in line]
+    except OSError:
+        return []
+
+
+def last_step(run_dir: RunDir) -> int:
+    """The newest step in metrics.jsonl, 0 before the first. Only the file's end is read: a look must cost nothing."""
+    if not run_dir.metrics.is_file():
+        return 0
+    with run_dir.metrics.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
+        found = re.findall(rb'"step": (\d{1,18})\b', file.read(_END_BYTES))
+    return int(found[-1]) if found else 0
+
+
+def surroundings() -> dict[str, float]:
+    """What else the machine does, before a launch: its load over a minute, and free host memory in GiB."""
+    return {"load_before": os.getloadavg()[0], "free_host_memory_before_gib": host_memory.free_bytes() / 2**30}
+
+
+def _speed(counted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    seconds = [line["seconds"] for line in counted if is_number(line.get("seconds"))]
+    tokens = sum(line["tokens"] for line in counted if is_number(line.get("tokens")))
+    median = statistics.median(seconds) if seconds else None
+    spread = None
+    if median and len(seconds) > 1:
+        tenths = statistics.quantiles(seconds, n=10, method="inclusive")
+        spread = (tenths[-1] - tenths[0]) / median
+    return {
+        "step_seconds": seconds,
+        "median_step_seconds": median,
+        "step_seconds_spread": spread,
+        "tokens_per_second": tokens / sum(seconds) if seconds and sum(seconds) else None,
+    }
+
+
+def _phases(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The run's memory at the end of each start-up phase, of the rank that has the most there."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in _mappings(result.get("phases")):
+        phase = str(row.get("phase"))
+        largest = found.setdefault(phase, {"phase": phase})
+        for key, value in row.items():
+            if key.endswith("_gib") and is_number(value):
+                largest[key] = max(value, largest.get(key, value))
+    return [*found.values()]
+
+
+def _memory(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Predicted and measured GiB by place and phase, where both are there."""
+    found: dict[str, dict[str, Any]] = {}
+    for place, phases in _mapping(result.get("memory")).items():
+        for phase, pair in _mapping(phases).items():
+            predicted, measured = (_number(_mapping(pair).get(key)) for key in ("predicted_gib", "measured_gib"))
+            if predicted is not None and measured:
+                found.setdefault(place, {})[phase] = pair
+    return found
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _number(value: Any) -> Any:
+    return value if is_number(value) else None
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """A file of a run that may have been killed before or while it wrote it."""
+    try:
+        content = read_json(path)
+    except UserError:
+        return {}
+    return _mapping(content)
+
+
+def _of(ranks: Sequence[Mapping[str, Any]], kind: str, field: str) -> list[float]:
+    return [_mapping(rank[kind])[field] for rank in ranks if is_number(_mapping(rank.get(kind)).get(field))]
+
+
+def _mean(numbers: Sequence[float]) -> float | None:
+    return sum(numbers) / len(numbers) if numbers else None

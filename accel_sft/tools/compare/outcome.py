@@ -1,0 +1,87 @@
+"""How a run ended, in a word and with its reason: the last line of its own message."""
+
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accel_sft.api.errors import UserError
+from accel_sft.io.files import read_json
+from accel_sft.io.run_dir import RunDir
+from accel_sft.io.text import LONGEST_ERROR, one_line
+from accel_sft.tools.compare.launching import Ended
+
+COMPLETE, FAILED, OUT_OF_MEMORY, HUNG, KILLED, TIME_LIMIT = STATUSES = (
+    "complete",
+    "failed",
+    "out of memory",
+    "hung",
+    "killed",
+    "time limit",
+)
+NOT_RUN = "not run"
+_MESSAGES = {
+    OUT_OF_MEMORY: re.compile(
+        r"out of (device )?memory|OutOfMemoryError|can't allocate memory|^MemoryError", re.I | re.M
+    ),
+    HUNG: re.compile(r"nothing has moved for \d+ seconds"),
+    KILLED: re.compile(r"was killed \(signal 9"),
+}
+"""What a run's own message says of its end; the trainer's, torch's and the launcher's words."""
+_WAITING = re.compile(r".{1,200}: \d+ s so far")
+_TAIL_BYTES = 1 << 16
+
+
+def outcome(ended: Ended, run_dir: RunDir, log: Path, limit_seconds: float) -> tuple[str, str]:
+    """(one of STATUSES, the reason; "" if complete)."""
+    result, printed = _read_result(run_dir), _tail(log)
+    if ended.over_time:
+        return TIME_LIMIT, f"not done after {limit_seconds / 60:g} minutes (--time-limit)"
+    if result.get("status") == "complete" and ended.returncode == 0:
+        return COMPLETE, ""
+    message = result["error"] if isinstance(result.get("error"), str) else _last_message(printed)
+    reason = one_line((message.strip().splitlines() or ["it printed nothing"])[-1], LONGEST_ERROR)
+    # a process that is killed writes nothing: then there is its launcher's summary
+    told = message if result.get("error") else printed
+    by_signal = ended.returncode == -signal.SIGKILL or (not result.get("error") and "SIGKILL" in printed)
+    if by_signal:
+        return KILLED, "killed (signal 9, as the system does when memory runs out)"
+    for status, words in _MESSAGES.items():
+        if words.search(told):
+            return status, reason
+    if ended.returncode < 0:
+        return FAILED, f"ended by {signal.Signals(-ended.returncode).name}: {reason}"
+    return FAILED, reason
+
+
+def waited_for(log: Path) -> str:
+    """The line in which a run says what it waits for (`io.terminal.waiting`: operators that compile), while it is the
+    last one of its log; else ""."""
+    last = next(reversed(_tail(log).rstrip().splitlines()), "") if log.is_file() else ""
+    return one_line(last) if _WAITING.fullmatch(last) else ""
+
+
+def _read_result(run_dir: RunDir) -> Mapping[str, Any]:
+    """The run's result.json; {} where it wrote none, or was killed while it did."""
+    try:
+        result = read_json(run_dir.result)
+    except UserError:
+        return {}
+    return result if isinstance(result, dict) else {}
+
+
+def _tail(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - _TAIL_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def _last_message(printed: str) -> str:
+    """Our own first error if there is one, else Python's last one, else the last line."""
+    if own := re.search(r"^Error: (.*)", printed, re.M):
+        return own[1]
+    raised = re.findall(r"^[\w.]*(?:Error|Exception|Interrupt)\b.*", printed, re.M)
+    lines = [line for line in printed.splitlines() if line.strip()]
+    return (raised or lines or [""])[-1]

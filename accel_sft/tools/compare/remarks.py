@@ -1,0 +1,109 @@
+"""What one must know beside a comparison's numbers: failures, loss parity, predictions, batches, surroundings."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from accel_sft.io.text import shown
+from accel_sft.tools.compare.outcome import COMPLETE
+from accel_sft.tools.compare.summary import completed, learns_alike
+from accel_sft.tools.compare.tables import percent, predicted_peaks
+from accel_sft.tracking.run_report import is_number
+
+Cell = Mapping[str, Any]
+_LITTLE = 0.05
+"""Share of a step below which it is not worth while to save it."""
+
+
+def remarks(record: Mapping[str, Any]) -> list[str]:
+    """A sentence for each."""
+    cells = record["cells"]
+    of_memory = [*_predictions(cells), *_batches(cells)]
+    return [*of_memory, *_failures(cells), *_loss(cells), *_batch(cells), *_surroundings(record)]
+
+
+def _predictions(cells: Sequence[Cell]) -> Iterator[str]:
+    """By how much the predicted peaks of memory were off."""
+    errors = {}
+    for cell in cells:
+        for place, (predicted, measured) in (
+            each for run in completed(cell)[:1] for each in predicted_peaks(run).items()
+        ):
+            errors[f"{cell['name']}, {place}"] = (predicted - measured) / measured
+    if errors:
+        worst = max(errors, key=lambda name: abs(errors[name]))
+        mean = sum(map(abs, errors.values())) / len(errors)
+        yield (
+            f"Peaks of memory were predicted with a mean error of {percent(mean)}; the largest is "
+            f"{100 * errors[worst]:+.0f}% ({worst})."
+        )
+
+
+def _batches(cells: Sequence[Cell]) -> Iterator[str]:
+    """What the traces of runs with --profile say of the making of batches."""
+    shares = {}
+    for cell in cells:
+        for traced in (run["batch_share"] for run in completed(cell) if run["batch_share"]):
+            share = traced["batch_seconds"] / traced["step_seconds"]
+            shares[cell["name"]] = max(share, shares.get(cell["name"], 0.0))
+    if not shares:
+        return
+    name = max(shares, key=lambda each: shares[each])
+    told = f"Reading rows and making batches takes {percent(shares[name])} of a traced step at most ({name})"
+    if shares[name] < _LITTLE:
+        yield f"{told}, which matters little."
+    else:
+        yield f"{told}: that is the most that a faster disk or processor, or smaller images, could save."
+
+
+def _failures(cells: Sequence[Cell]) -> Iterator[str]:
+    for cell in cells:
+        bad = [run for run in cell["runs"] if run["status"] != COMPLETE]
+        if cell["status"] != COMPLETE:
+            yield f"{cell['name']}: {cell['status']}" + (f": {cell['reason']}" if cell["reason"] else "")
+        elif bad:
+            count = f"{len(bad)} of {len(cell['runs'])} runs"
+            yield f"{cell['name']}: {count} ended otherwise: {bad[-1]['status']}: {bad[-1]['reason']}"
+
+
+def _loss(cells: Sequence[Cell]) -> Iterator[str]:
+    known = [cell for cell in cells if cell["loss_difference"]]
+    if known:
+        worst = max(known, key=lambda cell: cell["loss_difference"]["relative"])
+        at = worst["loss_difference"]
+        yield (
+            f"At equal steps the loss curves of cells that should learn the same differ by "
+            f"{100 * at['relative']:.2g}% at most ({worst['name']} from {at['to']}, step {at['step']})."
+        )
+    done = [cell for cell in cells if completed(cell)]
+    if len(precisions := sorted({str(cell["launch"]["precision"]) for cell in done})) > 1:
+        yield (
+            f"Not all cells compute in the same precision ({', '.join(precisions)}), on which time and memory depend: "
+            f"--mixed-precision {precisions[0]} gives it to all of them."
+        )
+    if any(not learns_alike(done[0], cell) for cell in done):
+        yield "Not all cells learn the same: their settings differ in more than how a step is executed."
+
+
+def _batch(cells: Sequence[Cell]) -> Iterator[str]:
+    sizes = {cell["global_batch_size"] for cell in cells}
+    if len(sizes) == 1:
+        shares = {cell["launch"]["processes"]: cell["examples_per_rank"] for cell in cells}
+        each = ", ".join(f"{shown(share)} on {count}" for count, share in sorted(shares.items()))
+        ranks = f"; a rank gets, by the number of processes: {each}" if {*shares} != {1} else ""
+        yield f"A step learns from {sizes.pop()} examples in every cell, over all ranks together{ranks}."
+    else:
+        told = ", ".join(map(str, sorted(sizes)))
+        yield f"A step does not learn from as many examples in every cell ({told}): go by tokens/s, not by s/step."
+
+
+def _surroundings(record: Mapping[str, Any]) -> Iterator[str]:
+    differing, cores = record["differences"]["environment"], record["environment"].get("cores")
+    loads = [*differing.get("load_before", {}).values()]
+    if is_number(cores) and (busy := [load for load in loads if is_number(load) and load > cores]):
+        yield (
+            f"The machine was busy: before {len(busy)} of {len(loads)} launches its load was above its {cores} cores "
+            f"(up to {max(busy):.1f}), so times are longer, and differ more, than on a quiet machine."
+        )
+    others = [key for key in differing if not key.endswith(("before", "before_gib"))]
+    if others:
+        yield f"Not the same around all runs: {', '.join(others)} (comparison.md has them by run)."

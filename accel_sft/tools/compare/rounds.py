@@ -1,0 +1,183 @@
+"""Runs the cells round by round, records each run as it ends, and writes what they amount to."""
+
+import datetime
+import shlex
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from accel_sft.io.files import write_atomically
+from accel_sft.io.run_dir import RunDir
+from accel_sft.io.terminal import columns, terminal, wrapped
+from accel_sft.io.text import printable, shown
+from accel_sft.tools.compare.cells import Cell
+from accel_sft.tools.compare.conclusions import findings
+from accel_sft.tools.compare.launching import end_all, launch
+from accel_sft.tools.compare.measured import last_step, measure, surroundings
+from accel_sft.tools.compare.outcome import outcome, waited_for
+from accel_sft.tools.compare.record import write_record
+from accel_sft.tools.compare.summary import completed, summarise
+from accel_sft.tools.compare.tables import as_csv, markdown, terminal_table
+
+
+class Interrupted(KeyboardInterrupt):
+    """The comparison was stopped by a signal; what has ended is recorded."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.status = 128 + number  # which a shell reports for the signal
+
+
+def run(record: dict[str, Any], folder: Path, cells: Sequence[Cell], *, keep_weights: bool) -> None:
+    """Make the runs that `record` does not have yet, and print the table; of a signal the launch is ended, and the rest
+    is kept.
+
+    Raises:
+        Interrupted: by SIGINT, SIGTERM or SIGHUP.
+    """
+    console = Console(file=terminal(), highlight=False, width=columns())
+    _update(record, folder)  # by which it goes on, killed in its first run too
+    try:
+        with _signals_interrupt(), console.status("", refresh_per_second=2) as status:
+            for number, cell, entry in _due(record, cells):
+                done = sum(len(entry["runs"]) for entry in record["cells"])
+                of = f"{done + 1} of {done + _left(record)}: round {number}, {cell.name}"
+                entry["runs"].append(_run_cell(record, folder, cell, number, status, of))
+                if not keep_weights:
+                    _delete_weights(RunDir(folder / entry["runs"][-1]["folder"]))
+                _update(record, folder)
+                _tell(console, of, entry["runs"][-1])
+    except KeyboardInterrupt as interruption:
+        record["status"] = "interrupted"
+        _update(record, folder)
+        told = f"{interruption}; to go on: {_resuming(record, folder)}"
+        raise _with_message(interruption, told) from None
+    record["status"] = "complete"
+    _update(record, folder)
+    console.print(terminal_table(record))
+    for line in record["findings"]:
+        print(wrapped(printable(f"- {line}"), 2), file=terminal())
+
+
+def _due(record: dict[str, Any], cells: Sequence[Cell]) -> Iterator[tuple[int, Cell, dict[str, Any]]]:
+    """Round, cell and record of every run that is still to be made; a cell whose first run failed is not repeated."""
+    for number in range(1, record["repeat"] + 1):
+        for cell, entry in zip(cells, record["cells"], strict=True):
+            failed = entry["runs"] and not completed(entry)
+            if not failed and number not in [run["round"] for run in entry["runs"]]:
+                yield number, cell, entry
+
+
+def _left(record: dict[str, Any]) -> int:
+    """How many runs are still to be made, if none fails."""
+    tried = [entry for entry in record["cells"] if completed(entry) or not entry["runs"]]
+    return sum(record["repeat"] - len(entry["runs"]) for entry in tried)
+
+
+def _run_cell(record: dict[str, Any], folder: Path, cell: Cell, number: int, status: Status, of: str) -> dict[str, Any]:
+    """Run a cell once; what is there of an earlier attempt, processes too, is removed before."""
+    place = folder / "cells" / cell.folder
+    run_dir, log = RunDir(place / f"round-{number}"), place / f"round-{number}.log"
+    end_all(run_dir.path)
+    shutil.rmtree(run_dir.path, ignore_errors=True)
+    place.mkdir(parents=True, exist_ok=True)
+
+    said = ""
+
+    def look() -> None:
+        nonlocal said
+        step = last_step(run_dir)
+        waits = "" if step else waited_for(log)
+        told = f"{of}, {f'step {step}' if step else waits or 'starting'}, {time.monotonic() - began:.0f} s"
+        status.update(Text(printable(told), no_wrap=True, overflow="ellipsis"))
+        if waits not in ("", said) and not status.console.is_terminal:  # where nothing is updated
+            status.console.print(printable(f"{of}: {waits}"), markup=False, soft_wrap=True)
+            said = waits
+
+    began = time.monotonic()
+    around, started = surroundings(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    limit = record["time_limit_minutes"] * 60
+    look()
+    try:
+        ended = launch(cell.command(run_dir.path), cell.environment, run_dir.path, log, limit, look)
+    except BaseException:
+        shutil.rmtree(run_dir.path, ignore_errors=True)
+        raise
+    word, reason = outcome(ended, run_dir, log, limit)
+    run_dir.path.mkdir(exist_ok=True)  # of a launch that failed before its run: that it is done is known by its folder
+    measured = measure(run_dir, record["discard_steps"])
+    return {
+        "round": number,
+        "status": word,
+        "reason": reason,
+        "folder": str(run_dir.path.relative_to(folder)),
+        "log": str(log.relative_to(folder)),
+        "command": cell.shown_command(run_dir.path),
+        "started": started,
+        "seconds": ended.seconds,
+        **measured,
+        "environment": {**measured["environment"], **around},
+    }
+
+
+def _update(record: dict[str, Any], folder: Path) -> None:
+    summarise(record, folder)
+    record["findings"] = findings(record)
+    write_record(folder, record)
+    write_atomically(folder / "comparison.md", markdown(record))
+    write_atomically(folder / "comparison.csv", as_csv(record))
+
+
+def _delete_weights(run_dir: RunDir) -> None:
+    for path in (run_dir.final, run_dir.best, run_dir.base, run_dir.checkpoints):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _tell(console: Console, of: str, run: dict[str, Any]) -> None:
+    """A line for a run that has ended."""
+    numbers = ""
+    if run["median_step_seconds"] is not None:
+        numbers = f", {shown(run['median_step_seconds'])} s a step, {shown(run['tokens_per_second'])} tokens/s"
+    reason = f": {run['reason']}" if run["reason"] else ""
+    line = f"{of}: {run['status']}{numbers} ({run['seconds']:.0f} s in all){reason}"
+    console.print(wrapped(printable(line)), markup=False, soft_wrap=True)
+
+
+def _resuming(record: dict[str, Any], folder: Path) -> str:
+    """The command that goes on: the one that was given, with the folder if that was not named."""
+    words = shlex.split(record["command"])
+    if "--output-dir" in words:
+        return record["command"]
+    end = words.index("--") if "--" in words else len(words)
+    return shlex.join([*words[:end], "--output-dir", str(folder), *words[end:]])
+
+
+def _with_message(interruption: KeyboardInterrupt, text: str) -> KeyboardInterrupt:
+    interruption.args = (text,)
+    return interruption
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Inside, SIGINT, SIGTERM and SIGHUP (a terminal that is closed) raise `Interrupted`, unless ignored (nohup)."""
+
+    def raise_it(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, raise_it) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,171 @@
+"""Which settings learn best, where a comparison varies what a step computes: by the task's metric, not by speed."""
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.io.text import shown
+from accel_sft.tools.compare.outcome import COMPLETE
+from accel_sft.tools.compare.summary import EXECUTION
+from accel_sft.tracking.run_report import is_number
+
+SEED = "seed"
+_COST_NOTHING = frozenset(
+    {"learning_rate", "lr_scheduler", "warmup_ratio", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", SEED}
+    | {"warmup_steps", "decay_ratio", "min_lr_ratio", "lora_r", "lora_alpha", "lora_dropout"}
+)
+"""Options on which the time and memory of a step do not depend, or hardly."""
+_TRAINERS = {"launch", "num_processes", "mixed_precision", *(field.name for field in dataclasses.fields(TrainConfig))}
+_LISTED = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One combination of the swept values, over its seeds (and launches, which learn alike).
+
+    Attributes:
+        values: by the name of the option.
+        metrics: after training, of each cell that has one.
+        loss: median of the validation losses after training; NaN is none.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+    metrics: Sequence[float]
+    seeds: int
+    loss: float | None
+
+    @property
+    def metric(self) -> float:
+        return statistics.median(self.metrics)
+
+    @property
+    def spread(self) -> float | None:
+        """By how much seeds differ; None after one. Rounds of one seed learn the same, so they tell nothing of it."""
+        return max(self.metrics) - min(self.metrics) if self.seeds > 1 else None
+
+
+def swept(record: Mapping[str, Any]) -> list[str]:
+    """The varied options that change what is learnt; the seed alone is none."""
+    return [name for name in record["varied"] if name not in EXECUTION and name != SEED]
+
+
+def costs_alike(record: Mapping[str, Any]) -> bool:
+    """Whether this is a sweep in which nothing varies that the time or memory of a step depends on much."""
+    return bool(swept(record)) and {*record["varied"]} <= _COST_NOTHING
+
+
+def in_order(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The record's cells; of a sweep the best first, those without a metric last."""
+    if not swept(record):
+        return record["cells"]
+
+    def place(cell: Mapping[str, Any]) -> tuple[bool, float, float]:
+        metric, loss = (cell["median"].get(key) for key in ("metric_after", "eval_loss_after"))
+        return (metric is None, *_rank(record, metric or 0.0, loss))
+
+    return sorted(record["cells"], key=place)
+
+
+def ranked(record: Mapping[str, Any]) -> list[Setting]:
+    """The settings that have a metric, the best first, the lower validation loss deciding between equal ones."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for cell in record["cells"]:
+        if cell["status"] == COMPLETE and is_number(cell["median"].get("metric_after")):
+            name = ", ".join(f"{_flag(name)[2:]} {cell['settings'].get(name)}" for name in swept(record))
+            groups.setdefault(name, []).append(cell)
+    settings = []
+    for name, cells in groups.items():
+        losses = [loss for cell in cells if is_number(loss := cell["median"].get("eval_loss_after"))]
+        setting = Setting(
+            name=name,
+            values={option: cells[0]["settings"].get(option) for option in swept(record)},
+            metrics=[cell["median"]["metric_after"] for cell in cells],
+            seeds=len({str(cell["settings"].get(SEED)) for cell in cells}),
+            loss=statistics.median(losses) if losses else None,
+        )
+        settings.append(setting)
+    return sorted(settings, key=lambda setting: _rank(record, setting.metric, setting.loss))
+
+
+def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences on which setting learns best, what ties with it, and what is not known; none without two of them."""
+    metric, settings = record["main_metric"], ranked(record) if swept(record) else []
+    if swept(record) and not settings and any(cell["status"] == COMPLETE for cell in record["cells"]):
+        yield f"Settings cannot be ranked: no cell has {metric} after training; leave out --eval-every off."
+    if len(settings) < 2:
+        return
+    best, others = settings[0], settings[1:]
+    tied = [other for other in others if other.metric == best.metric]
+    close = [other for other in others if other not in tied and _undecided(best, other)]
+    spreads = [setting.spread for setting in settings if setting.spread is not None]
+    if close:
+        which = " and ".join(each.name for each in (best, *tied, *close))
+        behind, largest = max(abs(best.metric - other.metric) for other in close), max(spreads)
+        yield (
+            f"Undecided which is the best by {metric} after training: {which}. They differ by {shown(behind)} at most, "
+            f"and seeds of one setting by up to {shown(largest)}."
+        )
+    elif tied:
+        which = "all settings" if len(tied) == len(others) else "; ".join(each.name for each in (best, *tied))
+        yield f"A tie: {which} have the same {metric} after training, {_told(best)}.{_by_loss(best, tied)}"
+    else:
+        yield f"{best.name} is the best by {metric} after training: {_told(best)}{_and_loss(best)}."
+    each = "; ".join(f"{setting.name}: {_told(setting)}{_and_loss(setting)}" for setting in settings[:_LISTED])
+    rest = f"; and {len(settings) - _LISTED} more" if len(settings) > _LISTED else ""
+    yield f"By {metric}, the best first: {each}{rest}."
+    if len(spreads) < len(settings):
+        yield (
+            "A setting was trained with one seed only, so it is not known whether such differences repeat, and another "
+            "round of the same seed learns the same; --seed 1,2,3 tells."
+        )
+    yield from _ends(best, settings, [*tied, *close])
+    if own := [_flag(name) for name in swept(record) if name not in _TRAINERS]:
+        told = ", ".join(own)
+        yield f"Of the task's own are {told}: where they change the validation examples, metrics do not compare."
+
+
+def _rank(record: Mapping[str, Any], metric: float, loss: float | None) -> tuple[float, float]:
+    return (-metric if record.get("higher_is_better", True) else metric, float("inf") if loss is None else loss)
+
+
+def _told(setting: Setting) -> str:
+    if len(setting.metrics) == 1:
+        return shown(setting.metric)
+    what = f"{setting.seeds} seeds" if setting.seeds > 1 else f"{len(setting.metrics)} cells"
+    if min(setting.metrics) == max(setting.metrics):
+        return f"{shown(setting.metric)} (in all {what})"
+    return f"{shown(setting.metric)} (median of {what}, {shown(min(setting.metrics))} to {shown(max(setting.metrics))})"
+
+
+def _and_loss(setting: Setting) -> str:
+    return "" if setting.loss is None else f", validation loss {shown(setting.loss)}"
+
+
+def _by_loss(best: Setting, tied: Sequence[Setting]) -> str:
+    losses = [other.loss for other in tied if other.loss is not None]
+    if best.loss is None or not losses or min(losses) == best.loss:
+        return ""
+    return f" {best.name} has the lowest validation loss, {shown(best.loss)} against {shown(min(losses))}."
+
+
+def _undecided(best: Setting, other: Setting) -> bool:
+    spreads = [setting.spread for setting in (best, other) if setting.spread is not None]
+    return bool(spreads) and abs(best.metric - other.metric) <= max(spreads)
+
+
+def _ends(best: Setting, settings: Sequence[Setting], as_good: Sequence[Setting]) -> Iterator[str]:
+    """Options of which the best value is the largest or smallest that was tried."""
+    for name, value in best.values.items():
+        values = {setting.values[name] for setting in settings if is_number(setting.values[name])}
+        if len(values) < 2 or value not in values or any(other.values[name] != value for other in as_good):
+            continue
+        for end, which in ((max(values), "larger"), (min(values), "smaller")):
+            if value == end:
+                yield f"{_flag(name)} {value} is the {which[:-1]}st that was tried: a {which} one may be better still."
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

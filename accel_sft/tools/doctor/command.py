@@ -1,0 +1,153 @@
+"""`accel-sft doctor`: what this machine can run, what it lacks and how to mend it, and which launch files work."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+
+import accel_sft
+from accel_sft.api.errors import UserError
+from accel_sft.io import terminal
+from accel_sft.io.text import one_line
+from accel_sft.launch.info import Finding
+from accel_sft.launch.launcher import under_launcher
+from accel_sft.launch.shipped import shipped
+
+if TYPE_CHECKING:
+    from accel_sft.tools.doctor.launch_table import Row
+
+_COLORS = {"ok": "green", "warning": "yellow", "problem": "red", "yes": "green", "no": "red"}
+_NAME, _LEVEL = 12, 8
+"""Cells of the columns before a finding."""
+
+
+@click.command()
+@click.argument("files", nargs=-1, type=click.Path(path_type=Path), metavar="[LAUNCH_FILE]...")
+@click.option("--build", is_flag=True, help="Compile those of DeepSpeed's operators that are missing: minutes.")
+@click.option("--network", is_flag=True, help="Also ask whether the Hugging Face Hub can be reached.")
+@click.option(
+    "--output-dir",
+    type=click.Path(path_type=Path),
+    default=Path("runs"),
+    show_default=True,
+    help="The folder of runs to check.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, at its end.")
+def doctor(files: tuple[Path, ...], build: bool, network: bool, output_dir: Path, as_json: bool) -> None:
+    """Say what this machine can run, and which launch files work here: the shipped ones and any LAUNCH_FILE.
+
+    The exit status is 1 if there is a problem. Warnings, and launch files for other machines, are none.
+    """
+    from accel_sft.tools.doctor import launch_table
+    from accel_sft.tools.doctor.check import worst
+    from accel_sft.tools.doctor.checks import CHECKS
+    from accel_sft.tools.doctor.machine import Machine
+
+    if under_launcher():
+        raise UserError("accel-sft doctor starts its own ranks: start it without accelerate launch")
+    machine = Machine([*shipped().values(), *files], output_dir, build, network)
+    machine.progress = functools.partial(_progress, sys.stderr if as_json else sys.stdout)
+    printed = (lambda *_: None) if as_json else click.echo
+    printed(_bold(f"accel_sft {accel_sft.__version__} on {platform.node()}, {platform.system()} {platform.machine()}"))
+    found: list[dict[str, str]] = []
+    subject = ""
+    for check in CHECKS:
+        findings = check.run(machine)
+        if findings and check.subject != subject:
+            subject = check.subject
+            printed(f"\n{_bold(subject)}")
+        for finding in findings:
+            found.append({"subject": check.subject, "check": check.name, **_as_dict(finding)})
+            printed(_line(check.name, finding))
+    rows = [launch_table.row(machine, file) for file in machine.launch_files]
+    level = worst(Finding(each["level"], "", "") for each in found)
+    if as_json:
+        report = {"version": accel_sft.__version__, "level": level, "findings": found}
+        click.echo(json.dumps(report | {"launch_files": [vars(row) for row in rows]}, indent=2, ensure_ascii=False))
+    else:
+        _print_table(rows, found, machine.devices)
+    sys.exit(level == "problem")
+
+
+def _as_dict(finding: Finding) -> dict[str, str]:
+    return {"level": finding.level, "what": one_line(finding.what, 1000), "mend": one_line(finding.mend, 1000)}
+
+
+def _line(name: str, finding: Finding) -> str:
+    margin = 2 + _LEVEL + _NAME
+    level = _styled(f"{finding.level:<{_LEVEL}}", fg=_COLORS[finding.level], bold=finding.level == "problem")
+    words = one_line(finding.what, 1000)
+    lines = [_hung(" " * margin + words, margin)]
+    if finding.mend:
+        lines.append(_hung(" " * margin + f"-> {one_line(finding.mend, 1000)}", margin + 3))
+    return f"  {level}{name:<{_NAME}}" + "\n".join(lines)[margin:]
+
+
+def _print_table(rows: list[Row], found: list[dict[str, str]], devices: int) -> None:
+    click.echo(f"\n{_bold('Launch files')}")
+    width = 2 + max(len(row.file) for row in rows)
+    for row in rows:
+        word = "yes" if row.works else "no"
+        words = "; ".join(filter(None, (f"with {row.flags}" if row.flags else "", row.why)))
+        indent = 2 + width + 5
+        line = _hung(" " * indent + words, indent)[indent:]
+        click.echo(
+            f"  {row.file:<{width}}{_styled(word, fg=_COLORS[word])}{' ' * (5 - len(word)) + line if line else ''}"
+        )
+    levels = [each["level"] for each in found]
+    where = f"{devices} GPU{'s' * (devices > 1)}" if devices else "the CPU"
+    working = [row for row in rows if row.works]
+    counts = [_counted(levels.count("problem"), "problem"), _counted(levels.count("warning"), "warning")]
+    click.echo(f"\n{len(working)} of {len(rows)} launch files work here, on {where}; {', '.join(counts)}.")
+    if working:
+        best = next((row for row in working if row.file == "ddp"), working[0])
+        flags = f" {best.flags}" if best.flags else ""
+        click.echo("To start one:")
+        click.echo(f"  accel-sft launch-file {best.file} > {best.file}.yaml")
+        click.echo(f"  accelerate launch --config_file {best.file}.yaml{flags} -m accel_sft math")
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count or 'no'} {what}{'s' * (count != 1)}"
+
+
+def _hung(text: str, indent: int) -> str:
+    """Wrapped to a terminal's width, the lines behind the first indented."""
+    return terminal.wrapped(text, indent)
+
+
+def _bold(text: str) -> str:
+    return _styled(text, bold=True)
+
+
+def _styled(text: str, **style: Any) -> str:
+    return text if "NO_COLOR" in os.environ else click.style(text, **style)
+
+
+@contextlib.contextmanager
+def _progress(stream: TextIO, what: str) -> Iterator[None]:
+    """Inside, the terminal's last line says what is waited for and how long; without one a line says it now and then.
+
+    Standard error, beside the JSON, gets it on a terminal only.
+    """
+    if what and stream.isatty() and find_spec("rich"):
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=Console(file=stream), transient=True) as bar:
+            bar.add_task(what, total=None)
+            yield
+        return
+    with terminal.waiting(what) if what and stream is sys.stdout else contextlib.nullcontext():
+        yield

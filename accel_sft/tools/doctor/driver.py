@@ -1,0 +1,51 @@
+"""`Driver`: what nvidia-smi says of this machine's GPUs, without torch."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+
+from accel_sft.tools.doctor.processes import ask
+
+SECONDS = 30.0
+"""For nvidia-smi, which hangs where the driver does."""
+_QUERY = "name,driver_version,memory.total,memory.used"
+
+
+@dataclass(frozen=True)
+class Driver:
+    """What nvidia-smi says.
+
+    Attributes:
+        gpus: of each its name, its memory and how much of it is in use, in MiB.
+        cuda: the newest CUDA that the driver runs, "12.4"; empty if it does not say.
+        failure: why there is no answer; empty if there is.
+    """
+
+    gpus: tuple[tuple[str, float, float], ...] = ()
+    version: str = ""
+    cuda: str = ""
+    failure: str = ""
+
+
+def ask_driver() -> Driver | None:
+    """None on a machine without nvidia-smi."""
+    if not (program := shutil.which("nvidia-smi")):
+        return None
+    answer = ask([program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"], SECONDS)
+    if answer.status is None:
+        return Driver(failure=f"nvidia-smi gave no answer within {SECONDS:.0f} s")
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.out.splitlines()]
+    rows = [row for row in rows if len(row) == 4]
+    if answer.status or not rows:
+        first = (answer.out + answer.error).strip().splitlines()
+        return Driver(failure=f"nvidia-smi fails: {first[0] if first else f'status {answer.status}'}")
+    cuda = re.search(r"CUDA Version:\s*([\d.]+)", ask([program], SECONDS).out)
+    gpus = tuple((name, _mib(total), _mib(used)) for name, _, total, used in rows)
+    return Driver(gpus, rows[0][1], cuda[1] if cuda else "")
+
+
+def _mib(text: str) -> float:
+    """A number of nvidia-smi's; some GPUs give none."""
+    return float(text) if re.fullmatch(r"[\d.]+", text) else 0.0

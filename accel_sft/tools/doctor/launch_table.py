@@ -1,0 +1,69 @@
+"""Which launch files work here, and why another does not."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.launch.audit import audit
+from accel_sft.launch.deepspeed_ops import operators
+from accel_sft.launch.info import Launch
+from accel_sft.tools.doctor.machine import Machine
+from accel_sft.tools.doctor.operators import lacking
+from accel_sft.tools.doctor.torch_facts import LIBRARIES
+
+
+@dataclass(frozen=True)
+class Row:
+    """A launch file, whether it works here, with which flags of the launcher, and what there is to say about it."""
+
+    file: str
+    works: bool
+    flags: str = ""
+    why: str = ""
+    mend: str = ""
+
+
+def row(machine: Machine, file: Path) -> Row:
+    """What would become of a launch with this file here."""
+    try:
+        if reason := next(filter(None, map(machine.torch.failure, LIBRARIES[:-1])), ""):
+            return Row(file.stem, False, why=reason)
+        if machine.devices and (reason := machine.unusable.get("devices")):
+            return Row(file.stem, False, why=reason)
+        launch = machine.launch(file)
+        for finding in audit(TrainConfig(), launch, machine.devices):
+            if finding.level == "error":
+                what = re.sub(rf"^{re.escape(str(file))}:? ", "", lacking(finding))
+                return Row(file.stem, False, why=what, mend=finding.mend)
+        if reason := _unusable(machine, launch):
+            return Row(file.stem, False, why=reason)
+        return Row(file.stem, True, " ".join(machine.flags(file)), _to_know(machine, launch))
+    except UserError as error:
+        return Row(file.stem, False, why=str(error))
+    except Exception as error:  # noqa: BLE001 - one file must not end the table
+        return Row(file.stem, False, why=f"it could not be checked: {type(error).__name__}: {error}")
+
+
+def _unusable(machine: Machine, launch: Launch) -> str:
+    """What a check found to be broken and this launch needs; empty if there is nothing."""
+    if launch.backend == "deepspeed" and (reason := machine.torch.failure("deepspeed")):
+        return reason
+    compiled = operators(launch, machine.devices)
+    if unknown := [name for name in compiled if name not in machine.torch.operators]:
+        return f"{unknown[0]} could not be looked at"
+    needed = [*compiled, *(["ranks"] if launch.world_size > 1 else [])]
+    return next((machine.unusable[what] for what in needed if what in machine.unusable), "")
+
+
+def _to_know(machine: Machine, launch: Launch) -> str:
+    words = []
+    if launch.machines > 1:
+        words.append(f"on {launch.machines} machines such as this one together, not on this one alone")
+    state = machine.torch.operators
+    if missing := [name for name in operators(launch, machine.devices) if not state[name]["compiled"]]:
+        words.append(f"the first launch compiles {' and '.join(missing)}")
+    return "; ".join(words)

@@ -1,0 +1,73 @@
+"""`Machine`: what the checks of one report share; what takes long to find out is found once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from accel_sft.api.errors import UserError
+from accel_sft.launch.deepspeed_ops import operators
+from accel_sft.launch.info import Launch
+from accel_sft.tools.doctor import torch_facts
+from accel_sft.tools.doctor.driver import Driver, ask_driver
+from accel_sft.tools.doctor.torch_facts import TorchFacts
+
+
+@dataclasses.dataclass
+class Machine:
+    """
+    Attributes:
+        launch_files: those that the report tells about.
+        runs: the folder in which runs would be.
+        build: whether to compile DeepSpeed's operators.
+        network: whether to ask the hub.
+        progress: a context in which the terminal says what is waited for; of an empty text it says nothing.
+        unusable: what cannot be used here and why: "devices", "ranks", or an operator's name. Checks write it, and the
+            table of launch files reads it.
+    """
+
+    launch_files: Sequence[Path]
+    runs: Path = Path("runs")
+    build: bool = False
+    network: bool = False
+    progress: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    unusable: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def torch(self) -> TorchFacts:
+        return torch_facts.find()
+
+    @functools.cached_property
+    def driver(self) -> Driver | None:
+        return ask_driver()
+
+    @property
+    def devices(self) -> int:
+        """Accelerators that torch sees."""
+        return self.torch.device_count
+
+    def launch(self, file: Path) -> Launch:
+        """What this file would start here: a process for each GPU of each machine, or as many as the file says.
+
+        Raises:
+            UserError: the file cannot be read, or the launcher would refuse it.
+        """
+        return Launch.from_yaml(file, *self.flags(file))
+
+    def flags(self, file: Path) -> tuple[str, ...]:
+        """The launcher's flag that makes the processes of a file as many as there are GPUs; none without GPUs."""
+        asked = Launch.from_yaml(file)
+        wanted = self.devices * asked.machines
+        return ("--num_processes", str(wanted)) if self.devices and wanted != asked.world_size else ()
+
+    def users(self, operator: str) -> list[str]:
+        """The launch files that need an operator, by name without suffix."""
+        found = []
+        for file in self.launch_files:
+            with contextlib.suppress(UserError):  # the table says it
+                if operator in operators(self.launch(file), self.devices):
+                    found.append(file.stem)
+        return found

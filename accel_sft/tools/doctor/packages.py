@@ -1,0 +1,107 @@
+"""Checks of what is installed: versions against the bounds, imports, tasks; and the hub, if asked for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+
+import accel_sft
+from accel_sft.api import registry
+from accel_sft.api.errors import UserError
+from accel_sft.tools.doctor.check import Finding, ok, problem, warning
+from accel_sft.tools.doctor.machine import Machine
+from accel_sft.tools.doctor.processes import ask
+from accel_sft.tools.doctor.torch_facts import LIBRARIES
+
+DISTRIBUTION = "accel-sft"
+NETWORK_SECONDS = 15.0
+_ASK_HUB = """
+import sys
+from huggingface_hub import constants, get_session
+if constants.HF_HUB_OFFLINE:
+    sys.exit("HF_HUB_OFFLINE is set")
+reply = get_session().get(f"{constants.ENDPOINT}/api/models", params={"limit": 1})
+reply.raise_for_status()
+"""
+
+
+def versions(machine: Machine) -> Iterator[Finding]:
+    """Installed versions against the bounds of this package's own metadata."""
+    from packaging.requirements import Requirement
+
+    try:
+        required = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        what = "accel-sft is not installed, only imported: the versions of its libraries were not checked"
+        yield warning(what, "bash setup.sh in the checkout installs all")
+        return
+    wrong, fitting = [], {}
+    for requirement in map(Requirement, required):
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            wrong.append(problem(f"{requirement.name} is not installed", f'pip install "{requirement}"'))
+            continue
+        broken = [each for each in requirement.specifier if not each.contains(version, prereleases=True)]
+        if not broken:
+            fitting[requirement.name] = version
+        elif all(each.operator in ("<", "<=") for each in broken):
+            what = f"{requirement.name} {version} is newer than what accel_sft was tested with ({broken[0]})"
+            wrong.append(warning(what, f'pip install "{requirement}"'))
+        else:
+            what = f"{requirement.name} {version}: accel_sft {accel_sft.__version__} needs {requirement.specifier}"
+            wrong.append(problem(what, f'pip install "{requirement}"'))
+    named = [
+        f"{name} {fitting[name]}" for name in ("torch", "transformers", "accelerate", "deepspeed") if name in fitting
+    ]
+    yield from wrong
+    if fitting:
+        yield ok(f"{len(fitting)} libraries within the bounds: {', '.join(named)}")
+
+
+def imports(machine: Machine) -> Iterator[Finding]:
+    """Whether the libraries can be imported: an installed one may miss a system library, or crash."""
+    facts = machine.torch
+    libraries = LIBRARIES[:-1] if sys.platform == "darwin" else LIBRARIES  # DeepSpeed is not installed there
+    for name, failure in facts.imports.items():
+        if name not in libraries:
+            continue
+        if failure:
+            mend = f'{sys.executable} -c "import {name}" shows all of it; then install it again'
+            yield problem(f"{name} cannot be imported: {failure}", mend)
+    if facts.fault:
+        mend = "the same step in a Python of your own shows more: the driver, or a build for another CPU or system"
+        yield problem(f"torch and DeepSpeed could not be asked: {facts.fault}", mend)
+    elif not any(map(facts.failure, libraries)):
+        yield ok(f"{', '.join(libraries)} can be imported")
+
+
+def tasks(machine: Machine) -> Iterator[Finding]:
+    usable, broken = [], []
+    for plugin in registry.plugins():
+        try:
+            registry.load_plugin(plugin)
+            usable.append(plugin.name)
+        except UserError as error:
+            broken += [warning(line, "mend or uninstall its package; other tasks run") for line in error.problems]
+    yield from broken
+    if usable:
+        yield ok(", ".join(usable))
+    else:
+        yield problem("no task can be used", "accel-sft tasks says why; accel-sft new-task NAME writes one")
+
+
+def hub(machine: Machine) -> Iterator[Finding]:
+    """Whether models can be downloaded, only if asked: it leaves this machine."""
+    if not machine.network:
+        return
+    answer = ask([sys.executable, "-c", _ASK_HUB], NETWORK_SECONDS)
+    if answer.status == 0:
+        yield ok("the hub answers")
+        return
+    why = f"no answer within {NETWORK_SECONDS:.0f} s" if answer.status is None else answer.reason("no reason told")
+    mend = "see HTTPS_PROXY and HF_ENDPOINT; --model takes a folder, and tiny downloads nothing"
+    yield warning(f"the hub cannot be reached: {why}", mend)

@@ -1,0 +1,127 @@
+"""Checks that ranks reach each other: real processes that add up numbers once, by gloo and, with GPUs, by NCCL."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from typing import IO
+
+from accel_sft.tools.doctor.check import Finding, ok, problem
+from accel_sft.tools.doctor.machine import Machine
+from accel_sft.tools.doctor.processes import end, import_path, script
+
+SECONDS = 30
+"""For joining and adding up, once a rank has imported torch."""
+START_SECONDS = 300
+"""For all of it."""
+GRACE_SECONDS = 3.0
+"""For the other ranks to say why too, after one has failed."""
+_MENDS = {
+    "gloo": "see that this host's name resolves to one of its addresses (getent hosts $(hostname)); or else set "
+    "GLOO_SOCKET_IFNAME=lo for one machine",
+    "nccl": "NCCL_DEBUG=INFO shows where it stops; where GPUs cannot reach each other directly: NCCL_P2P_DISABLE=1",
+}
+
+
+def reached(machine: Machine) -> Iterator[Finding]:
+    """Two ranks on the CPU, which every launch uses; on GPUs then one rank on each."""
+    if machine.torch.failure("torch"):
+        return
+    for backend, ranks in (("gloo", 2), ("nccl", machine.devices)):
+        if not ranks or (backend == "nccl" and not machine.torch.cuda):
+            continue
+        began = time.monotonic()
+        what = f"{ranks} ranks" if ranks > 1 else "one rank"
+        if why := exchange(backend, ranks):
+            machine.unusable["ranks"] = f"ranks do not reach each other ({backend})"
+            yield problem(f"{what} did not add up numbers by {backend}: {why}", _MENDS[backend])
+        else:
+            yield ok(f"{what} added up numbers by {backend} ({time.monotonic() - began:.0f} s)")
+
+
+def exchange(backend: str, ranks: int, seconds: int = SECONDS, more: Mapping[str, str] | None = None) -> str:
+    """Start ranks on this machine as a launch would, and let them add up numbers once.
+
+    Args:
+        seconds: for joining and adding up.
+        more: variables for each rank.
+    Returns:
+        Why they did not; empty if they did.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    world |= {"LOCAL_WORLD_SIZE": str(ranks), **import_path(), **(more or {})}
+    processes: list[subprocess.Popen[str]] = []
+    with tempfile.TemporaryFile("w+") as errors:
+        try:
+            outputs = [tempfile.TemporaryFile("w+") for _ in range(ranks)]  # noqa: SIM115 - closed below
+            for rank, out in enumerate(outputs):
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(
+                    subprocess.Popen(
+                        script("rank_script", backend, str(seconds)),
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=errors,
+                        text=True,
+                        env={**os.environ, **world, **place},
+                        start_new_session=True,
+                    )
+                )
+            _wait(processes)
+            return _why(
+                [_said(out) for out in outputs], [process.poll() for process in processes], seconds, _text(errors)
+            )
+        finally:
+            for process in processes:
+                end(process)
+                process.wait()
+            for out in outputs:
+                out.close()
+
+
+def _wait(processes: list[subprocess.Popen[str]]) -> None:
+    """Until all have ended, or a moment after one has failed, or the time is over."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        time.sleep(0.05)
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def _said(out: IO[str]) -> tuple[str, str]:
+    """The last step that a rank says it has done, and what went wrong then."""
+    lines = [json.loads(line) for line in _text(out).splitlines(keepends=True) if line.endswith("}\n")]
+    done = [line["step"] for line in lines if line["step"] != "failed"]
+    return done[-1] if done else "did not import torch", lines[-1]["trouble"] if lines else ""
+
+
+def _why(said: list[tuple[str, str]], statuses: list[int | None], seconds: int, errors: str) -> str:
+    """In words of the rank that failed first; empty if all added up.
+
+    A rank whose time is over takes its peers' connections with it: what they say then is no reason.
+    """
+    if all(each == ("done", "") for each in said):
+        return ""
+    for rank, ((_, trouble), status) in enumerate(zip(said, statuses, strict=True)):
+        if status and status != -signal.SIGALRM and not trouble:
+            last = next((line for line in reversed(errors.splitlines()) if line.strip()), "")
+            how = f"with status {status}" if status > 0 else f"by {signal.Signals(-status).name}"
+            return f"rank {rank} ended {how} {f'({last})' if last else ''}".rstrip()
+    troubles = [f"rank {rank}: {trouble}" for rank, (_, trouble) in enumerate(said) if trouble]
+    if troubles and -signal.SIGALRM not in statuses:
+        return troubles[0]
+    return f"no sum within {seconds} s ({', '.join(f'rank {rank} {step}' for rank, (step, _) in enumerate(said))})"

@@ -1,0 +1,118 @@
+"""A process that says what torch and DeepSpeed can do here, a line of JSON a fact; `torch_facts` starts and reads it.
+
+A broken driver or library may crash or hang whoever asks it: what had been found out until then has been told.
+"""
+
+import json
+import os
+import sys
+import time
+import warnings
+from importlib import import_module
+from typing import Any
+
+from accel_sft.tools.doctor.torch_facts import LIBRARIES
+
+ROUNDS = 5
+
+
+def tell(**facts: Any) -> None:
+    print(json.dumps(facts), file=_facts, flush=True)
+
+
+def main() -> None:
+    tell(step="import torch")
+    try:
+        import torch
+    except Exception as error:  # noqa: BLE001 - a library that is missing or broken raises anything
+        tell(imports={"torch": _words(error)})
+        return
+    tell(version=torch.__version__, cuda=torch.version.cuda, imports={"torch": ""})
+    _devices(torch)
+    for name in LIBRARIES[1:]:
+        tell(step=f"import {name}")
+        try:
+            import_module(name)
+            tell(imports={name: ""})
+        except Exception as error:  # noqa: BLE001 - as above
+            tell(imports={name: _words(error)})
+    tell(step="load DeepSpeed's operators")
+    _operators()
+
+
+def _devices(torch: Any) -> None:
+    from accel_sft.launch.info import device_count
+    from accel_sft.launch.precision import computes_bf16
+
+    tell(step="find the GPUs")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        count = device_count()
+    if not count:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as a launch does
+    cuda = count if torch.cuda.is_available() else 0
+    names = [torch.cuda.get_device_name(index) for index in range(cuda)]
+    complaint = _first_line(str(told[0].message)) if told and not count else ""
+    tell(device_count=count, device_names=names, cuda_complaint=complaint)
+    tell(step="compute on each device")
+    failures = {}
+    for index in range(cuda):
+        try:
+            _product(torch, torch.float32, f"cuda:{index}", 64)
+        except RuntimeError as error:
+            failures[str(index)] = _words(error)
+    tell(device_failures=failures)
+    if failures or cuda != count:
+        return
+    tell(step="compare bf16 with float32")
+    native = computes_bf16(torch.device("cuda:0" if cuda else "cpu"))[0]
+    device, size = ("cuda:0", 4096) if cuda else ("cpu", 1024)
+    seconds: dict[Any, list[float]] = {torch.float32: [], torch.bfloat16: []}
+    for _ in range(1 + ROUNDS):  # the first round warms up
+        for dtype, times in seconds.items():
+            times.append(_product(torch, dtype, device, size))
+    fastest = [min(times[1:]) for times in seconds.values()]
+    tell(bf16_native=native, bf16_speedup=fastest[0] / fastest[1])
+
+
+def _product(torch: Any, dtype: Any, device: str, size: int) -> float:
+    """Seconds for the product of two square matrices."""
+    matrix = torch.full((size, size), 0.5, dtype=dtype, device=device)
+    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    wait()
+    began = time.perf_counter()
+    matrix @ matrix
+    wait()
+    return time.perf_counter() - began
+
+
+def _operators() -> None:
+    """Which operators are compiled, in the folder that this user's launches use, and whether they can be loaded."""
+    from torch.utils.cpp_extension import _import_module_from_library
+
+    from accel_sft.launch.deepspeed_ops import OPERATORS, audit_locks, library
+
+    for name in OPERATORS:
+        state: dict[str, Any] = {"library": str(library(name)), "compiled": library(name).is_file(), "failure": ""}
+        state["locks"] = [[finding.level, finding.what, finding.mend] for finding in audit_locks(name)]
+        if state["compiled"]:
+            try:
+                _import_module_from_library(name, str(library(name).parent), True)
+            except (ImportError, OSError) as error:
+                state["failure"] = _words(error)
+        tell(operators={name: state})
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_first_line(str(error))}"
+
+
+def _first_line(text: str) -> str:
+    return next(filter(None, map(str.strip, text.splitlines())), "")
+
+
+if __name__ == "__main__":
+    _facts = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what the libraries print is no fact
+    main()
+    sys.stdout.flush()

@@ -1,0 +1,205 @@
+"""`accel-sft plan`: will a task's training fit, under which launch file, and how fast about? No torch."""
+
+import dataclasses
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+from accel_sft.api.config import PLAN, PlanConfig
+from accel_sft.api.errors import UserError
+from accel_sft.api.options import settings
+from accel_sft.api.registry import suggestion
+from accel_sft.api.task import Task
+from accel_sft.evaluation.scoring import EVAL_LOSS
+from accel_sft.launch.info import Launch
+from accel_sft.launch.shipped import FOLDER, shipped
+from accel_sft.memory.estimate import Estimate
+from accel_sft.memory.job import AS_CONFIGURED, Job
+from accel_sft.memory.lengths import Lengths, read
+from accel_sft.memory.model_config import read_config, read_shape, stored_bytes
+from accel_sft.memory.shape import ModelShape
+from accel_sft.models.source import errors_explained, find_source, is_tiny
+from accel_sft.models.tiny import TINY_DEFAULTS, TINY_SHAPE, TINY_VOCABULARY
+from accel_sft.tools.plan import table
+from accel_sft.tools.plan.machine import Machine, machine
+from accel_sft.tools.plan.plans import SIMPLEST_FIRST, Plan, launch_of, plan, recommended
+
+_CPU_TOKENS = 1024
+"""Of a forward on a CPU, where --micro-batch-size does not say: the smallest that the trainer chooses from."""
+_EVAL_ROWS = 64
+"""Answers generated at once where --eval-batch-size does not say, unless they are short."""
+
+
+def run(task_name: str, task: Task, config: PlanConfig) -> None:
+    """Print the plan and leave with status 0 if a launch file fits, 1 if none does or every probe failed.
+
+    Raises:
+        UserError: a model or launch file that cannot be read, an option that does not fit the model, or a simulation
+            or probe that cannot be made.
+    """
+    asked, config = config, config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
+    content, name, folder = model_config(config)
+    shape, stored = read_shape(content, name, folder), stored_bytes(content)
+    here = machine(config.gpus, config.gpu_memory, config.host_memory)
+    lengths = read(task, config)
+    plans, jobs = [], {}
+    for name, file in launch_files(config.launch):
+        launch = launch_of(file, here)
+        jobs[name] = job = job_of(config, task, shape, stored, launch, here, lengths)
+        step_tokens = config.global_batch_size * lengths.mean / job.ranks
+        plans.append(plan(name, file, job, here, step_tokens))
+    best, why = recommended(plans)
+    command = command_of(task_name, task, asked, best, here) if best else None
+    if not config.json:
+        for line in table.lines(plans, shape, here, lengths, config, jobs, best, why, command):
+            print(line)
+    asked_more = config.simulate or config.probe
+    chosen = [each for each in plans if each.job and (config.launch or each is best)] if asked_more else []
+    if asked_more and not chosen:
+        raise UserError("--simulate, --probe: no launch file fits; name one by --launch to look at it all the same")
+    found = {}
+    for each in chosen:
+        probed = dataclasses.replace(asked, **each.more, dry_run=False, resume="off", patience=None)
+        found[each.name] = answers(each, content, config, here, [task_name, *_given(probed, task)])
+    if config.json:
+        as_json = table.as_json(plans, shape, here, lengths, best, why, command)
+        answered = {name: [dataclasses.asdict(each) for each in of_launch] for name, of_launch in found.items()}
+        print(json.dumps({**as_json, "answers": answered}, indent=2))
+    for name, of_launch in () if config.json else found.items():
+        for line in table.side_by_side(name, of_launch):
+            print(line)
+    failed = bool(found) and all(any(each.failure for each in of_launch) for of_launch in found.values())
+    raise SystemExit(0 if best and not failed else 1)
+
+
+def answers(plan: Plan, content: dict[str, Any], config: PlanConfig, here: Machine, words: list[str]) -> list[Estimate]:
+    """The closed form's estimate of a plan, and those of the simulation and the probe where they are asked for.
+
+    Args:
+        content: of the model's config.json.
+        words: the task and the options of its run.
+    Raises:
+        UserError: the model cannot be simulated, or the plan is for another machine than this one.
+    """
+    assert plan.job is not None
+    assert plan.estimate is not None
+    found = [plan.estimate]
+    if config.simulate:
+        from accel_sft.tools.plan.simulation import simulate
+
+        found.append(simulate(plan.job, content))
+    if config.probe:
+        from accel_sft.tools.plan.probe import probe
+
+        this = machine(None, None, None)
+        if this.gpus != here.gpus:
+            raise UserError(f"--probe: the plan is for {here.describe()}; this machine: {this.describe()}")
+        found.append(probe(plan.job, plan.file, words))
+    return found
+
+
+def model_config(config: PlanConfig) -> tuple[dict[str, Any], str, Path | None]:
+    """The content of the model's config.json, its name for errors, and its folder if it has one.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    if is_tiny(config):
+        shape = {"model_type": "qwen2", "vocab_size": TINY_VOCABULARY, **TINY_SHAPE, "dtype": "float32"}
+        return shape, "tiny", None
+    source = find_source(config)
+    folder = Path(source.weights)
+    if not folder.is_dir():
+        from huggingface_hub import hf_hub_download
+
+        with errors_explained(source.weights):
+            folder = Path(hf_hub_download(source.weights, "config.json")).parent
+    return read_config(folder), source.weights, folder
+
+
+def launch_files(asked: str | None) -> list[tuple[str, Path]]:
+    """Name and path of each launch file that `--launch` asks for, or of every shipped one.
+
+    Raises:
+        UserError: a name that is neither shipped nor a file.
+    """
+    by_name = shipped()
+    if not asked:
+        known = [name for name in SIMPLEST_FIRST if name in by_name]
+        return [(name, by_name[name]) for name in (*known, *sorted(by_name.keys() - {*known}))]
+    found = []
+    for name in asked.split(","):
+        if (stem := name.removesuffix(".yaml")) in by_name and not Path(name).is_file():
+            found.append((stem, by_name[stem]))
+        elif Path(name).is_file():
+            found.append((Path(name).stem, Path(name)))
+        else:
+            near = suggestion(stem, by_name) or f"; shipped are {', '.join(sorted(by_name))}"
+            raise UserError(f"--launch {name}: no such file, and no launch file of this name is shipped{near}")
+    return found
+
+
+def job_of(
+    config: PlanConfig,
+    task: Task,
+    shape: ModelShape,
+    stored_bytes: int,
+    launch: Launch,
+    here: Machine,
+    lengths: Lengths,
+) -> Job:
+    """The job with the smallest forward that must fit: one longest example, or as many as --micro-batch-size says; on a
+    CPU the smallest forward that the trainer makes."""
+    rows = 1 if config.micro_batch_size == "auto" else int(config.micro_batch_size)
+    tokens, supervised = rows * lengths.longest, rows * lengths.longest_supervised
+    if not here.gpus and config.micro_batch_size == "auto":
+        step = config.global_batch_size * lengths.mean / launch.world_size
+        tokens = max(tokens, min(_CPU_TOKENS, round(step)))
+        supervised = max(supervised, round(tokens * lengths.mean_supervised / lengths.mean))
+    generates = config.eval_every != "off" and task.main_metric != EVAL_LOSS
+    answers = config.eval_batch_size or _EVAL_ROWS
+    if config.eval_limit:
+        answers = min(answers, math.ceil(config.eval_limit / launch.world_size))
+    return Job(
+        shape=shape,
+        launch=launch,
+        device="cuda" if here.gpus else "cpu",
+        stored_bytes=stored_bytes,
+        target_modules=config.lora_target_modules,
+        **{name: getattr(config, name) for name in AS_CONFIGURED},
+        tokens=tokens,
+        supervised_tokens=min(supervised, tokens),
+        rows=rows,
+        eval_rows=answers if generates else 0,
+        eval_tokens=lengths.longest,
+        saves=config.save_every != "off",
+    )
+
+
+def command_of(task_name: str, task: Task, asked: PlanConfig, best: Plan, here: Machine) -> str:
+    """The command line that trains under this plan, with what the user asked for here."""
+    assert best.job is not None
+    is_shipped = best.file.parent == FOLDER
+    words = ["accelerate", "launch", "--config_file", f"{best.name}.yaml" if is_shipped else str(best.file)]
+    if here.gpus:
+        words += ["--num_processes", str(best.job.ranks)]
+    words += ["-m", "accel_sft", task_name, *_given(dataclasses.replace(asked, **best.more), task)]
+    fetch = f"accel-sft launch-file {best.name} > {best.name}.yaml\n" if is_shipped else ""
+    return fetch + shlex.join(words)
+
+
+def _given(config: PlanConfig, task: Task) -> list[str]:
+    """The trainer's options and the task's that differ from their defaults, as words of a command line."""
+    words: list[str] = []
+    for owner in (config, task):
+        for setting in settings(type(owner)):
+            value = getattr(owner, setting.name)
+            if setting.section == PLAN or value == setting.default or value is None:
+                continue
+            if isinstance(value, bool):
+                words.append(setting.flag if value else f"--no-{setting.flag[2:]}")
+            else:
+                words += [setting.flag, str(value)]
+    return words

@@ -1,0 +1,230 @@
+"""A plan for each launch file: does it fit, how large a forward, how fast; and the one to run."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.launch_limits import launch_problem
+from accel_sft.launch.info import Launch
+from accel_sft.launch.parallelism import audit_parallelism
+from accel_sft.launch.precision import expected
+from accel_sft.memory.closed import estimate
+from accel_sft.memory.estimate import Estimate
+from accel_sft.memory.job import Job
+from accel_sft.tools.plan.machine import Machine
+from accel_sft.tools.plan.speed import Speed, speed
+
+SIMPLEST_FIRST = ("ddp", "fsdp2", "z0", "z1", "z2", "z3", "hsdp", "z2_offload", "fsdp2_offload", "z3_offload")
+SIMPLEST_FIRST += ("z3_nvme", "multinode_z3", "z3_sp")
+"""Of launch files that are alike fast, the earliest is recommended."""
+ALIKE = 0.15
+"""Share by which the model of speed cannot tell two launch files apart."""
+MOST_TOKENS = 2**17
+"""In one forward; no larger one is looked for."""
+MARGIN = 0.92
+"""Share of a memory up to which a prediction fits without a warning: its mean error is less than the rest."""
+OUTCOMES = ROOMY, BARELY, OVER = "be slower", "barely fit", "not fit"
+"""How a job fits into memory, the best first, in words that complete "it would ..."."""
+_Memory = tuple[float | None, float | None]
+"""Bytes of a GPU and of the host; None: not known, or none."""
+_ACCELERATES_NAMES = {"deepspeed": "DEEPSPEED", "fsdp": "FSDP", "ddp": "MULTI_GPU"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is expected of one launch file.
+
+    Attributes:
+        name, file: of the launch file.
+        job: with the smallest forward that must fit; None if the launch cannot run this job, for the `problem`.
+        estimate: of that job.
+        over: what is too small for it, `device` or `host`.
+        largest_tokens: of the largest forward that fits, at most a rank's part of a step; 0: none.
+        speed: with forwards of that size.
+        tight: whether it fits only just.
+        more: settings of the run besides those asked for, by name, with which `job` is planned.
+        without: what the launch file would do without them: one of OUTCOMES.
+    """
+
+    name: str
+    file: Path
+    problem: str = ""
+    job: Job | None = None
+    estimate: Estimate | None = None
+    over: tuple[str, ...] = ()
+    largest_tokens: int = 0
+    speed: Speed | None = None
+    tight: bool = False
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    without: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.estimate is not None and not self.over
+
+    @property
+    def flags(self) -> str:
+        """`more` as words of a command line."""
+        words = {name: f"--{name.replace('_', '-')}" for name in self.more}
+        return " ".join(
+            flag if self.more[name] is True else f"{flag} {self.more[name]}" for name, flag in words.items()
+        )
+
+
+def launch_of(file: Path, machine: Machine) -> Launch:
+    """The launch that the file starts with a rank for each GPU of each of its machines; on a CPU its own number.
+
+    Raises:
+        UserError: the launcher would refuse the file.
+    """
+    launch = Launch.from_yaml(file)
+    if machine.gpus:
+        launch = Launch.from_yaml(file, "--num_processes", str(machine.gpus * max(launch.machines, 1)))
+    return expected(launch, machine.bf16)
+
+
+def plan(name: str, file: Path, job: Job, machine: Machine, step_tokens: float) -> Plan:
+    """The plan for a job under its launch: with gradient checkpointing too where it fits better or is faster by it, and
+    with fewer answers at once in evaluations where as many as asked for leave no room.
+
+    Args:
+        job: with the smallest forward that must fit.
+        step_tokens: of a rank's part of an optimizer step.
+    """
+    if problem := _problem(job, machine):
+        return Plan(name=name, file=file, problem=problem)
+    memory = machine.gpu_bytes if machine.gpus else None, machine.host_bytes
+
+    def planned(tried: Job) -> Plan:
+        over = (found := estimate(tried)).over(*memory)
+        largest = 0 if over else _largest(tried, memory, max(int(step_tokens), tried.tokens))
+        more = {"gradient_checkpointing": True} if tried.gradient_checkpointing > job.gradient_checkpointing else {}
+        more |= {"eval_batch_size": tried.eval_rows} if tried.eval_rows < job.eval_rows else {}
+        return Plan(
+            name=name,
+            file=file,
+            job=tried,
+            estimate=found,
+            over=over,
+            largest_tokens=largest,
+            speed=speed(with_tokens(tried, largest or tried.tokens), step_tokens),
+            tight=_outcome(tried, memory) == BARELY,
+            more=more,
+            without=_outcome(job, memory) if more else "",
+        )
+
+    best = planned(_fewer_answers(job, memory))
+    if not job.gradient_checkpointing:
+        other = planned(_fewer_answers(dataclasses.replace(job, gradient_checkpointing=True), memory))
+        before, after = ((each.over != (), each.tight) for each in (best, other))
+        if after < before or (after == before and other.fits and _speedup(other, best) > ALIKE):
+            best = other
+    return best
+
+
+def _outcome(job: Job, memory: _Memory) -> str:
+    found = estimate(job)
+    if found.over(*memory):
+        return OVER
+    return BARELY if found.over(*(None if size is None else size * MARGIN for size in memory)) else ROOMY
+
+
+def _fewer_answers(job: Job, memory: _Memory) -> Job:
+    """The job with as many answers at once as leave room, else as fit at all, else as it is: fewer cost an evaluation
+    time, and training nothing."""
+    rows = [job.eval_rows]
+    while rows[-1] > 1:
+        rows.append(rows[-1] // 2)
+    tried = [dataclasses.replace(job, eval_rows=count) for count in rows]
+    return min(tried, key=lambda each: OUTCOMES.index(_outcome(each, memory)))  # of several the first
+
+
+def with_tokens(job: Job, tokens: int) -> Job:
+    """The job with a forward of another size, of as many supervised tokens for each."""
+    share = job.supervised_tokens / max(job.tokens, 1)
+    return dataclasses.replace(job, tokens=tokens, supervised_tokens=max(round(tokens * share), 1))
+
+
+def recommended(plans: Sequence[Plan]) -> tuple[Plan | None, str]:
+    """The plan to run, and why, in a sentence: the fastest that fits, of those alike the simplest.
+
+    One with room to spare before one without, and one of this machine before one that needs others.
+    """
+    every = [each for each in plans if each.fits and each.speed]
+    if not every:
+        return None, "no launch file fits"
+    fitting = [each for each in every if each.job and each.job.launch.machines <= 1] or every
+    roomy = [each for each in fitting if not each.tight] or fitting
+    least = min(each.speed.seconds for each in roomy if each.speed)
+    alike = [each for each in roomy if each.speed and each.speed.seconds <= (1 + ALIKE) * least]
+    best = min(alike, key=_simplicity)
+    simpler = [each for each in plans if not each.fits and not each.problem and _simplicity(each) < _simplicity(best)]
+    if len(plans) == 1:
+        return best, "which fits" + _but(best)
+    why = "the fastest that fits" if len(alike) == 1 else "the simplest of the fastest that fit"
+    if faster := [each.name for each in fitting if each.tight and each not in roomy and _speedup(each, best) > ALIKE]:
+        why += f" with room to spare, because {', '.join(faster)} would barely fit"
+    if simpler:
+        why += f"; {', '.join(each.name for each in simpler)} would not fit"
+    return best, why + _but(best)
+
+
+def tried(job: Job, best: Plan) -> str:
+    """A sentence on what was tried besides the job as it is asked for, and what the recommended plan has of it; "" if
+    nothing was."""
+    also = [] if job.gradient_checkpointing else ["with --gradient-checkpointing"]
+    also += [f"with fewer than {job.eval_rows} answers at once in evaluations"] if job.eval_rows > 1 else []
+    if not also:
+        return ""
+    why = f"without {best.flags} {best.name} would {best.without}" if best.more else f"{best.name} needs no such change"
+    return f"Each launch file was tried {' and '.join(also)} too: {why}."
+
+
+def _speedup(plan: Plan, other: Plan) -> float:
+    assert plan.speed is not None
+    assert other.speed is not None
+    return other.speed.seconds / plan.speed.seconds - 1
+
+
+def _but(plan: Plan) -> str:
+    """What else is to be known of a plan that is recommended."""
+    assert plan.job is not None
+    told = ""
+    if plan.job.launch.machines > 1:
+        told += f"; it needs {plan.job.launch.machines} such machines"
+    if plan.tight:
+        told += f"; it comes within {1 - MARGIN:.0%} of the memory there is, and a prediction may err by as much"
+    return told
+
+
+def _simplicity(plan: Plan) -> int:
+    return SIMPLEST_FIRST.index(plan.name) if plan.name in SIMPLEST_FIRST else len(SIMPLEST_FIRST)
+
+
+def _largest(job: Job, memory: _Memory, most: int) -> int:
+    """The largest forward that fits, in tokens, by bisection between the one that does and a rank's part of a step."""
+    low, high = job.tokens, max(min(most, MOST_TOKENS), job.tokens)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if estimate(with_tokens(job, middle)).fits(*memory):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _problem(job: Job, machine: Machine) -> str:
+    """Why this launch cannot run the job here."""
+    backend = job.launch.backend
+    if backend == "megatron":
+        return "Megatron-LM is not supported"
+    if backend == "fsdp" and not machine.gpus:
+        return "FSDP needs GPUs"
+    if refused := next(audit_parallelism(TrainConfig(), job.launch, "the file"), None):
+        return refused.what.removeprefix("the file: ")
+    if job.launch.sequence_ranks > 1:
+        return "memory under sequence parallelism is not predicted"
+    problem = launch_problem(job, _ACCELERATES_NAMES.get(backend, "NO"), job.launch.stage)
+    return problem or ""

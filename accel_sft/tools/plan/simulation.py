@@ -1,0 +1,227 @@
+"""The simulation: the real model's forward, backward and first optimizer step on fake tensors, which have shapes and no
+memory. Imports torch.
+
+What is simulated are activations, logits, what a backward needs besides and, where nothing shards them, weights and
+optimizer state; states that DeepSpeed or FSDP divide among ranks are the closed form's.
+
+Tensors are fake ones of the CPU, for a torch that was built without CUDA ends the process where autograd meets a fake
+CUDA tensor. The operators that torch chooses there keep what those of a GPU keep (fused attention, grouped products of
+experts), with two exceptions that are put right: dropout's mask, and a mask that attention on a GPU is not given.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from accelerate.utils.operations import convert_outputs_to_fp32
+from torch._subclasses import FakeTensorMode
+from transformers import AttentionInterface, AutoConfig
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError, first_line
+from accel_sft.batching.collate import Batch
+from accel_sft.batching.loss import nll_sum
+from accel_sft.memory.closed import assemble
+from accel_sft.memory.estimate import Estimate
+from accel_sft.memory.job import AS_CONFIGURED, Job
+from accel_sft.memory.states import placed
+from accel_sft.models.adapters import new_adapter
+from accel_sft.models.architecture import without_adapter
+from accel_sft.models.prefix_attention import rows_attention
+from accel_sft.models.pretrained import class_of, freeze_beyond_text
+from accel_sft.tools.plan.peak_tracker import PeakTracker
+
+_ATTENTION = "accel_sft_simulated"
+"""The name of attention as batching gives it its inputs; transformers makes no mask for a name it does not know."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulated:
+    """Bytes of a job's largest forward and backward, and of one rank's model if nothing shards it.
+
+    Attributes:
+        kept: by the blocks at the end of their forward.
+        in_head: at the peak within head and loss, `kept` and gradients of the head's weights in flight among it.
+        in_blocks: at the peak elsewhere: `kept`, what is computed again, and gradients on their way.
+        weights: parameters and buffers.
+        gradients: of all trained parameters.
+        optimizer: AdamW's state after its first step.
+    """
+
+    kept: float
+    in_head: float
+    in_blocks: float
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def logits(self) -> float:
+        """What head and loss take at the peak of both; 0 where it is in the blocks."""
+        return max(self.in_head - self.kept, 0.0) if self.in_head >= self.in_blocks else 0.0
+
+    @property
+    def activations(self) -> float:
+        """The rest of that peak."""
+        return max(self.in_head, self.in_blocks) - self.logits
+
+
+def simulate(job: Job, config: Mapping[str, Any]) -> Estimate:
+    """The memory of a job's ranks in its steps, the largest forward simulated; components as in the closed form. Host
+    memory is not simulated where ranks train on GPUs.
+
+    Args:
+        config: the content of the model's config.json.
+    Raises:
+        UserError: transformers cannot build the model, or an operator of it depends on its input's values, of which
+            fake tensors have none.
+    """
+    found = forward_backward(job, config)
+    device, host = placed(job)
+    notes = ["activations, logits and what a backward takes besides are those of the model that transformers builds"]
+    if job.launch.backend in ("deepspeed", "fsdp"):
+        library = {"deepspeed": "DeepSpeed", "fsdp": "FSDP"}[job.launch.backend]
+        notes.append(f"weights, gradients and optimizer state are the closed form's: {library} is not simulated")
+    else:
+        gradients = {"gradients": found.gradients} if device.gradients else {"held": found.gradients}
+        states = gradients if job.load_in_4bit else {"weights": found.weights, **gradients}
+        if job.optimizer == "adamw":
+            states["moments"] = found.optimizer
+        names = [name for name in ("weights", "moments") if name not in states]
+        device = dataclasses.replace(device, **states)
+        notes.append("weights, gradients and AdamW's state are simulated; exchange between ranks is the closed form's")
+        notes += [f"{name} are the closed form's too" for name in names]
+    if job.head == "fused":
+        notes.append("the fused kernel of head and loss is not simulated: its weights' gradient stands for it")
+    notes.append("not simulated: workspaces inside of operators, and gaps between the allocator's blocks")
+    forward = {"activations": found.activations, "logits": found.logits}
+    if job.on_cpu:  # whose heap keeps what was freed
+        device = dataclasses.replace(device, in_flight=0.0)
+        forward = {"activations": max(found.kept, found.in_blocks), "logits": found.in_head - found.kept}
+    whole = assemble(job, (device, host), forward, "simulation")
+    steps = {phase: (whole.host if job.on_cpu else whole.device)[phase] for phase in ("first_step", "step")}
+    device_steps, host_steps = ({}, steps) if job.on_cpu else (steps, {})
+    return dataclasses.replace(whole, device=device_steps, host=host_steps, notes=tuple(notes))
+
+
+def forward_backward(job: Job, config: Mapping[str, Any]) -> Simulated:
+    """What one forward and backward of a job's largest forward takes; as `simulate`, in bytes."""
+    name = str(config.get("model_type"))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = _on_meta(job, config)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                return _run(job, _made_fake(job, model))
+    except UserError:
+        raise
+    except Exception as error:
+        reason = first_line(error)
+        raise UserError(f"--simulate: model_type {name} cannot be simulated ({reason}); use --probe") from error
+
+
+def _on_meta(job: Job, config: Mapping[str, Any]) -> Any:
+    """The model as `models.load.load_model` makes it, without weights."""
+    AttentionInterface.register(_ATTENTION, _attention)
+    settings = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = class_of(settings).from_config(settings, dtype=_dtype(job, job.loaded_bytes))
+        if job.is_frozen:
+            chosen = TrainConfig(
+                model="simulated",
+                lora_target_modules=job.target_modules,
+                **{name: getattr(job, name) for name in AS_CONFIGURED if name.startswith(("adapter", "lora", "use"))},
+            )
+            chosen = dataclasses.replace(chosen, lora_init="default")  # which has no values to decompose
+            model = new_adapter(model, chosen, 100, lambda line: None)
+    freeze_beyond_text(model, lambda line: None)
+    if job.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if job.is_frozen:
+            model.enable_input_require_grads()
+    return model.to(_dtype(job, job.computes_bytes)) if job.launch.backend in ("deepspeed", "fsdp") else model
+
+
+def _made_fake(job: Job, model: Any) -> Any:
+    """The model on fake tensors, in training, computing in the launch's precision."""
+    model.to_empty(device="cpu")
+    base = without_adapter(model)
+    base.tie_weights()
+    if base.config._attn_implementation == "sdpa":
+        base.set_attn_implementation(_ATTENTION)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout) and module.p:
+            module.forward = _dropout(module.p)
+    if job.autocast:  # as accelerate prepares a model
+        forward = torch.autocast("cpu", dtype=_dtype(job, job.computes_bytes))(model.forward)
+        model.forward = convert_outputs_to_fp32(forward)
+    return model.train()
+
+
+def _run(job: Job, model: Any) -> Simulated:
+    tracker = PeakTracker(model)
+    tracker.track_external(model)
+    head = model.get_output_embeddings()
+    kept: list[int] = []
+
+    def enter_head(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        kept.append(tracker.passing())
+        tracker.begin("head")
+        inputs[0].register_hook(lambda gradient: tracker.begin("blocks"))
+
+    handle = head.register_forward_pre_hook(enter_head)
+    # behind one another, as they are packed; attention that is not fused takes rows that are padded
+    in_one = without_adapter(model).config._attn_implementation == _ATTENTION
+    batch = _batch(job, 1 if in_one else max(job.rows, 1))
+    if job.head == "fused":  # a kernel has no fake tensors; what it leaves are the gradients of the head's weights
+        batch = dataclasses.replace(batch, head="pieces")
+    with tracker:
+        nll_sum(model, batch).backward()
+    handle.remove()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, fused=True)
+    with tracker:
+        optimizer.step()
+    in_head = tracker.peaks["head"]
+    if job.head == "fused":
+        in_head = kept[0] + head.weight.requires_grad * head.weight.numel() * job.computes_bytes
+    return Simulated(kept=kept[0], in_head=in_head, in_blocks=tracker.peaks["blocks"], **tracker.resident())
+
+
+def _batch(job: Job, rows: int) -> Batch:
+    """The largest forward as so many rows of one length, the last tokens of each supervised."""
+    length = max(job.tokens // rows, 2)
+    supervised = min(max(job.supervised_tokens // rows, 1), length - 1)
+    inputs: dict[str, Any] = {"input_ids": torch.zeros(rows, length, dtype=torch.long), "attention_mask": None}
+    inputs["position_ids"] = torch.arange(length)[None].expand(rows, -1)
+    if job.dense_mask:
+        inputs["attention_mask"] = torch.ones(1, 1, length, length, dtype=torch.bool)
+    keep, count = torch.arange(length - 1 - supervised, length - 1), rows * supervised
+    return Batch(inputs, keep, None, torch.zeros(count, dtype=torch.long), torch.ones(count), job.head)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    *args: Any,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    more.pop("is_causal", None)
+    return rows_attention(module, query, key, value, mask, *args, **more)
+
+
+def _dropout(share: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """As on a GPU, where the mask is a byte an element."""
+    return lambda hidden: torch.native_dropout(hidden, share, True)[0]
+
+
+def _dtype(job: Job, itemsize: int) -> torch.dtype:
+    """The type of this many bytes that the launch's precision or `--dtype` names."""
+    if itemsize == 4:
+        return torch.float32
+    return torch.float16 if "fp16" in (job.precision, job.dtype.replace("float", "fp")) else torch.bfloat16

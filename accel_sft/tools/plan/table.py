@@ -1,0 +1,239 @@
+"""A plan in words: the table of launch files, one launch's phases by component, the recommendation; or as JSON."""
+
+import dataclasses
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from accel_sft.api.config import PlanConfig
+from accel_sft.memory.estimate import COMPONENTS, PHASES, Estimate, Memory, totals
+from accel_sft.memory.job import Job
+from accel_sft.memory.lengths import Lengths
+from accel_sft.memory.shape import ModelShape
+from accel_sft.tools.plan.machine import Machine
+from accel_sft.tools.plan.plans import MARGIN, Plan, tried
+
+GIB = 2**30
+_COLUMNS = 80
+_HEAD = ("launch file", "GPU", "at", "host", "at", "fits", "forward", "sent", "speed")
+_UNITS = ("", "GiB", "", "GiB", "", "", "tokens", "GiB/step", "")
+
+
+def lines(
+    plans: Sequence[Plan],
+    shape: ModelShape,
+    here: Machine,
+    lengths: Lengths,
+    config: PlanConfig,
+    asked: Mapping[str, Job],
+    best: Plan | None,
+    why: str,
+    command: str | None,
+) -> Iterator[str]:
+    """What a terminal shows; the table and the text keep to 80 columns, the command does not.
+
+    Args:
+        asked: the job of each launch file with the settings that were asked for.
+    """
+    trained = shape.trained(config.adapter, config.lora_r, config.lora_target_modules)
+    how = "all trained" if config.adapter == "none" else f"frozen, {trained:,} trained ({config.adapter})"
+    yield _text(f"model    {shape.family}, {shape.parameters:,} parameters, {how}; counted from {shape.source}")
+    computed = sorted({"float32" if job.precision == "no" else job.precision for job in asked.values()})
+    yield _text(f"machine  {here.describe()}" + (f"; computes in {' or '.join(computed)}" if computed else ""))
+    yield _text(f"lengths  the longest example has {lengths.longest:,} tokens: {lengths.source}")
+    yield ""
+    rows = [_HEAD, _UNITS, *(_row(each, here, _fastest(plans)) for each in plans)]
+    if not here.gpus:
+        rows = [row if _is_problem(row) else (row[0], *row[3:]) for row in rows]
+    widths = [max(len(row[at]) for row in rows if not _is_problem(row)) for at in range(len(rows[0]))]
+    for row in rows:
+        if _is_problem(row):
+            yield _text(f"{row[0]:<{widths[0]}}  {row[-1]}", widths[0] + 2)
+            continue
+        yield "  ".join(
+            f"{cell:<{width}}" if at == 0 or _HEAD[at] == "at" else f"{cell:>{width}}"
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+    yield ""
+    yield from _notes(plans, here)
+    shown = [each for each in plans if each.estimate and (config.details or len(plans) == 1)]
+    for each in shown:
+        assert each.estimate is not None
+        yield from _details(each.name, each.estimate)
+    if best is None:
+        refused = all(each.problem for each in plans)
+        none = "None is recommended, for what is said of each."
+        why = f"No launch file fits{_also(config)}. {_mend(config)}{_elsewhere(plans, here)}"
+        yield _text(none if refused else why, 0)
+        return
+    named = f"{best.name} with {best.flags}" if best.more else best.name
+    yield _text(f"Recommended: {named}, {why}.", 0)
+    if line := tried(asked[best.name], best):
+        yield _text(line, 0)
+    yield from f"{command}".splitlines()
+
+
+def as_json(
+    plans: Sequence[Plan],
+    shape: ModelShape,
+    here: Machine,
+    lengths: Lengths,
+    best: Plan | None,
+    why: str,
+    command: str | None,
+) -> dict[str, Any]:
+    """The same in numbers, memory in bytes."""
+    return {
+        "model": {"family": shape.family, "parameters": shape.parameters, **shape.by_group, "source": shape.source},
+        "machine": dataclasses.asdict(here),
+        "lengths": dataclasses.asdict(lengths),
+        "plans": [_plan_json(each) for each in plans],
+        "recommended": best.name if best else None,
+        "reason": why,
+        "command": command,
+    }
+
+
+def side_by_side(name: str, answers: Sequence[Estimate]) -> Iterator[str]:
+    """Several answers to what a launch takes, phase by phase."""
+    for place, attribute in (("one GPU", "device"), ("one rank's host memory", "host")):
+        columns = {each.method: totals(getattr(each, attribute)) for each in answers}
+        phases = [phase for phase in PHASES if any(phase in column for column in columns.values())]
+        if phases:
+            yield ""
+            yield f"{name}: GiB of {place}, by"
+            yield f"{'':<10} " + "  ".join(f"{method:>11}" for method in columns)
+        for phase in phases:
+            cells = [_gib(column[phase]) if phase in column else "-" for column in columns.values()]
+            yield f"{phase:<10} " + "  ".join(f"{cell:>11}" for cell in cells)
+    yield ""
+    for each in answers:
+        if each.failure:
+            yield _text(f"{each.method}: failed: {each.failure}", 2)
+        for note in each.notes:
+            yield _text(f"{each.method}: {note}", 2)
+
+
+def _plan_json(plan: Plan) -> dict[str, Any]:
+    if plan.estimate is None or plan.job is None:
+        return {"launch": plan.name, "fits": False, "problem": plan.problem}
+    return {
+        "launch": plan.name,
+        "fits": plan.fits,
+        "tight": plan.tight,
+        "options": dict(plan.more),
+        "over": list(plan.over),
+        "ranks": plan.job.ranks,
+        "tokens": plan.job.tokens,
+        "trained": plan.job.trained,
+        "largest_tokens": plan.largest_tokens,
+        "device_peak_bytes": plan.estimate.device_peak_bytes,
+        "host_peak_bytes": plan.estimate.host_peak_bytes,
+        "tightest": plan.estimate.tightest,
+        "speed": dataclasses.asdict(plan.speed) if plan.speed else None,
+        "estimate": dataclasses.asdict(plan.estimate),
+    }
+
+
+def _row(plan: Plan, here: Machine, fastest: float) -> tuple[str, ...]:
+    found = plan.estimate
+    if found is None:
+        return (plan.name, plan.problem)
+    fits = "no" if plan.over else "barely" if plan.tight else "yes"
+    fits = f"{fits} {''.join(name[0] for name in plan.more)}" if plan.more else fits
+    forward = f"{plan.largest_tokens:,}" if plan.largest_tokens else "-"
+    speed = f"{fastest / plan.speed.seconds:.2f}" if plan.fits and plan.speed else "-"
+    return (
+        plan.name,
+        _gib(found.device_peak_bytes) + "!" * ("device" in plan.over),
+        _peak_phase(found.device),
+        _gib(found.host_peak_bytes) + "!" * ("host" in plan.over),
+        _peak_phase(found.host),
+        fits,
+        forward,
+        _gib(plan.speed.sent_bytes) if plan.speed else "",
+        speed,
+    )
+
+
+def _is_problem(row: tuple[str, ...]) -> bool:
+    return len(row) <= 2
+
+
+def _fastest(plans: Sequence[Plan]) -> float:
+    return min((each.speed.seconds for each in plans if each.fits and each.speed), default=0.0)
+
+
+def _peak_phase(memory: Memory) -> str:
+    found = totals(memory)
+    return max(found, key=found.__getitem__) if found else ""
+
+
+def _notes(plans: Sequence[Plan], here: Machine) -> Iterator[str]:
+    jobs = [each.job for each in plans if each.job]
+    if not jobs:
+        return
+    rows = f"{jobs[0].rows} longest examples" if jobs[0].rows > 1 else "the longest example"
+    what = f"a forward of {jobs[0].tokens:,} tokens" + (f" ({rows})" if here.gpus else "")
+    where = "one GPU" if here.gpus else "all ranks of this machine"
+    yield _text(f"memory   at its peak phase, with {what}; host: of all ranks of a machine; !: too little", 9)
+    yield _text("fits     in memory; accel-sft doctor says what else a launch file needs", 9)
+    if any("gradient_checkpointing" in each.more for each in plans):
+        yield _text("g        with --gradient-checkpointing", 9)
+    if rows := sorted({each.more["eval_batch_size"] for each in plans if "eval_batch_size" in each.more}):
+        yield _text(f"e        with --eval-batch-size {', '.join(map(str, rows))}", 9)
+    yield _text("forward  the largest that fits, up to a rank's part of a step", 9)
+    if any(each.tight for each in plans):
+        yield _text(f"barely   within {1 - MARGIN:.0%} of {where}'s memory; a prediction may err by as much", 9)
+    for each in plans:
+        if each.estimate and each.job and each.job.launch.machines > 1:
+            yield _text(f"{each.name} on {each.job.launch.machines} such machines; memory of one of them", 9)
+    yield _text("speed    by a simple model; only ratios between launch files mean anything", 9)
+    for note in dict.fromkeys(note for each in plans if each.estimate for note in each.estimate.notes):
+        yield _text(f"unknown  {note}", 9)
+    yield ""
+
+
+def _details(name: str, found: Estimate) -> Iterator[str]:
+    places = {"one GPU": found.device, "one rank's host memory": found.host}
+    for place, memory in places.items():
+        if memory:
+            yield f"{name}: GiB of {place}"
+            short = [each[:11] for each in COMPONENTS]
+            yield f"{'':<10} " + " ".join(f"{each:>{max(len(each), 6)}}" for each in [*short, "all"])
+            for phase, components in memory.items():
+                sizes = [components.get(each, 0.0) for each in COMPONENTS]
+                cells = [f"{_gib(size):>{max(len(each), 6)}}" for size, each in zip(sizes, short, strict=True)]
+                yield f"{phase:<10} {' '.join(cells)} {_gib(sum(sizes)):>6}"
+            yield ""
+
+
+def _text(text: str, indent: int = 9) -> str:
+    return textwrap.fill(text, _COLUMNS, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _also(config: PlanConfig) -> str:
+    return "" if config.gradient_checkpointing else ", nor does one with --gradient-checkpointing"
+
+
+def _elsewhere(plans: Sequence[Plan], here: Machine) -> str:
+    """A hint for plans of GPUs that may be another machine's, where this one's host memory alone is too small."""
+    if not (here.gpus and here.is_free and any(each.over == ("host",) for each in plans)):
+        return ""
+    free = f"{here.host_bytes / GIB:.0f} GiB of host memory are what is free on this machine now"
+    return f" {free}: --host-memory gives that of another."
+
+
+def _mend(config: PlanConfig) -> str:
+    ways = []
+    if config.adapter == "none":
+        ways.append("--adapter lora")
+    if config.micro_batch_size not in ("auto", "1"):
+        ways.append("--micro-batch-size auto")
+    ways.append("a lower --max-length, a smaller model, or more GPUs")
+    return f"Try {', '.join(ways)}."
+
+
+def _gib(size: float) -> str:
+    gib = size / GIB
+    return f"{gib:,.0f}" if gib >= 999.5 else f"{gib:.1f}" if gib >= 9.95 else f"{gib:.2f}"

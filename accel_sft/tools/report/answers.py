@@ -1,0 +1,194 @@
+"""The answers of runs' evaluations as a page holds them: each text once, the newest evaluations first, to a size."""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_sft.io.files import read_text
+from accel_sft.io.run_dir import step_of
+from accel_sft.tools.report.runs import Run
+from accel_sft.tracking.run_report import is_number
+
+LONGEST_TEXT = 2000
+"""Characters of a prompt or an answer on the page."""
+_ROWS = (1000, 500, 200, 100, 50, 20, 10)
+"""Answers of an evaluation that are tried where all of them are too many."""
+_NAMED = 4
+"""Runs in a sentence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """One file of answers.
+
+    Attributes:
+        run: the place of its run, and `order` its own among those of the run.
+        step: None for an evaluation of `evaluate`.
+        label: what the page calls it.
+    """
+
+    run: int
+    order: int
+    step: int | None
+    label: str
+    path: Path
+
+
+def collect(runs: Sequence[Run], most_bytes: int) -> tuple[dict[str, Any], list[str]]:
+    """The answers of all runs that fit into `most_bytes` of JSON, and sentences on what was left out.
+
+    Every run's newest evaluation comes first, then its oldest, which is the model before training, then the others from
+    the newest on. Where these first two of all runs are too much, each keeps its first answers only, as many of one as
+    of another, so that they stay comparable.
+
+    Returns:
+        `texts`; `examples`, pairs of places in it (prompt, expected); `scores`, the names of numbers; `evaluations`
+        with `run`, `step`, `label`, `count` (answers in the file) and `rows` of [example, place of the answer, scores].
+    """
+    first, others = _by_priority(runs)
+    files = {evaluation: _read(runs, evaluation) for evaluation in first}
+    longest = max(map(len, files.values()), default=0)
+    for rows in (longest, *(each for each in _ROWS if each < longest)):
+        pool = _Pool(most_bytes, rows)
+        if all(pool.add(evaluation, samples) for evaluation, samples in files.items()):
+            break
+    for evaluation in others:
+        samples = _read(runs, evaluation)
+        if not pool.add(evaluation, samples):
+            break
+    return pool.content(), _left_out(runs, [*first, *others], pool, longest)
+
+
+class _Pool:
+    """Texts and rows, as far as they fit."""
+
+    def __init__(self, most_bytes: int, rows: int) -> None:
+        self.left, self.rows = most_bytes, rows
+        self.texts: dict[str, int] = {}
+        self.examples: dict[tuple[int, int, int], int] = {}
+        self.scores: dict[str, int] = {}
+        self.evaluations: dict[Evaluation, dict[str, Any]] = {}
+        self.cut = 0
+
+    def add(self, evaluation: Evaluation, samples: Sequence[dict[str, Any]]) -> bool:
+        """Add an evaluation; False, and nothing is added that is shown, if it does not fit."""
+        if not samples:
+            return True
+        rows, seen, texts = [], Counter(), len(self.texts)
+        for sample in samples[: self.rows]:
+            asked = tuple(self._text(sample.get(key)) for key in ("prompt", "expected"))
+            seen[asked] += 1  # the same question twice is two examples
+            example = self.examples.setdefault((*asked, seen[asked]), len(self.examples))
+            scores = sample.get("scores")
+            numbers = {str(k): n for k, n in scores.items() if is_number(n)} if isinstance(scores, dict) else {}
+            for name in numbers:
+                self.scores.setdefault(name, len(self.scores))
+            row = [example, self._text(sample.get("generated")), [numbers.get(name) for name in self.scores]]
+            self.left -= len(json.dumps(row)) + 16  # and its example
+            rows.append(row)
+            if self.left < 0:
+                for text in [*self.texts][texts:]:
+                    del self.texts[text]
+                return False
+        self.evaluations[evaluation] = {
+            "run": evaluation.run,
+            "step": evaluation.step,
+            "label": evaluation.label,
+            "count": len(samples),
+            "rows": rows,
+        }
+        return True
+
+    def _text(self, value: Any) -> int:
+        text = "" if value is None else str(value)
+        if len(text) > LONGEST_TEXT:
+            text = f"{text[:LONGEST_TEXT]}... ({len(text) - LONGEST_TEXT:,} more characters)"
+            self.cut += text not in self.texts
+        if text not in self.texts:
+            self.texts[text] = len(self.texts)
+            self.left -= len(json.dumps(text, ensure_ascii=False).encode(errors="replace")) + 1 + 5 * text.count("<")
+        return self.texts[text]
+
+    def content(self) -> dict[str, Any]:
+        return {
+            "texts": [*self.texts],
+            "examples": [pair[:2] for pair in self.examples],
+            "scores": [*self.scores],
+            "evaluations": [
+                self.evaluations[each] for each in sorted(self.evaluations, key=lambda each: (each.run, each.order))
+            ],
+        }
+
+
+def _by_priority(runs: Sequence[Run]) -> tuple[list[Evaluation], list[Evaluation]]:
+    newest, oldest, others = [], [], []
+    for place, run in enumerate(runs):
+        found = [*_evaluations(place, run)]
+        newest += found[-1:]
+        oldest += found[:1] if len(found) > 1 else []
+        others += found[1:-1]
+    others.sort(key=lambda evaluation: -(evaluation.step or 0))
+    return newest + oldest, others
+
+
+def _evaluations(place: int, run: Run) -> Iterator[Evaluation]:
+    for order, side in enumerate(("base", "tuned")):  # of `evaluate --output-dir`
+        path = run.folder.answers_of(side)
+        if path.exists():
+            weights = run.section("weights")
+            yield Evaluation(place, order, None, str(weights.get(side) or weights.get("model") or side), path)
+    paths = run.folder.all_answers()
+    for order, path in enumerate(paths):
+        step = step_of(path)
+        what = "before training" if step == 0 else "newest" if path == paths[-1] else ""
+        yield Evaluation(place, order, step, f"step {step}" + (f" ({what})" if what else ""), path)
+
+
+def _read(runs: Sequence[Run], evaluation: Evaluation) -> list[dict[str, Any]]:
+    found, unreadable = [], 0
+    try:
+        text = read_text(evaluation.path, "replace")
+    except OSError as error:
+        runs[evaluation.run].notes.append(f"{evaluation.path.name} cannot be read: {error.strerror}")
+        return []
+    for line in filter(None, text.split("\n")):  # not splitlines(): an answer may hold what that breaks lines at
+        try:
+            sample = json.loads(line)
+        except (ValueError, RecursionError):
+            sample = None
+        if isinstance(sample, dict):
+            found.append(sample)
+        else:
+            unreadable += 1
+    if unreadable:
+        runs[evaluation.run].notes.append(f"{unreadable} lines of {evaluation.path.name} cannot be read")
+    return found
+
+
+def _left_out(runs: Sequence[Run], all_: Sequence[Evaluation], pool: _Pool, longest: int) -> list[str]:
+    said = []
+    if pool.rows < longest:
+        said.append(f"The first {pool.rows:,} answers of each evaluation are on this page, of up to {longest:,}.")
+    missing: dict[str, list[Evaluation]] = {}
+    for evaluation in all_:
+        if evaluation not in pool.evaluations and evaluation.path.stat().st_size:
+            missing.setdefault(runs[evaluation.run].name, []).append(evaluation)
+    named = [f"{name}: {_steps(evaluations)}" for name, evaluations in missing.items()]
+    if named:
+        more = f"; and of {len(named) - _NAMED} more runs" if len(named) > _NAMED else ""
+        said.append(f"Left out for the page's size are the answers of {'; '.join(named[:_NAMED])}{more}.")
+    if pool.cut:
+        said.append(f"{pool.cut:,} texts are longer than {LONGEST_TEXT:,} characters; their beginning is shown.")
+    if said:
+        said.append("Every answer is in the runs' samples/ folders.")
+    return said
+
+
+def _steps(evaluations: Sequence[Evaluation]) -> str:
+    steps = sorted(evaluation.step or 0 for evaluation in evaluations)
+    if len(steps) == 1:
+        return evaluations[0].label
+    return f"{len(steps)} evaluations, steps {steps[0]} to {steps[-1]}"

@@ -1,0 +1,128 @@
+"""Which charts the page has, under which headings, and the rows that each draws."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from accel_sft.tools.report import memory, memory_specs, specs
+from accel_sft.tools.report.comparison import Cell
+from accel_sft.tools.report.runs import Run
+
+_GROUPS = {
+    "main": "Curves",
+    "more": "More curves",
+    "ranks": "Memory, CPU and GPU of each rank",
+}
+_MOST_PREDICTED = 12
+"""Charts of predicted memory; the table beside them has all."""
+_DRAWN_AS_POINTS = 30
+"""Points of a curve up to which each is marked."""
+_ALL_LABELLED = 5
+"""Points of a chart that all carry their names; of more only those on the Pareto front do."""
+
+Chart = dict[str, Any]
+
+
+def groups(
+    every: Sequence[Run], cells: Sequence[Cell], series: Sequence[str], measured: Sequence[Chart]
+) -> list[dict[str, Any]]:
+    """Groups of charts, in the order of the page.
+
+    Returns:
+        `id`, `heading`, whether it is `folded`, `missing` (names of runs without a place in it), and `charts`, each
+        with an `id`, a `title`, a `spec`, and its rows in the form that `kind` names to the page's script.
+    """
+    found = []
+    for group, heading in _GROUPS.items():
+        mine = [_curves(chart, series) for chart in measured if chart["group"] == group]
+        found.append({"id": group, "heading": heading, "folded": group != "main", "missing": [], "charts": mine})
+    by_phase = [*_startup(every, series), *_predicted(every)]
+    others = {
+        "speed": ("Memory against speed", _speed(every, cells, series)),
+        "steps": ("Step times", _step_times(cells, series)),
+        "memory": ("Memory by phase", by_phase),
+    }
+    trained = [run for run in every if run.record]
+    missing = {
+        "speed": [run.name for run in trained if not memory.has_speed_and_memory(run.result)],
+        "memory": [run.name for run in trained if not run.result.get("phases")],
+    }
+    for group, (heading, charts) in others.items():
+        lacking = missing.get(group, [])
+        found.append({"id": group, "heading": heading, "folded": False, "missing": lacking, "charts": charts})
+    for group in found:
+        for number, chart in enumerate(group["charts"]):
+            chart["id"] = f"{group['id']}-{number}"
+    return found
+
+
+def _curves(chart: Chart, series: Sequence[str]) -> Chart:
+    few = max(len(curve["steps"]) for curve in chart["curves"]) <= _DRAWN_AS_POINTS
+    spec = specs.curves(chart["title"], chart["unit"], series, few)
+    return {"kind": "curves", "title": chart["title"], "curves": chart["curves"], "spec": spec}
+
+
+def _speed(every: Sequence[Run], cells: Sequence[Cell], series: Sequence[str]) -> list[Chart]:
+    found = []
+    for place in memory.PLACES:
+        points = memory.against_speed(every, cells, place)
+        for point in points:
+            point["series"] = series.index(point["series"])
+            point["labelled"] = point["front"] or len(points) <= _ALL_LABELLED
+        if points:
+            title, spec = f"{place.capitalize()} memory against speed", memory_specs.against_speed(place, series)
+            found.append({"kind": "rows", "title": title, "rows": points, "spec": spec})
+    return found
+
+
+def _step_times(cells: Sequence[Cell], series: Sequence[str]) -> list[Chart]:
+    rows = [
+        {"name": cell.name, "series": series.index(cell.name), "seconds": float(f"{second:.5g}")}
+        for cell in cells
+        for second in cell.step_seconds
+    ]
+    spec = specs.step_seconds(len({row["name"] for row in rows}), series)
+    return [{"kind": "rows", "title": "Seconds of each counted step", "rows": rows, "spec": spec}] if rows else []
+
+
+def _startup(every: Sequence[Run], series: Sequence[str]) -> list[Chart]:
+    found = []
+    rows = memory.startup(every)
+    for what in ("host", "device"):
+        mine = [
+            {
+                **row,
+                "run": every[row["run"]].name,
+                "place": row["run"],
+                "series": series.index(every[row["run"]].series),
+                "order": order,
+            }
+            for order, row in enumerate(rows)
+            if row["what"].startswith(what)
+        ]
+        if mine:
+            title = f"{what.capitalize()} memory at start-up, ranks stacked"
+            found.append({"kind": "rows", "title": title, "rows": mine, "spec": memory_specs.startup(what, series)})
+    return found
+
+
+def _predicted(every: Sequence[Run]) -> list[Chart]:
+    by_run: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for row in memory.predicted_and_measured(every):
+        by_run.setdefault((row["run"], row["place"]), []).append(row)
+    found = []
+    for (run, place), rows in by_run.items():
+        names = [*dict.fromkeys(name for row in rows for name in row["components"])]
+        if names:
+            drawn = [
+                {"phase": row["phase"], "component": name, "order": names.index(name), "gib": row["components"][name]}
+                for row in rows
+                for name in row["components"]
+            ]
+            measured = [row for row in rows if row["measured"] is not None]
+            drawn += [
+                {"phase": row["phase"], "component": None, "order": 0, "gib": row["measured"]} for row in measured
+            ]
+            title = f"{every[run].name}: {place} memory predicted, and measured (mark)"
+            spec = memory_specs.predicted(place, every[run].name, names, bool(measured))
+            found.append({"kind": "rows", "title": title, "rows": drawn, "spec": spec})
+    return found[:_MOST_PREDICTED]

@@ -1,0 +1,127 @@
+"""comparison.json as a page shows it: its findings, its cells, and the folders of their runs."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from accel_sft.api.errors import UserError
+from accel_sft.io.files import read_json
+from accel_sft.io.run_dir import RunDir
+from accel_sft.tools.report.runs import COMPARISON, Run, read_run
+from accel_sft.tracking.run_report import is_number
+
+SCHEMA = 1
+
+
+@dataclasses.dataclass(kw_only=True)
+class Cell:
+    """One combination of settings, and its numbers over all rounds.
+
+    Attributes:
+        statuses: how its runs ended, each once.
+        median: of its complete runs, `spread` their range as a share of it; a number not measured is not there.
+        step_seconds: the counted steps of every run.
+    """
+
+    name: str
+    statuses: list[str]
+    reason: str
+    rounds: int
+    median: dict[str, float]
+    spread: dict[str, float]
+    step_seconds: list[float]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Comparison:
+    """What comparison.json says, and its runs as far as their folders are there."""
+
+    name: str
+    status: str
+    created: str
+    command: str
+    varied: list[str]
+    findings: list[str]
+    environment: dict[str, Any]
+    cells: list[Cell]
+    runs: list[Run]
+
+
+def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
+    """Read a folder with comparison.json.
+
+    Args:
+        alone: whether its cells may go by their own names; another comparison's are called alike.
+    Raises:
+        UserError: it cannot be read, or is of another form.
+    """
+    file = path / COMPARISON
+    record = read_json(file)
+    if not isinstance(record, dict) or not isinstance(record.get("cells"), list):
+        raise UserError(f"{file}: not the record of a comparison; name another folder")
+    if record.get("schema") != SCHEMA:
+        raise UserError(
+            f"{file}: its schema is {record.get('schema')!r}, and this version reads {SCHEMA}; use the version of "
+            "accel-sft that wrote it"
+        )
+    cells, runs = [], []
+    for each in filter(lambda cell: isinstance(cell, dict), record["cells"]):
+        rounds = [run for run in _list(each.get("runs")) if isinstance(run, dict)]
+        cell_name = str(each.get("name") or "unnamed")
+        cell_name = cell_name if alone else f"{name}: {cell_name}"
+        cells.append(_cell(cell_name, each, rounds))
+        runs += [_run(path, name, cell_name, number, run) for number, run in enumerate(rounds, start=1)]
+    return Comparison(
+        name=name,
+        status=str(record.get("status") or "complete"),
+        created=str(record.get("created") or ""),
+        command=str(record.get("command") or ""),
+        varied=[str(key) for key in _list(record.get("varied"))],
+        findings=[str(finding) for finding in _list(record.get("findings"))],
+        environment=record["environment"] if isinstance(record.get("environment"), dict) else {},
+        cells=cells,
+        runs=runs,
+    )
+
+
+def _cell(name: str, cell: dict[str, Any], rounds: list[dict[str, Any]]) -> Cell:
+    statuses = list(dict.fromkeys(str(run.get("status") or "unknown") for run in rounds))
+    reasons = [str(run["reason"]) for run in rounds if run.get("reason")]
+    return Cell(
+        name=name,
+        statuses=statuses or [str(cell.get("status") or "not run")],
+        reason=str(cell.get("reason") or "") or (reasons[0] if reasons else ""),
+        rounds=len(rounds),
+        median=_numbers(cell.get("median")),
+        spread=_numbers(cell.get("spread")),
+        step_seconds=[second for run in rounds for second in _list(run.get("step_seconds")) if is_number(second)],
+    )
+
+
+def _run(path: Path, comparison: str, cell: str, number: int, run: dict[str, Any]) -> Run:
+    """A round's own folder, or where that is gone or was never a run's, what the comparison noted of it."""
+    name = f"{cell}, round {run.get('round') or number}"
+    folder = path / str(run.get("folder") or "")
+    try:
+        inside = folder.resolve().is_relative_to(path.resolve()) and folder.resolve() != path.resolve()
+        found = read_run(folder, name) if inside else None
+    except (UserError, ValueError):  # a name that no file system takes, too
+        found = None
+    if found is None:
+        noted = {key: run[key] for key in ("steps", "tokens_per_second") if is_number(run.get(key))}
+        found = Run(name=name, series=cell, folder=RunDir(folder), status="unknown", result=noted)
+        found.notes.append("its folder is not there: only what the comparison noted is shown")
+    for key in ("tokens_per_second", "peak_device_memory_gib", "peak_host_memory_gib"):
+        if is_number(run.get(key)):  # of the counted steps, which is what the comparison compares
+            found.result[key] = run[key]
+    found.series, found.status = cell, str(run.get("status") or found.status)
+    found.reason = str(run.get("reason") or "") if found.status != "complete" else ""
+    return found
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _numbers(values: Any) -> dict[str, float]:
+    return {key: value for key, value in values.items() if is_number(value)} if isinstance(values, dict) else {}

@@ -1,0 +1,105 @@
+"""Memory of runs: against speed with its Pareto front, by phase, and predicted beside measured."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accel_sft.tools.report.comparison import Cell
+from accel_sft.tools.report.runs import Run
+from accel_sft.tracking.run_report import is_number
+
+PLACES = {"device": "peak_device_memory_gib", "host": "peak_host_memory_gib"}
+COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
+"""Of a prediction, in the order in which they are stacked."""
+PHASES = ("load", "shard", "first_step", "step", "evaluate", "save", "export")
+"""Of a run, in their order."""
+
+
+def against_speed(runs: Sequence[Run], cells: Sequence[Cell], place: str) -> list[dict[str, Any]]:
+    """A point for each run, or of a comparison for each cell's median: `name`, `series`, `gib`, `tokens_per_second`,
+    and whether it is on the Pareto `front`. What lacks either number has no point.
+
+    Args:
+        place: "device" or "host", whose peak counts: the largest rank's.
+    """
+    named = [(run.name, run.series, run.result) for run in runs if run.series not in {cell.name for cell in cells}]
+    named += [(cell.name, cell.name, cell.median) for cell in cells]
+    key = PLACES[place]
+    points = [
+        {"name": name, "series": series, "gib": values[key], "tokens_per_second": values["tokens_per_second"]}
+        for name, series, values in named
+        if is_number(values.get(key)) and is_number(values.get("tokens_per_second"))
+    ]
+    front = pareto_front([(point["gib"], point["tokens_per_second"]) for point in points])
+    return [{**point, "front": number in front} for number, point in enumerate(points)]
+
+
+def has_speed_and_memory(values: Mapping[str, Any]) -> bool:
+    return is_number(values.get("tokens_per_second")) and any(is_number(values.get(key)) for key in PLACES.values())
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> set[int]:
+    """Places of the (memory, speed) points that no other beats: none has as little memory and more speed, or less
+    memory and as much speed."""
+    return {
+        place
+        for place, (memory, speed) in enumerate(points)
+        if not any(m <= memory and s >= speed and (m, s) != (memory, speed) for m, s in points)
+    }
+
+
+def startup(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Rows of each rank's memory at the end of each start-up phase: `run` (its place), `phase`, `rank`, `what`
+    ("host", "device, allocated" or "device, reserved and unused") and `gib`."""
+    rows = []
+    for place, run in enumerate(runs):
+        phases = run.result.get("phases")
+        for row in phases if isinstance(phases, list) else ():
+            if not isinstance(row, dict):
+                continue
+            host, allocated, reserved = (
+                row.get(key) for key in ("process_memory_gib", "device_allocated_gib", "device_reserved_gib")
+            )
+            unused = reserved - allocated if is_number(reserved) and is_number(allocated) else None
+            found = {"host": host, "device, allocated": allocated, "device, reserved and unused": unused}
+            rows += [
+                {"run": place, "phase": str(row.get("phase")), "rank": row.get("rank"), "what": what, "gib": gib}
+                for what, gib in found.items()
+                if is_number(gib)
+            ]
+    return rows
+
+
+def predicted_and_measured(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """For each run, place and phase: `run`, `place` ("device" or "host"), `phase`, `components` (GiB by name, empty
+    without a prediction), `predicted` and `measured` GiB; either may be None. A run without both has no row."""
+    rows = []
+    for number, run in enumerate(runs):
+        measured = run.section("memory_by_phase")
+        for place, key in PLACES.items():
+            predicted = run.section("memory", place)
+            for phase in sorted({*predicted, *measured}, key=_in_order):
+                pair = predicted.get(phase)
+                pair = pair if isinstance(pair, dict) else {}
+                peaks = measured.get(phase)
+                peak = peaks.get(key) if isinstance(peaks, dict) else None
+                total, peak = pair.get("predicted_gib"), pair.get("measured_gib", peak)
+                if is_number(total) or is_number(peak):
+                    found = {
+                        "components": _components(pair.get("components_gib")),
+                        "predicted": total if is_number(total) else None,
+                        "measured": peak if is_number(peak) else None,
+                    }
+                    rows.append({"run": number, "place": place, "phase": str(phase), **found})
+    return rows
+
+
+def _in_order(phase: str) -> tuple[int, str]:
+    return (PHASES.index(phase) if phase in PHASES else len(PHASES), phase)
+
+
+def _components(predicted: Any) -> dict[str, float]:
+    """GiB by component of a phase's prediction, in the order in which they are stacked."""
+    if not isinstance(predicted, dict):
+        return {}
+    names = sorted(predicted, key=lambda name: COMPONENTS.index(name) if name in COMPONENTS else len(COMPONENTS))
+    return {str(name): predicted[name] for name in names if is_number(predicted[name])}

@@ -1,0 +1,179 @@
+"""A run's folder as a page shows it: what is there is read, and what is missing or broken is said."""
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from accel_sft.api.errors import UserError
+from accel_sft.io.files import expanded, read_json, read_text
+from accel_sft.io.lock import is_locked
+from accel_sft.io.run_dir import RunDir
+from accel_sft.io.text import one_line
+from accel_sft.tracking.run_report import is_number
+
+COMPARISON = "comparison.json"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Run:
+    """What the files of one run say.
+
+    Attributes:
+        name: of its folder, as the page calls it.
+        series: what the runs of one cell of a comparison have in common, else the name: the same colour.
+        status: complete, running, stopped, failed, or, of a comparison's cell, how it ended.
+        reason: why it did not complete, in a sentence; empty otherwise.
+        started: seconds since 1970, None if no file tells.
+        record: of run.json, and `result` of result.json; empty where there is none.
+        steps: the training lines of metrics.jsonl, and `evaluations` the others, in order of steps.
+        notes: what is missing or could not be read.
+    """
+
+    name: str
+    series: str
+    folder: RunDir
+    status: str
+    reason: str = ""
+    started: float | None = None
+    record: dict[str, Any] = dataclasses.field(default_factory=dict)
+    result: dict[str, Any] = dataclasses.field(default_factory=dict)
+    steps: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    evaluations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def task(self) -> str:
+        return str(self.record.get("task") or self.result.get("task") or "")
+
+    @property
+    def last_step(self) -> int | None:
+        if is_number(self.result.get("steps")):
+            return self.result["steps"]
+        return self.steps[-1]["step"] if self.steps else None
+
+    def section(self, *keys: str) -> dict[str, Any]:
+        """A mapping inside result.json; empty where there is none."""
+        found: Any = self.result
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
+        return found if isinstance(found, dict) else {}
+
+
+def read_run(path: Path, name: str) -> Run:
+    """Read the folder of one run.
+
+    Raises:
+        UserError: it is no run's folder; the line says what it is instead.
+    """
+    folder = RunDir(path)
+    _refuse_others(folder)
+    run = Run(name=name, series=name, folder=folder, status="unknown")
+    run.record, run.result = (_read(run, path) for path in (folder.record, folder.result))
+    if not folder.record.exists():
+        run.notes.append("run.json is not there: settings are not known")
+    _read_metrics(run)
+    run.started = _started(folder)
+    run.status, run.reason = _status(run)
+    return run
+
+
+def _refuse_others(folder: RunDir) -> None:
+    path = folder.path
+    if not path.is_dir():
+        raise UserError(f"RUN {path}: {'not a folder' if path.exists() else 'there is no such folder'}; name a run's")
+    if folder.metrics.exists() and _damaged(folder.record):
+        return
+    if folder.is_run() or (folder.metrics.exists() and not folder.record.exists()):
+        return
+    if folder.result.exists():  # `evaluate --output-dir` writes no record
+        result = read_json(folder.result)
+        if isinstance(result, dict) and "task" in result and "after" in result:
+            return
+    inside = sorted(each.parent for each in path.glob(f"*/{folder.record.name}"))
+    if inside:
+        found = (
+            f"{len(inside)} are in it; name them: {path}/*" if len(inside) > 1 else f"name the one in it: {inside[0]}"
+        )
+        raise UserError(f"RUN {path}: not a run's folder itself, but {found}")
+    raise UserError(f"RUN {path}: not a run's folder: it has neither {folder.record.name} nor {COMPARISON}")
+
+
+def _damaged(path: Path) -> bool:
+    if not path.exists():
+        return False
+    try:
+        read_json(path)
+    except UserError:
+        return True
+    return False
+
+
+def _read(run: Run, path: Path) -> dict[str, Any]:
+    """A JSON file of the run; empty where it is not there, or damaged, which the notes say."""
+    if _damaged(path):
+        what = "half-written or damaged" if path.is_file() else "no regular file"
+        run.notes.append(f"{path.name} cannot be read: it is {what}")
+        return {}
+    found = read_json(path) if path.exists() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read_metrics(run: Run) -> None:
+    path, unreadable = run.folder.metrics, 0
+    if not path.exists():
+        if run.record:
+            run.notes.append("metrics.jsonl is not there: no step was recorded")
+        return
+    try:
+        text = read_text(path, "replace")
+    except OSError as error:
+        run.notes.append(f"metrics.jsonl cannot be read: {error.strerror}")
+        return
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict) or not is_number(row.get("step")):
+            unreadable += 1
+            continue
+        (run.steps if "loss" in row else run.evaluations).append(row)
+    if unreadable:
+        run.notes.append(f"without {unreadable} of its lines in metrics.jsonl, which cannot be read")
+
+
+def _started(folder: RunDir) -> float | None:
+    """TensorBoard's files carry the second in which they were opened in their names; else run.json's own time."""
+    seconds = [path.name.split(".")[3] for path in folder.path.glob("events.out.tfevents.*.*")]
+    found = [int(each) for each in seconds if each.isdecimal()]
+    if found:
+        return float(min(found))
+    return next((path.stat().st_mtime for path in (folder.record, folder.result) if path.exists()), None)
+
+
+def _status(run: Run) -> tuple[str, str]:
+    said = run.result.get("status")
+    reason = one_line(str(run.result.get("error") or ""), 600)
+    if said == "interrupted":
+        return "stopped", reason or "interrupted"
+    if said in ("complete", "failed"):
+        return said, reason
+    if is_locked(run.folder.path):
+        return "running", ""
+    files = [path for path in (run.folder.metrics, run.folder.result) if path.exists()]
+    when = max((path.stat().st_mtime for path in files), default=None)
+    written = (
+        "" if when is None else f"; its last line was written {time.strftime('%Y-%m-%d %H:%M', time.localtime(when))}"
+    )
+    return "stopped", f"no end is recorded, and no process here works in its folder: it was killed{written}"
+
+
+def named(paths: list[str]) -> dict[str, Path]:
+    """A name for each folder: its own, or where two are called alike, the path as it was given."""
+    folders = list(dict.fromkeys(expanded(path, "RUN") for path in paths))
+    names = [folder.resolve().name for folder in folders]
+    return {
+        name if names.count(name) == 1 else str(folder): folder for name, folder in zip(names, folders, strict=True)
+    }

@@ -1,0 +1,910 @@
+"""Law 1 inside a step: however its rows are laid out, each example is run once, and loss and gradients are the same."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+import os
+import types
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from fake_memory import Device
+from forwards import CPU, WAYS, batching_of, loss_and_gradients, rows
+from models import make_tiny
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.api.options import settings
+from accel_sft.batching import choice, collate, loss
+from accel_sft.batching.autotune import Trial
+from accel_sft.batching.forward_layouts import LAYOUTS
+from accel_sft.batching.layouts import Batching
+from accel_sft.batching.loss import nll, nll_sum
+from accel_sft.batching.verify import UNLIMITED
+from accel_sft.chat.encoding import Encoded
+from accel_sft.io.run_dir import RunDir
+from accel_sft.launch import collectives
+from accel_sft.models.prefix_attention import install, installed
+from accel_sft.training.step import TrainStep
+
+install()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return AutoModelForCausalLM.from_pretrained(make_tiny(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+def by_hand(model, example):
+    ids = torch.tensor([example.input_ids])
+    logs = model(ids).logits.log_softmax(-1)[0]
+    return -sum(logs[t - 1, ids[0, t]].item() for t in range(max(example.prompt_length, 1), ids.shape[1]))
+
+
+# --- who runs what ---
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    "limit", [{"rows": 1}, {"rows": 3}, {"rows": 64}, {"tokens": 60}, {"tokens": 200}, {"tokens": 5}]
+)
+def test_ranks_share_a_step_whole_and_in_equally_many_forwards(way, world_size, limit):
+    examples = rows(17)
+    batching = batching_of(way, limit.get("tokens", 1024), limit.get("rows"))
+    ranks = batching.divide(examples, world_size)
+    assert len(ranks) == world_size
+    assert len({len(forwards) for forwards in ranks}) == 1
+    run = [example.index for forwards in ranks for forward in forwards for example in forward]
+    assert sorted(run) == list(range(17))
+    for forward in (forward for forwards in ranks for forward in forwards if forward):
+        if "rows" in limit:
+            assert len(forward) <= limit["rows"]
+        elif len(forward) > 1:
+            ids = batching.batch(forward, 0, CPU).inputs["input_ids"]
+            assert ids.numel() <= limit["tokens"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_is_divided_alike_in_whatever_order_it_is_read(way):
+    examples, batching = rows(), batching_of(way, 100)
+    assert batching.divide(examples, 2) == batching.divide(examples[::-1], 2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_carry_near_equal_tokens(way):
+    batching = batching_of(way, 128)
+    ranks = batching.divide(rows(64), 2)
+    loads = [sum(batching.batch(f, 0, CPU).inputs["input_ids"].numel() for f in forwards) for forwards in ranks]
+    assert abs(loads[0] - loads[1]) <= 0.1 * sum(loads)
+
+
+def test_a_small_step_is_one_forward_on_each_rank():
+    for way in WAYS:
+        assert [len(forwards) for forwards in batching_of(way, 4096).divide(rows(16), 2)] == [1, 1]
+
+
+def test_what_neighbours_have_in_common():
+    ids = [[1, 2, 3], [1, 2, 3], [1, 2, 4, 5], [1, 2, 4, 5, 6], [2], [2, 7]]
+    tree = Batching("shared", 64).way
+    assert tree.common([Encoded(0, row, 1) for row in ids]) == [0, 3, 2, 4, 0, 1]
+    assert tree.common([]) == []
+
+
+# --- that it is the same mathematics ---
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("head", ["labelled", "everywhere"])
+def test_the_loss_is_that_of_the_supervised_tokens_by_hand(model, way, head):
+    examples = [*rows(5), Encoded(5, [7], 1), Encoded(6, [4, 9, 9], 0), Encoded(7, [1, 2, 3], 3)]
+    batching = batching_of(way, 64, head=head)
+    forwards = batching.divide(examples, 1)[0]
+    got = sum(nll_sum(model, batching.batch(forward, 0, CPU)).item() for forward in forwards)
+    assert got == pytest.approx(sum(by_hand(model, example) for example in examples), rel=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS[:-1])
+@pytest.mark.parametrize(
+    ("tokens", "checkpointing"),
+    [
+        *((48, False), (300, False), (4096, False), (300, True)),
+        *(pytest.param(tokens, True, marks=pytest.mark.long) for tokens in (48, 4096)),
+    ],
+)
+def test_every_layout_gives_the_loss_and_gradients_of_padded_rows(model, way, tokens, checkpointing):
+    model = copy.deepcopy(model).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    expected, gradients = loss_and_gradients(model, batching_of(WAYS[-1], 4096), rows())
+    got, ours = loss_and_gradients(model, batching_of(way, tokens), rows(), world_size=2)
+    assert got == pytest.approx(expected, rel=1e-6)
+    for name, gradient in gradients.items():
+        assert (ours[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
+
+
+def test_one_question_with_several_answers_is_computed_once_and_each_answer_learnt(model):
+    answers = ([5, 6, 7], [5, 6, 8], [5, 9], [5, 6, 7])
+    examples = [Encoded(index, [1, 2, 3, *answer], 3) for index, answer in enumerate(answers)]
+    batch = Batching("shared", 64).batch(sorted(examples, key=lambda e: e.input_ids), 0, CPU)
+    assert batch.inputs["input_ids"].tolist() == [[1, 2, 3, 5, 6, 7, 8, 9]]
+    assert batch.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 5, 4]]
+    told = zip(batch.keep[batch.sources].tolist(), batch.targets.tolist(), batch.weights.tolist(), strict=True)
+    assert sorted(told) == [(2, 5, 4), (3, 6, 3), (3, 9, 1), (4, 7, 2), (4, 8, 1)]
+    expected = sum(by_hand(model, example) for example in examples)
+    assert nll_sum(model, batch).item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("key_value_heads", [2, 1])
+@pytest.mark.parametrize("way", WAYS[:-1])
+def test_grouped_heads_and_reduced_precision_are_the_same_to_rounding(way, key_value_heads):
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(small(Qwen2Config, num_key_value_heads=key_value_heads, num_attention_heads=2)).eval()
+    expected = sum(by_hand(model, example) for example in rows())
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        got, _ = loss_and_gradients(model.to(dtype), batching_of(way, 300), rows())
+        assert got == pytest.approx(expected, rel=tolerance)
+
+
+def test_a_mask_is_kept_once_for_the_backward_and_not_in_each_layer():
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(small(Qwen2Config, num_hidden_layers=4)).train()
+    batch = batching_of(("packed", "mask"), 4096).batch(rows(24), 0, CPU)
+    mask = 4 * batch.inputs["attention_mask"].numel()
+    kept = []
+    for _ in range(2):
+        with Device() as device:
+            total = nll_sum(model, batch)
+            kept.append(device.live)
+        batch.inputs["attention_mask"] = batch.inputs["attention_mask"][:, :, :1, :1]  # plain causal attention
+    assert total.item() > 0
+    assert kept[0] - kept[1] < 2 * mask
+
+
+def test_a_forward_without_examples_gives_a_connected_zero(model):
+    model = copy.deepcopy(model)
+    nothing = nll_sum(model, Batching("shared", 64).batch([], 0, CPU))
+    assert nothing.item() == 0.0
+    nothing.backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_ranks_without_a_row_leave_a_steps_loss_what_it_is(model, tmp_path):
+    """Two of three ranks have nothing to learn from: theirs is a part of a sum, and no 0.0 in a mean."""
+    model, examples, parts = copy.deepcopy(model), rows(1), []
+    for rank in range(3):
+        ranks = {"num_processes": 3, "process_index": rank, "parallelism_config": None}
+        accelerator = types.SimpleNamespace(device=CPU, **ranks)
+        stepper = types.SimpleNamespace(accelerator=accelerator, model=model, forwards_alone=True, averaged_over=1)
+        stepper.boundary, stepper.backward = (lambda last: contextlib.nullcontext()), torch.Tensor.backward
+        step = TrainStep(stepper, Batching("padded", 64), 0, RunDir(tmp_path), print)
+        parts.append(step.forward_backward(examples, examples[0].supervised_tokens, 1)[0].item())
+    assert sorted(parts)[:2] == [0.0, 0.0]
+    assert sum(parts) == pytest.approx(by_hand(model, examples[0]) / examples[0].supervised_tokens, rel=1e-5)
+
+
+def test_a_pad_token_that_ends_the_turn_is_learnt_where_it_ends_it():
+    examples = [Encoded(0, [5, 6, 7, 8, 3], 3), Encoded(1, [5, 9, 3], 1)]
+    batch = batching_of(WAYS[-1], 64).batch(examples, 3, CPU)
+    assert batch.inputs["input_ids"].tolist() == [[5, 6, 7, 8, 3], [5, 9, 3, 3, 3]]
+    assert batch.inputs["attention_mask"].tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
+    assert batch.keep.tolist() == [[False, False, True, True, False], [True, True, False, False, False]]
+    assert batch.targets.tolist() == [8, 3, 9, 3]
+
+
+def test_what_is_shared_is_computed_once():
+    examples = rows(64, instruction=300, longest=20)
+    alone = sum(len(example.input_ids) for example in examples)
+    assert Batching("packed", 1024).computed_tokens(examples, 1) == alone
+    assert Batching("shared", 1024).computed_tokens(examples, 1) < alone / 10
+
+
+# --- what a model can take ---
+
+
+def chosen(model, examples=None, train=True, **settings):
+    config = TrainConfig(**settings).resolved({})
+    return Trial(Accelerator(cpu=True), model, config, examples or rows(), 0, train=train).choose()
+
+
+def test_a_plain_model_shares_prefixes(model):
+    batching, told = chosen(model, batching="shared")
+    assert batching.layout == "shared"
+    line = f"batching shared (one copy of what rows share), up to {batching.tokens:,} tokens a forward"
+    assert told == f"{line}, the least work of 6 sizes"
+
+
+@pytest.fixture
+def untouched(monkeypatch):
+    """transformers' own sdpa attention, as a process has it that prepared no model."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
+
+
+def test_a_batching_registers_nothing_and_makes_no_rows_that_plain_attention_would_mix(untouched):
+    batching = batching_of(("shared", "rows"), 64)
+    assert AttentionInterface()["sdpa"] is sdpa_attention_forward
+    with pytest.raises(RuntimeError, match=r"call prefix_attention.install\(\)"):
+        batching.batch(rows(4), 0, CPU)
+
+
+def test_the_attention_of_rows_is_registered_where_a_model_is_found_to_take_it(model, untouched):
+    assert not installed()
+    assert chosen(model, batching="padded")[0].layout == "padded"
+    assert not installed()
+    assert chosen(model, batching="shared")[0].attention == "rows"
+    assert installed()
+
+
+def test_the_settings_win(model):
+    assert chosen(model, batching="packed")[0].layout == "packed"
+    assert chosen(model, batching="padded", micro_batch_size="4")[0] == batching_of(
+        WAYS[-1], UNLIMITED, 4, head="pieces"
+    )
+    assert chosen(model, micro_batch_size="4")[0] == batching_of(("shared", "rows"), UNLIMITED, 4, head="pieces")
+
+
+def test_what_a_run_had_chosen_is_kept_while_it_is_exact(model):
+    kept = batching_of(("shared", "rows"), 777, head="pieces")
+    for attention in ("sdpa", "eager"):
+        changed = copy.deepcopy(model)
+        changed.set_attn_implementation(attention)
+        batching, _ = trial(changed, rows()).choose(before=kept)
+        assert (batching == kept) is (attention == "sdpa")
+
+
+def test_a_batching_is_recorded_in_the_words_that_runs_hold_and_comes_back():
+    for layout, head in itertools.product(LAYOUTS, loss.HEADS):
+        batching = Batching(layout.name, 64, attention=layout.attention, head=head)
+        record = json.loads(json.dumps(choice.recorded(["auto", "auto"], batching)))
+        words = {"layout": layout.name, "tokens": 64, "rows": None, "attention": layout.attention, "head": head}
+        assert record["chosen"] == words
+        assert (choice.restored(record, ["auto", "auto"]), batching.way) == (batching, layout)
+    (choices,) = (setting.choices for setting in settings(TrainConfig) if setting.name == "batching")
+    assert choices == ("auto", *dict.fromkeys(layout.name for layout in LAYOUTS))
+
+
+@pytest.mark.parametrize("unknown", [{"layout": "woven"}, {"attention": "varlen"}, {"head": "none"}])
+def test_a_record_in_words_that_are_unknown_is_not_taken_up(unknown):
+    words = {"layout": "shared", "tokens": 64, "rows": None, "attention": "mask", "head": "pieces", **unknown}
+    with pytest.raises(ValueError, match="no batching "):
+        Batching(**words)
+    assert choice.restored({"asked": ["auto", "auto"], "chosen": words}, ["auto", "auto"]) is None
+
+
+def test_two_starts_choose_alike_whatever_a_clock_would_say(model, monkeypatch):
+    alike = {chosen(model)[0] for _ in range(2)}
+    clock = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock) ** 2)
+    assert {chosen(model)[0] for _ in range(2)} == alike
+    assert next(clock) == 0, "nothing was timed"
+
+
+def test_the_least_work_wins_over_fewer_forwards_and_over_fewer_tokens(model):
+    long = rows(64, instruction=300, longest=30)
+    width, by_rows, by_mask = model.config.hidden_size, ("shared", "rows"), ("shared", "mask")
+    assert batching_of(by_rows, 4096).computed_tokens(long, 1) > batching_of(by_mask, 4096).computed_tokens(long, 1)
+    assert chosen(model, long, global_batch_size=64)[0].attention == "rows"  # the whole mask costs more than that
+    small, large = (batching_of(by_rows, tokens).work(long, 1, width, 64) for tokens in (512, 2048))
+    assert large < small  # each forward computes the instruction again
+
+
+@pytest.fixture
+def timing(monkeypatch, tmp_path):
+    """This CPU is treated as a device whose candidates are timed; (the cache's folder, who is the fastest)."""
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("accel_sft.batching.autotune.UNTIMED", set())
+    monkeypatch.setattr("accel_sft.batching.autotune.TRIED_ON_DEVICE", (64, 128, 256))
+    quickest = ["padded"]
+    monkeypatch.setattr(Trial, "_seconds", lambda _, batching, __: 0.1 if batching.layout == quickest[0] else 0.5)
+    return tmp_path / "cache", quickest
+
+
+def test_what_was_measured_is_kept_for_the_next_start_and_told(model, timing, monkeypatch):
+    cache, quickest = timing
+    first, told = chosen(model)
+    assert first.layout == "padded"
+    assert f"the best of 9 sizes (measured, kept in {cache}" in told
+    quickest[0] = "shared"
+    monkeypatch.setattr("accel_sft.batching.autotune.TRIED_ON_DEVICE", (64, 128, 256, 512))  # memory is free again
+    assert chosen(model)[0] == first
+    again, told = chosen(model)
+    assert again == first
+    assert f"the best of 12 sizes (measured before, kept in {cache}" in told
+    assert chosen(model, rows(20))[0].layout == "shared", "other data is measured anew"
+    (cache / "batching" / told.split("/batching/")[1][:32] / "manifest.json").write_text("{}")
+    assert chosen(model)[0].layout == "shared", "a damaged entry is made again"
+
+
+def test_the_least_work_stands_unless_a_clock_contradicts_it_beyond_its_spread(model, timing, monkeypatch):
+    sizes = [batching_of(way, tokens) for way in (("shared", "rows"), ("padded", "mask")) for tokens in (512, 1024)]
+    asked = []
+
+    def seconds(padded):
+        wavering = {"shared": itertools.cycle([1.0, 1.4, 1.2]), "padded": itertools.cycle(padded)}
+        monkeypatch.setattr(
+            Trial,
+            "_seconds",
+            lambda _, batching, rows: asked.append((batching, rows)) or next(wavering[batching.layout]),
+        )
+
+    job = trial(model, rows(64, instruction=300, longest=20))
+    seconds(padded=[0.2, 0.9, 0.3])  # of a largest forward; a step has many times as many of padded rows
+    assert job.fastest(sizes).layout == "shared"
+    assert {batching.layout for batching, _ in asked} == {"shared", "padded"}
+    assert len(asked) == 8, "one forward of each layout, once to warm up and three times"
+    assert all(batching.divide(rows, 1) == [[rows]] for batching, rows in asked)
+    seconds(padded=[0.0001, 0.0002])
+    assert job.fastest(sizes).layout == "padded"
+
+
+def test_of_sizes_with_nearly_the_same_work_the_smallest_is_taken_and_few_forwards_are_less_work(model, monkeypatch):
+    job, sizes = (
+        trial(model, rows(64, instruction=0)),
+        [batching_of(("packed", "rows"), n) for n in (64, 128, 256, 4096)],
+    )
+    assert job.least_work(sizes).tokens == 4096
+    work = {64: 104.0, 128: 102.9, 256: 101.0, 4096: 100.0}
+    monkeypatch.setattr(Trial, "_work", lambda _, batching: work[batching.tokens])
+    assert job.least_work(sizes).tokens == 128
+
+
+def test_where_nothing_can_be_kept_nothing_is_measured(model, timing):
+    cache, quickest = timing
+    cache.write_text("a file, not a folder")
+    first, told = chosen(model)
+    assert f"the least work of 9 sizes (not measured: {cache} cannot be written" in told
+    quickest[0] = "shared"
+    assert chosen(model)[0] == first
+
+
+def test_with_dropout_nothing_is_measured_for_its_masks_depend_on_the_layout(model, timing):
+    dropping = copy.deepcopy(model)
+    dropping.config.attention_dropout = 0.1
+    first, told = chosen(dropping)
+    assert "sizes (masks of attention_dropout depend on it)" in told
+    timing[1][0] = "packed"
+    assert chosen(dropping)[0] == first
+    assert not timing[0].exists()
+
+
+def test_of_two_that_measure_at_once_both_use_what_the_first_has_kept(timing):
+    accelerator, found = Accelerator(cpu=True), Batching("packed", 64)
+    other = Batching("padded", 64)
+    mine, told = choice.measured_once(
+        accelerator, ["job"], lambda: choice.measured_once(accelerator, ["job"], lambda: found) and other
+    )
+    assert mine == found, told
+
+
+def test_a_runs_choice_is_kept_in_its_folder_for_its_own_job_and_launch(tmp_path):
+    accelerator, batching, asked = Accelerator(cpu=True), Batching("packed", 64, head="pieces"), ["auto", "auto"]
+    assert choice.read(accelerator, RunDir(tmp_path), ["job"]) is None
+    choice.write(accelerator, RunDir(tmp_path), asked, batching, ["job"])
+    record = choice.read(accelerator, RunDir(tmp_path), ["job"])
+    assert choice.restored(record, asked) == batching
+    assert choice.restored(record, ["auto", "4"]) is None, "something else is asked for now"
+    assert choice.read(accelerator, RunDir(tmp_path), ["other data"]) is None
+    record = json.loads((tmp_path / "batching.json").read_text())
+    record["layout"]["ranks"] = 2
+    (tmp_path / "batching.json").write_text(json.dumps(record))
+    assert choice.read(accelerator, RunDir(tmp_path), ["job"]) is None, "another launch"
+
+
+def test_a_choice_that_was_damaged_or_is_no_file_is_made_again(tmp_path):
+    accelerator, path = Accelerator(cpu=True), tmp_path / "batching.json"
+    for content in (b"{", b"[" * 100_000, b"\xff", b'{"chosen": 1e999}'):
+        path.write_bytes(content)
+        assert choice.read(accelerator, RunDir(tmp_path), ["job"]) is None
+    path.unlink()
+    os.mkfifo(path)  # to read it would wait for ever
+    assert choice.read(accelerator, RunDir(tmp_path), ["job"]) is None
+
+
+@pytest.mark.parametrize("content", ["", "[", "[]", '"text"', "{}"])
+def test_a_record_that_is_broken_is_as_if_it_were_not_there(tmp_path, content):
+    (tmp_path / "batching.json").write_text(content)
+    assert choice.read(Accelerator(cpu=True), RunDir(tmp_path), ["job"]) is None
+
+
+WRONG = [{"tokens": -5}, {"tokens": "lots"}, {"rows": 0}, {"head": ["x"]}, {"layout": "round"}]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_choice_that_is_none_is_not_taken(wrong):
+    record = choice.recorded(["auto"], Batching("packed", 64))
+    assert choice.restored(record, ["auto"]) == Batching("packed", 64)
+    assert choice.restored({**record, "chosen": {**record["chosen"], **wrong}}, ["auto"]) is None
+
+
+def test_a_folder_in_the_place_of_the_record_is_named(tmp_path):
+    (tmp_path / "batching.json").mkdir()
+    with pytest.raises(UserError, match=r"batching\.json: a folder stands where .*; take it away"):
+        choice.write(Accelerator(cpu=True), RunDir(tmp_path), ["auto"], Batching("packed", 64), ["job"])
+
+
+def test_dropout_is_not_shared_between_rows(model):
+    dropping = copy.deepcopy(model)
+    dropping.config.attention_dropout = 0.1
+    batching, told = chosen(dropping, batching="shared")
+    assert batching.layout == "packed"
+    assert "not shared: rows of a step would share their dropout (attention_dropout)" in told
+
+
+def test_attention_that_takes_no_mask_of_ours_gets_padded_rows(tmp_path):
+    folder = make_tiny(tmp_path / "model")
+    eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    batching, told = chosen(eager)
+    assert batching.layout == "padded"
+    assert "not packed: attention eager cannot be told who sees whom" in told
+
+
+def small(kind, **settings):
+    common = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 16}
+    return kind(**{**common, "num_hidden_layers": 2, "num_key_value_heads": 2, **settings})
+
+
+def test_a_sliding_window_that_rows_do_not_reach_is_no_hindrance_and_one_they_reach_is():
+    layers = ["sliding_attention", "full_attention"]
+    for window, layout in ((512, "shared"), (16, "padded")):
+        torch.manual_seed(0)
+        config = small(Gemma3TextConfig, sliding_window=window, layer_types=layers)
+        batching, told = chosen(Gemma3ForCausalLM(config), batching="shared")
+        assert batching.layout == layout, told
+
+
+@pytest.mark.parametrize("window", [16, 512])
+def test_a_window_that_all_layers_have_is_seen_and_so_is_a_longer_row_that_is_only_judged(window):
+    torch.manual_seed(0)
+    model = MistralForCausalLM(small(MistralConfig, sliding_window=window))
+    short = [row for row in rows(64, instruction=4, longest=8) if len(row.input_ids) <= 16]
+    (longer,) = rows(1, instruction=40, longest=8)
+    assert chosen(model, short, batching="shared")[0].layout == "shared"
+    batching, told = trial(model, short, batching="shared").choose(also=[longer])
+    assert batching.layout == ("padded" if window == 16 else "shared"), told
+
+
+def test_a_window_that_the_configuration_does_not_tell_of_is_found_by_the_longest_row(monkeypatch):
+    torch.manual_seed(0)
+    model = MistralForCausalLM(small(MistralConfig, sliding_window=16, initializer_range=0.5))
+    monkeypatch.setattr("accel_sft.batching.verify.limited_layers", lambda model, longest: None)
+    batching, told = chosen(model, rows(64, instruction=4, longest=40), batching="shared")
+    assert batching.layout == "padded"
+    assert "its loss is not that of single rows" in told
+
+
+def test_dropout_that_is_no_module_is_found_by_two_forwards():
+    torch.manual_seed(0)
+    model = OPTForCausalLM(OPTConfig(vocab_size=128, hidden_size=32, ffn_dim=64, num_attention_heads=2, dropout=0.1))
+    batching, told = chosen(model, batching="shared")
+    assert batching.layout != "shared"
+    assert "would share their dropout (its forward is random in training)" in told
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_experts_that_are_drawn_in_training_are_found_though_few_rows_show_it(seed):
+    torch.manual_seed(seed)
+    model = PhimoeForCausalLM(small(PhimoeConfig, num_local_experts=4, num_experts_per_tok=2, intermediate_size=32))
+    batching, told = chosen(model, batching="shared")
+    assert batching.layout == "packed", told
+    assert "would share their dropout (its forward is random in training)" in told
+
+
+def test_a_model_that_carries_a_state_along_gets_padded_rows():
+    torch.manual_seed(0)
+    config = small(
+        Qwen3NextConfig,
+        layer_types=["linear_attention", "full_attention"],
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    )
+    batching, told = chosen(Qwen3NextForCausalLM(config))
+    assert batching.layout == "padded"
+    assert "layers of another kind (" in told
+
+
+def varlen_attention(module, query, key, value, attention_mask, *, cu_seq_lens_q, max_length_q, **kwargs):
+    """What FlashAttention computes of rows in one sequence, one row after another by sdpa."""
+    bounds = cu_seq_lens_q.tolist()
+    assert max_length_q == max(b - a for a, b in itertools.pairwise(bounds))
+    own = [[part[:, :, a:b] for part in (query, key, value)] for a, b in itertools.pairwise(bounds)]
+    kwargs.pop("is_causal", None)
+    parts = [sdpa_attention_forward(module, *row, None, is_causal=True, **kwargs)[0] for row in own]
+    return torch.cat(parts, dim=1), None
+
+
+def flash(module, query, key, value, attention_mask, **kwargs):
+    if "cu_seq_lens_q" in kwargs:
+        return varlen_attention(module, query, key, value, attention_mask, **kwargs)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["flash_stand_in", "kernels-community/flash-attn2"])  # as transformers renames it
+def test_flash_attention_is_told_where_packed_rows_end(model, name):
+    AttentionInterface.register(name, flash)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    flashing = copy.deepcopy(model)
+    flashing.config._attn_implementation = name
+    batching, told = chosen(flashing, batching="packed")
+    assert (batching.layout, batching.attention) == ("packed", "varlen"), told
+    batching, told = chosen(flashing, batching="shared")
+    assert batching.layout == "packed"
+    assert f"not shared: attention {name} cannot be told who sees whom" in told
+    expected, gradients = loss_and_gradients(model, batching_of(WAYS[-1], 4096), rows())
+    got, ours = loss_and_gradients(flashing, batching_of(("packed", "varlen"), 300), rows())
+    assert got == pytest.approx(expected, rel=1e-6)
+    for name, gradient in gradients.items():
+        assert (ours[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
+
+
+@pytest.mark.parametrize(("count", "instruction"), [(1, 5), (40, 12), (90, 300), (3, 200)])
+def test_the_blocks_are_those_of_the_mask(count, instruction):
+    examples = sorted(rows(count, instruction=instruction), key=lambda example: example.input_ids)
+    ends = []
+    collate.tree(examples, batching_of(("shared", "mask"), 64).way.common(examples), ends.append)
+    for end in ends:
+        made = collate.block_mask(end)
+        expected = create_block_mask(made.mask_mod, None, None, len(end), len(end), device="cpu")
+        assert made.shape == expected.shape
+        assert torch.equal(made.to_dense(), expected.to_dense())
+        for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+            assert torch.equal(getattr(made, name), getattr(expected, name))
+
+
+def test_flex_attention_is_given_blocks_of_the_tree(model):
+    flexing = copy.deepcopy(model)
+    flexing.set_attn_implementation("flex_attention")
+    with torch.compiler.set_stance("force_eager"):  # the same arithmetic without a compiler's minute
+        batching, told = chosen(flexing, train=False, batching="shared")  # on a CPU it has no backward
+        assert (batching.layout, batching.attention) == ("shared", "blocks"), told
+        with torch.no_grad():
+            forwards = (batching.batch(forward, 0, CPU) for forward in batching.divide(rows(), 1)[0])
+            got = sum(nll_sum(flexing, batch).item() for batch in forwards)
+    assert got == pytest.approx(sum(by_hand(model, example) for example in rows()), rel=1e-5)
+
+
+def test_a_kernel_that_takes_the_head_and_the_loss_together_gets_each_target_once(model, monkeypatch):
+    expected, gradients = loss_and_gradients(model, batching_of(WAYS[-1], 4096), rows())
+
+    def kernel(hidden, weight, targets, reduction):
+        assert hidden.shape == (len(targets), weight.shape[1])
+        return torch.nn.functional.cross_entropy(hidden @ weight.T, targets, reduction=reduction)
+
+    monkeypatch.setattr(loss, "fused_kernel", lambda device: kernel)
+    assert chosen(model)[0].head == "fused"
+    for way in WAYS:
+        got, ours = loss_and_gradients(model, batching_of(way, 300, head="fused"), rows())
+        assert got == pytest.approx(expected, rel=1e-6)
+        for name, gradient in gradients.items():
+            assert (ours[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["lm_head"]))
+    assert chosen(adapted)[0].head == "pieces"
+
+
+def plain(hidden, weight, targets, reduction):
+    return torch.nn.functional.cross_entropy((hidden @ weight.T).float(), targets, reduction=reduction)
+
+
+def test_a_kernel_is_judged_by_its_gradients_too():
+    def dropping(hidden, weight, targets, reduction):
+        hidden = hidden.clone()
+        hidden.register_hook(lambda gradient: gradient * (gradient.abs() > gradient.abs().median()))
+        return plain(hidden, weight, targets, reduction)
+
+    assert loss.is_exact(plain, CPU)
+    assert not loss.is_exact(dropping, CPU)
+
+
+@pytest.mark.parametrize("name", ["Linear", "FSDPLinear"])
+def test_the_kernel_computes_in_the_type_of_autocast_and_takes_a_head_that_fsdp_has_renamed(model, monkeypatch, name):
+    computed = []
+
+    def kernel(hidden, weight, targets, reduction):
+        computed.append((hidden.dtype, weight.dtype))
+        return plain(hidden, weight, targets, reduction)
+
+    monkeypatch.setattr(loss, "fused_kernel", lambda device: kernel)
+    model = copy.deepcopy(model)
+    if name != "Linear":
+        model.lm_head.__class__ = type(name, (FSDPModule, torch.nn.Linear), {})
+    batch = batching_of(WAYS[-1], 4096, head="fused").batch(rows(4), 0, CPU)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        nll_sum(model, batch)
+    assert computed == [(torch.bfloat16, torch.bfloat16)]
+
+
+def test_a_kernel_that_adds_up_in_any_order_is_no_leak(model, monkeypatch):
+    def kernel(hidden, weight, targets, reduction):
+        losses = plain(hidden, weight, targets, reduction)
+        return losses * (1 + 1e-4 * torch.randn_like(losses))
+
+    monkeypatch.setattr(loss, "fused_kernel", lambda device: kernel)
+    batching, told = chosen(model, batching="shared")
+    assert (batching.layout, batching.head) == ("shared", "fused"), told
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_head_in_pieces_gives_the_same_loss_and_gradients(model, way, monkeypatch):
+    expected, gradients = loss_and_gradients(model, batching_of(way, 300), rows())
+    seen = []
+    monkeypatch.setattr(
+        loss, "_nll", lambda logits, targets, real=loss._nll: seen.append(len(logits)) or real(logits, targets)
+    )
+    monkeypatch.setattr(loss, "MOST_LOGITS", 1000)
+    got, ours = loss_and_gradients(model, batching_of(way, 300, head="pieces"), rows())
+    assert max(seen) <= 1000 // model.config.vocab_size
+    assert got == pytest.approx(expected, rel=1e-6)
+    for name, gradient in gradients.items():
+        assert (ours[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
+    assert "forward" not in vars(model.get_output_embeddings())
+
+
+def test_a_large_vocabulary_never_stands_whole():
+    """Peak memory of a loss over 2,000 tokens of 150,000 words: 1.1 GiB of logits alone, and gradients as large."""
+    torch.manual_seed(0)
+    config = small(Qwen2Config, vocab_size=150_016, hidden_size=16, num_attention_heads=1, num_key_value_heads=1)
+    model = Qwen2ForCausalLM(config)
+    example = Encoded(0, [7] * 2001, 1)
+    batch = Batching("shared", 4096, head="pieces").batch([example], 0, CPU)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        nll_sum(model, batch).backward()
+    events = [event.self_cpu_memory_usage for event in profile.events()]
+    assert max(events) < 2 * 4 * loss.MOST_LOGITS
+
+
+def test_a_head_that_is_scaled_afterwards_is_never_in_pieces():
+    torch.manual_seed(0)
+    for softcap, pieces in ((None, True), (5.0, False)):
+        config = small(Gemma3TextConfig, final_logit_softcapping=softcap, layer_types=["full_attention"] * 2)
+        assert (chosen(Gemma3ForCausalLM(config))[0].head == "pieces") is pieces
+
+
+# --- what the device has room for ---
+
+
+@contextlib.contextmanager
+def room_for(tokens):
+    """A device on which an embedding of more tokens than that finds no memory."""
+
+    def look(module, inputs):
+        if isinstance(module, torch.nn.Embedding) and inputs[0].numel() > tokens:
+            raise torch.OutOfMemoryError("no room")
+
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(look)
+    yield
+    handle.remove()
+
+
+def trial(model, examples, train=True, **settings):
+    config = TrainConfig(**settings).resolved({})
+    return Trial(Accelerator(cpu=True), model, config, examples, 0, train=train)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_the_largest_forward_that_goes_there_and_back_bounds_what_is_tried(model, train):
+    model = copy.deepcopy(model).train()
+    exact = [Batching("shared", 0), Batching("padded", 0)]
+    with room_for(300):
+        sizes = trial(model, rows(200), train).within_memory(exact, (64, 128, 256, 512, 1024))
+    assert [(b.layout, b.tokens) for b in sizes] == [(b.layout, n) for b in exact for n in (64, 128, 256)]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_sizes_above_a_whole_step_are_not_tried(model):
+    sizes = trial(model, rows(200), global_batch_size=4).within_memory([Batching("packed", 0)], (64, 128, 256, 512))
+    assert [batching.tokens for batching in sizes] == [64, 128, 256]
+
+
+def test_a_rank_is_tried_with_its_own_part_of_a_step(model, monkeypatch):
+    job = trial(model, rows(200), global_batch_size=8)
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    sizes = job.within_memory([Batching("packed", 0)], (64, 128, 256, 512))
+    assert [batching.tokens for batching in sizes] == [64, 128, 256]
+
+
+def test_a_device_without_room_for_the_smallest_forward_is_an_error_that_names_the_longest_example(model):
+    with room_for(20), pytest.raises(UserError, match=r"not even 64 tokens .*the longest example, \d+, has 5\d\)"):
+        trial(model, rows(200)).within_memory([Batching("shared", 0)], (64, 128))
+
+
+def test_a_reason_on_another_rank_rules_a_layout_out_on_all(model, monkeypatch):
+    monkeypatch.setattr(collectives, "gather_object", lambda mine: [*mine, "the other rank says so"])
+    batching, told = chosen(model)
+    assert (batching.layout, batching.head) == ("padded", "everywhere")
+    assert "not shared: the other rank says so" in told
+
+
+def test_one_long_row_does_not_fill_many_short_ones_up():
+    examples = [Encoded(0, [1] * 2000, 1), *(Encoded(index, [2, index], 1) for index in range(1, 300))]
+    batching = batching_of(("shared", "rows"), 4096)
+    forwards = batching.divide(examples, 1)[0]
+    assert sorted(example.index for forward in forwards for example in forward) == list(range(300))
+    for forward in forwards:
+        rows_in = batching.batch(forward, 0, CPU).inputs.get("rows")
+        assert rows_in is None or len(rows_in.own) <= 2 * 4096
+
+
+class Wrapped(torch.nn.Module):
+    """The real model, asked by another one of these classes."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def get_input_embeddings(self):
+        return self.model.get_input_embeddings()
+
+
+class Unaware(Wrapped):
+    """A model whose attention knows no `rows`: the mask over the whole sequence is left."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None, **_):
+        return self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            logits_to_keep=logits_to_keep,
+            use_cache=False,
+        )
+
+
+def test_a_model_that_knows_no_rows_gets_a_mask(model):
+    batching, told = chosen(Unaware(model), batching="shared")
+    assert (batching.layout, batching.attention) == ("shared", "mask"), told
+
+
+class Leaking(Wrapped):
+    """A model whose attention ignores the mask it is given, as some do; all else is the real model."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None):
+        mask = None if attention_mask is not None and attention_mask.ndim == 4 else attention_mask
+        positions = None if position_ids is None else torch.arange(input_ids.shape[1])[None]
+        return self.model(
+            input_ids, attention_mask=mask, position_ids=positions, logits_to_keep=logits_to_keep, use_cache=False
+        )
+
+
+class Refusing(Wrapped):
+    """One that takes nothing but padded rows, and refuses the rest without a message."""
+
+    refusal: type[Exception] = AssertionError
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None, **others):
+        if attention_mask is None or attention_mask.ndim > 2:
+            raise self.refusal
+        kept = {"logits_to_keep": logits_to_keep, "use_cache": False}
+        return self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids, **kept)
+
+
+@pytest.mark.parametrize("refusal", [AssertionError, NotImplementedError, KeyError])
+def test_a_model_that_refuses_a_layout_without_a_word_gets_padded_rows(model, refusal):
+    refusing = Refusing(model)
+    refusing.refusal = refusal
+    batching, told = chosen(refusing)
+    assert batching.layout == "padded"
+    assert told.count(f"the model does not take it ({refusal.__name__})") == 2, told
+
+
+class Smearing(Leaking):
+    """One that sees a little of the token before, whosever it is."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None):
+        embedded = self.model.get_input_embeddings()(input_ids)
+        embedded = embedded + 1e-6 * torch.roll(embedded, 1, dims=1)
+        return self.model(
+            inputs_embeds=embedded,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            logits_to_keep=logits_to_keep,
+            use_cache=False,
+        )
+
+
+def test_examples_that_would_see_each_other_are_found_out(model):
+    batching, told = chosen(Leaking(model))
+    assert batching.layout == "padded"
+    assert "not shared: its loss is not that of single rows" in told
+    batching, told = chosen(Smearing(model))
+    assert batching.layout == "padded"
+    assert "not packed: a change in one row changes another" in told
+
+
+class Unplaced(Wrapped):
+    """One that takes positions and ignores them: a row of several begins where it stands."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None):
+        return self.model(input_ids, attention_mask=attention_mask, logits_to_keep=logits_to_keep, use_cache=False)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_model_that_ignores_positions_is_found_out_in_any_precision(precision, request):
+    AcceleratorState._reset_state()
+    request.addfinalizer(AcceleratorState._reset_state)
+    torch.manual_seed(0)
+    shape = {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 97, "n_positions": 512}
+    model = GPT2LMHeadModel(GPT2Config(**shape, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    for subject, layout in ((model, "shared"), (Unplaced(model), "padded")):
+        prepared = accelerator.prepare(copy.deepcopy(subject))
+        batching, told = Trial(accelerator, prepared, TrainConfig().resolved({}), rows(), 0).choose()
+        assert batching.layout == layout, told
+
+
+class Wavering(Wrapped):
+    """A model that rounds otherwise from one forward to the next, as on a busy machine; rows see `leak` of others."""
+
+    leak = 0.0
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None):
+        embedded = self.model.get_input_embeddings()(input_ids)
+        embedded = embedded + self.leak * torch.roll(embedded, 1, dims=1)
+        output = self.model(
+            inputs_embeds=embedded,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            logits_to_keep=logits_to_keep,
+            use_cache=False,
+        )
+        output.logits = output.logits * (1 + 3e-7 * torch.randn_like(output.logits))
+        return output
+
+
+def test_rounding_that_wavers_is_neither_dropout_nor_a_leak_and_hides_none(model):
+    wavering = Wavering(model)
+    batching, told = chosen(wavering, batching="shared")
+    assert batching.layout == "shared", told
+    wavering.leak = 1e-4
+    batching, told = chosen(wavering)
+    assert batching.layout == "padded"
+    assert "not packed: a change in one row changes another" in told
+
+
+class WholeHead(Wrapped):
+    """A model of the kind that knows no logits_to_keep."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None):
+        return self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+
+
+def test_a_model_without_logits_to_keep_is_trained_with_its_whole_head(model):
+    batching, _ = chosen(WholeHead(model))
+    assert batching.head == "everywhere"
+    batching = Batching("shared", 1024, head="everywhere")
+    examples = rows(4)
+    batch = batching.batch(sorted(examples, key=lambda e: e.input_ids), 0, CPU)
+    expected = nll(model, Batching("shared", 1024).batch(sorted(examples, key=lambda e: e.input_ids), 0, CPU))
+    assert torch.allclose(nll(WholeHead(model), batch), expected, atol=1e-5)

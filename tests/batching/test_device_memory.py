@@ -1,0 +1,277 @@
+"""A device that is short of memory, on real processes: embeddings above a size raise what CUDA raises."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+
+import architectures
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import accel_sft
+from fake_memory import WAYS, Device
+from fake_plugins import install
+from reference_job import FP32, JOB, ONCE, layout, same_curve
+from torch._dynamo.exc import BackendCompilerFailed
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from accel_sft import UserError
+from accel_sft.api.config import TrainConfig
+from accel_sft.batching.autotune import Trial
+from accel_sft.batching.device_memory import expected_bytes
+from accel_sft.batching.layouts import Batching
+from accel_sft.chat.encoding import Encoded
+from accel_sft.commands import train
+from accel_sft.io.run_dir import RunDir
+from accel_sft.training.optimizer import Stepper, new_optimizer
+from accel_sft.training.step import TrainStep
+
+CRAMPED = """
+import os
+from dataclasses import dataclass
+from accel_sft_math import Math as Shipped
+
+@dataclass(kw_only=True)
+class Cramped(Shipped):
+    \"\"\"Math on a device without room for a backward through many tokens.\"\"\"
+
+    def dataset(self, split):
+        import torch
+
+        def look(module, inputs):
+            forward = torch.is_grad_enabled() or "WHEN" == "backward"
+            cramped = forward and os.environ.get("RANK", "LAST") == "LAST"
+            if cramped and isinstance(module, torch.nn.Embedding) and inputs[0].numel() > ROOM:
+                raise torch.OutOfMemoryError("no room")
+
+        def look_back(module, inputs, output):
+            if torch.is_grad_enabled() and isinstance(module, torch.nn.Embedding):
+                output.register_hook(lambda gradient: look(module, inputs))
+
+        if split == "train" and "WHEN" == "forward":
+            torch.nn.modules.module.register_module_forward_pre_hook(look)
+        elif split == "train":
+            torch.nn.modules.module.register_module_forward_hook(look_back)
+        return super().dataset(split)
+"""
+TRIED = """
+from dataclasses import dataclass
+from accel_sft_math import Math as Shipped
+
+@dataclass(kw_only=True)
+class Tried(Shipped):
+    \"\"\"Math whose forwards are chosen as on a GPU.\"\"\"
+
+    def dataset(self, split):
+        from accel_sft.batching import autotune
+
+        autotune.UNTIMED, autotune.TRIED_ON_DEVICE = set(), (64, 128)
+        return super().dataset(split)
+"""
+
+
+def plugin(tmp_path, name, source):
+    (tmp_path / "site").mkdir()
+    install(tmp_path / "site", f"accel-sft-{name}", f"{name} = accel_sft_{name}:{name.title()}", source)
+    return {"environment": {"PYTHONPATH": str(tmp_path / "site")}, "run_dir": tmp_path / "run"}
+
+
+def cramped(tmp_path, rank=0, when="forward"):
+    source = CRAMPED.replace("ROOM", "40").replace("LAST", str(rank)).replace("WHEN", when)
+    return plugin(tmp_path, "cramped", source)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_step_without_room_is_repeated_in_smaller_forwards_with_the_same_curve(launched, tmp_path, when):
+    run = accel_sft("cramped", *JOB[1:], *ONCE, "--micro-batch-size", "10", **cramped(tmp_path, when=when))
+    assert run.status == 0, run.output
+    assert "step 1: out of device memory in a forward of" in run.output
+    assert "the step is repeated with at most" in run.output
+    same_curve(layout(launched, "plain").lines(), run.lines())
+    assert run.result()["batching"]["tokens"] < 80  # half of what found no room, or of half of that
+
+
+def test_all_ranks_repeat_the_step_where_one_of_them_finds_no_room(launched, tmp_path):
+    arguments = ("cramped", *JOB[1:], *ONCE, "--micro-batch-size", "5")
+    run = accel_sft(*arguments, yaml="z2", launcher=FP32, **cramped(tmp_path, rank=1))
+    assert run.status == 0, run.output
+    assert "step 1: out of device memory in a forward of" in run.output
+    assert "the longest of its rows, training example" in run.output
+    same_curve(layout(launched, "plain").lines(), run.lines())
+    assert run.result()["batching"]["tokens"] < 80
+
+
+def test_ranks_that_wait_for_each_other_amid_a_forward_end_and_a_resumed_run_keeps_to_smaller_ones(launched, tmp_path):
+    options = {"yaml": "z3", "launcher": FP32, **cramped(tmp_path, rank=1)}
+    arguments = ("cramped", *JOB[1:], *ONCE, "--micro-batch-size", "2")
+    run = accel_sft(*arguments, **options)
+    assert run.status == 1
+    assert "step 1: out of device memory in a forward of" in run.output
+    assert f"go on with --resume auto --output-dir {tmp_path / 'run'}: it keeps to" in run.output
+    run = accel_sft(*arguments, "--resume", "auto", **options)
+    assert run.status == 0, run.output
+    same_curve(layout(launched, "plain").lines(), run.lines())
+    assert (
+        run.result()["batching"]["tokens"] == json.loads((tmp_path / "run" / "most-tokens.json").read_text())["tokens"]
+    )
+
+
+@pytest.mark.parametrize("content", ["", '["a"]', '"a"', '{"tokens": "many"}', '{"tokens": 0}'])
+def test_a_limit_that_cannot_be_read_is_named(tmp_path, content):
+    (tmp_path / "most-tokens.json").write_text(content)
+    with pytest.raises(UserError, match=r"most-tokens\.json: "):
+        TrainStep(None, Batching("padded", 64), 0, RunDir(tmp_path), print)
+
+
+def test_the_least_of_what_several_ranks_found_no_room_for_is_kept(tmp_path, monkeypatch):
+    def cramped(module, inputs):
+        raise torch.OutOfMemoryError("no room")
+
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model, accelerator = LlamaForCausalLM(LlamaConfig(vocab_size=32, **shape)), Accelerator(cpu=True)
+    model.model.embed_tokens.register_forward_pre_hook(cramped)
+    monkeypatch.setattr(Stepper, "forwards_alone", False)  # ranks wait for each other amid a forward
+    stepper = Stepper(accelerator, model, new_optimizer(model, TrainConfig().resolved({})), 1.0)
+    padded = Batching("padded", 0, rows=2)
+    ranks = [TrainStep(stepper, padded, 0, RunDir(tmp_path), print) for _ in range(3)]
+    for rank, length, kept in zip(ranks, (20, 6, 40), (20, 6, 6), strict=True):
+        rows = [Encoded(index, [3] * length, 2) for index in range(2)]
+        with pytest.raises(UserError, match=f"it keeps to {kept} tokens a forward"):
+            rank.forward_backward(rows, 2, 1)
+    assert json.loads((tmp_path / "most-tokens.json").read_text()) == {"tokens": 6}
+    assert TrainStep(stepper, padded, 0, RunDir(tmp_path), print).batching.tokens == 6
+
+
+def test_a_trial_there_and_back_leaves_no_trace(launched, tmp_path):
+    arguments = ("tried", *JOB[1:], *ONCE)
+    run = accel_sft(*arguments, **plugin(tmp_path, "tried", TRIED))
+    assert run.status == 0, run.output
+    assert "sizes (measured, kept in" in run.output
+    same_curve(layout(launched, "plain").lines(), run.lines())
+
+
+def test_nothing_is_tried_under_zero_3_where_experts_are_gathered_whole(tmp_path):
+    """Ranks would wait for one that finds no room; and a backward without the weights would reduce their gradients."""
+    model = architectures.make(tmp_path / "model", "mixtral")
+    arguments = ("tried", *JOB[1:], *ONCE, "--max-steps", "2", "--model", str(model))
+    run = accel_sft(*arguments, yaml="z3", launcher=FP32, **plugin(tmp_path, "tried", TRIED))
+    assert run.status == 0, run.output
+    assert "sizes (not tried: ranks share the weights)" in " ".join(run.output.split())
+
+
+def tiny_llama():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape))
+
+
+def job(model, moments=False):
+    """A trial of it, its optimizer, and the examples of a step."""
+    config, accelerator = TrainConfig().resolved({}), Accelerator(cpu=True)
+    examples = [Encoded(index, [(7 * index + at) % 256 for at in range(20 + index)], 4) for index in range(16)]
+    stepper = Stepper(accelerator, model, new_optimizer(model, config), 1.0)
+    return Trial(accelerator, model, config, examples, 0, moments=moments), stepper, examples
+
+
+def trained(stepper, batching, examples, folder):
+    """Two steps of these forwards: their losses, and the batching at the end."""
+    steps, losses = TrainStep(stepper, batching, 0, RunDir(folder), print), []
+    while len(losses) < 2:
+        share, oom = steps.forward_backward(examples, sum(row.supervised_tokens for row in examples), 1)
+        if oom.tokens:
+            steps.retry_smaller(oom, 1)
+            continue
+        losses.append(share.item())
+        stepper.update(1)
+    return losses, steps.batching
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_trial_finds_room_for_trains_and_what_it_does_not_is_found_however_it_is_said(tmp_path, way):
+    """Budgets from where nothing fits to where all does."""
+    sizes, counts = (32, 64, 128, 256, 512), []
+    for mebibytes in (1.2, 2.4, 3.0, 4.5, 12):
+        with Device(mebibytes * 2**20, way) as device:
+            trial, stepper, examples = job(tiny_llama())
+            fitting = []
+            with contextlib.suppress(UserError):  # not even the smallest
+                fitting = trial.within_memory([Batching("padded", 0)], sizes)
+            counts.append(len(fitting))
+            if fitting:
+                assert trained(stepper, fitting[-1], examples, tmp_path)[1] == fitting[-1], "a step found no room"
+                assert device.peak <= device.budget
+    assert counts[0] == 0
+    assert counts == sorted(counts)
+    assert counts[-1] == len(sizes)
+    assert len(set(counts)) > 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_that_finds_no_room_is_halved_however_it_is_said(tmp_path, way, capsys):
+    _, stepper, examples = job(tiny_llama())
+    expected, _ = trained(stepper, Batching("padded", 512), examples, tmp_path)
+    with Device(3 * 2**20, way):
+        _, stepper, examples = job(tiny_llama())
+        losses, batching = trained(stepper, Batching("padded", 512), examples, tmp_path)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert batching.tokens < 512
+    assert "step 1: out of device memory in a forward of" in capsys.readouterr().out
+
+
+def test_another_error_of_a_device_is_no_shortage(tmp_path):
+    model = tiny_llama()
+    trial, stepper, examples = job(model)
+
+    def broken(module, inputs):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    model.model.embed_tokens.register_forward_pre_hook(broken)
+    for work in (
+        lambda: trial.within_memory([Batching("padded", 0)], (64,)),
+        lambda: trained(stepper, Batching("padded", 64), examples, tmp_path),
+    ):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            work()
+
+
+def test_moments_that_a_resumed_run_has_are_not_reserved_again():
+    model = tiny_llama()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert job(model)[0].reserved() - job(model, moments=True)[0].reserved() == 8 * parameters
+
+
+def test_what_is_expected_of_a_forward_is_about_what_it_takes():
+    for recomputed in (False, True):
+        with Device() as device:
+            trial, _, examples = job(tiny_llama().train())
+            if recomputed:
+                trial.model.gradient_checkpointing_enable({"use_reentrant": False})
+            before, batching = device.live, Batching("padded", 16 * 35)
+            trial.run(batching, examples)
+            taken = device.peak - before
+        expected = expected_bytes(trial.model, batching, recomputed=recomputed, itemsize=4)
+        assert taken / 3 < expected < 3 * taken
+
+
+# for each batching other code is compiled
+@pytest.mark.parametrize("batching", ["padded", pytest.param("shared", marks=pytest.mark.long)])
+def test_compiled_blocks_draw_the_same_curve_and_say_what_compiling_took(launched, tmp_path, batching):
+    forwards = ("--batching", batching, "--micro-batch-size", "10")
+    run = accel_sft(*JOB, *ONCE, "--compile", *forwards, run_dir=tmp_path / "run")
+    assert run.status == 0, run.output
+    same_curve(layout(launched, "plain").lines(), run.lines())
+    assert run.result()["compile_seconds"] > 0
+
+
+def test_a_full_disk_below_compiled_code_is_not_the_runs(tmp_path):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "kept")
+
+    with pytest.raises(BackendCompilerFailed) as raised:
+        torch.compile(torch.neg, backend=full)(torch.ones(1))
+    error = train._explained(RunDir(tmp_path), None, raised.value)
+    assert "TORCHINDUCTOR_CACHE_DIR" in str(error)
+    assert str(tmp_path) not in str(error)

@@ -1,0 +1,500 @@
+"""Rows with images: loss, answers and resume are exact, and no two images are taken for the same."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import struct
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+import vision
+from accelerate import Accelerator
+from conftest import accel_sft, stopped
+from models import make_tiny
+from peft import PeftModel
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+from vision import Colours
+
+from accel_sft import UserError
+from accel_sft.api.config import TrainConfig
+from accel_sft.batching.layouts import Batching
+from accel_sft.chat.conversation import conversation, read_split
+from accel_sft.chat.encoding import Rules
+from accel_sft.chat.pictures import Picture
+from accel_sft.commands import export_data
+from accel_sft.commands.merge import write_merged
+from accel_sft.data.tokenization import SplitEncoder
+from accel_sft.models.load import load_tokenizer
+from accel_sft.models.processor import load_processor
+from accel_sft.models.source import find_source
+from accel_sft.testing import TaskConformance
+from accel_sft.training.prepare import Assembly
+from accel_sft_chat import Chat
+
+TASK = f"{vision.__file__}:Colours"
+JOB = (
+    *("--max-steps", "4", "--global-batch-size", "20", "--eval-every", "4", "--save-every", "2"),
+    *("--max-new-tokens", "6", "--learning-rate", "0.01", "--dtype", "float32"),
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """`made(family)`: the folder of a model, made once."""
+    folders = {}
+
+    def folder(family):
+        if family not in folders:
+            folders[family] = vision.make(tmp_path_factory.mktemp(family) / "model", family)
+        return folders[family]
+
+    return folder
+
+
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in vision.FAMILIES if name != "qwen2_vl"]
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", *LONG])
+def run(request, made, tmp_path_factory):
+    """A family's model, and a short run of it."""
+    folder = tmp_path_factory.mktemp("run")
+    model = made(request.param)
+    done = accel_sft(TASK, *JOB, "--model", str(model), run_dir=folder / "run")
+    assert done.status == 0, done.output[-4000:]
+    return model, done
+
+
+class Transformers:
+    """A model as its users have it: messages through its own processor, one conversation at a time."""
+
+    def __init__(self, folder, weights=None):
+        self.processor = processor_of(folder)
+        self.model = AutoModelForImageTextToText.from_pretrained(weights or folder, dtype=torch.float32).eval()
+
+    def inputs(self, messages, **more):
+        template = self.processor.tokenizer.chat_template
+        how = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "chat_template": template}
+        return self.processor.apply_chat_template(messages, **how, **more)
+
+    @torch.no_grad()
+    def losses(self, task, example):
+        """The loss of each token of the answer, its end included."""
+        asked = self.inputs(task.messages(example), add_generation_prompt=True)["input_ids"].shape[1]
+        said = {"role": "assistant", "content": [{"type": "text", "text": task.target(example)}]}
+        whole = self.inputs([*task.messages(example), said])
+        ids = whole["input_ids"]
+        end = int((ids[0] == self.processor.tokenizer.eos_token_id).nonzero()[-1])
+        logits = self.model(**whole, use_cache=False).logits[0, :-1]
+        return torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")[asked - 1 : end].tolist()
+
+    @torch.no_grad()
+    def answer(self, messages):
+        inputs = self.inputs(messages, add_generation_prompt=True)
+        out = self.model.generate(**inputs, do_sample=False, max_new_tokens=6)
+        return self.processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    def mean_loss(self, task, split):
+        losses = [loss for example in task.dataset(split) for loss in self.losses(task, example)]
+        return sum(losses) / len(losses), len(losses)
+
+
+def processor_of(folder):
+    config = TrainConfig(model=str(folder)).resolved({})
+    return load_processor(find_source(config), config)
+
+
+def test_losses_are_those_of_transformers_own_processor_and_model(run):
+    model, done = run
+    task, theirs = Colours(), Transformers(model)
+    loss, tokens = theirs.mean_loss(task, "train")
+    first = done.lines()[0]
+    assert first["supervised_tokens"] == tokens
+    assert first["loss"] == pytest.approx(loss, rel=1e-4)
+    assert done.lines("eval_loss")[0]["eval_loss"] == pytest.approx(theirs.mean_loss(task, "validation")[0], rel=1e-4)
+    assert done.lines()[-1]["loss"] < first["loss"]
+    assert "batching padded" in done.output
+    assert "warning D4" not in done.output, "equal texts with other images are not the same row"
+    assert "not shared or packed: rows hold images" in " ".join(done.output.split())
+
+
+def test_answers_are_those_of_transformers_greedy_generate(run):
+    model, done = run
+    task, theirs = Colours(), Transformers(model)
+    for step, weights in ((0, None), (4, done.run_dir / "final")):
+        lines = (done.run_dir / "samples" / f"step-{step:06d}.jsonl").read_text().splitlines()
+        theirs = Transformers(model, weights)
+        for example, sample in zip(task.dataset("validation"), map(json.loads, lines), strict=True):
+            assert sample["generated"] == theirs.answer(task.messages(example)), (step, example)
+    assert done.output.count("answers to prompts with images by transformers' generate") == 1
+    assert sample["prompt"] == "Which colours are <image> this?<image> this?"
+
+
+def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
+    _, done = run
+    again = stopped(done, tmp_path / "run", 2)
+    assert (accel_sft(*done.arguments, "--resume", "auto", run_dir=again)).status == 0
+    one, other = (load_file(folder / "final" / "model.safetensors") for folder in (done.run_dir, again))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_what_reads_images_is_as_it_was_and_the_export_has_the_processor(run):
+    model, done = run
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, done.run_dir / "final"))
+    eyes = [name for name in before if "visual" in name or "vision_tower" in name]
+    assert eyes
+    assert all(torch.equal(before[name], after[name]) for name in eyes)
+    assert not all(torch.equal(before[name], after[name]) for name in before.keys() - {*eyes})
+    image = Image.new("RGB", (24, 16))
+    processors = [processor_of(folder) for folder in (model, done.run_dir / "final")]
+    one, other = (each(text=[each.image_token], images=[[image]], return_tensors="pt") for each in processors)
+    assert torch.equal(one["pixel_values"], other["pixel_values"])
+
+
+# without torchvision, transformers by itself makes no processor that could read videos too, as Qwen's can
+@pytest.mark.parametrize("run", [pytest.param("gemma3", marks=pytest.mark.long)], indirect=True)
+def test_the_cards_lines_ask_with_an_image(run):
+    model, done = run
+    final, task = done.run_dir / "final", Colours()
+    card = (final / "README.md").read_text()
+    vision.write_picture(vision.picture(20, task.names(20)[0]), final / "image.png")
+    code = card.partition("```python\n")[2].partition("```")[0]
+    said = subprocess.run([sys.executable, "-c", code], cwd=final, capture_output=True, text=True, timeout=300)
+    assert said.stdout == Transformers(model, final).answer(task.messages(20)) + "\n", said.stderr[-2000:]
+
+
+class Conformance(TaskConformance):
+    __test__ = False  # two processes that import what the task does take long
+    task = Colours()
+
+
+def test_the_kit_knows_pil_images_by_their_pixels():
+    Conformance().test_calls_are_repeatable()
+    Conformance().test_no_prompt_of_validation_is_in_training()
+
+
+def encoder(model, task, **rules):
+    config = TrainConfig(model=str(model)).resolved({})
+    source = find_source(config)
+    tokenizer = load_tokenizer(source, config)
+    rules = Rules(frozenset({tokenizer.eos_token_id}), **{"max_length": 512, "truncation": "error"} | rules)
+    return SplitEncoder(Accelerator(cpu=True), tokenizer, task, rules, lambda: load_processor(source, config))
+
+
+def test_equal_texts_with_other_images_have_other_tokens_in_the_cache_and_another_loss(made, tmp_path):
+    task = Colours(folder=str(tmp_path / "images"), text_too=False)
+    encode = encoder(made("qwen2_vl"), task)
+    examples = vision.Kept(task.dataset("train"), "a fingerprint of the rows, which says nothing of files")
+    before = encode(examples, "train").kept
+    assert encode(examples, "train").notes == ["train: 20 examples, tokens from the cache"]
+    batch = Batching("padded", 512).batch(before[:2], 0, torch.device("cpu"))
+    model = AutoModelForImageTextToText.from_pretrained(made("qwen2_vl"))
+    logits = model(**batch.inputs).logits
+    (path,) = (tmp_path / "images").glob("1-*.png")
+    vision.write_picture(Image.new("RGB", (24, 16), (1, 2, 3)), path)  # of the same size, and so the same tokens
+    with pytest.raises(UserError, match="train example 1: its images are others than at the start"):
+        Batching("padded", 512).batch(before[:2], 0, torch.device("cpu"))
+    after = encode(examples, "train")
+    assert after.notes == []
+    changed = [row.index for row, other in zip(before, after.kept, strict=True) if row != other]
+    assert changed == [1]
+    assert before[1].input_ids == after.kept[1].input_ids
+    assert before.fingerprint != after.kept.fingerprint
+    other = model(**Batching("padded", 512).batch(after.kept[:2], 0, torch.device("cpu")).inputs).logits
+    assert torch.equal(logits[0], other[0])
+    assert not torch.allclose(logits[1], other[1], atol=0.1)
+
+
+def test_rows_that_would_lose_image_tokens_are_left_out(made):
+    whole = encoder(made("qwen2_vl"), Colours())(range(20), "train").kept
+    most = max(len(row.input_ids) for row in whole) - 1
+    cut = encoder(made("qwen2_vl"), Colours(), max_length=most, truncation="right")(range(20), "train")
+    for row in cut.kept:
+        assert row.input_ids == next(each.input_ids for each in whole if each.index == row.index)
+    (left_out,) = cut.left_out.values()
+    assert left_out == [row.index for row in whole if len(row.input_ids) > most]
+    assert cut.cut == []
+
+
+class Given(Colours):
+    """One conversation: the parts that the test gives."""
+
+    parts = ()
+
+    def messages(self, example):
+        return [{"role": "user", "content": list(self.parts)}]
+
+
+def png(colour=(1, 2, 3), size=(16, 16), mode="RGB"):
+    file = io.BytesIO()
+    Image.new(mode, size, colour if mode == "RGB" else 1).save(file, "png")
+    return file.getvalue()
+
+
+def test_an_image_is_the_same_in_every_form_in_which_it_is_given(made, tmp_path, monkeypatch):
+    (tmp_path / "a.png").write_bytes(png())
+    encoded = base64.b64encode(png()).decode()
+    forms = [
+        {"url": f"file://{str(tmp_path).replace('p', '%70')}/a.png"},
+        *({"image": str(tmp_path / "a.png")}, {"path": tmp_path / "a.png"}, {"url": str(tmp_path / "a.png")}),
+        *({"image": png()}, {"base64": encoded}, {"url": f"data:image/png;base64,{encoded}"}),
+        {"image": {"bytes": png(), "path": None}},
+        {"image": Image.open(io.BytesIO(png()))},
+    ]
+    encode = encoder(made("qwen2_vl"), Given())
+    rows = []
+    for form in forms:
+        monkeypatch.setattr(Given, "parts", ({"type": "image", **form}, {"type": "text", "text": "?"}))
+        (row,) = [row for part in encode.parts([0], [0], "train") for row in part.kept]
+        rows.append(row)
+    assert len({tuple(row.input_ids) for row in rows}) == 1
+    assert len({row.images.digest for row in rows[:-1]}) == 1
+
+
+def floats():
+    file = io.BytesIO()
+    Image.new("F", (16, 16), 0.5).save(file, "tiff")
+    return file.getvalue()
+
+
+def postscript():
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(file, "eps")
+    return file.getvalue()
+
+
+def tiff_of_12_bits():
+    """16 grey values of 12 bits in a row, from black to white."""
+    packed = bytes.fromhex("".join(f"{4095 * number // 15:03x}" for number in range(16)))
+    tags = [(256, 3, 16), (257, 3, 1), (258, 3, 12), (259, 3, 1), (262, 3, 1), (273, 4, 8), (277, 3, 1), (279, 4, 24)]
+    entries = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in tags)
+    return struct.pack("<2sHI", b"II", 42, 8 + len(packed)) + packed + struct.pack("<H", 8) + entries + bytes(4)
+
+
+def grey_ramp(mode):
+    values = numpy.linspace(0, 65535, 256).astype(">u2" if mode == "I;16B" else "<u2").reshape(16, 16)
+    return Image.frombytes(mode, (16, 16), values.tobytes())
+
+
+@pytest.mark.parametrize("form", ["png", "tiff", "I;16", "I;16B", "I;16L", "I;16N"])
+def test_a_grey_ramp_of_16_bits_stays_a_ramp_in_training_and_in_an_export(form, tmp_path):
+    given = grey_ramp(form if form.startswith("I") else "I;16")
+    if form in ("png", "tiff"):
+        given.save(path := tmp_path / f"ramp.{form}")
+        given = str(path)
+    picture = Picture(given)
+    copied, _ = picture.file()
+    for image in (picture.opened(), Picture(copied).opened()):
+        assert numpy.asarray(image.convert("RGB"))[..., 0].ravel().tolist() == [*range(256)]
+
+
+def test_grey_values_of_12_bits_reach_from_black_to_white():
+    image = Picture(tiff_of_12_bits()).opened()
+    assert numpy.asarray(image)[..., 0].ravel().tolist() == [255 * number // 15 for number in range(16)]
+
+
+def test_pil_images_with_other_palettes_are_others():
+    one, other = (Image.new("P", (16, 16)) for _ in range(2))
+    one.putpalette([9, 9, 9])
+    other.putpalette([200, 9, 9])
+    assert Picture(one).digest != Picture(other).digest
+
+
+def test_a_text_with_an_image_s_token_is_refused_beside_rows_with_images(made, monkeypatch):
+    asked = Colours.messages
+
+    def with_token(self, example):
+        turns = asked(self, example)
+        return [*turns[:-1], {"role": "user", "content": "<|image_pad|>"}] if example == 13 else turns
+
+    encode = encoder(made("qwen2_vl"), Colours())
+    Assembly._check_texts(SimpleNamespace(encode=encode), encode(range(20), "train"))
+    monkeypatch.setattr(Colours, "messages", with_token)
+    encode = encoder(made("qwen2_vl"), Colours())
+    Assembly._check_texts(SimpleNamespace(encode=encode), encode(range(20), "train"))  # it is characters
+    encode = encoder(made("qwen2_vl"), Colours(), control_tokens="tokens")
+    with pytest.raises(UserError, match=r"^train example 13: its text has <\|image_pad\|>, which stands for an image"):
+        Assembly._check_texts(SimpleNamespace(encode=encode), encode(range(20), "train"))
+
+
+@pytest.mark.parametrize("form", ["files", "PIL images", "bytes"])
+def test_exported_rows_have_their_images(tmp_path, monkeypatch, form):
+    task = Colours(folder=str(tmp_path / "images") if form == "files" else None)
+    if form == "bytes":
+        monkeypatch.setattr(Colours, "part", lambda *_: {"type": "image", "image": png()})
+    export_data.run(task, str(tmp_path / "rows"))
+    (tmp_path / "rows").rename(tmp_path / "moved")
+    files = {f"{split}_file": str(tmp_path / "moved" / f"{split}.jsonl") for split in export_data.SPLITS}
+    again = Chat(**files)
+    for split in export_data.SPLITS:
+        ours, theirs = read_split(task, split), read_split(again, split)
+        for index in range(len(ours)):
+            expected, found = conversation(task, ours, split, index), conversation(again, theirs, split, index)
+            assert (found.turns, found.answer) == (expected.turns, expected.answer)
+            one, other = ([picture.opened().tobytes() for picture in chat.images] for chat in (expected, found))
+            assert one == other
+    assert form != "bytes" or len([*(tmp_path / "moved" / "images").iterdir()]) == 1
+
+
+def test_an_image_that_cannot_be_exported_is_named_and_leaves_no_folder(tmp_path, monkeypatch):
+    kept = export_data.conversation
+
+    def then_gone(task, examples, split, index):
+        chat = kept(task, examples, split, index)
+        for path in (tmp_path / "images").glob("2-*.png"):
+            path.unlink()
+        return chat
+
+    monkeypatch.setattr(export_data, "conversation", then_gone)
+    with pytest.raises(UserError, match=r"train example 2: the image .*2-.*png: No such file"):
+        export_data.run(Colours(folder=str(tmp_path / "images")), str(tmp_path / "rows"))
+    assert not (tmp_path / "rows").exists()
+
+
+@pytest.mark.parametrize("how", ["its path", "a link", "proc", "a pipe that was a file"])
+def test_no_file_that_is_no_image_gets_into_an_export(tmp_path, monkeypatch, how):
+    (tmp_path / "secret.png").write_text("my key")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "link.png").symlink_to(tmp_path / "secret.png")
+    named = {"its path": "../secret.png", "a link": "link.png", "proc": "/proc/self/environ"}.get(how, "pipe")
+    if named == "pipe":
+        (tmp_path / "data" / "pipe").write_bytes(png())
+        kept = export_data.conversation
+
+        def then_a_pipe(*which):
+            chat = kept(*which)
+            (tmp_path / "data" / "pipe").unlink(missing_ok=True)
+            os.mkfifo(tmp_path / "data" / "pipe")
+            return chat
+
+        monkeypatch.setattr(export_data, "conversation", then_a_pipe)
+    rows = tmp_path / "data" / "rows.jsonl"
+    image = {"type": "image", "image": named}
+    turns = [{"role": "user", "content": [image]}, {"role": "assistant", "content": "a"}]
+    rows.write_text(json.dumps({"messages": turns}) + "\n")
+    with pytest.raises(UserError) as raised:
+        export_data.run(Chat(train_file=str(rows), validation_file=str(rows)), str(tmp_path / "out"))
+    (line,) = raised.value.problems
+    assert line.startswith(f"train example 0 ({rows}:1): the image {tmp_path / 'data' / named}")
+    assert not (tmp_path / "out").exists()
+
+
+REFUSED = {
+    "a stripe": (
+        {"image": Image.new("RGB", (2001, 2))},
+        "cannot make it input (ValueError: absolute aspect ratio must be",
+    ),
+    "a missing file": ({"path": "nowhere.png"}, "'nowhere.png'; there is no such file"),
+    "an address": ({"url": "https://example.com/a.png"}, "fetched again in every epoch; download it"),
+    "no image": ({"image": b"no image"}, "image 2 of the row cannot be read: it is in no format"),
+    "another machine": ({"url": "file://host/a.png"}, "'file://host/a.png', on another machine"),
+    "pixels of any size": (
+        {"image": Image.new("F", (16, 16))},
+        "image 2 of the row has pixels of 32 bits (Pillow's mode F)",
+    ),
+    "a file of them": ({"image": floats()}, "image 2 of the row has pixels of 32 bits (Pillow's mode F)"),
+    "a device": ({"path": "/dev/zero"}, "'/dev/zero'; a folder, a pipe or a device, not a file"),
+    "a program": ({"image": postscript()}, "image 2 of the row: EPS is a program, not pixels; convert it to PNG"),
+    "too many pixels": (
+        {"image": png(size=(9500, 9500), mode="1")},
+        "image 2 of the row has 9,500 x 9,500 pixels; 89,478,485 are the most",
+    ),
+    "nothing": ({}, "expected one image in it"),
+    "two": ({"image": png(), "path": "a.png"}, "expected one image in it"),
+    "a video": ({"type": "video", "video": "a.mp4"}, 'expected {"type": "text"'),
+    "a placeholder": ({"type": "text", "text": "<|image_pad|>"}, "makes 2 placeholders"),
+    "a mark": ({"type": "text", "text": "\ue006\ue007"}, "U+E006 U+E007"),
+}
+
+
+@pytest.mark.parametrize(("part", "told"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_used_is_refused_by_row(made, monkeypatch, part, told):
+    monkeypatch.setattr(Given, "parts", ({"type": "image", "image": png()}, {"type": "image", **part}))
+    encode = encoder(made("qwen2_vl"), Given(), control_tokens="tokens")
+    with pytest.raises(UserError) as raised:
+        list(encode.parts([0], [0], "train"))
+    (line,) = raised.value.problems
+    assert line.startswith("train example 0: ")
+    assert told in line
+
+
+def test_a_model_that_reads_no_images_is_named(tmp_path):
+    encode = encoder(make_tiny(tmp_path), Colours())
+    with pytest.raises(UserError, match="it reads no images, and the data has some; name a vision-language model"):
+        encode(range(20), "train")
+
+
+def test_a_missing_pillow_is_named(made, monkeypatch):
+    monkeypatch.setattr("transformers.utils.is_vision_available", lambda: False)
+    with pytest.raises(UserError, match=r"need Pillow: pip install 'accel-sft\[images\]'"):
+        processor_of(made("qwen2_vl"))
+
+
+def test_a_torchvision_that_does_not_load_is_named(made, tmp_path, monkeypatch):
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("transformers.utils.is_torchvision_available", lambda: True)
+    with pytest.raises(
+        UserError, match=r"cannot be loaded \(operator torchvision::nms does not exist\); install the build"
+    ):
+        processor_of(made("qwen2_vl"))
+
+
+def test_earlier_answers_of_a_chat_have_the_images_before_them(monkeypatch):
+    red, blue = ({"type": "image", "image": png(colour)} for colour in ((9, 0, 0), (0, 0, 9)))
+    monkeypatch.setattr(Given, "parts", (red,))
+    following = [
+        *({"role": "assistant", "content": "It is red"}, {"role": "user", "content": [blue]}),
+        *({"role": "assistant", "content": "It is blue"}, {"role": "user", "content": [red]}),
+    ]
+    following += [{"role": "assistant", "content": "what is left", "weight": 0}]
+    monkeypatch.setattr(Given, "target", lambda self, example: following)
+    chat = conversation(Given(), [0], "train", 0)
+    assert [len(each.images) for each in chat.each()] == [1, 2]
+    assert len(chat.images) == 2
+    following[2] = {"role": "assistant", "content": [red]}
+    with pytest.raises(UserError, match="an answer with an image; only texts are learnt"):
+        conversation(Given(), [0], "train", 0)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", pytest.param("qwen3_5", marks=pytest.mark.long)])
+def test_an_adapter_leaves_what_reads_images_alone_and_is_merged(made, tmp_path, family):
+    model, task = made(family), Colours()
+    quick = ("--adapter", "lora", "--lora-r", "2", "--max-steps", "2", "--save-every", "off", "--eval-limit", "2")
+    done = accel_sft(TASK, *JOB, *quick, "--model", str(model), run_dir=tmp_path / "run")
+    assert done.status == 0, done.output[-4000:]
+    adapter = load_file(done.run_dir / "final" / "adapter_model.safetensors")
+    assert adapter
+    assert not [name for name in adapter if "visual" in name]
+    assert not write_merged(str(done.run_dir / "final"), tmp_path / "merged", None, False)[-1].startswith("note")
+    adapted, merged = Transformers(model), Transformers(tmp_path / "merged")
+    adapted.model = PeftModel.from_pretrained(adapted.model, done.run_dir / "final").eval()
+    for theirs in (adapted, merged):
+        losses = [loss for example in (20, 21) for loss in theirs.losses(task, example)]
+        assert done.result()["after"]["eval_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+
+
+@pytest.mark.parametrize("run", ["qwen2_vl"], indirect=True)
+@pytest.mark.parametrize("yaml", ["ddp", pytest.param("z2", marks=pytest.mark.long)])
+def test_ranks_have_the_losses_of_one_process(run, tmp_path, yaml):
+    model, done = run
+    full = {"yaml": yaml, "launcher": ("--mixed_precision", "no")}
+    ranks = accel_sft(TASK, *JOB, "--model", str(model), run_dir=tmp_path / "run", **full)
+    assert ranks.status == 0, ranks.output[-4000:]
+    for one, two in zip(done.lines(), ranks.lines(), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    assert ranks.result()["after"]["right"] == done.result()["after"]["right"]
+
+
+def test_launches_that_share_out_what_reads_images_are_refused(made, tmp_path):
+    refused = accel_sft(TASK, *JOB, "--model", str(made("qwen2_vl")), yaml="z3", run_dir=tmp_path / "run")
+    assert refused.status == 1
+    assert "ZeRO-3 and FSDP share out the layers that read them" in " ".join(refused.output.split())

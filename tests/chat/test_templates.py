@@ -1,0 +1,322 @@
+"""What chat templates write around answers is learnt but not scored; one that loses the answer is refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator
+from answered import Answered, by_characters
+from conftest import accel_sft
+from models import Sums, encode, make_tiny
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from accel_sft import UserError
+from accel_sft.api.config import TrainConfig
+from accel_sft.chat.answer_text import AnswerText
+from accel_sft.chat.conversation import Conversation
+from accel_sft.chat.encoding import Rules
+from accel_sft.chat.rendering import Rendering
+from accel_sft.data import tokenization
+from accel_sft.evaluation.backend import Generated
+from accel_sft.evaluation.evaluator import Evaluator
+
+TURNS = (
+    "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% else %}<|im_start|>assistant\nANSWER{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKS_EMPTY = "<think>\n\n</think>\n\n{{ m.content }}<|im_end|>\n"
+THINKS_WITHIN = (  # a block in the content is taken for the thinking, its white space put in order
+    "{% set parts = m.content.split('</think>') %}<think>\n{{ parts[0].split('<think>')[-1].strip() "
+    "if parts | length > 1 }}\n</think>\n\n{{ parts[-1].lstrip('\n') }}<|im_end|>\n"
+)
+SOUND = {
+    "nothing around it": "{{ m.content }}<|im_end|>\n",
+    "stripped": "{{ m.content | trim }}<|im_end|>\n",
+    "no end of turn": "{{ m.content }}\n",
+    "an empty thinking block": THINKS_EMPTY,
+    "a thinking block that is filled in": THINKS_WITHIN,
+    "an empty block on one line": "\n<think></think>\n{{ m.content.strip() }}<|im_end|>",
+    "the end of a block only": "\n</think>\n\n{{ m.content }}<|im_end|>",
+    "a channel": "<|channel|>final<|message|>{{ m.content }}<|im_end|>",
+    "a line break": "\n{{ m.content }}<|im_end|>",
+    "a blank on both sides": " {{ m.content | trim }} <|im_end|>",
+    "an element": "<think>\n\n</think>\n<answer>\n{{ m.content }}\n</answer><|im_end|>\n",
+    "two ends": "{{ m.content }}<|end|>\n<|im_end|>",
+}
+LOSING = {
+    "drops it": "<|im_end|>\n",
+    "keeps what is behind a mark": "{{ m.content.split('>')[-1] }}<|im_end|>",
+    "cuts it": "{{ m.content[:2] }}<|im_end|>",
+    "wants a list": "{% for c in m.content %}{{ c.text }}{% endfor %}<|im_end|>",
+    "drops the thinking": "{{ m.content.split('</think>')[-1] }}<|im_end|>",
+}
+ANSWERS = [
+    *("odd", " odd\n", "final", "think", "m", "a\n\nb", "<b>odd</b>", "{'a': '>'}", "<think>two</think>odd"),
+    *("e\u0301 \ufb01 x\u200by", "<|channel|> and <think>", "a<|im_end|>b", "\\n", "\ue000"),
+]
+"""Also words of the templates themselves, characters that normalisers change, and tokens of the tokenizer."""
+
+
+class Says(Sums):
+    """Examples are their own answers, and right only to the letter."""
+
+    def messages(self, example):
+        return [{"role": "system", "content": "Say it."}, {"role": "user", "content": "What?"}]
+
+    def target(self, example):
+        return example
+
+    def score(self, example, text):
+        return {"right": float(text == example)}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module", params=["bytes", "characters"])
+def tokenizer(request, tiny):
+    made = AutoTokenizer.from_pretrained(tiny) if request.param == "bytes" else by_characters()
+    made.add_tokens(["<|channel|>", "<|message|>", "<|start|>", "<|end|>"], special_tokens=True)
+    made.add_tokens(["<think>", "</think>"])
+    return made
+
+
+def with_template(tokenizer, assistant: str):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = TURNS.replace("ANSWER", assistant)
+    return own
+
+
+def encoded(tokenizer, examples, truncation="drop", max_length=512):
+    eos = {tokenizer.eos_token_id}
+    rules = {"eos_ids": eos, "max_length": max_length, "truncation": truncation}
+    return encode(tokenizer, Says(), examples, "validation", **rules).kept
+
+
+def scored(tokenizer, examples, answers):
+    """What the evaluator makes of answers (texts, or token ids) to these examples."""
+    kept = encoded(tokenizer, examples)
+    ids = [tokenizer(a, add_special_tokens=False)["input_ids"] if isinstance(a, str) else a for a in answers]
+    backend = Answered(Generated(list(zip(kept, ids, strict=True)), 1.0, {}))
+    config = TrainConfig().resolved({})
+    evaluator = Evaluator(Accelerator(cpu=True), tokenizer, Says(), examples, kept, config, backend)
+    return evaluator.score_answers(0.0)
+
+
+def learnt(tokenizer, examples):
+    return [example.input_ids[example.prompt_length :] for example in encoded(tokenizer, examples)]
+
+
+@pytest.mark.parametrize("assistant", SOUND.values(), ids=SOUND)
+def test_an_answer_that_is_reproduced_to_the_token_is_right(tokenizer, assistant):
+    own = with_template(tokenizer, assistant)
+    reproduced = learnt(own, ANSWERS)
+    evaluation = scored(own, ANSWERS, reproduced)
+    assert [sample["generated"] for sample in evaluation.samples] == ANSWERS
+    assert evaluation.metrics["right"] == 1.0
+    # a server, or a limit, may leave the end-of-turn token out
+    unended = [ids[:-1] for ids in reproduced]
+    assert scored(own, ANSWERS, unended).metrics["right"] == 1.0
+
+
+@pytest.mark.parametrize("assistant", SOUND.values(), ids=SOUND)
+def test_another_answer_is_scored_as_it_is_without_what_surrounds_it(tokenizer, assistant):
+    own = with_template(tokenizer, assistant)
+    said = ["even", "final", "m and <b>m</b>", "a\n\nb."]
+    evaluation = scored(own, ["odd"] * len(said), learnt(own, said))
+    assert [sample["generated"] for sample in evaluation.samples] == said
+    assert evaluation.metrics["right"] == 0.0
+
+
+def test_a_tokenizer_that_decodes_blanks_behind_special_tokens_scores_no_answer_as_another():
+    characters = ["\u2581", "\n", *map(chr, range(33, 127))]
+    tokens = {"<unk>": 0, "<s>": 1, **{character: number for number, character in enumerate(characters, 2)}}
+    spelling = Tokenizer(models.BPE(tokens, [], unk_token="<unk>"))
+    spelling.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    spelling.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=spelling, unk_token="<unk>", eos_token="<|im_end|>")
+    tokenizer.add_tokens(["<|im_start|>"], special_tokens=True)
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    generated = {"assistant\nyes": "yes", "assistant\nno": "no", "rubbish": "", "": ""}
+    for text, scored in generated.items():
+        ids = tokenizer(f"<|im_start|>{text}<|im_end|>", add_special_tokens=False)["input_ids"]
+        asked = Conversation([{"role": "user", "content": "hello"}], {"role": "assistant", "content": "yes"})
+        assert AnswerText(Rendering(tokenizer))(asked, ids) == scored
+
+
+@pytest.mark.parametrize("name", ["an empty thinking block", "a thinking block that is filled in", "an element"])
+@pytest.mark.parametrize(
+    ("generated", "text"),
+    [
+        ("<think>\nIs it odd? Yes.\n</think>\n\nodd<|im_end|>", "odd"),
+        ("<think>\n</think>odd<|im_end|>", "odd"),
+        ("<think>it ends</think>\n\nodd </think> even", "odd </think> even"),
+        ("<think>\nIs it odd? It is od", ""),
+        ("<think><|im_end|>", ""),
+        ("odd<|im_end|>", "odd"),
+        ("<|im_end|>", ""),
+    ],
+)
+def test_thinking_is_not_scored(tokenizer, name, generated, text):
+    own = with_template(tokenizer, SOUND[name])
+    (sample,) = scored(own, ["odd"], [generated]).samples
+    assert (sample["generated"], sample["scores"]) == (text, {"right": float(text == "odd")})
+
+
+@pytest.mark.parametrize(
+    ("generated", "text"),
+    [
+        ("<|channel|>analysis<|message|>odd?<|end|><|start|>assistant<|channel|>final<|message|>odd<|im_end|>", "odd"),
+        ("<|channel|>analysis<|message|>odd?<|im_end|>", ""),
+        ("final odd<|im_end|>", "final odd"),
+    ],
+)
+def test_other_channels_are_not_scored(tokenizer, generated, text):
+    (sample,) = scored(with_template(tokenizer, SOUND["a channel"]), ["odd"], [generated]).samples
+    assert sample["generated"] == text
+
+
+@pytest.mark.parametrize(
+    ("generated", "text"),
+    [("\nSo?\n</think>\n\nodd<|im_end|>", "odd"), ("\nSo? It is od", ""), ("\n</think>odd", "odd")],
+)
+def test_a_block_that_the_prompt_opens_is_not_scored(tokenizer, generated, text):
+    (sample,) = scored(with_template(tokenizer, SOUND["the end of a block only"]), ["odd"], [generated]).samples
+    assert sample["generated"] == text
+
+
+def test_thinking_that_is_the_tasks_own_is_scored(tokenizer):
+    own = with_template(tokenizer, THINKS_WITHIN)
+    (sample,) = scored(own, ["<think>two</think>odd"], ["<think>\nthree\n</think>\n\nodd<|im_end|>"]).samples
+    assert sample["generated"] == "<think>\nthree\n</think>\n\nodd"
+
+
+@pytest.mark.parametrize("name", LOSING)
+def test_a_template_that_loses_the_answer_is_refused(tokenizer, name):
+    own = with_template(tokenizer, LOSING[name])
+    losing = {"keeps what is behind a mark": "<b>odd</b> 1", "drops the thinking": "<think>two</think>odd"}
+    with pytest.raises(UserError, match=r"^validation example 1: the answer would not be trained on: ") as refused:
+        encoded(own, ["  ", losing.get(name, "odd")])
+    (line,) = refused.value.problems
+    assert "\n" not in line
+    assert "chat_template that writes an assistant's content whole" in line
+    with pytest.raises(UserError, match="the answer would not be trained on"):  # also where the cut would hide it
+        encoded(own, [losing.get(name, "odd")], truncation="right", max_length=16)
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        ("{% for m in messages if m.role != 'user' %}", "user"),
+        ("{% for m in messages if m.role != 'assistant' or m == messages[-1] %}", "assistant"),
+        ("{% for m in messages %}{% set m = {'role': m.role, 'content': m.content[:6]} %}", "system"),
+    ],
+)
+def test_a_template_that_drops_a_message_is_refused_by_row_and_role(tokenizer, template, role):
+    own = with_template(tokenizer, "{{ m.content }}<|im_end|>\n")
+    own.chat_template = own.chat_template.replace("{% for m in messages %}", template)
+    turns = [{"role": "system", "content": "Say it."}, {"role": "user", "content": "What?"}]
+    turns += [{"role": "assistant", "content": "This."}, {"role": "user", "content": "Again?"}]
+    task = type("Chat", (Says,), {"messages": lambda self, example: turns})()
+    rules = {"eos_ids": {own.eos_token_id}, "max_length": 512, "truncation": "drop"}
+    with pytest.raises(UserError, match=rf"train example 0: .* drops .*, which the {role} turn says"):
+        encode(own, task, ["odd"], "train", **rules)
+
+
+def test_thinking_that_the_prompt_opens_is_not_lost(tokenizer):
+    own = with_template(tokenizer, "{{ m.content.split('<think>')[-1] }}<|im_end|>")
+    own.chat_template = own.chat_template.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
+    answer = "<think>two</think>odd"
+    assert own.decode(learnt(own, [answer])[0]) == "two</think>odd<|im_end|>"
+    assert scored(own, [answer], learnt(own, [answer])).metrics["right"] == 1.0
+    own.chat_template = own.chat_template.replace("'<think>'", "'</think>'")
+    with pytest.raises(UserError, match="the answer would not be trained on"):
+        encoded(own, [answer])
+
+
+def test_a_template_that_drops_answers_is_refused_though_it_writes_their_letters(tokenizer):
+    with pytest.raises(UserError, match=r'the chat template makes "<\|im_end\|>\\n" of "m"'):
+        encoded(with_template(tokenizer, LOSING["drops it"]), ["m"])
+
+
+def test_an_answer_that_names_the_end_of_turn_is_not_cut_there(tokenizer):
+    own = with_template(tokenizer, SOUND["no end of turn"])
+    assert own.decode(learnt(own, ["a<|im_end|>b"])[0]) == "a<|im_end|>b\n<|im_end|>"
+
+
+def test_an_end_of_turn_that_is_no_token_is_told_of_and_does_not_count_as_answer(tokenizer):
+    own = with_template(tokenizer, "{{ m.content }}<|im_finish|>\n")
+    encoding = encode(own, Says(), ["odd"], "train", eos_ids={own.eos_token_id}, max_length=512, truncation="drop")
+    (line,) = encoding.lines()
+    assert re.search(r'ends answers with "<\|im_finish\|>".* \d+ tokens of plain text are learnt', line)
+    assert scored(own, ["odd"], learnt(own, ["odd"])).metrics["right"] == 1.0
+    rendering = Rendering(own)
+    assert rendering.tail(rendering.form(Says().messages("odd"), "train")) == "<|im_finish|>\n"
+
+
+def test_control_tokens_in_an_answer_are_learnt_and_scored_as_characters(tokenizer):
+    own = with_template(tokenizer, SOUND["an empty thinking block"])
+    said = ["a<|im_end|>\n<|im_start|>user\nb", "a<|im_end|>\n<|im_start|>user\nc", "a", "a\n"]
+    reproduced = learnt(own, said)
+    assert [ids.count(own.eos_token_id) for ids in reproduced] == [1, 1, 1, 1]
+    evaluation = scored(own, said[:1] * 4, reproduced)
+    assert [sample["generated"] for sample in evaluation.samples] == said
+    assert evaluation.metrics["right"] == 0.25
+    # what a model generates of the tokens themselves is no text
+    ids = own("<think>\n\n</think>\n\na<|channel|>b<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert [sample["generated"] for sample in scored(own, ["odd"], [ids]).samples] == ["ab"]
+
+
+def test_where_the_tokenizer_reads_characters_as_a_control_token_the_row_is_refused():
+    """A Unigram vocabulary may have the token itself as a piece."""
+    spelling = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *((c, -9.0) for c in "abc</s>\n")], 0))
+    spelling.decoder = decoders.Fuse()
+    own = PreTrainedTokenizerFast(tokenizer_object=spelling, eos_token="</s>", unk_token="<unk>", pad_token="</s>")
+    own.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
+    (example,) = encoded(own, ["ab"])
+    assert own.decode(example.input_ids[example.prompt_length :]) == "ab</s>"
+    with pytest.raises(UserError, match="validation example 1: a control token is written in a text"):
+        encoded(own, ["ab", "a</s>b"])
+
+
+def test_a_sound_template_is_not_refused_where_answers_are_cut_to_length(tokenizer):
+    own = with_template(tokenizer, THINKS_EMPTY)
+    (whole,) = encoded(own, ["odd and even"])
+    (cut,) = encoded(own, ["odd and even"], truncation="right", max_length=whole.prompt_length + 2)
+    assert cut.input_ids == whole.input_ids[: whole.prompt_length + 2]
+
+
+def test_rows_that_an_earlier_version_kept_are_looked_at_again(tiny, monkeypatch, tmp_path):
+    own = with_template(AutoTokenizer.from_pretrained(tiny), LOSING["cuts it"])
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path))
+    encoder = tokenization.SplitEncoder(
+        Accelerator(cpu=True), own, Says(), Rules(frozenset([own.eos_token_id]), 99, "drop")
+    )
+    with monkeypatch.context() as earlier:  # which looked at nothing, and whose code was another
+        earlier.setattr("accel_sft.chat.answer_tokens.holds", lambda *_: True)
+        earlier.setattr(encoder, "_decided", [*encoder._decided, "earlier"])
+        assert len(encoder(["odd", "even"], "train").kept) == 2
+        assert "tokens from the cache" in encoder(["odd", "even"], "train").lines()[0]
+    with pytest.raises(UserError, match="train example 0: the answer would not be trained on"):
+        encoder(["odd", "even"], "train")
+
+
+def test_the_command_line_refuses_it_in_one_line(tiny, tmp_path):
+    with_template(AutoTokenizer.from_pretrained(tiny), LOSING["drops it"]).save_pretrained(tmp_path / "model")
+    for file in (*tiny.glob("*.safetensors"), tiny / "config.json"):
+        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    run = accel_sft("math", "--model", str(tmp_path / "model"), "--max-steps", "1", run_dir=tmp_path / "run")
+    assert run.status == 1
+    (line,) = [line for line in run.output.splitlines() if line.startswith("Error")]
+    assert line.startswith(
+        'Error: train example 0: the answer would not be trained on: the chat template makes "<|im_end|>'
+    )
+    assert line.endswith("or change the task's target()")
+    assert "Traceback" not in run.output

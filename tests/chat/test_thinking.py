@@ -1,0 +1,569 @@
+"""Templates in the behaviour of model families, each with thinking off, as the template does, and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate import Accelerator
+from answered import Answered, by_characters
+from conftest import accel_sft, stopped
+from fake_plugins import GOOD, install
+from families import FAMILIES
+from models import Sums, encode, make_tiny
+from thinking_families import DAY, MODES, of_family
+from transformers import AutoTokenizer
+
+from accel_sft import UserError
+from accel_sft.api.changes import changed
+from accel_sft.api.config import EvaluateConfig, TrainConfig
+from accel_sft.chat import template
+from accel_sft.chat.control_tokens import ControlTokens
+from accel_sft.chat.encoding import Rules
+from accel_sft.chat.form import closing_mark
+from accel_sft.chat.rendering import Rendering
+from accel_sft.cli.task_tools import TOOLS
+from accel_sft.data.tokenization import SplitEncoder
+from accel_sft.evaluation.backend import Generated
+from accel_sft.evaluation.evaluator import Evaluator
+from accel_sft.evaluation.scoring import check_scoring
+from accel_sft.models.load import load_tokenizer
+from accel_sft.models.source import Source
+
+ANSWERS = ["odd", "<b>odd</b>", "a\n\nb", "{'a': '>'}", "final", "think", "7"]
+THOUGHTS = ["<think>two</think>odd", "<think>\nIs it?\nIt is.\n</think>\n\n<b>odd</b>"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    return AutoTokenizer.from_pretrained(tiny)
+
+
+class Says(Sums):
+    """Examples are their own answers, and right only to the letter."""
+
+    def messages(self, example):
+        return [{"role": "system", "content": "Say it."}, {"role": "user", "content": "What?"}]
+
+    def target(self, example):
+        return example
+
+    def score(self, example, text):
+        assert "think>" not in text
+        return {"right": float(text == example.partition("</think>")[2].strip() or text == example)}
+
+
+@pytest.fixture(scope="module", params=["bytes", "characters"])
+def any_tokenizer(request, tiny):
+    return AutoTokenizer.from_pretrained(tiny) if request.param == "bytes" else by_characters()
+
+
+def encoded(own, ends, examples, thinking, task=None, **rules):
+    rules = {"max_length": 4096, "truncation": "drop", "day": DAY, **rules}
+    return encode(own, task or Says(), examples, "validation", eos_ids=ends, thinking=thinking, **rules)
+
+
+def texts(own, example):
+    """What of an example is prompt, and what is learnt."""
+    ids, at = example.input_ids, example.prompt_length
+    return own.decode(ids[:at]), own.decode(ids[at:])
+
+
+def scored(own, encoding, examples, answers, thinking, task=None):
+    """What the evaluator makes of token ids that were generated as answers to these examples."""
+    backend = Answered(Generated(list(zip(encoding.kept, answers, strict=True)), 1.0, {}))
+    config = TrainConfig(thinking=thinking, template_date=DAY).resolved({})
+    evaluator = Evaluator(Accelerator(cpu=True), own, task or Says(), examples, encoding.kept, config, backend)
+    return evaluator.score_answers(0.0)
+
+
+def learnt(encoding):
+    return [example.input_ids[example.prompt_length :] for example in encoding.kept]
+
+
+@pytest.mark.parametrize("thinking", MODES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_learns_answers_and_scores_them_in_every_mode(any_tokenizer, name, thinking):
+    own, ends = of_family(any_tokenizer, name)
+    encoding = encoded(own, ends, ANSWERS, thinking)
+    assert len(encoding.kept) == len(ANSWERS)
+    stop = own.convert_tokens_to_ids(FAMILIES[name].learnt_end)
+    asked = {tuple(example.input_ids[: example.prompt_length]) for example in encoding.kept}
+    assert len(asked) == 1  # nothing of an answer is in its prompt
+    for answer, ids in zip(ANSWERS, learnt(encoding), strict=True):
+        assert [token for token in ids if token in ends] == [ids[-1]] == [stop]
+        assert "".join(answer.split()) in "".join(own.decode(ids).split())
+    evaluation = scored(own, encoding, ANSWERS, learnt(encoding), thinking)
+    assert [sample["generated"] for sample in evaluation.samples] == ANSWERS
+    assert evaluation.metrics["right"] == 1.0
+    wrong = scored(own, encoding, ANSWERS, learnt(encoding)[1:] + learnt(encoding)[:1], thinking)
+    assert wrong.metrics["right"] == 0.0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_learns_the_targets_thinking_and_scores_the_answer_alone(any_tokenizer, name):
+    own, ends = of_family(any_tokenizer, name)
+    encoding = encoded(own, ends, THOUGHTS, "keep")
+    for ids, (thinking, answer) in zip(learnt(encoding), [("two", "odd"), ("It is.", "<b>odd</b>")], strict=True):
+        text = own.decode(ids)
+        assert text.index(thinking) < text.index(answer)
+        assert text.count("<think>") <= 1
+        assert text.count("</think>") <= 1
+    evaluation = scored(own, encoding, THOUGHTS, learnt(encoding), "keep")
+    assert [sample["generated"] for sample in evaluation.samples] == ["odd", "<b>odd</b>"]
+    assert [sample["expected"] for sample in evaluation.samples] == ["odd", "<b>odd</b>"]
+    assert evaluation.metrics["right"] == 1.0
+
+
+def test_a_task_is_tried_on_targets_without_the_thinking_that_is_kept():
+    check_scoring(Says(), THOUGHTS, "keep")
+    with pytest.raises(UserError, match=r"score\(\) failed on '<think>two"):
+        check_scoring(Says(), THOUGHTS, "template")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_thinking_without_an_end_scores_as_nothing(tokenizer, name):
+    own, ends = of_family(tokenizer, name)
+    encoding = encoded(own, ends, THOUGHTS[:1], "keep")
+    text = own.decode(learnt(encoding)[0])
+    cut = own(text[: text.index("two") + 2], add_special_tokens=False)["input_ids"]
+    (sample,) = scored(own, encoding, THOUGHTS[:1], [cut], "keep").samples
+    assert sample["generated"] == ""
+
+
+JOB = ("--max-steps", "6", "--global-batch-size", "8", "--train-examples", "24", "--validation-examples", "5")
+JOB += ("--learning-rate", "1e-3", "--save-every", "3", "--keep-checkpoints", "5", "--eval-every", "3", "--seed", "5")
+JOB += ("--max-length", "256", "--micro-batch-size", "4", "--batching", "padded")
+
+
+THINKS = GOOD.replace("return str(example)", "return f'<think>{example}?</think>{example}'").replace(
+    'return {"accuracy"', 'assert "think" not in text\n        return {"accuracy"'
+)
+
+
+def test_thinking_in_targets_is_trained_evaluated_and_generated_with(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "model")
+    own, _ = of_family(AutoTokenizer.from_pretrained(tiny), "Qwen2.5")
+    own.save_pretrained(tmp_path / "model")
+    (tmp_path / "site").mkdir()
+    install(tmp_path / "site", "accel-sft-good", "good = accel_sft_good:Good", THINKS)
+    plugin, size = {"PYTHONPATH": str(tmp_path / "site")}, ("--size", "4")
+    job = ("good", *size, "--thinking", "keep", "--model", str(tmp_path / "model"), "--max-steps", "60")
+    job += ("--global-batch-size", "4", "--learning-rate", "1e-2", "--eval-every", "60")
+    run = accel_sft(*job, run_dir=tmp_path / "run", environment=plugin)
+    assert run.status == 0, run.output
+    after = run.result()["after"]
+    assert after["accuracy"] == 1.0
+    command = ("evaluate", "good", *size, "--model", str(run.run_dir))
+    evaluated = accel_sft(*command, run_dir=tmp_path / "own", environment=plugin)
+    assert evaluated.status == 0, evaluated.output
+    assert evaluated.result()["after"]["accuracy"] == 1.0
+    assert evaluated.result()["after"]["eval_loss"] == pytest.approx(after["eval_loss"], rel=1e-4)
+    lines = re.search(r"```python\n(.*?)```", (run.run_dir / "final" / "README.md").read_text(), re.S)[1]
+    done = subprocess.run([sys.executable, "-c", lines], cwd=run.run_dir / "final", capture_output=True, text=True)
+    assert re.fullmatch(r"<think>(\d)\?</think>\1", done.stdout.strip()), done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny, tmp_path_factory):
+    """A run of a model whose template writes the date and thinks, started on a day that is long past."""
+    folder = tmp_path_factory.mktemp("thinking")
+    shutil.copytree(tiny, folder / "model")
+    own, _ = of_family(AutoTokenizer.from_pretrained(tiny), "Qwen3.5")
+    own.chat_template = (
+        "{{ '<|im_start|>' }}system\nToday: {{ strftime_now('%d %b %Y') }}<|im_end|>\n" + own.chat_template
+    )
+    own.save_pretrained(folder / "model")
+    arguments = ("math", "--model", str(folder / "model"), *JOB)
+    run = accel_sft(*arguments, "--template-date", DAY, "--thinking", "off", run_dir=folder / "run")
+    assert run.status == 0, run.output
+    return run, arguments
+
+
+def test_a_run_with_a_date_in_its_template_goes_on_on_another_day(whole_run, tmp_path):
+    run, arguments = whole_run
+    record = json.loads((run.run_dir / "run.json").read_text())
+    assert (record["config"]["thinking"], record["config"]["template_date"]) == ("off", DAY)
+    begun = stopped(run, tmp_path / "run", 3)
+    same = ("--thinking", "off", "--resume", "auto")
+    resumed = accel_sft(*arguments, *same, run_dir=begun)  # today is another day
+    assert resumed.status == 0, resumed.output
+    assert "step-000003 at step 3 of 6" in resumed.output
+    assert json.loads((begun / "run.json").read_text())["config"]["template_date"] == DAY
+    assert resumed.lines() != []
+    name = "final/model.safetensors"
+    assert (begun / name).read_bytes() == (run.run_dir / name).read_bytes()
+    finished = accel_sft(*arguments, *same, run_dir=begun)
+    assert "this run is finished" in finished.output
+
+
+def test_another_day_or_another_thinking_is_refused_by_name(whole_run, tmp_path):
+    run, arguments = whole_run
+    begun = stopped(run, tmp_path / "run", 3)
+    refused = accel_sft(*arguments, "--template-date", "2024-03-01", "--resume", "auto", run_dir=begun)
+    assert refused.status == 1
+    assert f"--template-date: the run was started with {DAY}, not 2024-03-01" in refused.output
+    assert "--thinking: the run was started with off, not template" in refused.output
+
+
+def test_evaluating_a_run_asks_as_the_run_did(whole_run, tmp_path):
+    run, _ = whole_run
+    command = ("evaluate", "math", "--model", str(run.run_dir), "--validation-examples", "5")
+    evaluated = accel_sft(*command, run_dir=tmp_path / "own")
+    assert evaluated.status == 0, evaluated.output
+    note = f"note: this run's best/ weights are taken; for those of its last step name {run.run_dir / 'final'}\n"
+    assert note in evaluated.output  # as generate, merge and push take them
+    assert evaluated.result()["weights"] == {"model": str(run.run_dir / "best")}
+    after = json.loads((tmp_path / "own" / "result.json").read_text())["after"]
+    assert after["eval_loss"] == pytest.approx(run.result()["after"]["eval_loss"], rel=1e-4)
+    other = accel_sft(*command, "--thinking", "template", run_dir=tmp_path / "other")
+    assert other.status == 0, other.output
+    loss = json.loads((tmp_path / "other" / "result.json").read_text())["after"]["eval_loss"]
+    assert loss != pytest.approx(after["eval_loss"], rel=1e-4)
+
+
+def test_the_cards_lines_ask_as_training_did(whole_run):
+    run, _ = whole_run
+    (block,) = re.findall(r"^```python\n(.*?)^```", (run.run_dir / "final" / "README.md").read_text(), re.S | re.M)
+    assert "enable_thinking=False" in block
+    told = subprocess.run([sys.executable, "-c", block], cwd=run.run_dir / "final", capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+
+
+SPELT = [
+    ("Qwen2.5", "template", "odd", "<|im_start|>assistant\n", "odd<|im_end|>"),
+    ("Qwen3", "template", "odd", "<|im_start|>assistant\n", "<think>\n\n</think>\n\nodd<|im_end|>"),
+    ("Qwen3", "off", "odd", "assistant\n<think>\n\n</think>\n\n", "odd<|im_end|>"),
+    ("Qwen3", "keep", THOUGHTS[0], "assistant\n", "<think>\ntwo\n</think>\n\nodd<|im_end|>"),
+    ("Qwen3.5", "template", "odd", "assistant\n<think>\n", "\n</think>\n\nodd<|im_end|>"),
+    ("Qwen3.5", "off", "odd", "assistant\n<think>\n\n</think>\n\n", "odd<|im_end|>"),
+    ("Qwen3.5", "keep", THOUGHTS[0], "assistant\n<think>\n", "two\n</think>\n\nodd<|im_end|>"),
+    ("DeepSeek-R1", "template", "odd", "<|Assistant|><think>\n", "\n</think>\n\nodd<|eos|>"),
+    ("DeepSeek-R1", "off", "odd", "<|Assistant|><think>\n\n</think>\n\n", "odd<|eos|>"),
+    ("DeepSeek-R1", "keep", THOUGHTS[0], "<|Assistant|><think>\n", "two</think>odd<|eos|>"),
+    ("DeepSeek-V3.1", "template", "odd", "What?<|Assistant|></think>", "odd<|eos|>"),
+    ("DeepSeek-V3.1", "keep", "odd", "What?<|Assistant|><think>", "</think>odd<|eos|>"),
+    ("DeepSeek-V3.1", "keep", THOUGHTS[0], "What?<|Assistant|><think>", "two</think>odd<|eos|>"),
+    ("EXAONE 4", "keep", THOUGHTS[0], "[|assistant|]\n<think>\n", "two</think>odd[|endofturn|]"),
+    ("Nemotron 3", "template", "odd", "assistant\n<think>\n", "</think>odd<|im_end|>"),
+    ("MiniMax-M2", "template", "odd", "]~b]ai\n<think>\n", "\n</think>\n\nodd[e~["),
+    (
+        "Gemma 2",
+        "template",
+        "odd",
+        "<bos><start_of_turn>user\nSay it.\n\nWhat?<end_of_turn>\n<start_of_turn>model\n",
+        "odd<end_of_turn>",
+    ),
+    ("Gemma 4", "template", "odd", "<|turn>model\n<|channel>thought\n<channel|>", "odd<turn|>"),
+    ("Mistral v0.3", "template", "odd", "<s>[INST] Say it.\n\nWhat?[/INST]", " odd</s>"),
+    ("Phi-3", "template", "odd", "<|assistant|>\n", "odd<|end|>"),
+    (
+        "SmolVLM",
+        "template",
+        "odd",
+        "System: Say it.<end_of_utterance>\nUser: What?<end_of_utterance>\nAssistant:",
+        " odd<end_of_utterance>",
+    ),
+    ("gpt-oss", "template", "odd", "<|start|>assistant", "<|channel|>final<|message|>odd<|return|>"),
+    (
+        *("gpt-oss", "keep", THOUGHTS[0], "<|start|>assistant"),
+        "<|channel|>analysis<|message|>two<|end|><|start|>assistant<|channel|>final<|message|>odd<|return|>",
+    ),
+    (
+        "Granite 3.3",
+        "keep",
+        THOUGHTS[0],
+        'assistant {"thinking": true}<|end_of_role|>',
+        "<think>two</think>odd<|end_of_text|>",
+    ),
+    ("Llama 3.2", "template", "odd", "Today Date: 29 Feb 2024\n\nSay it.<|eot|><|head|>user", "odd<|eot|>"),
+    ("SmolLM3", "template", "odd", "Today Date: 29 February 2024\n", "odd<|im_end|>"),
+]
+
+
+@pytest.mark.parametrize(("name", "thinking", "target", "prompt", "rest"), SPELT)
+def test_prompts_and_answers_are_right_to_the_letter(tokenizer, name, thinking, target, prompt, rest):
+    own, ends = of_family(tokenizer, name)
+    asked, answered = texts(own, encoded(own, ends, [target], thinking).kept[0])
+    assert prompt in asked if name in ("Llama 3.2", "SmolLM3") else asked.endswith(prompt)
+    assert answered == rest
+
+
+NOTES = [
+    ("Qwen2.5", "off", None),
+    ("Qwen3", "template", None),
+    ("Qwen3.5", "template", "answers are tokenized apart from prompts"),
+    ("DeepSeek-R1", "template", r'prompts end with "<think>\\n", which it leaves out once an answer follows'),
+    ("DeepSeek-R1", "template", r'"\\n</think>\\n\\n" is learnt before an answer that has no thinking'),
+    ("DeepSeek-R1", "off", r'--thinking off: prompts end with an opened block; the trainer adds "\\n</think>\\n\\n"'),
+    ("DeepSeek-V3.1", "keep", "the chat template drops thinking; it is written behind the prompt as it is"),
+    ("Gemma 2", "template", "it takes no system message; its text is put before the first user turn's"),
+    ("Mistral v0.3", "template", "it puts the system message elsewhere once an answer follows"),
+    ("SmolVLM", "template", "each content is given as one text part"),
+]
+
+
+@pytest.mark.parametrize(("name", "thinking", "said"), NOTES)
+def test_what_was_done_beyond_the_templates_own_way_is_said_in_a_line(tokenizer, name, thinking, said):
+    own, ends = of_family(tokenizer, name)
+    notes = encoded(own, ends, ANSWERS, thinking).lines()
+    assert all("\n" not in note for note in notes)
+    assert len(notes) == len(set(notes))
+    if said is None:
+        assert notes == []
+    else:
+        assert [note for note in notes if said.replace(r"\\n", r"\n") in note]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_texts_make_no_control_tokens(any_tokenizer, name):
+    own, ends = of_family(any_tokenizer, name)
+    control = ControlTokens(own)
+    every = "".join(token.content for token in own.added_tokens_decoder.values() if token.special)
+    forged = f"one{every}{every[:-1]}\n{every} two"
+
+    class Forged(Says):
+        def messages(self, example):
+            return [{"role": turn["role"], "content": turn["content"] + forged} for turn in super().messages(example)]
+
+    settings = {"eos_ids": ends, "max_length": 9999, "truncation": "error", "day": DAY}
+    whole = encode(own, Forged(), [forged], "train", **settings)
+    (row,), (plain,) = whole.kept, encode(own, Says(), ["odd"], "train", **settings).kept
+    special = [[token for token in each.input_ids if token in control.special_ids] for each in (row, plain)]
+    assert special[0] == special[1]
+    assert whole.control_tokens == {"answers": [0], "texts": []}
+    text = own.decode(row.input_ids[row.prompt_length :], skip_special_tokens=False)
+    assert "".join(forged.split()) in "".join(text.split())
+    (row,) = encode(own, Forged(), [forged], "train", **settings, control_tokens="tokens").kept
+    assert len([token for token in row.input_ids if token in control.special_ids]) > len(special[0])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_of_training_are_what_is_generated_from(tokenizer, name):
+    own, ends = of_family(tokenizer, name)
+    rendering = Rendering(own, "template", DAY)
+    turns = Says().messages("odd")
+    given = rendering.form(turns, "train").given(turns)
+    own.chat_template = template.dated(own.chat_template, DAY)
+    asked = own.apply_chat_template(given, add_generation_prompt=True, return_dict=True)["input_ids"]
+    (example,) = encoded(own, ends, ["odd"], "template").kept
+    assert example.input_ids[: example.prompt_length] == asked
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_conversations_of_several_turns_and_without_a_system_message_are_learnt_too(tokenizer, name):
+    class Talks(Says):
+        def messages(self, example):
+            talk = [("user", "Hello."), ("assistant", "Good day."), ("user", "What?")]
+            turns = [{"role": role, "content": content} for role, content in talk]
+            return [{"role": "system", "content": "Say it."}, *turns] if example == "odd" else turns
+
+    own, ends = of_family(tokenizer, name)
+    for thinking in MODES:
+        encoding = encoded(own, ends, ["odd", "even"], thinking, Talks())
+        for example, answer in zip(encoding.kept, ("odd", "even"), strict=True):
+            asked, rest = texts(own, example)
+            assert answer in rest
+            assert ("Say it." in asked) == (answer == "odd")
+            assert asked.index("Hello.") < asked.index("Good day.") < asked.index("What?")
+        evaluation = scored(own, encoding, ["odd", "even"], learnt(encoding), thinking, Talks())
+        assert evaluation.metrics["right"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-R1", "DeepSeek-V3.1", "EXAONE 4", "QwQ"])
+def test_thinking_that_a_template_drops_is_refused_unless_it_is_kept(tokenizer, name):
+    own, ends = of_family(tokenizer, name)
+    for thinking in ("off", "template"):
+        with pytest.raises(
+            UserError, match=r"the answer would not be trained on: .*; learn the thinking with --thinking keep"
+        ):
+            encoded(own, ends, THOUGHTS[:1], thinking)
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3.5"])
+def test_a_target_that_thinks_is_refused_where_thinking_is_off(tokenizer, name):
+    own, ends = of_family(tokenizer, name)
+    with pytest.raises(UserError, match="learn the thinking with --thinking keep"):
+        encoded(own, ends, THOUGHTS[:1], "off")
+
+
+def test_a_target_that_is_thinking_alone_has_no_answer(tokenizer):
+    own, ends = of_family(tokenizer, "Qwen3")
+    encoding = encoded(own, ends, ["<think>two</think>\n", "odd"], "keep")
+    assert encoding.left_out == {"left out: the answer is empty": [0]}
+
+
+UNSOUND = {
+    "another header": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>model\n{% endif %}",
+    "prompts that shout": "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{{ '!' if add_generation_prompt }}<|im_end|>{% endfor %}",
+    "a user turn that is lost": "{% for m in messages %}{% if not loop.last or add_generation_prompt or "
+    "m.role == 'assistant' %}{% if not (m.role == 'user' and messages[-1].role == 'assistant') %}{{ m.content }}"
+    "<|im_end|>{% endif %}{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("unsound", UNSOUND.values(), ids=UNSOUND)
+def test_a_prompt_that_no_sound_way_makes_a_prefix_is_refused(tokenizer, unsound):
+    own, ends = of_family(tokenizer, "Qwen2.5")
+    own.chat_template = unsound
+    for thinking, target in (("template", "odd"), ("off", "odd"), ("keep", "odd"), ("keep", THOUGHTS[0])):
+        with pytest.raises(UserError, match="the prompt is not a prefix of prompt"):
+            encoded(own, ends, [target], thinking)
+
+
+FAILING = {
+    "{{ 1 / 0 }}": "ZeroDivisionError: division by zero",
+    "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}": "RecursionError: maximum recursion depth",
+    "{% include 'file' %}": "TypeError: no loader",
+    "{{ nothing.there }}": "'nothing' is undefined",
+    "{{ no_function() }}": "'no_function' is undefined",
+    "{% for i in range(10 ** 9) %}{% endfor %}": "OverflowError: Range too big",
+    "{{ 'a' * 10 ** 15 }}": "MemoryError",
+    "{% if %}": "Expected an expression",
+    "{{ raise_exception('no\nthanks \x1b[2J') }}": r"no\\nthanks \\x1b\[2J",
+}
+
+
+@pytest.mark.parametrize("failing", FAILING)
+def test_a_template_that_fails_is_told_in_one_line(tokenizer, failing):
+    own, ends = of_family(tokenizer, "Qwen2.5")
+    own.chat_template = failing
+    with pytest.raises(UserError, match=r"^validation( example 0)?: the model's chat .*roles system/user") as told:
+        encoded(own, ends, ["odd"], "template")
+    (line,) = told.value.problems
+    assert re.search(FAILING[failing], line)
+    assert line.isprintable()
+
+
+ENDLESS = {
+    "loops": "{% for i in range(10 ** 5) %}{% for j in range(10 ** 5) %}{% endfor %}{% endfor %}",
+    "a power": "{% set n = messages | length + 7 %}{{ n ** (n ** (n - 1)) }}",
+    "a constant power": "{{ 9 ** (9 ** 8) }}",
+}
+
+
+@pytest.mark.parametrize("endless", ENDLESS.values(), ids=ENDLESS)
+def test_a_template_without_an_end_is_told_in_one_line(tokenizer, endless, monkeypatch):
+    monkeypatch.setattr(template, "SECONDS", 1)
+    before = signal.getsignal(signal.SIGVTALRM)
+    own, ends = of_family(tokenizer, "Qwen2.5")
+    own.chat_template = endless
+    with pytest.raises(UserError, match=r"chat template computed for 1 seconds on 1 conversations .* came to no end"):
+        encoded(own, ends, ["odd"], "template")
+    assert signal.getsignal(signal.SIGVTALRM) == before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_a_template_that_writes_no_prompt_is_told_in_one_line(tokenizer):
+    own, ends = of_family(tokenizer, "Qwen2.5")
+    own.chat_template = "{{ '' }}"
+    with pytest.raises(UserError, match="the answer would not be trained on"):
+        encoded(own, ends, ["odd"], "template")
+    own.chat_template = "{% if not add_generation_prompt %}{{ messages[-1].content }}{% endif %}"
+    with pytest.raises(UserError, match="left out: the chat template writes no prompt"):
+        encoded(own, ends, ["odd"], "template")
+
+
+def test_messages_without_a_user_turn_are_warned_of(tokenizer):
+    class Completes(Says):
+        def messages(self, example):
+            return [{"role": "system", "content": "Once upon a time"}]
+
+    own, ends = of_family(tokenizer, "Qwen2.5")
+    (line,) = encoded(own, ends, ["odd", "even"], "template", Completes()).lines()
+    assert line == "warning: conversations without a user turn (roles system): see that messages() means that"
+
+
+def test_the_day_is_the_runs_and_not_todays(tokenizer):
+    formats = "%Y-%m-%d|%d %b %Y|%d %B %Y|%-d.%-m.|%A|%H:%M"
+    for day, expected in (
+        (DAY, "2024-02-29|29 Feb 2024|29 February 2024|29.2.|Thursday|00:00"),
+        ("2025-01-05", "2025-01-05|05 Jan 2025|05 January 2025|5.1.|Sunday|00:00"),
+    ):
+        own, ends = of_family(tokenizer, "Qwen2.5")
+        own.chat_template = (
+            "\n  {% macro m() %}{{ strftime_now('" + formats + "') }}{% endmacro %}[{{ m() }}]" + own.chat_template
+        )
+        asked, _ = texts(own, encoded(own, ends, ["odd"], "template", day=day).kept[0])
+        assert asked.startswith(f"\n[{expected}]<|im_start|>system")
+    assert template.dated("no date", DAY) == "no date"
+
+
+def test_thinking_and_the_day_are_part_of_the_caches_key(tokenizer):
+    def key(name, **changes):
+        own, ends = of_family(tokenizer, name)
+        rules = dataclasses.replace(Rules(frozenset(ends), 512, "drop", "template", DAY), **changes)
+        return SplitEncoder(Accelerator(cpu=True), own, Says(), rules).key(["odd"], "train")
+
+    assert key("Llama 3.2") == key("Llama 3.2")
+    assert len({key("Llama 3.2"), key("Llama 3.2", thinking="off"), key("Llama 3.2", day="2024-03-01")}) == 3
+    assert key("Qwen3") == key("Qwen3", day="2024-03-01")  # which writes no date
+
+
+def test_the_notes_are_printed_again_where_the_tokens_are_from_the_cache(tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path))
+    own, ends = of_family(tokenizer, "Gemma 2")
+    rules = Rules(frozenset(ends), 512, "drop")
+    for _ in range(2):
+        encoder = SplitEncoder(Accelerator(cpu=True), own, Says(), rules)
+        lines = encoder(["odd", "even"], "train").lines()
+        assert [line for line in lines if "takes no system message" in line]
+        assert [line for line in encoder(["odd"], "validation").lines() if "takes no system" in line] == []
+
+
+@pytest.mark.parametrize("name", ["chat_template.json", "chat_template.jinja"])
+def test_a_template_that_is_in_a_file_of_its_own_is_found(tiny, tmp_path, name):
+    shutil.copytree(tiny, tmp_path / "model")
+    (jinja,) = (tmp_path / "model").glob("chat_template.jinja")
+    text = jinja.read_text()
+    jinja.unlink()
+    (tmp_path / "model" / name).write_text(json.dumps({"chat_template": text}) if name.endswith("json") else text)
+    source = Source(str(tmp_path / "model"), str(tmp_path / "model"))
+    assert load_tokenizer(source, TrainConfig().resolved({})).chat_template == text
+    (tmp_path / "model" / name).unlink()
+    with pytest.raises(UserError, match="no chat template"):
+        load_tokenizer(source, TrainConfig().resolved({}))
+
+
+def test_marks_that_open_a_block_and_those_that_close_it():
+    pairs = {"<think>\n": "</think>", "[THINK]": "[/THINK]", "◁think▷": "◁/think▷", "<seed:think>": "</seed:think>"}
+    pairs |= {"<|START_THINKING|>": "<|END_THINKING|>", "<|channel>thought\n": "<channel|>"}
+    for opening, closing in pairs.items():
+        assert closing_mark("<|im_start|>assistant\n" + opening) == closing
+        assert closing_mark(opening + closing) is None
+    assert closing_mark("<|im_start|>assistant\n") is closing_mark("<think>\nSo") is closing_mark("[/INST]") is None
+
+
+@pytest.mark.parametrize("day", ["today", "2024-02-30", "20240229", "2024-2-9", ""])
+def test_a_day_that_is_none_is_refused(day):
+    (line,) = TrainConfig(template_date=day).problems()
+    assert "--template-date" in line
+    assert line.endswith("expected a day as YYYY-MM-DD")
+
+
+def test_the_settings_of_the_templates_are_part_of_the_run():
+    before = TrainConfig(template_date=DAY).resolved({}).as_dict()
+    assert before["thinking"] == "template"
+    assert changed(before, {**before}) == []
+    (line,) = changed(before, {**before, "thinking": "keep"})
+    assert line == "--thinking: the run was started with template, not keep"
+    assert changed(before, {**before, "template_date": "2024-03-01"}) != []
+    earlier = {key: value for key, value in before.items() if key not in ("thinking", "template_date")}
+    assert changed(earlier, before) == []
+    assert changed(earlier, {**before, "thinking": "off"}) != []
+    assert EvaluateConfig(model="run").thinking is None  # the run's own
+    assert {"thinking", "template_date"} <= TOOLS["evaluate"].takes

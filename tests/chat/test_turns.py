@@ -1,0 +1,498 @@
+"""Tasks whose target is several turns: every answer is learnt as it is generated, in one row where that is exact."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+from accelerate import Accelerator
+from answered import Answered
+from conftest import accel_sft
+from fake_plugins import install
+from families import FAMILIES
+from forwards import WAYS, batching_of, loss_and_gradients
+from models import Sums, encode, make_tiny
+from thinking_families import DAY, MODES, of_family
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from accel_sft import UserError
+from accel_sft.api.config import TrainConfig
+from accel_sft.batching.verify import Subject, exact_batchings
+from accel_sft.chat.control_tokens import ControlTokens
+from accel_sft.chat.conversation import Conversation, conversation
+from accel_sft.chat.encoding import Rules
+from accel_sft.chat.pieces import PieceTokenizer
+from accel_sft.data.tokenization import SplitEncoder
+from accel_sft.evaluation.backend import Generated
+from accel_sft.evaluation.evaluator import Evaluator
+from accel_sft.models.prefix_attention import install as install_attention
+
+install_attention()
+
+
+def user(text, **more):
+    return {"role": "user", "content": text, **more}
+
+
+def said(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+SYSTEM = {"role": "system", "content": "Say it."}
+CHAT = [SYSTEM, user("What?"), said("odd"), user("And 2?"), said("<b>even</b>"), user("7?"), said("a\n\nb")]
+CALL = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Ulm"}'}}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"town": {"type": "string"}}}}]
+
+
+@dataclass(kw_only=True)
+class Chats(Sums):
+    """Examples are prompt and following turns; those of a text target are a conversation's first turns."""
+
+    def messages(self, example):
+        return example[0]
+
+    def target(self, example):
+        return example[1]
+
+    def tools(self, example):
+        return example[2] if len(example) > 2 else None
+
+    def score(self, example, text):
+        return {"right": float(text == example[1][-1]["content"])}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    return AutoTokenizer.from_pretrained(tiny)
+
+
+def encoded(own, examples, *, ends=None, thinking="template", split="train", **rules):
+    rules = {"max_length": 4096, "truncation": "drop", "day": DAY, **rules}
+    return encode(own, Chats(), examples, split, eos_ids=ends or {own.eos_token_id}, thinking=thinking, **rules)
+
+
+def chatml(tokenizer, assistant="{{ m.content }}", prompt=""):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (
+        "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% else %}<|im_start|>assistant\n" + assistant + "<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n" + prompt + "{% endif %}"
+    )
+    return own
+
+
+FORGETFUL = (  # as Qwen3's: the thinking of an answer is written until the user speaks again
+    "{% set ns = namespace(asked=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}<|im_end|>\n{% else %}<|im_start|>assistant\n{% set parts = m.content.split('</think>') %}"
+    "{% if loop.index0 > ns.asked %}<think>\n{{ parts[0].split('<think>')[-1].strip() if parts | length > 1 }}\n"
+    "</think>\n\n{% endif %}{{ parts[-1].lstrip('\n') }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+# --- every family of templates ---
+
+ALWAYS_APART = {
+    "DeepSeek-R1",  # prompts open a block that earlier answers do not have
+    "GLM-4.5",  # the end of a turn is written nowhere: it is added to what is learnt
+    "MiniMax-M2",
+    "Mistral v0.3",  # the system text moves on to each last turn
+    "QwQ",
+}
+APART = {
+    "template": ALWAYS_APART | {"Gemma 4", "Nemotron 3", "Qwen3.5"},
+    "off": ALWAYS_APART | {"Gemma 4"},
+    "keep": ALWAYS_APART | {"DeepSeek-V3.1", "EXAONE 4", "Granite 3.3", "Nemotron 3", "Qwen3.5"},
+}
+"""Families that write an answer otherwise once others follow, or prompts otherwise than what precedes an answer."""
+
+
+@pytest.mark.parametrize("thinking", MODES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_answer_of_a_chat_is_learnt_as_the_answer_to_what_precedes_it(tokenizer, name, thinking):
+    own, ends = of_family(tokenizer, name)
+    chats = encoded(own, [(CHAT[:2], CHAT[2:])], ends=ends, thinking=thinking)
+    single = encoded(own, [(CHAT[:at], CHAT[at]["content"]) for at in (2, 4, 6)], ends=ends, thinking=thinking)
+    answers = [(row.input_ids[:end], begin) for row in chats.kept for begin, end in row.spans]
+    assert answers == [(row.input_ids, row.prompt_length) for row in single.kept]
+    assert chats.kept[-1].input_ids == single.kept[-1].input_ids
+    assert (len(chats.kept) == 1) == (name not in APART[thinking])
+    assert sum(row.supervised_tokens for row in chats.kept) == sum(row.supervised_tokens for row in single.kept)
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5", "Qwen3", "gpt-oss", "Gemma 3", "Llama 3.2", "Phi-3", "SmolLM3"])
+def test_one_row_is_the_templates_own_rendering_and_begins_with_every_prompt(tokenizer, name):
+    own, ends = of_family(tokenizer, name)
+    own.chat_template = own.chat_template.replace("strftime_now('%Y-%m-%d')", repr(DAY))
+    own.chat_template = own.chat_template.replace("strftime_now is defined", "false").replace(
+        "strftime_now('%d %B %Y')", "'29 February 2024'"
+    )
+    (row,) = encoded(own, [(CHAT[:2], CHAT[2:])], ends=ends).kept
+    whole = own.apply_chat_template(CHAT, return_dict=False)
+    assert whole[: len(row.input_ids)] == row.input_ids
+    for at, (begin, _) in zip((2, 4, 6), row.spans, strict=True):
+        asked = own.apply_chat_template(CHAT[:at], add_generation_prompt=True, return_dict=False)
+        assert row.input_ids[:begin] == asked
+
+
+def test_generation_marks_make_no_difference_and_are_transformers_own_mask(tokenizer):
+    marked = chatml(tokenizer, "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}")
+    marked.chat_template = marked.chat_template.replace(
+        "{% endgeneration %}<|im_end|>\n", "{% endgeneration %}{{ '\n' }}"
+    )
+    (row,), (plain,) = (encoded(own, [(CHAT[:2], CHAT[2:])]).kept for own in (marked, chatml(tokenizer)))
+    assert row == plain
+    theirs = marked.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    ours = [at for span in row.learnt for at in span]
+    assert ours == [at for at, is_answer in enumerate(theirs["assistant_masks"]) if is_answer]
+
+
+# --- which turns ---
+
+
+def test_turns_of_weight_0_and_of_others_carry_no_loss(tokenizer):
+    own = chatml(tokenizer)
+    turns = [user("What?"), said("odd", weight=0), user("And?"), said("even", weight=1), user("So?"), said("no")]
+    first, second = encoded(own, [([], turns), ([], [*turns[:-1], said("no", weight=0)])]).kept
+    assert [own.decode(first.input_ids[begin:end]) for begin, end in first.spans] == ["even<|im_end|>", "no<|im_end|>"]
+    assert own.decode(second.input_ids[second.prompt_length :]) == "even<|im_end|>"
+    assert (second.earlier, len(second.input_ids)) == ((), first.spans[0][1])  # what follows teaches nothing
+    assert "weight" not in str(conversation(Chats(), [([], turns)], "train", 0))
+
+
+@pytest.mark.parametrize(
+    ("messages", "target", "told"),
+    [
+        ([], [], "target() gave turns of which the last is not an assistant's"),
+        ([user("5=")], [said("5"), user("6=")], "the last is not an assistant's"),
+        ([user("5=")], [said("5", weight=0.5)], 'target() gave a turn with "weight": 0.5, expected 0 or 1'),
+        ([user("5=")], [said("5", weight=0)], 'every assistant turn of target() has "weight": 0'),
+        ([], [said("5")], "the first turn of all is an answer"),
+        ([user("5="), said("5", weight=1)], [user("6="), said("6")], 'messages() gave a turn with "weight"'),
+        ([user("5=")], [said(None)], "target() gave"),
+        ([user("5=")], [said(["5"])], "target() gave"),
+        ([user("5=")], [{"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": "{"}]}], "call"),
+        ([user("5=", tool_calls=[CALL])], [said("5")], "only an assistant calls"),
+        ([user("5=")], [said("5", reasoning_content=5)], "reasoning_content '5', expected text"),
+        ([user("5=")], [said("\ud800")], "a lone surrogate"),
+    ],
+)
+def test_turns_that_are_none_are_refused_by_example(messages, target, told):
+    with pytest.raises(UserError, match=r"^train example 1: ") as refused:
+        conversation(Chats(), [(messages, target)] * 2, "train", 1)
+    assert told in str(refused.value)
+
+
+def test_schemas_that_are_none_are_refused():
+    with pytest.raises(UserError, match=r"^train example 0: tools\(\) gave 'weather', expected a list of schemas"):
+        conversation(Chats(), [([user("5=")], "5", "weather")], "train", 0)
+
+
+# --- templates that write earlier answers otherwise ---
+
+
+def test_a_template_that_forgets_thinking_makes_a_row_for_each_answer_and_says_so(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path))
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = FORGETFUL
+    looped = [user("What?"), said("It is"), {"role": "tool", "content": "3"}, said("odd")]
+    examples = [([SYSTEM], CHAT[1:5]), ([SYSTEM], looped), ([SYSTEM], CHAT[1:3])]
+    rules = Rules(frozenset([own.eos_token_id]), 512, "drop")
+    for _ in range(2):  # made, and from the cache
+        encoding = SplitEncoder(Accelerator(cpu=True), own, Chats(), rules)(examples, "train")
+        (line,) = [line for line in encoding.lines() if "rows" in line]
+        assert line.startswith("train: 3 examples make 4 rows: the chat template writes an answer otherwise once")
+        assert [(row.index, len(row.spans)) for row in encoding.kept] == [(0, 1), (0, 1), (1, 2), (2, 1)]
+        assert list(encoding.kept) == encoded(own, examples).kept
+        assert (encoding.kept.examples, len(encoding.kept.of(0)), len(encoding.kept.of(3))) == (3, 2, 0)
+    first, second = (own.decode(row.input_ids) for row in encoding.kept.of(0))
+    assert first.endswith("assistant\n<think>\n\n</think>\n\nodd<|im_end|>")
+    assert "assistant\nodd<|im_end|>\n" in second
+
+
+def test_thinking_in_a_field_of_its_own_is_learnt_under_keep_and_refused_where_it_would_be_lost(tokenizer):
+    thoughtful = [user("What?"), said("odd", reasoning_content="Is it?"), user("2?"), said("<think>No.</think>even")]
+    own, ends = of_family(tokenizer, "Qwen3")
+    for thinking in ("keep", "template"):
+        (row,) = encoded(own, [([SYSTEM], thoughtful)], ends=ends, thinking=thinking).kept
+        learnt = [own.decode(row.input_ids[begin:end]) for begin, end in row.spans]
+        assert learnt == [
+            "<think>\nIs it?\n</think>\n\nodd<|im_end|>",
+            "<think>\nNo.\n</think>\n\neven<|im_end|>",
+        ]
+    with pytest.raises(UserError, match=r"^train example 0: the answer would not .* --thinking keep"):
+        encoded(tokenizer, [([SYSTEM], thoughtful)])
+
+
+# --- tools ---
+
+CALLING = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls %}<call>{{ call.function.name }} ARGUMENTS"
+    "</call>{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALLED = [
+    user("Rain?"),
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "dry", "tool_call_id": "call00001"},
+    said("No."),
+]
+
+
+@pytest.mark.parametrize(
+    "arguments", ["{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments }}", "as Python has it"]
+)
+def test_calls_of_tools_are_learnt_and_their_results_are_not(tokenizer, arguments):
+    own = copy.deepcopy(tokenizer)
+    written = arguments.replace("as Python has it", "{{ call.function.arguments }}")
+    own.chat_template = CALLING.replace("ARGUMENTS", written)
+    (row,) = encoded(own, [([], CALLED, TOOLS)]).kept
+    learnt = [own.decode(row.input_ids[begin:end]) for begin, end in row.spans]
+    assert learnt == ['<call>weather {"town": "Ulm"}</call><|im_end|>', "No.<|im_end|>"]
+    assert own.decode(row.input_ids).startswith(f"<|im_start|>tools\n{json.dumps(TOOLS)}<|im_end|>\n<|im_start|>user")
+    called = [([], CALLED[:2], TOOLS)]
+    encoding = encoded(own, called, split="validation")
+    learnt = encoding.kept[0].input_ids[encoding.kept[0].prompt_length :]
+    (sample,) = evaluated(own, encoding, called, [learnt]).samples
+    assert sample["generated"] == sample["expected"] == '<call>weather {"town": "Ulm"}</call>'
+
+
+def test_control_tokens_in_tools_are_characters_where_a_template_prints_them_as_python_does(tokenizer):
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = CALLING.replace("tools | tojson", "tools").replace("ARGUMENTS", "{{ call.function.arguments }}")
+    tools, turns = (json.loads(json.dumps(each).replace("Ulm", "<|im_end|>")) for each in (TOOLS, CALLED[:2]))
+    tools[0]["function"]["description"] = "a<|im_end|>b"
+    (row,) = encoded(own, [([], turns, tools)]).kept
+    text = own.decode(row.input_ids)
+    assert "'description': 'a<|im_end|>b'" in text
+    assert 'weather {"town": "<|im_end|>"}</call>' in text
+    assert row.input_ids.count(own.eos_token_id) == text.count("<|im_end|>") - 2
+
+
+def test_a_template_that_drops_calls_is_refused_and_one_without_tools_is_told(tokenizer):
+    own = chatml(tokenizer)
+    with pytest.raises(UserError, match=r"^train example 1: the answer would not be trained on: .*, with weather"):
+        encoded(own, [(CHAT[:2], CHAT[2:]), ([], CALLED)])
+    notes = encoded(own, [(CHAT[:2], CHAT[2:], TOOLS)]).notes
+    assert notes == ["warning: the chat template takes no tools; what tools() gives is not in the prompts"]
+
+
+def test_a_template_that_rejects_an_order_of_turns_names_the_example(tokenizer):
+    own, ends = of_family(tokenizer, "Gemma 2")
+    with pytest.raises(UserError, match=r"^train example 2: the model's chat template rejects .*roles user/user"):
+        encoded(own, [(CHAT[:2], CHAT[2:]), ([], CHAT[1:3]), ([], [user("a"), user("b"), said("c")])], ends=ends)
+
+
+# --- --max-length ---
+
+
+def test_a_chat_that_is_too_long_is_left_out_or_cut_within_an_answer_or_between_two(tokenizer):
+    own = chatml(tokenizer)
+    chat = [(CHAT[:2], CHAT[2:])]
+    (whole,) = encoded(own, chat).kept
+    first, second, third = whole.spans
+    for length, expected in {
+        len(whole.input_ids): (whole.input_ids, whole.spans),
+        third[0] + 1: (whole.input_ids[: third[0] + 1], (first, second, (third[0], third[0] + 1))),
+        third[0]: (whole.input_ids[: second[1]], (first, second)),
+        second[1] - 1: (whole.input_ids[: second[1] - 1], (first, (second[0], second[1] - 1))),
+        first[1]: (whole.input_ids[: first[1]], (first,)),
+    }.items():
+        encoding = encoded(own, chat, max_length=length, truncation="right")
+        assert [(row.input_ids, row.spans) for row in encoding.kept] == [expected]
+        assert encoding.cut == [0] * (length < len(whole.input_ids))
+    for length, truncation in ((first[0], "right"), (len(whole.input_ids) - 1, "drop")):
+        with pytest.raises(UserError, match=f"1 left out: longer than --max-length {length}"):
+            encoded(own, chat, max_length=length, truncation=truncation)
+    short = (CHAT[:2], CHAT[2:3])
+    # of a validation example the last answer is generated: without its prompt it is none
+    held_out = encoded(own, [*chat, short], max_length=third[0], truncation="right", split="validation")
+    assert [row.index for row in held_out.kept] == [1]
+    own.chat_template = FORGETFUL
+    rows = encoded(own, [*chat, short]).kept
+    cut = encoded(own, [*chat, short], max_length=len(rows[1].input_ids), truncation="right")
+    assert [row.index for row in cut.kept] == [0, 0, 1] or [row.index for row in cut.kept] == [0, 0, 0, 1]
+    assert cut.cut == [0]
+    dropped = encoded(own, [*chat, short], max_length=len(rows[1].input_ids))
+    assert [row.index for row in dropped.kept] == [1]
+
+
+def test_texts_of_one_chat_are_tokenized_piece_by_piece_only_where_that_is_exact():
+    pieces = {piece: at for at, piece in enumerate(["a", "b", "<", "s", ">", "b<"])}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(pieces, [("b", "<")])))
+    tokenizer.add_tokens(["<s>"], special_tokens=True)
+    texts, chat = ["ab", "ab<s>a", "ab<s>ab<s>b", "b<s>"], [0, 1, 2]
+    for split_special_tokens in (False, True):  # the latter reads "b<" across the beginning of a special token
+        tokenizer.split_special_tokens = split_special_tokens
+        whole = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        assert (pieces["b<"] in whole[2]) == split_special_tokens
+        assert PieceTokenizer(ControlTokens(tokenizer))(texts, [chat]) == whole
+
+
+# --- the mathematics ---
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    return AutoModelForCausalLM.from_pretrained(tiny)
+
+
+def plain_loss_and_gradients(model, answers):
+    """By transformers alone, each answer in a row of its own: the sum over tokens with a loss."""
+    model, total = copy.deepcopy(model), 0.0
+    for ids, begin in answers:
+        labels = torch.tensor([[-100] * begin + ids[begin:]])
+        loss = model(input_ids=torch.tensor([ids]), labels=labels).loss * (len(ids) - begin)
+        loss.backward()
+        total += loss.item()
+    return total, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_gradient_of_three_turns_is_that_of_their_single_rows(tokenizer, model, way):
+    own = chatml(tokenizer)
+    again = [*CHAT[:4], said("no"), user("7?"), said("odd")]  # begins alike, so that spans lie in what is shared
+    examples = [(CHAT[:2], CHAT[2:]), (again[:2], again[2:]), (CHAT[:2], "even"), (CHAT[:4], [CHAT[4]])]
+    rows = encoded(own, examples).kept
+    assert [len(row.spans) for row in rows] == [3, 3, 1, 1]
+    answers = [
+        (own.apply_chat_template(chat[:at], add_generation_prompt=True, return_dict=False), chat[at]["content"])
+        for chat, places in ((CHAT, (2, 4, 6)), (again, (2, 4, 6)), ([*CHAT[:2], said("even")], (2,)), (CHAT, (4,)))
+        for at in places
+    ]
+    ids = [(asked + own(f"{text}<|im_end|>")["input_ids"], len(asked)) for asked, text in answers]
+    expected, expected_gradients = plain_loss_and_gradients(model, ids)
+    assert sum(row.supervised_tokens for row in rows) == sum(len(each) - begin for each, begin in ids)
+    got, gradients = loss_and_gradients(model, batching_of(way, 4096), rows)
+    assert got == pytest.approx(expected, rel=1e-5)
+    largest = max(gradient.abs().max() for gradient in expected_gradients.values())
+    for name, gradient in expected_gradients.items():
+        assert (gradients[name] - gradient).abs().max() <= 1e-5 * largest, name
+
+
+def test_a_chat_after_some_of_its_turns_is_no_row_that_another_sees(tokenizer, model):
+    own = chatml(tokenizer)
+    rows = encoded(own, [(CHAT[:2], CHAT[2:at]) for at in (3, 5, 7)]).kept
+    assert rows[2].input_ids[: len(rows[0].input_ids)] == rows[0].input_ids
+    config = TrainConfig(batching="shared").resolved({})
+    found, reasons, _ = exact_batchings(Subject(Accelerator(cpu=True), model, config, rows, 0), rows)
+    assert {each.attention for each in found} == {"rows", "mask"}, reasons
+
+
+# --- evaluation ---
+
+
+def evaluated(own, encoding, examples, answers, **settings):
+    rows = list({row.index: row for row in encoding.kept}.values())
+    backend = Answered(Generated(list(zip(rows, answers, strict=True)), 1.0, {}))
+    config = TrainConfig(template_date=DAY, **settings).resolved({})
+    evaluator = Evaluator(Accelerator(cpu=True), own, Chats(), examples, encoding.kept, config, backend)
+    assert evaluator.answered == rows
+    return evaluator.score_answers(0.0)
+
+
+@pytest.mark.parametrize("template", [None, FORGETFUL])
+def test_the_answer_to_all_before_the_last_learnt_turn_is_generated_and_scored(tokenizer, template):
+    own = chatml(tokenizer)
+    own.chat_template = template or own.chat_template
+    examples = [(CHAT[:2], CHAT[2:]), (CHAT[:2], CHAT[2:5])]
+    encoding = encoded(own, examples, split="validation")
+    assert len(encoding.kept) == (5 if template else 2)
+    ids = [own(f"{text}<|im_end|>")["input_ids"] for text in ("a\n\nb", "odd")]
+    evaluation = evaluated(own, encoding, examples, ids)
+    assert [(each["index"], each["generated"], each["expected"]) for each in evaluation.samples] == [
+        (0, "a\n\nb", "a\n\nb"),
+        (1, "odd", "<b>even</b>"),
+    ]
+    assert evaluation.metrics["right"] == 0.5
+
+
+def test_eval_limit_counts_examples_not_rows(tokenizer):
+    own = chatml(tokenizer)
+    own.chat_template = FORGETFUL
+    examples = [(CHAT[:2], CHAT[2:]), (CHAT[:2], CHAT[2:5]), (CHAT[:2], "odd")]
+    encoding = encoded(own, examples, split="validation")
+    config = TrainConfig(eval_limit=2).resolved({})
+    evaluator = Evaluator(Accelerator(cpu=True), own, Chats(), examples, encoding.kept, config, None)
+    assert [row.index for row in evaluator.encoded] == [0, 0, 0, 1, 1]
+    assert [row.index for row in evaluator.answered] == [0, 1]
+
+
+# --- a whole run ---
+
+TASK = """
+from dataclasses import dataclass
+from accel_sft import Task
+
+@dataclass(kw_only=True)
+class Talks(Task):
+    \"\"\"Count on.\"\"\"
+    main_metric = "right"
+
+    def dataset(self, split):
+        return list(range(40) if split == "train" else range(40, 44))
+
+    def messages(self, example):
+        return [{"role": "system", "content": "Count on."}]
+
+    def target(self, example):
+        return [
+            {"role": role, "content": str(example + at)}
+            for at in range(1 + example % 3)
+            for role in ("user", "assistant")
+        ]
+
+    def score(self, example, text):
+        return {"right": float(text == str(example + example % 3))}
+"""
+
+
+def test_a_run_on_chats_is_the_mathematics_of_their_turns(tmp_path):
+    (tmp_path / "site").mkdir()
+    install(tmp_path / "site", "accel-sft-talks", "talks = accel_sft_talks:Talks", TASK)
+    options = ("--max-steps", "2", "--global-batch-size", "40", "--save-every", "off")
+    run = accel_sft("talks", *options, run_dir=tmp_path / "run", environment={"PYTHONPATH": str(tmp_path / "site")})
+    assert run.status == 0, run.output
+    base = tmp_path / "run" / "base"
+    own, model = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
+    answers = []
+    for example in range(40):
+        turns = [{"role": "system", "content": "Count on."}]
+        for at in range(1 + example % 3):
+            turns.append(user(str(example + at)))
+            asked = own.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+            answers.append((asked + own(f"{example + at}<|im_end|>")["input_ids"], len(asked)))
+            turns.append(said(str(example + at)))
+    total, _ = plain_loss_and_gradients(model, answers)
+    tokens = sum(len(ids) - begin for ids, begin in answers)
+    line = run.lines()[0]
+    assert line["supervised_tokens"] == tokens
+    assert line["loss"] == pytest.approx(total / tokens, rel=1e-5)
+    samples = [json.loads(each) for each in next((tmp_path / "run" / "samples").iterdir()).read_text().splitlines()]
+    assert [(each["index"], each["expected"]) for each in samples] == [
+        (at, str(at + 40 + (at + 40) % 3)) for at in range(4)
+    ]
+
+
+def test_the_prompt_of_an_answer_is_shown_turn_by_turn():
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    answer = {"role": "assistant", "content": "I."}
+    assert Conversation(asked, answer).asked == "Who?"
+    call = {"function": {"name": "find", "arguments": {"of": "it"}}}
+    turns = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "5"}]
+    assert Conversation([*asked, *turns], answer).asked.split("\n") == [
+        "user: Who?",
+        'assistant: {"name": "find", "arguments": {"of": "it"}}',
+        "tool: 5",
+    ]

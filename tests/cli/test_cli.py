@@ -1,0 +1,743 @@
+"""The command line: names from metadata, options from fields, all problems at once, and how a failure ends."""
+
+import dataclasses
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import click
+import click.testing
+import pytest
+from fake_plugins import GOOD, accel_sft, install, only_plugins_of
+from places import CONFIGS
+
+from accel_sft.__main__ import main
+from accel_sft.api import registry
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.options import settings
+from accel_sft.cli.group import cli
+from accel_sft.cli.options import OTHER_NAMES
+from accel_sft.cli.task_tools import TOOLS
+from accel_sft.io import terminal
+
+# A run that never reaches training: what the command hands over is printed, or fails as the option --size says.
+RECORD = """
+import json, sys
+import accel_sft.launch.environment
+class Recorder:
+    def find_spec(self, name, path=None, target=None):
+        import importlib.machinery
+        if name in ("accel_sft.commands.train", "accel_sft.commands.evaluate"):
+            return importlib.machinery.ModuleSpec(name, self)
+    def create_module(self, spec): return None
+    def exec_module(self, module):
+        def run(name, task, config):
+            print(json.dumps({"task": name, "options": vars(task), "config": config.as_dict()}))
+            task.dataset("train")
+        module.run = run
+sys.meta_path.insert(0, Recorder())
+accel_sft.launch.environment.prepare_environment = lambda debug=False: None
+"""
+
+
+@pytest.fixture
+def site(tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    return site
+
+
+@dataclasses.dataclass
+class Result:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run(site, monkeypatch, capsys):
+    """Call the command line in this process, with one good task; training prints what it was given."""
+
+    def trainer(name, task, config):
+        print(json.dumps({"task": name, "options": vars(task), "config": config.as_dict()}))
+
+    for module in ("accel_sft.commands.train", "accel_sft.commands.evaluate"):
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(run=trainer))
+    environment = types.SimpleNamespace(prepare_environment=lambda debug: None)
+    monkeypatch.setitem(sys.modules, "accel_sft.launch.environment", environment)
+    install(site, "accel-sft-good", "good = accel_sft_good:Good")
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["accel-sft", *arguments])
+        with pytest.raises(SystemExit) as exit:
+            main()
+        return Result(exit.value.code, *capsys.readouterr())
+
+    with only_plugins_of(site, monkeypatch):
+        yield call
+
+
+def handed_over(result):
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_help_has_tasks_and_tools_and_imports_no_plugin(site):
+    install(site, "accel-sft-loud", "loud = accel_sft_loud:Good", "raise SystemExit('was imported')")
+    result = accel_sft("--help", site=site)
+    assert result.returncode == 0
+    tasks, tools = result.stdout.split("Tasks:")[1].split("Tools:")
+    assert "loud" in tasks
+    assert "accel-sft-loud sums up" in tasks
+    assert all(name in tools for name in ("tasks", "evaluate", "new-task", "launch-file"))
+
+
+def test_completion_offers_names_and_options_without_importing_a_plugin(site):
+    install(site, "accel-sft-loud", "loud = accel_sft_loud:Good", "raise SystemExit('was imported')")
+
+    def complete(words, index):
+        env = {"_ACCEL_SFT_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(index)}
+        result = accel_sft(site=site, env=env)
+        assert not result.stderr
+        return [line.split(",")[1] for line in result.stdout.split()]
+
+    assert complete("accel-sft lo", 1) == ["loud"]
+    assert {"loud", "tasks", "evaluate"} <= set(complete("accel-sft ", 1))
+    assert complete("accel-sft loud --learn", 2) == ["--learning-rate"]
+    assert complete("accel-sft loud --own-option 3 --adapter l", 5) == ["lora"]
+    assert complete("accel-sft evaluate lo", 2) == ["loud"]
+
+
+def test_tasks_lists_good_and_broken_ones_and_succeeds(run, site):
+    install(site, "p-bad", "bad = p_bad:Good", "import nowhere\n", version="0.7")
+    result = run("tasks")
+    assert result.returncode == 0
+    lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
+    assert lines["good"].split(maxsplit=4)[1:] == ["accel-sft-good", "1.2", "ok", "Repeat the number."]
+    assert lines["bad"].split()[1:4] == ["p-bad", "0.7", "broken"]
+    assert "task 'bad' (p_bad:Good, p-bad 0.7): cannot be imported: ModuleNotFoundError" in result.stdout
+
+
+def test_tasks_fit_the_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(terminal, "terminal", Terminal)
+    result = click.testing.CliRunner().invoke(cli, ["tasks"])
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.output.splitlines())) <= 60
+    assert "  ok  Split a number" in result.output
+
+
+def test_a_broken_task_fails_alone_and_says_why(run, site):
+    install(site, "p-bad", "bad = p_bad:Good", "import nowhere\n")
+    result = run("bad")
+    assert result.returncode == 1
+    assert result.stderr.startswith("Error: task 'bad' (p_bad:Good, p-bad 1.2): cannot be imported")
+    assert "Traceback" not in result.stderr
+    handed_over(run("good"))
+
+
+def test_a_run_loads_one_plugin(run, site):
+    install(site, "p-other", "other = p_other:Good", "print('was imported')\n")
+    assert "was imported" not in run("good").stdout
+
+
+def test_unknown_commands_and_options_suggest_the_near_ones(run, site):
+    result = run("god")
+    assert result.returncode == 2
+    assert "no task or tool 'god'; did you mean good?" in result.stderr
+    result = run("good", "--learning-rat", "1")
+    assert result.returncode == 2
+    assert "--learning-rate" in result.stderr
+    assert "Did you mean '--help'" in run("--hlep").stderr
+
+
+@pytest.mark.parametrize("words", [("plan", "--model", "x"), ("--model", "x", "good")])
+def test_options_before_a_task_s_name_ask_for_it(run, words):
+    result = run(*words)
+    assert result.returncode == 1
+    assert "--model: name a task before its options" in result.stderr
+    assert f"`accel-sft {'plan ' if 'plan' in words else ''}TASK --model ...`" in result.stderr
+
+
+def test_task_help_groups_the_options_by_section(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    text = run("good", "--help-all").stdout
+    for heading, flag in (
+        ("Task good", "--size INTEGER"),
+        ("Looks", "--style plain|fancy"),
+        ("Optimisation", "--learning-rate NUMBER"),
+        ("Run", "--config FILE"),
+    ):
+        assert flag in text.split(f"\n{heading}:\n")[1].split("\n\n")[0]
+    assert re.search(r"--learning-rate .*default: 2e-05, 0.0002 for an adapter, 0.002 for tiny", text)
+    assert "--shout / --no-shout" in text
+    assert "[default: 10; 2 to 100]" in text
+    assert "None" not in text
+
+
+def lines_of(help):
+    """The lines of a help, and the names of the options that it lists."""
+    return help.splitlines(), re.findall(r"^  (--[\w-]+)", help, re.MULTILINE)
+
+
+def test_the_help_of_a_task_is_short_and_its_last_line_names_the_whole(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines, listed = lines_of(run("good", "--help").stdout)
+    assert len(lines) <= 60
+    assert lines[-1] == "Every option: accel-sft good --help-all"
+    assert {"--size", "--style", "--shout", "--limit", "--model", "--learning-rate", "--output-dir"} <= {*listed}
+    assert "--shout / --no-shout" not in "\n".join(lines)
+    basic = {setting.flag for setting in settings(TrainConfig) if setting.basic}
+    assert {flag for flag in listed if flag in {setting.flag for setting in settings(TrainConfig)}} == basic
+    assert "--weight-decay" not in listed
+    assert "--weight-decay" in lines_of(run("good", "--help-all").stdout)[1]
+
+
+@pytest.mark.parametrize(
+    ("command", "own", "left_out"),
+    [
+        ("plan", "--gpu-memory", "--lora-dropout"),
+        ("check", "--strict", "--truncation"),
+        ("compare", "--launch", "--learning-rate"),
+        ("evaluate", "--base", "--dtype"),
+    ],
+)
+def test_a_tool_s_help_of_a_task_is_short_too(run, monkeypatch, command, own, left_out):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines, listed = lines_of(run(command, "good", "--help").stdout)
+    assert len(lines) <= 60
+    assert own in listed
+    assert left_out not in listed
+    assert lines[-1] == f"Every option: accel-sft {command} good --help-all"
+    assert left_out in lines_of(run(command, "good", "--help-all").stdout)[1]
+
+
+@pytest.mark.parametrize("command", ["--help", "good --help", "plan good --help-all"])
+def test_of_the_ranks_of_a_launch_one_prints_the_help(run, monkeypatch, command):
+    assert "Usage" in run(*command.split()).stdout
+    monkeypatch.setenv("RANK", "1")
+    result = run(*command.split())
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("command", ["--help", "good --help", "good --help-all", "generate --help", "doctor --help"])
+def test_help_has_the_width_of_the_terminal(run, monkeypatch, command):
+    for columns in (60, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        options = run(*command.split()).stdout.partition("For example:")[0]
+        words = [line for line in options.splitlines() if not re.fullmatch(r" *\S+( \S+)?", line)]
+        assert columns - 15 < max(map(len, words)) <= columns, command
+
+
+def test_every_setting_of_the_trainer_is_an_option(run, site):
+    text = run("good", "--help-all").stdout
+    assert [s.flag for s in settings(TrainConfig) if f"  {s.flag} " not in text] == []
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(run, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("size: 20\nlearning-rate: 1e-3\nseed: 7\nshout: true\nlimit: null\n", encoding="utf-8")
+    got = handed_over(run("good", "--config", str(file), "--seed", "42", "--no-shout"))
+    assert got["task"] == "good"
+    assert got["options"] == {"size": 20, "style": "plain", "shout": False, "limit": None}
+    assert (got["config"]["learning_rate"], got["config"]["seed"], got["config"]["adapter"]) == (1e-3, 42, "none")
+
+
+READS = GOOD.replace("shout: bool", 'train_file: str | None = option(None, rows=True, help="Rows.")\n    shout: bool')
+
+
+@pytest.mark.parametrize("form", ["repeated", "with a comma", "in YAML", "in run.yaml"])
+def test_several_files_of_rows_are_one_value_however_they_are_named(run, site, tmp_path, form):
+    install(site, "accel-sft-reads", "reads = accel_sft_reads:Good", READS)
+    one, two = (str(tmp_path / name) for name in ("one.jsonl", "two.jsonl"))
+    for path in (one, two):
+        Path(path).touch()
+    both, file = f"{one},{two}", tmp_path / "run.yaml"
+    file.write_text(f"train_file: [{one}, {two}]" if form == "in YAML" else f"train_file: {both}")
+    words = {"repeated": ("--train-file", one, "--train-file", two), "with a comma": ("--train-file", both)}
+    for command in ("reads",), ("evaluate", "reads", "--model", "m"):
+        got = handed_over(run(*command, *words.get(form, ("--config", str(file)))))
+        assert got["options"]["train_file"] == both
+    assert handed_over(run("reads", "--train-file", one))["options"]["train_file"] == one
+    assert handed_over(run("reads"))["options"]["train_file"] is None
+
+
+def test_values_get_their_types(run, site):
+    args = ("--limit", "2", "--shout", "--micro-batch-size", "8", "--max-steps", "3", "--learning-rate", "1e-4")
+    got = handed_over(run("good", *args))
+    assert got["options"]["limit"] == 2.0
+    assert got["options"]["shout"] is True
+    assert (got["config"]["micro_batch_size"], got["config"]["max_steps"]) == ("8", 3)
+    assert got["config"]["learning_rate"] == 1e-4
+
+
+def test_options_are_known_with_underscores_too(run, site):
+    args = ("--learning_rate", "1e-4", "--no-gradient_checkpointing", "--max_steps=3")
+    got = handed_over(run("good", *args))
+    assert (got["config"]["learning_rate"], got["config"]["max_steps"]) == (1e-4, 3)
+    assert handed_over(run("evaluate", "good", "--model", "m", "--eval_limit", "5"))["config"]["eval_limit"] == 5
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("--bf16",), "accelerate launch --mixed_precision bf16"),
+        (("--per_device_train_batch_size", "4"), "--global-batch-size"),
+        (("--report-to", "wandb"), "--tracker"),
+    ],
+)
+def test_options_of_other_trainers_are_refused_with_ours(run, site, args, told):
+    result = run("good", *args)
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"Error: {args[0].replace('_', '-')} is no option of accel-sft good: ")
+    assert told in line
+
+
+def test_names_of_other_trainers_lead_to_options_that_exist():
+    ours = {setting.flag for setting in settings(TrainConfig)}
+    named = {
+        word for hint in OTHER_NAMES.values() for word in re.findall(r"--[a-z-]+", hint) if "accelerate" not in hint
+    }
+    assert named <= ours
+    assert not ours & OTHER_NAMES.keys()
+
+
+def test_a_second_value_behind_an_option_is_refused_with_how_to_repeat_it():
+    result = accel_sft("chat", "--train-file", "a.json", "b.json")
+    assert result.returncode == 2
+    assert "unexpected extra argument (b.json); each value needs its option" in result.stderr
+
+
+def test_a_mistyped_file_is_refused_with_the_one_that_is_there(tmp_path):
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    result = accel_sft("chat", "--train-file", str(tmp_path / "trian.jsonl"))
+    assert result.stderr.strip().endswith(f"did you mean {tmp_path / 'train.jsonl'}?")
+
+
+def test_all_problems_are_told_at_once_each_naming_its_flag(run, site):
+    args = ("--seed", "-1", "--lora-r", "x", "--adapter", "lara", "--resume", "auto", "--size", "1", "--style", "fancy")
+    result = run("good", *args)
+    assert result.returncode == 1
+    assert set(result.stderr.splitlines()) == {
+        "Error: --seed -1: must be at least 0",
+        "Error: --lora-r 'x': expected a whole number",
+        "Error: --adapter lara: not one of none, lora, adalora",
+        "Error: --resume auto: name the run's folder with --output-dir",
+        "Error: --size 1: must be at least 2",
+        "Error: --style fancy needs --shout",
+    }
+
+
+def test_problems_of_the_file_come_together_with_those_of_the_command_line(run, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("sise: 20\nepochs: many\n", encoding="utf-8")
+    result = run("good", "--config", str(file), "--seed", "-1")
+    assert result.returncode == 1
+    assert "unknown option 'sise'; did you mean size?" in result.stderr
+    assert "--epochs 'many': expected a number" in result.stderr
+    assert "--seed -1: must be at least 0" in result.stderr
+
+
+def test_a_file_that_names_its_task_needs_no_other_word(run, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("task: good\nsize: 20\nseed: 7\n", encoding="utf-8")
+    got = handed_over(run("--config", str(file), "--seed", "8"))
+    assert (got["task"], got["options"]["size"], got["config"]["seed"]) == ("good", 20, 8)
+    assert handed_over(run("--seed", "8", f"--config={file}"))["config"]["seed"] == 8
+    assert handed_over(run("good", "--config", str(file)))["options"]["size"] == 20
+    got = handed_over(run("evaluate", "--config", str(file), "--model", "m"))
+    assert (got["task"], got["config"]["model"]) == ("good", "m")
+    assert run("--config", str(file), "--help").stdout.startswith("Usage: accel-sft good ")
+
+
+def test_a_file_of_another_task_or_of_none_is_refused(run, site, tmp_path):
+    install(site, "p-other", "other = p_other:Good")
+    file = tmp_path / "run.yaml"
+    file.write_text("task: good\n", encoding="utf-8")
+    told = f"Error: --config {file}: task: good, and the command line says other; leave out one of them\n"
+    assert run("other", "--config", str(file)).stderr == told
+    file.write_text("task: god\n", encoding="utf-8")
+    assert "no task or tool 'god'; did you mean good?" in run("--config", str(file)).stderr
+    file.write_text("seed: 1\n", encoding="utf-8")
+    told = f"Error: --config {file}: no task in it; write `task: NAME`, or the name before the options\n"
+    assert run("--config", str(file)).stderr == told
+    assert run("--config", str(tmp_path / "none")).stderr.startswith(
+        f"Error: --config {tmp_path / 'none'}: cannot be r"
+    )
+
+
+SOURCE_WITH_NEED = GOOD.replace("option(10, min=2", "option(min=2")
+FAULTY_FILES = {
+    "a misspelt option": ("otput-dir: runs/a\nresume: auto\nsize: 4\n", "unknown option 'otput-dir'; did you mean"),
+    "another option misspelt": ("output-dir: runs/a\nresume: auto\nsize: 4\nlog: 3\n", "unknown option 'log'"),
+    "a misspelt option that is needed": ("sise: 4\n", "unknown option 'sise'; did you mean size?"),
+    "a wrong value that another needs": (
+        "output-dir: [[a]]\nresume: auto\nsize: 4\n",
+        "--output-dir: expected one value",
+    ),
+    "a wrong value that is needed": ("size: x\n", "--size 'x': expected a whole number"),
+    "no YAML": ("size: 4\noutput-dir: [runs/a\nresume: auto\n", "not YAML: "),
+}
+
+
+@pytest.mark.parametrize(("content", "problem"), FAULTY_FILES.values(), ids=FAULTY_FILES)
+def test_what_stands_in_a_faulty_file_is_not_reported_as_missing(site, run, tmp_path, content, problem):
+    install(site, "p-required", "needy = p_required:Good", SOURCE_WITH_NEED)
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    resume = ["--resume", "auto"] if "not YAML" in problem else []  # of which the folder is in the file
+    (line,) = run("needy", "--config", str(file), *resume).stderr.splitlines()
+    assert re.sub(r"line \d+: ", "", line).startswith(f"Error: --config {file}: {problem}")
+
+
+def test_an_option_without_default_must_be_given(site, run):
+    install(site, "p-required", "needy = p_required:Good", SOURCE_WITH_NEED)
+    result = run("needy")
+    assert (result.returncode, result.stderr) == (1, "Error: --size: a value is needed\n")
+    assert run("needy", "--size", "x").stderr == "Error: --size 'x': expected a whole number\n"
+    assert "required" in run("needy", "--help").stdout
+    assert handed_over(run("needy", "--size", "4"))["options"]["size"] == 4
+
+
+def test_evaluate_takes_the_options_that_matter_without_training(run, site):
+    got = handed_over(run("evaluate", "good", "--model", "m", "--base", "b", "--size", "4"))
+    assert (got["config"]["model"], got["config"]["base"], got["options"]["size"]) == ("m", "b", 4)
+    assert run("evaluate", "good", "--learning-rate", "1").returncode == 2
+    assert "good" in run("evaluate", "--help").stdout
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_what_the_table_of_tools_names_exists(name):
+    tool = TOOLS[name]
+    known = {setting.name for setting in settings(tool.config_class)}
+    assert (tool.takes or known) <= known
+    assert (tool.lists or set()) | tool.repeated <= {setting.name for setting in tool.settings()}
+
+
+def test_tools_are_reserved_names():
+    assert set(cli.commands) <= registry.RESERVED
+
+
+def test_help_is_the_same_through_both_doors():
+    script = subprocess.run(
+        [os.path.join(os.path.dirname(sys.executable), "accel-sft"), "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert script.stdout == accel_sft("--help").stdout
+
+
+def test_the_version_is_told():
+    assert accel_sft("--version").stdout.startswith("accel-sft, version ")
+
+
+# How a failure ends
+
+
+def failing(site, statement):
+    source = GOOD.replace("return list(range(self.size))", statement)
+    install(site, "p-fail", "fail = p_fail:Good", RECORD + source)
+
+
+def ranks(site, tmp_path, *arguments, env=None):
+    """The environment torchrun gives two ranks, one after the other, and what each printed."""
+    results = []
+    for rank in (1, 0):
+        file = tmp_path / "attempt_0" / str(rank) / "error.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        own = {"RANK": str(rank), "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(file), **(env or {})}
+        result = accel_sft(*arguments, site=site, env=own)
+        results.append((result, json.loads(file.read_text(encoding="utf-8"))["message"] if file.exists() else None))
+    return results
+
+
+def test_a_users_mistake_is_one_line_and_a_traceback_only_with_debug(site):
+    failing(site, "raise UserError('data.json:3: no answer', 'data.json:4: no answer')")
+    result = accel_sft("fail", site=site)
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == ["Error: data.json:3: no answer", "Error: data.json:4: no answer"]
+    result = accel_sft("fail", "--debug", site=site)
+    assert "Traceback" in result.stderr
+    assert result.stderr.splitlines()[-1] == "Error: data.json:4: no answer"
+
+
+def test_an_unexpected_failure_shows_its_traceback_and_ends_in_what_and_where(site):
+    failing(site, "return 1 / 0")
+    result = accel_sft("fail", site=site)
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(f"Error: unexpected in {site / 'p_fail.py'}:")
+    assert last.endswith("ZeroDivisionError: division by zero")
+
+
+def test_ranks_that_fail_alike_print_once_and_the_first_tells_torchrun_why(site, tmp_path):
+    failing(site, "raise UserError('no data')")
+    (first, told_first), (second, told_second) = ranks(site, tmp_path, "fail")
+    assert (first.stderr, second.stderr) == ("Error: no data\n", "")
+    assert (first.returncode, second.returncode) == (1, 1)
+    assert told_first["message"] == "no data"
+    assert told_second["message"] == "as another rank of this machine says"
+    # torchrun takes the earliest for the cause, which it shows last
+    assert 0 < int(told_first["extraInfo"]["timestamp"]) < int(told_second["extraInfo"]["timestamp"])
+
+
+def test_a_wrong_option_is_printed_once_by_the_ranks_too(site, tmp_path):
+    failing(site, "pass")
+    (first, told), (second, _) = ranks(site, tmp_path, "fail", "--sise", "3")
+    assert "No such option" in first.stderr
+    assert not second.stderr
+    assert (first.returncode, second.returncode) == (2, 2)
+    assert "--sise" in told["message"]
+
+
+def test_a_rank_that_fails_alone_prints_its_own_line(site, tmp_path):
+    failing(site, "import os; raise UserError('disk of rank ' + os.environ['RANK'] + ' is full')")
+    (first, _), (second, _) = ranks(site, tmp_path, "fail")
+    assert first.stderr == "Error: disk of rank 1 is full\n"
+    assert second.stderr == "Error: disk of rank 0 is full\n"
+
+
+def test_a_rank_that_breaks_because_another_failed_is_brief_and_not_the_root_cause(site, tmp_path):
+    failing(
+        site,
+        "import os\n        if os.environ['RANK'] == '1': raise UserError('x')\n        raise RuntimeError('peer')",
+    )
+    (_, told_first), (second, told_second) = ranks(site, tmp_path, "fail")
+    assert second.stderr == "Error: rank 0 ended after another rank had failed (RuntimeError: peer)\n"
+    assert int(told_first["extraInfo"]["timestamp"]) < int(told_second["extraInfo"]["timestamp"])
+
+
+def test_ranks_that_break_alike_show_one_traceback(site, tmp_path):
+    failing(site, "return 1 / 0")
+    (first, _), (second, _) = ranks(site, tmp_path, "fail")
+    assert "Traceback" in first.stderr
+    assert not second.stderr
+
+
+def test_without_torchrun_another_rank_prints_under_its_name(site):
+    failing(site, "raise UserError('no data')")
+    result = accel_sft("fail", site=site, env={"RANK": "3", "WORLD_SIZE": "4"})
+    assert result.stderr == "[rank 3] Error: no data\n"
+
+
+def test_under_the_launcher_a_rank_that_fails_alone_ends_the_run_and_is_the_root_cause(site, tmp_path):
+    body = """
+        import torch.distributed
+        torch.distributed.init_process_group("gloo")
+        if torch.distributed.get_rank() == 1:
+            raise UserError("the disk of rank one is full")
+        torch.distributed.barrier()
+        """.strip()
+    failing(site, body)
+    launcher = os.path.join(os.path.dirname(sys.executable), "accelerate")
+    yaml = CONFIGS / "ddp.yaml"
+    command = [launcher, "launch", "--config_file", str(yaml), "--main_process_port", "0", "-m", "accel_sft", "fail"]
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode != 0
+    assert result.stderr.count("Error: the disk of rank one is full\n") == 1
+    root_cause = result.stderr.split("Root Cause")[1]
+    assert "rank      : 1" in root_cause
+    assert "traceback : the disk of rank one is full" in root_cause
+
+
+def test_several_ranks_do_not_wait_for_threads_or_destructors(site):
+    failing(
+        site, "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); raise UserError('x')"
+    )
+    assert accel_sft("fail", site=site, env={"RANK": "0", "WORLD_SIZE": "2"}).returncode == 1
+
+
+def test_an_interrupt_is_one_line_and_status_130(site):
+    failing(site, "raise KeyboardInterrupt")
+    result = accel_sft("fail", site=site)
+    assert result.returncode == 130
+    assert result.stderr.strip() == "interrupted"
+
+
+@pytest.mark.parametrize(("code", "status"), [("3", 3), ("'words'", 1)])
+def test_a_plugin_that_exits_keeps_its_status(site, code, status):
+    failing(site, f"import sys; sys.exit({code})")
+    assert accel_sft("fail", site=site, env={"RANK": "0", "WORLD_SIZE": "2"}).returncode == status
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly(site):
+    failing(site, "[print(i, flush=True) for i in range(100000)]")
+    code = f"{sys.executable} -m accel_sft fail | head -n 1; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(
+        ["bash", "-c", code], env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk of one's own")
+@pytest.mark.parametrize("command", ["--help", "tasks", "math --help", "launch-file z2", "completion bash"])
+def test_output_that_cannot_be_written_is_told_in_a_line(command):
+    with open("/dev/full", "w") as full:
+        argv = [sys.executable, "-m", "accel_sft", *command.split()]
+        result = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    told = "Error: standard output cannot be written: No space left on device; let it go elsewhere\n"
+    assert (result.returncode, result.stderr) == (1, told)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"LANG": "C", "LC_ALL": "C"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"PYTHONIOENCODING": "latin-1"},
+    ],
+    ids=["C", "C without UTF-8 mode", "latin-1"],
+)
+def test_any_language_prints_under_any_locale(site, env):
+    failing(site, "print('王大丫丫的回答是', flush=True); raise UserError('缺少答案')")
+    result = accel_sft("fail", site=site, env=env)
+    assert result.returncode == 1
+    if "PYTHONIOENCODING" in env:
+        assert "\\u7f3a" in result.stderr
+    else:
+        assert "王大丫丫的回答是" in result.stdout
+        assert result.stderr == "Error: 缺少答案\n"
+
+
+# Launch files
+
+
+def test_a_launch_file_is_printed_as_it_is(run):
+    assert run("launch-file", "z2").stdout == (CONFIGS / "z2.yaml").read_text(encoding="utf-8")
+    assert run("launch-file", "z2.yaml").stdout == run("launch-file", "z2").stdout
+
+
+def test_launch_files_are_listed_with_their_purpose(run):
+    listed = dict(line.split(maxsplit=1) for line in run("launch-file").stdout.splitlines())
+    assert listed.keys() == {path.stem for path in CONFIGS.iterdir()}
+    assert all(30 < len(purpose) <= 105 and purpose.endswith(".") for purpose in listed.values()), listed
+
+
+def test_an_unknown_launch_file_is_refused_with_the_nearest(run):
+    result = run("launch-file", "z2_ofload")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "did you mean z2_offload" in result.stderr
+    assert "choose one of ddp, fsdp2" in run("launch-file", "qqqq").stderr
+
+
+# Starting a task
+
+
+def test_a_new_task_is_a_plugin_that_keeps_the_contract_and_passes_its_test(tmp_path, site):
+    result = accel_sft("new-task", "even-odd", str(tmp_path / "new"))
+    assert result.returncode == 0, result.stderr
+    project = tmp_path / "new"
+    text = (project / "pyproject.toml").read_text(encoding="utf-8")
+    entry = next(line for line in text.splitlines() if line.startswith("even-odd = "))
+    module = entry.split('"')[1].split(":")[0]
+    source = (project / f"{module}.py").read_text(encoding="utf-8")
+    install(site, "accel-sft-even-odd", entry.replace('"', ""), source, module=module)
+    shutil.copytree(project / f"{module}_data", site / f"{module}_data")
+    assert "ok" in accel_sft("tasks", site=site).stdout.split("even-odd")[2]
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(project)]
+    subprocess.run(tests, env=env, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "120", str(project)], check=True
+    )
+    for split in ("train", "validation"):  # as the docstring invites: other rows, another `parse`, prompt and score
+        (site / f"{module}_data" / f"{split}.jsonl").write_text(
+            f'{{"said": ["a {split}"]}}\n{{"said": ["b {split}"]}}\n'
+        )
+    edits = {
+        source[source.index("    for field in") :]: EDITED_PARSE,
+        'example["question"]': 'example["said"][0]',
+        'return example["answer"]': 'return example["said"][0].upper()',
+        '"accuracy": float(text.strip() == example["answer"])': '"wrong": float(text != self.target(example))',
+        'main_metric = "accuracy"': 'main_metric = "wrong"\n    higher_is_better = False',
+    }
+    for old, new in edits.items():
+        assert old in source
+        source = source.replace(old, new)
+    (site / f"{module}.py").write_text(source)
+    edited = subprocess.run(tests, env=env, capture_output=True, text=True)
+    assert edited.returncode == 0, edited.stdout
+    (site / f"{module}_data" / "validation.jsonl").write_text('{"said": ["a train"]}\n')
+    assert "T301 " in subprocess.run(tests, env=env, capture_output=True, text=True).stdout
+
+
+EDITED_PARSE = """\
+    if not isinstance(row.get("said"), list):
+        raise RowProblem("said", "a list")
+    return row
+"""
+
+
+def test_a_new_task_reads_files(tmp_path):
+    assert accel_sft("new-task", "even-odd", str(tmp_path / "new")).returncode == 0
+    (tmp_path / "train.jsonl").write_text('{"question": "2?", "answer": "even"}\n{"question": "3?"}\n')
+    wanted = "import sys, accel_sft_even_odd as m; m.EvenOddTask(data_folder=sys.argv[1]).dataset('train')"
+    read = [sys.executable, "-c", wanted, str(tmp_path)]
+    told = subprocess.run(read, cwd=tmp_path / "new", capture_output=True, text=True).stderr
+    assert "train.jsonl:2: field 'answer': expected text" in told
+
+
+def test_a_new_task_in_one_file_runs_as_it_stands(tmp_path):
+    made = accel_sft("new-task", "even-odd", "--file", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert "accel-sft ./even_odd.py --max-steps 100" in made.stdout
+    lint = [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length", "120", str(tmp_path)]
+    subprocess.run(lint, check=True)
+    checked = accel_sft("check", "./even_odd.py", "--strict", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    again = accel_sft("new-task", "even-odd", "--file", cwd=tmp_path)
+    assert "even_odd.py: is there already" in again.stderr
+    assert "is called so" in accel_sft("new-task", "random", "--file", cwd=tmp_path).stderr
+
+
+@pytest.mark.parametrize("name", ["math", "ner", "tasks", "Upper", "-x", "a-", "../up", ""])
+def test_a_new_task_needs_a_name_of_its_own(tmp_path, run, name):
+    result = run("new-task", "--", name, str(tmp_path / "new"))
+    assert result.returncode == 1
+    assert "NAME" in result.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_new_task_overwrites_nothing(tmp_path, run):
+    (tmp_path / "mine.txt").write_text("", encoding="utf-8")
+    assert "not empty" in run("new-task", "fresh", str(tmp_path)).stderr
+    assert "already has it" in run("new-task", "good", str(tmp_path / "x")).stderr
+    assert "cannot be written" in run("new-task", "fresh", str(tmp_path / "mine.txt" / "x")).stderr
+
+
+def test_command_groups_and_options_render_without_a_terminal():
+    with click.Context(cli) as context:
+        assert "Tools" in cli.get_help(context)
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "flag"),
+    [
+        ("check", "strict: bool = option(False, help='')", "--strict"),
+        ("plan", "gpus: int = option(1, help='')", "--gpus"),
+        ("compare", "repeat: int = option(1, help='')", "--repeat"),
+    ],
+)
+def test_a_task_s_option_that_is_a_tool_s_own_is_refused_by_that_tool_alone(run, site, command, option, flag):
+    clashing = GOOD.replace("    limit: float", f"    {option}\n    limit: float")
+    install(site, "accel-sft-clashing", "clashing = accel_sft_clashing:Good", clashing)
+    assert handed_over(run("clashing"))["task"] == "clashing"
+    refused = run(command, "clashing")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(f"Error: task clashing: option {flag} ")
+    assert "is this command's own and the task's too" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1

@@ -1,0 +1,100 @@
+"""`accel-sft export-data`: chat files whose rows are what the task trains on."""
+
+import json
+import re
+
+import pytest
+from fake_plugins import accel_sft
+from places import ROOT
+
+from accel_sft.api.errors import UserError
+from accel_sft.chat.conversation import conversation, read_split
+from accel_sft.commands import export_data
+from accel_sft.models.tiny import build_tiny
+from accel_sft_chat import Chat
+from accel_sft_math import Math
+from accel_sft_ner import Ner
+
+CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+TURNS = [
+    {"role": "system", "content": "Be brief.\u2028"},
+    {"role": "user", "content": "1"},
+    {"role": "assistant", "content": "one"},
+    {"role": "user", "content": "2"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "3", "tool_call_id": "call00001"},
+    {"role": "assistant", "content": "three"},
+]
+
+
+def chats(folder, learn):
+    """Chats of several answers, with calls of tools."""
+    for split in ("train", "validation"):
+        (folder / f"{split}.jsonl").write_text(json.dumps({"messages": TURNS, "tools": TOOLS}) + "\n")
+    files = {f"{split}_file": str(folder / f"{split}.jsonl") for split in ("train", "validation")}
+    return Chat(**files, learn=learn)
+
+
+@pytest.mark.parametrize("name", ["math", "ner", "chat, every answer", "chat, the last answer"])
+def test_what_the_task_trains_on_is_what_chat_trains_on_from_its_files(name, tmp_path, capsys):
+    task = {
+        "math": lambda: Math(train_examples=50, validation_examples=5),
+        "ner": lambda: Ner(train_sentences=50, validation_sentences=5),
+        "chat, every answer": lambda: chats(tmp_path, "every"),
+        "chat, the last answer": lambda: chats(tmp_path, "last"),
+    }[name]()
+    export_data.run(task, str(tmp_path / "rows"))
+    files = {f"{split}_file": str(tmp_path / "rows" / f"{split}.jsonl") for split in export_data.SPLITS}
+    again, printed = Chat(**files), capsys.readouterr().out
+    for split in export_data.SPLITS:
+        ours, theirs = read_split(task, split), read_split(again, split)
+        assert len(ours) == len(theirs)
+        assert f"{split}.jsonl: {len(ours):,} rows" in printed
+        for index in range(len(ours)):
+            expected, found = conversation(task, ours, split, index), conversation(again, theirs, split, index)
+            turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in found.turns]
+            assert (turns, found.answer) == (expected.turns, expected.answer)
+            assert (found.learnt, found.tools) == (expected.learnt, expected.tools)
+
+
+def test_the_forms_of_other_trainers_are_made_as_the_page_says(tmp_path, monkeypatch):
+    page = ROOT / "docs" / "multinode.md"
+    (script,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
+    monkeypatch.chdir(tmp_path)
+    export_data.run(Math(train_examples=20, validation_examples=3), "rows")
+    build_tiny(tmp_path / "merged", ["12=", "5 + 7"], 0)
+    exec(script, {})
+    texts, turns = ((tmp_path / name).read_text().splitlines() for name in ("text.jsonl", "colossal.jsonl"))
+    rows = [json.loads(line)["messages"] for line in (tmp_path / "rows" / "train.jsonl").read_text().splitlines()]
+    assert len(texts) == len(turns) == len(rows) == 20
+    for text, named, row in zip(texts, turns, rows, strict=True):
+        assert all(turn["content"] in json.loads(text)["text"] for turn in row)
+        said = [{"from": turn["role"], "content": turn["content"]} for turn in row[1:]]
+        assert json.loads(named) == {"messages": said}
+
+
+def test_the_command_writes_a_folder_that_is_new(tmp_path):
+    arguments = ("export-data", "math", str(tmp_path / "rows"), "--train-examples", "20", "--validation-examples", "3")
+    done = accel_sft(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path}/rows/train.jsonl: 20 rows\n{tmp_path}/rows/validation.jsonl: 3 rows\n"
+    first = json.loads((tmp_path / "rows" / "train.jsonl").read_text().splitlines()[0])
+    assert [turn["role"] for turn in first["messages"]] == ["system", "user", "assistant"]
+    again = accel_sft(*arguments)
+    assert (again.returncode, again.stdout) == (1, "")
+    assert "rows: not empty; name another folder" in again.stderr
+
+
+def test_a_row_that_training_would_refuse_leaves_no_files_behind(tmp_path, monkeypatch):
+    task = Math(train_examples=20, validation_examples=3)
+    monkeypatch.setattr(Math, "target", lambda self, example: None)
+    with pytest.raises(UserError, match="train example 0: target"):
+        export_data.run(task, str(tmp_path / "rows"))
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_it_runs_in_one_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="export-data runs in one process"):
+        export_data.run(Math(), str(tmp_path / "rows"))

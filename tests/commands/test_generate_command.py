@@ -1,0 +1,245 @@
+"""`accel-sft generate`: what a run answered while it was evaluated, prompts of one's own, a talk at the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import accel_sft
+from families import FAMILIES
+from models import make_tiny
+from reference_job import layout
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from accel_sft import UserError
+from accel_sft.api.config import EvaluateConfig
+from accel_sft.evaluation.answerer import Answerer
+from accel_sft.evaluation.left_padded import Sampling
+from accel_sft.evaluation.prompts import read_prompts
+from accel_sft.io.run_dir import RunDir
+from accel_sft.models.source import find_source
+
+QUESTION = [{"role": "user", "content": "31="}]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "base")
+
+
+@pytest.fixture(scope="module")
+def run(launched):
+    return layout(launched, "plain")
+
+
+def answerer(folder, sampling=None, **options):
+    config = EvaluateConfig(model=str(folder), **options).resolved({})
+    more = {} if sampling is None else {"sampling": sampling}
+    return Answerer(Accelerator(cpu=True), config, find_source(config, str(folder)), **more)
+
+
+def test_a_file_of_prompts_is_answered_as_the_run_answered_them_beside_its_base(run, tmp_path):
+    before, after = (
+        [json.loads(line) for line in (run.run_dir / f"samples/step-{step:06d}.jsonl").read_text().splitlines()]
+        for step in (0, 6)
+    )
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": sample["prompt"]}) + "\n" for sample in after))
+    told = accel_sft(
+        "generate", str(run.run_dir / "final"), "--file", str(prompts), "--output", str(output), "--base", "auto"
+    )
+    assert told.status == 0, told.output
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["generated"] for row in rows] == [sample["generated"] for sample in after]
+    assert [row["base"] for row in rows] == [sample["generated"] for sample in before]
+    system = json.loads((run.run_dir / "run.json").read_text())["system_prompt"]
+    assert rows[0]["messages"] == [
+        {"role": "system", "content": system},
+        {"role": "user", "content": after[0]["prompt"]},
+    ]
+    assert all(row["ended"] == (row["tokens"] < 6) or row["ended"] for row in rows)
+    assert f"{output}: 7 answers" in told.output
+    again = accel_sft("generate", str(run.run_dir), "--file", str(prompts), "--output", str(output))
+    assert again.status == 1
+    assert "is there already; name a new file" in again.output
+
+
+def test_a_prompt_is_answered_by_the_best_weights_of_a_run(run, tmp_path):
+    sample = json.loads((run.run_dir / "samples/step-000006.jsonl").read_text().splitlines()[0])
+    told = accel_sft("generate", str(run.run_dir), sample["prompt"])
+    assert told.status == 0, told.output
+    assert f"model  {run.run_dir / 'best'}\n" in told.output
+    assert f"note: this run's best/ weights are taken; for those of its last step name {run.run_dir}" in told.output
+    assert RunDir.weights_in("org/model") == "org/model"
+    unfinished = tmp_path / "run"
+    unfinished.mkdir()
+    (unfinished / "run.json").write_text((run.run_dir / "run.json").read_text())
+    with pytest.raises(UserError, match="neither best/ nor final/"):
+        RunDir.weights_in(str(unfinished))
+    (unfinished / "final").mkdir()
+    assert RunDir.weights_in(str(unfinished)) == str(unfinished / "final")
+    assert RunDir.choice_in(str(unfinished)) == RunDir.choice_in("org/model") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ((), "give one of these: a PROMPT, --file FILE, or --interactive"),
+        (("5=", "--interactive"), "give one of these"),
+        ((" ",), "PROMPT: empty"),
+        (("5=", "--output", "a.jsonl"), "--file and --output go together"),
+        (("5=", "--top-p", "0.5"), "--top-p needs --temperature above 0"),
+        (("5=", "--temperature", "-1"), "--temperature -1: must be 0 to 100"),
+        (("5=", "--thinking", "much"), "--thinking much: not one of off, template, keep"),
+        (("5=", "--max-new-tokens", "0"), "--max-new-tokens 0: must be at least 1"),
+        (("5=", "--base", "auto"), "is of no run, and no adapter; name its base"),
+        (("5=", "--max-new-tokens", "5000"), "are more than the 4,096 that the model reads"),
+    ],
+)
+def test_what_cannot_be_answered_is_one_line(tiny, arguments, problem):
+    failed = accel_sft("generate", str(tiny), *arguments)
+    assert failed.status == 1
+    assert problem in failed.output
+    assert "Traceback" not in failed.output
+
+
+def test_several_ranks_are_refused(tiny):
+    ranks = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for command in (("generate", str(tiny), "5="), ("merge", str(tiny), "out"), ("push", str(tiny), "org/name")):
+        failed = accel_sft(*command, environment=ranks)
+        assert f"{command[0]} runs in one process" in failed.output
+
+
+def test_prompts_are_lines_or_rows_and_bad_ones_are_named(tmp_path):
+    lines, rows = tmp_path / "lines.txt", tmp_path / "rows.jsonl"
+    lines.write_text("5=\n\n  6= \n")
+    system = {"role": "system", "content": "Sum."}
+    assert read_prompts(str(lines), "Sum.") == (
+        [[system, {"role": "user", "content": asked}] for asked in ("5=", "6=")],
+        [f"{lines}:1", f"{lines}:3"],
+    )
+    own = [{"role": "system", "content": "Own."}, *QUESTION]
+    rows.write_text(json.dumps({"messages": own}) + "\n" + json.dumps({"prompt": "7="}))
+    assert read_prompts(str(rows), "Sum.")[0] == [own, [system, {"role": "user", "content": "7="}]]
+    answered = [*QUESTION, {"role": "assistant", "content": "3"}]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ({"messages": answered}, {"messages": 3}, {})))
+    with pytest.raises(UserError) as failed:
+        read_prompts(str(rows), None)
+    for line, problem in enumerate(("a last turn of someone else", 'a list of {"role"', "field 'prompt'"), 1):
+        assert f"rows.jsonl:{line}: " in failed.value.problems[line - 1]
+        assert problem in failed.value.problems[line - 1]
+    lines.write_text("\n")
+    with pytest.raises(UserError, match="no prompt in it"):
+        read_prompts(str(lines), None)
+    lines.write_bytes(b"\xff")
+    with pytest.raises(UserError, match="not UTF-8"):
+        read_prompts(str(lines), None)
+
+
+def test_drawn_answers_follow_the_seed_and_from_one_token_are_the_greedy_ones(tiny):
+    chats = [[{"role": "user", "content": f"{number}="}] for number in range(5)]
+    greedy = answerer(tiny).answers(chats, 8)
+    assert answerer(tiny, Sampling(temperature=3.0, top_k=1)).answers(chats, 8) == greedy
+    drawing = answerer(tiny, Sampling(temperature=3.0))
+    assert drawing.generator.message == ""
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(drawing.answers(chats, 8))
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0] != greedy
+    assert "most likely tokens are not what is asked for" in drawing.generator.message
+
+
+def test_a_streamed_answer_is_the_one_of_a_file_and_thinking_is_asked_as_in_training(tiny, tmp_path):
+    """A template that opens a block is closed by --thinking off, in prompts of one's own too."""
+    mine = answerer(tiny)
+    written = []
+    streamed = mine.stream(QUESTION, 12, written.append)
+    assert streamed == mine.answers([QUESTION], 12)[0]
+    assert "".join(written) == streamed.text
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.chat_template = FAMILIES["Qwen3.5"].template
+    thoughtful = tmp_path / "model"
+    thoughtful.mkdir()
+    for file in tiny.iterdir():
+        (thoughtful / file.name).write_bytes(file.read_bytes())
+    tokenizer.save_pretrained(thoughtful)
+    for thinking, end in (("off", "</think>\n\n"), ("template", "<think>\n"), ("keep", "<think>\n")):
+        other = answerer(thoughtful, thinking=thinking)
+        encoded = other.encode(QUESTION, 5)
+        assert tokenizer.decode(encoded.input_ids[: encoded.prompt_length]).endswith(end)
+
+
+@pytest.fixture
+def endless(tiny, tmp_path):
+    """A model that says one blank after the other: all embeddings are one vector, that of the blank twice as long."""
+    folder = tmp_path / "endless"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny), AutoTokenizer.from_pretrained(tiny)
+    with torch.no_grad():
+        embedding = model.get_input_embeddings().weight
+        embedding.copy_(100 * embedding[0].expand_as(embedding))
+        embedding[tokenizer.convert_tokens_to_ids("Ġ")] *= 2
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_talk_streams_remembers_is_interrupted_and_begins_anew(endless):
+    terminal, inner = pty.openpty()
+    command = [sys.executable, "-m", "accel_sft", "generate", str(endless), "--interactive", "--max-new-tokens", "3900"]
+    env = {**os.environ, "COLUMNS": "80", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, env=env, start_new_session=True)
+    os.close(inner)
+    seen = ""
+
+    def until(pattern):
+        nonlocal seen
+        deadline, text = time.monotonic() + 300, ""
+        while not re.search(pattern, text):
+            assert time.monotonic() < deadline, f"{pattern} is not in {text!r} after {seen!r}"
+            if select.select([terminal], [], [], 1)[0]:
+                text += os.read(terminal, 4096).decode(errors="replace")
+        seen += text
+        return text
+
+    def say(line):
+        os.write(terminal, line.encode() + b"\n")
+
+    def interrupt():
+        os.killpg(process.pid, signal.SIGINT)
+
+    try:
+        until(r"Ctrl-D leaves\r\n> ")
+        interrupt()
+        until(r"Ctrl-D leaves\r\n> ")
+        say("31=")
+        until(r"31=\r\n {20}")  # some of the answer, long before its end
+        interrupt()
+        until(r"\[cut after \d+ tokens\]\r\n> ")
+        say("x" * 200)  # in one conversation with what was said before
+        until(r"are more than the 4,096 that the model\s+reads.*begins anew\r\n> ".replace(" ", r"\s+"))
+        os.write(terminal, b"31\xff=\n")
+        until(r"expected text: no bytes other than UTF-8.*\r\n(.*\r\n)?> ")
+        say("/unknown")
+        until(r"/unknown: unknown; .*\r\n(.*\r\n)?> ")
+        say("/system Sum.")
+        until(r"a new conversation, with a system message\r\n> ")
+        say("/reset")
+        until(r"a new conversation, with a system message\r\n> ")
+        os.write(terminal, b"\x04")
+        assert process.wait(300) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)

@@ -1,0 +1,402 @@
+"""`merge`: the sum predicts what base and adapter do apart, or is refused. `push`: weights and card, nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import hub
+import pytest
+import torch
+import yaml
+from conftest import accel_sft
+from fake_plugins import accel_sft as in_a_process
+from huggingface_hub import constants
+from models import make_tiny
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from report_card import card
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from accel_sft import UserError
+from accel_sft.api.config import TrainConfig
+from accel_sft.cli.group import cli
+from accel_sft.commands import merge as merge_module
+from accel_sft.commands.push import hub_id
+from accel_sft.io.files import new_folder
+from accel_sft.models import merge as merging
+from accel_sft.models.merge import merge
+from accel_sft.models.source import find_source
+
+LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
+KINDS = {
+    "lora": LoraConfig(r=4, **LORA),
+    "adalora": AdaLoraConfig(init_r=4, target_r=2, total_step=30, tinit=2, tfinal=5, deltaT=2, **LORA),
+    "ia3": IA3Config(task_type="CAUSAL_LM"),
+}
+IDS = torch.arange(3, 40)[None]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "base")
+
+
+def save(base, folder, config):
+    """An adapter far from its start, as a run exports it."""
+    torch.manual_seed(0)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.05)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    (folder / "README.md").write_text(card(adapter="lora", base_model="org/model"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(base, tmp_path_factory):
+    return save(base, tmp_path_factory.mktemp("adapter") / "lora", KINDS["lora"])
+
+
+def merged(folder, dtype=None):
+    config = TrainConfig().resolved({})
+    source = find_source(config, str(folder))
+    return merge(source, config, AutoTokenizer.from_pretrained(source.tokenizer), dtype)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits.float()
+
+
+def apart(base, folder):
+    return logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder))
+
+
+def test_merged_weights_predict_as_base_and_adapter_do_and_stay_tied(base, adapter, tmp_path):
+    out = tmp_path / "out"
+    done = accel_sft("merge", str(adapter), str(out))
+    assert done.status == 0, done.output
+    assert f"base     {base}\n" in done.output
+    assert "merged   float32 weights; in float32 logits are off by " in done.output
+    model = AutoModelForCausalLM.from_pretrained(out)
+    expected = apart(base, adapter)
+    assert (expected - logits(AutoModelForCausalLM.from_pretrained(base))).abs().max() > 0.1
+    assert (logits(model) - expected).abs().max() < 1e-5
+    assert model.config.tie_word_embeddings
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    with safe_open(out / "model.safetensors", "pt") as weights:
+        names = [*weights.keys()]
+    assert "lm_head.weight" not in names
+    assert not [name for name in names if "lora" in name]
+    assert not (out / "adapter_config.json").exists()
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"]
+    assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(base).chat_template
+    text = (out / "README.md").read_text()
+    assert yaml.safe_load(text.split("---\n")[1])["library_name"] == "transformers"
+    assert "`model`, fine-tuned with a lora adapter that is merged, for the task `math`" in text
+    assert "peft" not in text.replace("| peft |", "")
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (whole / "of someone else").touch()
+    again = accel_sft("merge", str(adapter), str(whole))
+    assert again.status == 1
+    assert f"OUT {whole}: not empty; name another folder" in again.output
+    none = accel_sft("merge", str(base), str(tmp_path / "none"))
+    assert "full weights, no adapter: there is nothing to merge; use them as they are" in none.output
+    assert "adapter  " not in none.output
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_difference_is_measured_for_each_type_and_precision(base, tmp_path, kind):
+    folder = save(base, tmp_path / kind, KINDS[kind])
+    expected = apart(base, folder)
+    exact, rounded = merged(folder), merged(folder, "bf16")
+    assert exact.dtype == "float32"  # as the base's files
+    assert exact.difference == exact.rounded <= 1e-5
+    assert exact.same == exact.tokens > 20
+    assert (logits(exact.model) - expected).abs().max() < 1e-5
+    assert rounded.model.dtype == torch.bfloat16
+    assert rounded.rounded > 100 * rounded.difference
+    assert f"in bf16 by {rounded.rounded:.1e}" in rounded.describe()
+
+
+def test_what_cannot_be_merged_is_refused_with_the_reason(base, adapter, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="no adapter: there is nothing to merge"):
+        merged(base)
+    prompts = save(base, tmp_path / "prompts", PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(UserError, match="adapters of type prompt_tuning cannot be added to the weights"):
+        merged(prompts)
+    head = save(base, tmp_path / "head", LoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"]))
+    with pytest.raises(UserError, match="the adapter changes lm_head, whose weights are also those of another layer"):
+        merged(head)
+    with pytest.raises(UserError, match="--model '': no such folder"):
+        merged("")
+    broken = shutil.copytree(adapter, tmp_path / "broken")
+    weights = load_file(broken / "adapter_model.safetensors")
+    next(iter(weights.values())).fill_(float("nan"))
+    save_file(weights, broken / "adapter_model.safetensors")
+    failed = accel_sft("merge", str(broken), str(tmp_path / "out"))
+    assert failed.status == 1
+    assert "cannot be merged: the sum's logits would be off by nan" in failed.output
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]  # nothing half-written either
+
+    def quantized(*arguments, **options):
+        model = load(*arguments, **options)
+        model.get_base_model().config.quantization_config = {"quant_method": "bitsandbytes"}
+        return model
+
+    load = merging.load_model
+    monkeypatch.setattr(merging, "load_model", quantized)
+    with pytest.raises(UserError, match="the base is quantized"):
+        merged(adapter)
+
+
+def test_weights_that_find_no_room_are_one_line_and_leave_nothing(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))
+    try:
+        with (
+            pytest.raises(
+                UserError, match=r"^OUT .*: a file may not be that large here .*; raise the limit, or name an"
+            ),
+            new_folder(str(tmp_path / "out"), "OUT") as partial,
+        ):
+            save_file({"weight": torch.zeros(1 << 16)}, partial / "model.safetensors")  # its error is no OSError
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_may_be_read_by_whoever_may_read_the_other_files(tmp_path):
+    umask = os.umask(0o027)
+    try:
+        with new_folder(str(tmp_path / "out"), "OUT") as partial:
+            save_file({"weight": torch.zeros(1)}, partial / "model.safetensors")
+            (partial / "config.json").touch()
+    finally:
+        os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}
+
+
+def test_of_two_writers_of_a_folder_one_succeeds_and_the_other_is_told(tmp_path):
+    out = str(tmp_path / "out")
+    with new_folder(out, "OUT") as first:
+        (first / "rows").write_text("whole")
+        with pytest.raises(UserError, match="out: another process is writing it; wait"), new_folder(out, "OUT"):
+            raise AssertionError("not begun")
+        (first / "more").write_text("whole")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["more", "rows"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_that_another_process_took_for_abandoned_is_made_again(tmp_path, monkeypatch):
+    opened, taken = os.open, []
+
+    def open_after_it_was_taken(path, *more):
+        if not taken:
+            taken.append(path)
+            Path(path).rmdir()
+        return opened(path, *more)
+
+    monkeypatch.setattr(os, "open", open_after_it_was_taken)
+    with new_folder(str(tmp_path / "out"), "OUT") as partial:
+        (partial / "rows").touch()
+    assert len(taken) == 1
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["rows"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_appeared_while_a_folder_was_filled_stays(tmp_path, kind):
+    (tmp_path / "other").mkdir()
+    out = tmp_path / "out"
+
+    def fill():
+        with new_folder(str(out), "OUT") as partial:
+            (partial / "rows").write_text("mine")
+            {"folder": out.mkdir, "file": out.touch, "link": lambda: out.symlink_to("other")}[kind]()
+            if kind == "folder":
+                (out / "rows").write_text("theirs")
+
+    with pytest.raises(UserError, match="out: another process has written it meanwhile; name another folder"):
+        fill()
+    assert kind != "folder" or (out / "rows").read_text() == "theirs"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
+
+
+def test_an_empty_folder_behind_a_link_is_filled_and_the_link_stays(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to("disk")
+    with new_folder(str(tmp_path / "out"), "OUT") as partial:
+        (partial / "rows").touch()
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "rows").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out"]
+
+
+def test_a_merge_killed_midway_leaves_no_folder_and_the_next_one_cleans_up(adapter, tmp_path):
+    def killed(*arguments):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if not child:
+        merge_module.write_merged = lambda folder, target, *_: (target / "half").touch() or killed()
+        cli.main(["merge", str(adapter), str(tmp_path / "out")], standalone_mode=False)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".out.")
+    done = accel_sft("merge", str(adapter), str(tmp_path / "out"))
+    assert done.status == 0, done.output
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.fixture
+def local_hub():
+    with hub.running() as (found, address):
+        yield found, address
+
+
+@pytest.fixture
+def push(local_hub, monkeypatch, capfd):
+    """`push(...)` in this process, to the hub here, whose address huggingface_hub has read when it was imported."""
+    monkeypatch.setattr(constants, "ENDPOINT", local_hub[1])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_own")
+    monkeypatch.setattr("accel_sft.launch.environment.prepare_environment", lambda debug=False: None)
+
+    def call(*arguments):
+        with cli.make_context("accel-sft", ["push", *map(str, arguments)]) as context:
+            cli.invoke(context)
+        return capfd.readouterr().out
+
+    return call
+
+
+@pytest.fixture
+def run(base, tmp_path):
+    """A run's folder with weights, what lies beside them, and what is nobody else's."""
+    folder = tmp_path / "run"
+    shutil.copytree(base, folder / "best")
+    (folder / "best" / "README.md").write_text(card())
+    for name in ("best/rows.jsonl", "best/deploy.py", "samples/step-000006.jsonl", "logs/rank-0.log", "report.md"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("of the run")
+    (folder / "best" / ".git").mkdir()
+    (folder / "best" / ".git" / "config.json").write_text("of nobody else")
+    (folder / "run.json").write_text(json.dumps({"task": "math", "config": {}, "task_options": {}}))
+    return folder
+
+
+def test_a_run_is_pushed_without_data_samples_and_logs_unless_asked(run, local_hub, push):
+    there, address = local_hub
+    assert "model.safetensors" in push(run, "org/name", "--dry-run")
+    assert there.tokens == set()
+    given = {"HF_ENDPOINT": address, "HF_TOKEN": "hf_own", "HF_HUB_OFFLINE": "0"}
+    done = in_a_process("push", str(run), "org/name", "--private", env=given)
+    assert done.returncode == 0, done.stderr
+    assert there.repos == {"org/name": True}
+    assert "Bearer hf_own" in there.tokens
+    assert {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"} < there.files.keys()
+    assert there.files["README.md"] == (run / "best/README.md").read_bytes()
+    assert there.files["model.safetensors"] == (run / "best/model.safetensors").read_bytes()
+    assert not [name for name in there.files if "rows" in name or "/" in name or "report" in name]
+    assert "not uploaded: .git/, deploy.py, rows.jsonl" in done.stdout
+    assert f"{address}/org/name" in done.stdout
+    assert there.messages == ["run: best"]
+    push(run, "org/name", "--also", "samples/*", "--also", "report.md")
+    assert {"samples/step-000006.jsonl", "report.md"} < there.files.keys()
+    content = json.loads((run / "best" / "config.json").read_text())
+    (run / "best" / "config.json").write_text(json.dumps(content | {"auto_map": {"AutoConfig": "deploy.Config"}}))
+    assert "MB  deploy.py" in push(run, "org/name", "--dry-run"), "code of the model's own"
+    there.repos["org/open"] = False
+    with pytest.raises(UserError, match="org/open: this repository is public, and --private was asked for"):
+        push(run, "org/open", "--private")
+    assert len(there.messages) == 2
+
+
+def test_of_a_strangers_folder_only_the_models_files_are_pushed(base, push, tmp_path):
+    folder = shutil.copytree(base, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    code = {"AutoModelForCausalLM": "modeling_own.Own", "AutoConfig": "org/other--configuration_own.Own"}
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": code}))
+    (folder / "modeling_own.py").write_text("from .layers import Layer\n")
+    (folder / "src").mkdir()
+    for name in ("layers.py", "train.py", "api_tokens.json", "aws_config.json", "reward.model", "src/config.json"):
+        (folder / name).write_text("{}")
+    listed = push(folder, "org/name", "--dry-run")
+    assert [name for name in ("modeling_own.py", "layers.py", "config.json") if f"MB  {name}\n" not in listed] == []
+    assert "not uploaded: api_tokens.json, aws_config.json, reward.model, src/, train.py (" in listed
+    (folder / "layers.py").unlink()
+    with pytest.raises(UserError, match=r"modeling_own\.py: the model's own code cannot be read"):
+        push(folder, "org/name", "--dry-run")
+
+
+def test_an_adapter_is_pushed_with_its_bases_hub_id_or_merged(adapter, local_hub, push):
+    there, _ = local_hub
+    with pytest.raises(UserError, match="--base-model ORG/NAME, or upload --what merged"):
+        push(adapter, "org/lora")
+    push(adapter, "org/lora", "--base-model", "org/base")
+    assert json.loads(there.files["adapter_config.json"])["base_model_name_or_path"] == "org/base"
+    assert yaml.safe_load(there.files["README.md"].decode().split("---\n")[1])["base_model"] == "org/base"
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] != "org/base"
+    there.files.clear()
+    push(adapter, "org/whole", "--what", "merged")
+    assert "model.safetensors" in there.files
+    assert "adapter_config.json" not in there.files
+
+
+def test_a_base_in_the_hubs_cache_has_its_hub_id(base):
+    assert hub_id("/home/me/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/0123abc") == "Qwen/Qwen2.5-0.5B"
+    assert hub_id("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+    assert hub_id(str(base)) is None
+
+
+@pytest.mark.parametrize(
+    ("status", "problem"),
+    [
+        (401, "does not accept the token"),
+        (403, "does not let this token write to org/name"),
+        (404, "has no org/name for this token"),
+        (500, "answers 500: no"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line(run, local_hub, push, status, problem):
+    local_hub[0].status = status
+    with pytest.raises(UserError) as failed:
+        push(run, "org/name")
+    assert len(failed.value.problems) == 1
+    assert failed.value.problems[0].startswith(f"the hub {local_hub[1]} {problem}")
+    assert local_hub[0].files == {}
+
+
+def test_what_cannot_be_pushed_is_one_line(run, push, monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    wrong = {
+        ("--what", "final"): "--what final: ",
+        ("--also", "../*"): r"--also ../\*: no such file in",
+        ("--also", "config.json"): "--also config.json: no such file in",
+    }
+    for arguments, problem in wrong.items():
+        with pytest.raises(UserError, match=problem):
+            push(run, "org/name", *arguments)
+    with pytest.raises(UserError, match="REPO a/b/c: not a repository's name"):
+        push(run, "a/b/c")
+    with pytest.raises(UserError, match="no weights in it"):
+        push(tmp_path, "org/name")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"the hub http://127\.0\.0\.1:9 cannot be reached"):
+        push(run, "org/name")
+    monkeypatch.setenv("HF_TOKEN", "")
+    with pytest.raises(UserError, match="no token for the hub: set HF_TOKEN"):
+        push(run, "org/name")

@@ -1,0 +1,577 @@
+"""Tokens are made once: kept by content, whole or not used, equal to those made on the spot, the same on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from accelerate import Accelerator
+from conftest import accel_sft
+from fake_plugins import install
+from models import Sums, encode, make_tiny
+from places import SUPPORT
+from transformers import AutoTokenizer
+
+from accel_sft import UserError
+from accel_sft.chat.encoding import Rules, end_of_turn_ids
+from accel_sft.data import token_key, tokenization
+from accel_sft.data.tokenization import FILE, KIND, SplitEncoder
+from accel_sft.io import cache, manifest
+from accel_sft.launch import collectives
+from accel_sft_chat import Chat
+from accel_sft_math import Math
+
+EXAMPLES = list(range(20, 1400, 3))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model):
+    return AutoTokenizer.from_pretrained(model)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def rules(tokenizer, **changes):
+    return dataclasses.replace(Rules(frozenset(end_of_turn_ids(tokenizer)), 512, "drop"), **changes)
+
+
+def encoder(tokenizer, task=None, **changes):
+    return SplitEncoder(Accelerator(cpu=True), tokenizer, task or Sums(), rules(tokenizer, **changes))
+
+
+def entries(folder):
+    return sorted(path.name for path in (folder / KIND).iterdir())
+
+
+@pytest.fixture
+def two_ranks(tokenizer, monkeypatch):
+    """Encodes each rank's rows, in a thread for each rank; the results, an error where there was one."""
+    barrier, mine, rank = threading.Barrier(2, timeout=60), {}, threading.local()
+
+    def gather(objects):
+        barrier.wait()
+        mine[rank.number] = objects
+        barrier.wait()
+        return mine[0] + mine[1]
+
+    monkeypatch.setattr(collectives, "gather_object", gather)
+
+    def run(*rows, task=None):
+        results = {}
+
+        def encoded(number):
+            rank.number = number
+            place = SimpleNamespace(process_index=number, local_process_index=number, is_main_process=number == 0)
+            try:
+                results[number] = SplitEncoder(place, tokenizer, task or Sums(), rules(tokenizer))(
+                    rows[number], "train"
+                )
+            except UserError as error:
+                results[number] = error
+
+        threads = [threading.Thread(target=encoded, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results[0], results[1]
+
+    return run
+
+
+class Drawn(list):
+    """Rows with a fingerprint that is another one in each process, as datasets' is where it cannot be computed."""
+
+    @property
+    def fingerprint(self):
+        return str(id(self))
+
+
+def test_ranks_whose_fingerprints_were_drawn_at_random_compare_their_rows(two_ranks, tokenizer):
+    first, second = two_ranks(Drawn(EXAMPLES), Drawn(EXAMPLES))
+    expected = encode(tokenizer, Sums(), EXAMPLES, "train", **vars(rules(tokenizer))).kept
+    assert list(first.kept) == list(second.kept) == expected
+
+
+def test_ranks_with_other_rows_are_refused(two_ranks):
+    for error in two_ranks(Drawn(EXAMPLES), Drawn(EXAMPLES[1:])):
+        assert "ranks got different examples" in str(error)
+
+
+class Named(list):
+    """Rows that say they are the same on each rank, whatever they are."""
+
+    fingerprint = "named"
+
+
+class Recited(Sums):
+    """What an example has is what the methods give."""
+
+    def messages(self, example):
+        return example[0]
+
+    def target(self, example):
+        return example[1]
+
+
+TURNS = [{"role": "user", "content": "5="}]
+
+
+@pytest.mark.parametrize(
+    ("nonsense", "told"),
+    [
+        ((None, "5"), "messages() gave 'None'"),
+        (([], "5"), "messages() gave '[]'"),
+        (("5=", "5"), "messages() gave '5='"),
+        (([{"role": "user"}], "5"), "messages() gave"),
+        (([*TURNS, {"role": "assistant", "content": "5"}], "5"), "messages() ends with an assistant turn"),
+        ((TURNS, None), "target() gave NoneType"),
+        ((TURNS, 5), "target() gave int"),
+        ((TURNS, "\ud800"), "a lone surrogate"),
+        ((), "the task failed: IndexError: tuple index out of range"),
+        ((TURNS, ""), "gave something else the second time"),
+        ((TURNS, "6"), "gave something else the second time"),
+    ],
+)
+def test_what_a_task_gives_on_one_rank_only_is_refused_on_both(two_ranks, monkeypatch, nonsense, told):
+    # else every row is read first, and ranks differ
+    monkeypatch.setattr(token_key, "code_fingerprint", lambda *values: "known")
+    good = [(TURNS, "5")] * 4
+    for bad in (Named([*good[1:], nonsense]), Named([nonsense, *good[1:]])):  # in rank 1's share, and in rank 0's
+        first, second = two_ranks(Named(good), bad, task=Recited())
+        assert isinstance(first, UserError)
+        assert first.problems == second.problems
+        assert told in str(first)
+
+
+def test_more_rows_on_one_rank_are_refused_on_both(two_ranks):
+    for error in two_ranks(Named(EXAMPLES), Named([*EXAMPLES, EXAMPLES[0]])):
+        assert "ranks got different examples" in str(error)
+
+
+@pytest.mark.parametrize("truncation", ["drop", "right"])
+def test_stored_examples_are_those_encoded_on_the_spot(tokenizer, truncation):
+    settings = rules(tokenizer, max_length=41, truncation=truncation)
+    direct = encode(tokenizer, Sums(), EXAMPLES, "train", **dataclasses.asdict(settings))
+    stored = encoder(tokenizer, **dataclasses.asdict(settings))(EXAMPLES, "train")
+    assert len(EXAMPLES) > len(direct.kept) > 100 or direct.cut
+    assert list(stored.kept) == direct.kept
+    assert (stored.left_out, stored.cut, stored.lines()) == (direct.left_out, direct.cut, direct.lines())
+    assert stored.kept.lengths.tolist() == [len(example.input_ids) for example in direct.kept]
+    assert stored.kept.supervised.tolist() == [example.supervised_tokens for example in direct.kept]
+    assert stored.kept[-1] == stored.kept[np.int64(len(direct.kept) - 1)] == direct.kept[-1]
+    assert stored.kept[5::40] == direct.kept[5::40]
+    assert stored.kept[:3] == stored.kept.some(10**6)[:3] == direct.kept[:3]
+    assert len(stored.kept.some(20)) < 30
+    gone = next((index for indices in direct.left_out.values() for index in indices), None)
+    assert gone is None or stored.kept.of(gone) == []
+    with pytest.raises(IndexError):
+        stored.kept[len(direct.kept)]
+
+
+def test_what_is_left_out_is_named_by_file_and_line(tokenizer, tmp_path):
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    long = [turns[0], {"role": "assistant", "content": "2 " * 600}]
+    for name, rows in (("a", [turns, long]), ("b", [turns, turns, long])):
+        lines = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text("\n" + lines)
+    task = Chat(train_file=f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", validation_file=f"{tmp_path}/a.jsonl")
+    examples = task.dataset("train")
+    told = f"train: 2 left out: longer than --max-length 512 ({tmp_path}/a.jsonl:3, {tmp_path}/b.jsonl:4)"
+    for _ in "made", "from the cache":
+        assert encoder(tokenizer, task)(examples, "train").lines()[-1] == told
+    with pytest.raises(UserError) as raised:
+        encoder(tokenizer, task, truncation="error")(examples, "train")
+    assert told in raised.value.problems
+
+
+def test_parts_of_which_nothing_is_left_harm_no_other(tokenizer, monkeypatch):
+    monkeypatch.setattr("accel_sft.chat.encoding._PART_EXAMPLES", 3)
+    blank = {"target": lambda self, example: "" if example < 60 or example > 1300 else str(example)}
+    task = type("PartlyBlank", (Sums,), blank)()
+    direct = encode(tokenizer, task, EXAMPLES, "train", **vars(rules(tokenizer)))
+    stored = encoder(tokenizer, task)(EXAMPLES, "train")
+    assert list(stored.kept) == direct.kept
+    assert stored.left_out == direct.left_out == {"left out: the answer is empty": [*range(14), *range(427, 460)]}
+    assert [stored.kept.of(index) for index in (0, 14, 426, 427)] == [[], direct.kept[:1], direct.kept[-1:], []]
+
+
+def test_a_second_start_reads_what_the_first_kept(tokenizer, own_cache):
+    first = encoder(tokenizer)(EXAMPLES, "train")
+    (name,) = entries(own_cache)
+    written = (own_cache / KIND / name / FILE).stat()
+    second = encoder(tokenizer)(EXAMPLES, "train")
+    assert second.lines() == [f"train: {len(EXAMPLES):,} examples, tokens from the cache"]
+    assert (own_cache / KIND / name / FILE).stat() == written
+    assert second.kept.fingerprint == first.kept.fingerprint
+    assert list(second.kept) == list(first.kept)
+    assert first.lines() == []
+
+
+def test_what_changes_the_tokens_misses_the_cache(tokenizer, tmp_path):
+    other_template, other_vocabulary = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
+    other_template.chat_template = tokenizer.chat_template.replace("\n", " ")
+    other_vocabulary.add_tokens(["the answer"])
+    shorter = type("Shorter", (Sums,), {"target": lambda self, example: str(example)})()
+    keys = [
+        encoder(tokenizer).key(EXAMPLES, "train"),
+        encoder(tokenizer).key(EXAMPLES[:-1], "train"),
+        encoder(tokenizer).key(EXAMPLES[::-1], "train"),
+        encoder(tokenizer, shorter).key(EXAMPLES, "train"),
+        encoder(other_template).key(EXAMPLES, "train"),
+        encoder(other_vocabulary).key(EXAMPLES, "train"),
+        encoder(tokenizer, max_length=511).key(EXAMPLES, "train"),
+        encoder(tokenizer, truncation="right").key(EXAMPLES, "train"),
+        encoder(tokenizer, eos_ids=frozenset()).key(EXAMPLES, "train"),
+    ]
+    path = tmp_path / "rows.json"
+    for output in ("1 + 4", "2 + 3"):
+        path.write_text(json.dumps([{"instruction": "5=", "output": output}]))
+        for prefix in ("", "1 + ") if output == "1 + 4" else ("",):
+            task = Math(train_file=str(path), validation_file=str(path), answer_prefix=prefix)
+            rows = task._validation if not prefix else []
+            keys.append(encoder(tokenizer, task).key(rows, "train"))
+    assert len(set(keys)) == len(keys)
+    assert keys[0] == encoder(AutoTokenizer.from_pretrained(tokenizer.name_or_path)).key(list(EXAMPLES), "train")
+
+
+def test_own_files_that_cannot_be_known_are_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr("accel_sft.rows.fingerprint._MAX_BYTES", 10)
+    with pytest.raises(UserError, match="accel_sft's own files"):
+        encoder(tokenizer)
+
+
+def test_what_has_a_fingerprint_is_not_read_to_be_known(tokenizer):
+    class Unread(list):
+        def __getitem__(self, index):
+            raise AssertionError("read")
+
+    class Dataset(Unread):
+        __module__ = "datasets.arrow_dataset"
+
+    keys = []
+    for cls, name in ((Unread, "fingerprint"), (Dataset, "_fingerprint")):
+        for fingerprint in ("a", "b"):
+            rows = cls(EXAMPLES)
+            setattr(rows, name, fingerprint)
+            keys.append(encoder(tokenizer).key(rows, "train"))
+    assert len(set(keys)) == 2
+    local = type("Local", (Sums,), {})()  # a class that no name leads to: then everything is read
+    with pytest.raises(UserError, match="read"):
+        encoder(tokenizer, local).key(rows, "train")
+
+
+def flipped(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "a bit": (FILE, flipped, "tokens.arrow has other bytes than were written"),
+    "cut off": (FILE, lambda file: os.truncate(file, file.stat().st_size - 8), "bytes, "),
+    "gone": (FILE, lambda file: file.unlink(), "tokens.arrow is missing"),
+    "what is known of it": (manifest.MANIFEST, flipped, "manifest.json"),
+    "nothing is known of it": (manifest.MANIFEST, lambda file: file.unlink(), "no manifest.json"),
+}
+
+
+@pytest.mark.parametrize(("name", "damage", "told"), DAMAGES.values(), ids=DAMAGES)
+def test_what_is_damaged_is_found_and_made_again(tokenizer, own_cache, capsys, name, damage, told):
+    first = encoder(tokenizer)(EXAMPLES, "train")
+    (entry,) = entries(own_cache)
+    damage(own_cache / KIND / entry / name)
+    again = encoder(tokenizer)(EXAMPLES, "train")
+    said = capsys.readouterr().out
+    assert said.startswith(f"{own_cache / KIND / entry}: damaged (")
+    assert told in said
+    assert "it is made again" in said
+    assert again.kept.fingerprint == first.kept.fingerprint
+    assert "tokens from the cache" in encoder(tokenizer)(EXAMPLES, "train").lines()[0]
+    assert entries(own_cache) == [entry]
+
+
+OPENED = {
+    "others may write it": (lambda folder: folder.chmod(0o777), "others may write"),
+    "its group may": (lambda folder: folder.chmod(0o770), "others may write"),
+    "it is another's": (lambda folder: os.chown(folder, 12345, 12345), "belongs to another user"),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), OPENED.values(), ids=OPENED)
+@pytest.mark.parametrize("level", [".", KIND])
+def test_an_entry_that_others_may_have_written_is_not_read(tokenizer, own_cache, change, told, level):
+    if "another" in told and os.getuid():
+        pytest.skip("only root gives a folder away")
+    encoder(tokenizer)(EXAMPLES, "train")
+    assert "tokens from the cache" in encoder(tokenizer)(EXAMPLES, "train").lines()[0]
+    change(own_cache / level)
+    (line,) = encoder(tokenizer)(EXAMPLES, "train").lines()
+    assert line.startswith(f"train: tokens cannot be kept in {own_cache} (")
+    assert told in line
+    assert "they are made for this run only" in line
+
+
+def test_the_cache_is_made_for_its_user_alone_whatever_the_umask(own_cache):
+    before = os.umask(0)
+    try:
+        with cache.partial("things") as made:
+            folders = (own_cache, own_cache / "things", made)
+            assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700] * 3
+    finally:
+        os.umask(before)
+
+
+def test_the_data_of_a_run_is_known_by_its_tokens_and_not_by_what_an_entry_says(tokenizer, own_cache):
+    first = encoder(tokenizer)(EXAMPLES, "train")
+    (name,) = entries(own_cache)
+    entry = own_cache / KIND / name
+    manifest.write(entry, {**manifest.verify(entry), "fingerprint": "of other tokens"})
+    again = encoder(tokenizer)(EXAMPLES, "train")
+    assert "tokens from the cache" in again.lines()[0]
+    assert again.kept.fingerprint == first.kept.fingerprint
+
+
+def test_tokens_that_the_task_no_longer_makes_are_made_again(tokenizer, own_cache, capsys, monkeypatch):
+    rows = type("Rows", (list,), {"fingerprint": "mine"})(EXAMPLES)
+    encoder(tokenizer)(rows, "train")
+    monkeypatch.setattr(Sums, "target", lambda self, example: "another answer")  # no source file tells
+    again = encoder(tokenizer)(rows, "train")
+    assert "not what the task makes of its rows now" in capsys.readouterr().out
+    assert tokenizer.decode(again.kept[0].input_ids).endswith("another answer<|im_end|>")
+    assert "tokens from the cache" in encoder(tokenizer)(rows, "train").lines()[0]
+
+
+def test_a_task_that_is_not_pure_is_refused(tokenizer, monkeypatch):
+    rows = type("Rows", (list,), {"fingerprint": "mine"})(EXAMPLES)
+    calls = iter(range(10**6))
+    monkeypatch.setattr(Sums, "target", lambda self, example: f"answer {next(calls)}")
+    with pytest.raises(UserError, match=r"messages\(\) and target\(\) gave something else the second time"):
+        encoder(tokenizer)(rows, "train")
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    encoding = encoder(tokenizer)(EXAMPLES, "train")
+    (line,) = encoding.lines()
+    assert line.startswith(f"train: tokens cannot be kept in {tmp_path / 'file' / 'cache'} (Not a directory)")
+    assert list(encoding.kept) == encode(tokenizer, Sums(), EXAMPLES, "train", **vars(rules(tokenizer))).kept
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "the temporary file is gone once it is open"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match=r"cannot be kept in .*\nnor in .*nowhere"):
+        encoder(tokenizer)(EXAMPLES, "train")
+
+
+ENCODE = """
+import sys
+from accelerate import Accelerator
+from models import Sums
+from transformers import AutoTokenizer
+from accel_sft.chat.encoding import Rules
+from accel_sft.data.tokenization import SplitEncoder
+
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+encode = SplitEncoder(Accelerator(cpu=True), tokenizer, Sums(), Rules(frozenset([tokenizer.eos_token_id]), 512, "drop"))
+print("ready", flush=True)
+sys.stdin.readline()
+encoding = encode(range(20, 3000), "train")
+print(encoding.kept.fingerprint, *encoding.lines())
+"""
+
+
+def encoding_process(model, cache_folder, wrapper=()):
+    environment = {**os.environ, "ACCEL_SFT_CACHE": str(cache_folder), "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
+    command = [*wrapper, sys.executable, "-c", ENCODE, str(model)]
+    process = subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_two_runs_at_once_do_not_harm_each_other(model, own_cache):
+    processes = [encoding_process(model, own_cache) for _ in range(2)]
+    answers = [None, None]
+
+    def answer(number):
+        answers[number] = processes[number].communicate("go\n")[0].split()
+
+    threads = [threading.Thread(target=answer, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [process.returncode for process in processes] == [0, 0]
+    assert answers[0][0] == answers[1][0]
+    (entry,) = entries(own_cache)
+    assert cache.find(KIND, entry)[1]["fingerprint"] == answers[0][0]
+
+
+@pytest.mark.parametrize("moment", [2, *(pytest.param(each, marks=pytest.mark.long) for each in (0, 4))])
+def test_a_run_that_is_killed_as_it_tokenizes_harms_no_other(model, own_cache, moment):
+    killed, other = (encoding_process(model, own_cache) for _ in range(2))
+    killed.stdin.write("go\n")
+    killed.stdin.flush()
+    time.sleep(0.2 * moment)
+    killed.kill()
+    killed.communicate()
+    first = other.communicate("go\n")[0].split()
+    after = encoding_process(model, own_cache).communicate("go\n")[0]
+    assert after.split()[0] == first[0]
+    assert "tokens from the cache" in after
+    (entry,) = [name for name in entries(own_cache) if not name.startswith(".")]
+    assert cache.find(KIND, entry)[1]["fingerprint"] == first[0]
+
+
+def test_a_cache_that_is_deleted_meanwhile_is_done_without(tokenizer, own_cache, monkeypatch):
+    merged = tokenization.merge
+
+    def deleted(parts, path):
+        shutil.rmtree(own_cache, ignore_errors=True)
+        return merged(parts, path)
+
+    monkeypatch.setattr(tokenization, "merge", deleted)
+    encoding = encoder(tokenizer)(EXAMPLES, "train")
+    assert f"train: tokens cannot be kept in {own_cache}" in encoding.lines()[0]
+    assert list(encoding.kept) == encode(tokenizer, Sums(), EXAMPLES, "train", **vars(rules(tokenizer))).kept
+
+
+def test_the_second_to_publish_takes_what_is_there_or_replaces_what_is_damaged(own_cache):
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(cache.partial("things")) for _ in range(3)]
+        for folder in made:
+            (folder / "thing").write_bytes(b"content")
+        target = cache.publish(made[0], "things", "key", {"made by": 0})
+        assert cache.publish(made[1], "things", "key", {"made by": 1}) == target
+        assert cache.find("things", "key") == (target, {"made by": 0})
+        (target / "thing").write_bytes(b"CONTENT")
+        assert cache.publish(made[2], "things", "key", {"made by": 2}) == target
+        assert cache.find("things", "key") == (target, {"made by": 2})
+    assert list((own_cache / "things").iterdir()) == [target]
+
+
+def test_what_a_dead_process_left_is_removed(own_cache):
+    def make_another():
+        with cache.partial("things"):
+            pass
+
+    with cache.partial("things") as alive:
+        dead = alive.with_name(alive.name.replace(f"-{os.getpid()}-", f"-{2**22 + 1}-"))
+        dead.mkdir()
+        make_another()
+        assert dead.exists(), "it may be another container's, and alive"
+        for folder in (dead, alive):
+            os.utime(folder, (0, 0))
+        make_another()
+        assert (dead.exists(), alive.exists()) == (False, True)
+    assert list((own_cache / "things").iterdir()) == []
+
+
+def test_without_a_home_folder_nothing_is_kept(monkeypatch, tmp_path):
+    monkeypatch.delenv("ACCEL_SFT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")  # as `~` stays, where no home is known
+    monkeypatch.chdir(tmp_path)
+    assert cache.find("things", "key") is None
+    with pytest.raises(OSError, match="no home folder, and ACCEL_SFT_CACHE is not set"), cache.partial("things"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_nobody_has_used_for_long_is_removed_when_something_is_made(tokenizer, own_cache):
+    encoder(tokenizer)(EXAMPLES, "train")
+    used = encoder(tokenizer)(EXAMPLES[1:], "train")
+    unused, kept = sorted((own_cache / KIND).iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    long_ago = time.time() - (cache.UNUSED_DAYS + 1) * 86400
+    for path in (unused, kept):
+        os.utime(path, (long_ago, long_ago))
+    encoder(tokenizer)(EXAMPLES[1:], "train")  # uses one of them
+    assert {unused.name, kept.name} == set(entries(own_cache))
+    encoder(tokenizer)(EXAMPLES[2:], "train")
+    assert (unused.exists(), kept.exists()) == (False, True)
+    assert len(entries(own_cache)) == 2
+    os.utime(kept, (long_ago, long_ago))
+    encoder(tokenizer)(EXAMPLES[3:], "train")
+    assert not kept.exists()
+    assert len(list(used.kept)) == len(EXAMPLES) - 1  # a run that had it open keeps it
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "true"], capture_output=True).returncode,
+    reason="a small file system of one's own needs user namespaces",
+)
+def test_a_full_cache_is_done_without(model, tmp_path):
+    (tmp_path / "small").mkdir()
+    script = 'mount -t tmpfs -o size=64k,mode=700 tmpfs "$0" && exec "$@"'
+    wrapper = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, str(tmp_path / "small"))
+    process = encoding_process(model, tmp_path / "small", wrapper)
+    answer = process.communicate("go\n")[0]
+    assert process.returncode == 0
+    assert "cannot be kept in" in answer
+    assert "No space left on device" in answer
+
+
+FINGERPRINTED = """
+from dataclasses import dataclass
+from accel_sft import option
+from accel_sft_math import Math as Shipped
+
+class Rows(list):
+    fingerprint = "these"
+
+@dataclass(kw_only=True)
+class Partly(Shipped):
+    \"\"\"Math that fails on some of its examples.\"\"\"
+    fails_on: str = option("", help="Indices.")
+
+    def dataset(self, split):
+        rows = Rows(enumerate(super().dataset(split)))
+        rows.fingerprint = split
+        return rows
+
+    def messages(self, example):
+        if str(example[0]) in self.fails_on.split(","):
+            raise ValueError("bad")
+        return super().messages(example[1])
+
+    def target(self, example):
+        return super().target(example[1])
+
+    def score(self, example, text):
+        return super().score(example[1], text)
+"""
+
+
+def test_a_bad_example_in_the_second_ranks_share_ends_both_with_its_line(model, tmp_path):
+    (tmp_path / "site").mkdir()
+    install(tmp_path / "site", "accel-sft-partly", "partly = accel_sft_partly:Partly", FINGERPRINTED)
+    arguments = ("partly", "--train-examples", "3000", "--max-steps", "1", "--fails-on", "2998,2990")
+    arguments += ("--model", str(model))
+    environment = {"PYTHONPATH": os.pathsep.join((str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")))}
+    run = accel_sft(*arguments, yaml="ddp", run_dir=tmp_path / "run", environment=environment)
+    assert run.status == 1
+    printed = [line for line in run.output.splitlines() if line.startswith("Error: ")]
+    (line,) = printed
+    assert line.startswith("Error: train example 2990: the task failed: ValueError: bad (")
+    assert "accel_sft_partly.py:" in line

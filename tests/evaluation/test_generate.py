@@ -1,0 +1,402 @@
+"""Answers are those of plain, separate generation, and generating leaves no trace in the model (laws 3 and 4)."""
+
+import json
+
+import architectures
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import accel_sft
+from models import Sums, encode, make_tiny
+from peft import LoraConfig, get_peft_model
+from reference_job import layout
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GenerationConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+)
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.batching.layouts import Batching
+from accel_sft.chat.encoding import Encoded, end_of_turn_ids
+from accel_sft.evaluation import generate
+from accel_sft.evaluation.decoder import Decoder
+from accel_sft.evaluation.evaluator import Evaluator, answer_backend
+from accel_sft.evaluation.generate import Generator, common_prefix, divide
+from accel_sft.io.heartbeat import heartbeat_count
+from accel_sft.launch import collectives
+from accel_sft.models.adapters import merged, reason_unmergeable
+from accel_sft.models.source import Source
+from accel_sft_math import Math
+
+NEW_TOKENS = 12
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "base")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny):
+    return AutoTokenizer.from_pretrained(tiny)
+
+
+@pytest.fixture(scope="module")
+def examples(tokenizer):
+    """Prompts of several lengths behind one instruction."""
+    numbers = [7, 12, 123, 5, 48, 1234, 12, 99, 31, 8]
+    eos = {tokenizer.eos_token_id}
+    kept = encode(tokenizer, Sums(), numbers, "validation", eos_ids=eos, max_length=99, truncation="drop").kept
+    assert len({example.prompt_length for example in kept}) == 4
+    return kept
+
+
+class Strict(Qwen2ForCausalLM):
+    """Takes no arguments that it does not know."""
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        use_cache=None,
+        logits_to_keep=0,
+        return_dict=None,
+    ):
+        names = ("position_ids", "past_key_values", "use_cache", "logits_to_keep")
+        given = {name: value for name, value in locals().items() if name in names}
+        return super().forward(input_ids, attention_mask, **given)
+
+
+class Asserting(Qwen2ForCausalLM):
+    """Takes masks of two dimensions only, and says so without a message."""
+
+    refusal = AssertionError
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        if attention_mask is not None and attention_mask.ndim > 2:
+            raise self.refusal
+        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
+
+
+class Unimplemented(Asserting):
+    refusal = NotImplementedError
+
+
+class Lost(Qwen2ForCausalLM):
+    """Takes positions, and does not look at them."""
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        return super().forward(input_ids, **kwargs)
+
+
+def build(kind, tiny, vocabulary):
+    """A small model; its weights are large enough for answers to depend on all of the prompt."""
+    torch.manual_seed(1)
+    common = {**SMALL, "vocab_size": vocabulary, "initializer_range": 0.2}
+    classes = {"tiny": Qwen2ForCausalLM, "lora": Qwen2ForCausalLM, "lost": Lost, "strict": Strict}
+    classes |= {"asserting": Asserting, "unimplemented": Unimplemented}
+    if kind in classes:
+        model = classes[kind].from_pretrained(tiny)
+    elif kind == "eager":
+        model = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation="eager")
+    elif kind == "convolution":
+        types = ["conv", "full_attention"]
+        model = Lfm2ForCausalLM(Lfm2Config(**common, num_key_value_heads=2, layer_types=types, block_multiple_of=32))
+    elif kind == "llama":  # queries share heads of keys
+        model = LlamaForCausalLM(LlamaConfig(**common, num_key_value_heads=2))
+    elif kind == "gemma":  # heads wider than the model
+        model = GemmaForCausalLM(GemmaConfig(**common, num_key_value_heads=1, head_dim=32))
+    else:
+        window = int(kind.removeprefix("window of "))
+        model = MistralForCausalLM(MistralConfig(**common, num_key_value_heads=2, sliding_window=window))
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))  # tied, it repeats what it reads
+    if kind == "lora":
+        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    return model.eval()
+
+
+def separately(model, tokenizer, examples, new_tokens=NEW_TOKENS):
+    """Each question alone, by transformers' own `generate`, and end of turn as the model's file says."""
+    ends = sorted(end_of_turn_ids(tokenizer, model.generation_config))
+    settings = GenerationConfig(
+        do_sample=False, max_new_tokens=new_tokens, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
+    )
+    answers = {}
+    for example in examples:
+        ids = torch.tensor([example.input_ids[: example.prompt_length]])
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        answers[example.index] = output[0, ids.shape[1] :].tolist()
+    return answers
+
+
+def end_early(model, tokenizer, examples):
+    """Let some frequent tokens end a turn, so that answers have several lengths; the answers then."""
+    whole = separately(model, tokenizer, examples)
+    ends = {answer[min(2 + number, len(answer) - 1)] for number, answer in enumerate(list(whole.values())[:4])}
+    model.generation_config.eos_token_id = sorted(ends)
+    answers = separately(model, tokenizer, examples)
+    assert len({len(answer) for answer in answers.values()}) >= 3
+    return answers
+
+
+def generated(model, tokenizer, examples, batch_size=64, new_tokens=NEW_TOKENS):
+    generator = Generator(Accelerator(cpu=True), tokenizer, model, batch_size)
+    with torch.no_grad():
+        return {example.index: ids for example, ids in generator(examples, new_tokens).answers}, generator
+
+
+@pytest.mark.parametrize("kind", ["tiny", "llama", "gemma", "lora", "window of 4096"])
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_answers_behind_a_shared_prefix_are_those_of_separate_questions(kind, batch_size, tiny, tokenizer, examples):
+    model = build(kind, tiny, len(tokenizer))
+    expected = end_early(model, tokenizer, examples)
+    answers, generator = generated(model, tokenizer, examples, batch_size)
+    prefix = common_prefix(examples)
+    assert generator.message == f"answers: the {prefix} tokens that all prompts begin with are computed once"
+    assert answers == expected
+
+
+def test_under_autocast_keys_are_kept_in_the_type_that_attention_computes_in(tiny, tokenizer, examples, monkeypatch):
+    """Rotary positions make them float32; a cache of those would be cast for every token, to the same scores."""
+    model = build("llama", tiny, len(tokenizer))
+    prefix = common_prefix(examples)
+    rows = [example.input_ids[prefix : example.prompt_length] for example in examples]
+
+    def decoded():
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            decoder = Decoder(model, examples[0].input_ids[:prefix], torch.device("cpu"))
+            logits = [decoder.start(rows), decoder.step(torch.arange(len(rows)))]
+            return decoder, torch.cat(logits)
+
+    decoder, logits = decoded()
+    kept = [decoder.shared["prefix"].keys[0], decoder.cache.layers[0].keys, decoder.cache.layers[0].values]
+    assert {states.dtype for states in kept} == {torch.bfloat16}
+    monkeypatch.setattr("accel_sft.evaluation.decoder.as_attended", lambda states: states)
+    decoder, cast_at_every_token = decoded()
+    assert decoder.cache.layers[0].keys.dtype == torch.float32
+    assert torch.equal(logits, cast_at_every_token)
+
+
+def test_long_answers_to_questions_read_in_several_forwards_are_the_same(tiny, tokenizer, examples, monkeypatch):
+    model = build("tiny", tiny, len(tokenizer))
+    model.generation_config.eos_token_id = None
+    monkeypatch.setattr(generate, "READ_TOKENS", 40)
+    answers, _ = generated(model, tokenizer, examples, new_tokens=70)
+    assert max(map(len, answers.values())) == 70
+    assert answers == separately(model, tokenizer, examples, new_tokens=70)
+
+
+def test_questions_without_a_common_beginning_are_answered_in_the_same_way(tiny, tokenizer, examples):
+    model = build("llama", tiny, len(tokenizer))
+    bare = [
+        Encoded(example.index, example.input_ids[example.index :], example.prompt_length - example.index)
+        for example in examples
+    ]
+    expected = end_early(model, tokenizer, bare)
+    answers, generator = generated(model, tokenizer, bare)
+    assert generator.message == "answers: prompts begin with fewer than 8 common tokens; each is computed whole"
+    assert answers == expected
+
+
+def test_a_question_that_all_others_begin_with_keeps_a_token_of_its_own(tiny, tokenizer, examples):
+    model = build("tiny", tiny, len(tokenizer))
+    ids = examples[0].input_ids
+    nested = [Encoded(index, ids, 20 + index) for index in range(5)]
+    assert common_prefix(nested) == 19
+    answers, _ = generated(model, tokenizer, nested)
+    assert answers == separately(model, tokenizer, nested)
+
+
+REFUSED = {
+    "window of 8": "the model's cache has layers of another kind (SlidingWindowLayer)",
+    "convolution": "the model's cache has layers of another kind (LinearAttentionLayer)",
+    "eager": "attention eager takes no shared prefix, sdpa does",
+    "lost": "its predictions behind a shared prefix are not those of single rows (off by ",
+    "strict": "the model takes no shared prefix (",
+    "asserting": "the model takes no shared prefix (AssertionError)",
+    "unimplemented": "the model takes no shared prefix (NotImplementedError)",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_cannot_share_is_left_to_transformers_with_the_reason(kind, tiny, tokenizer, examples):
+    model = build(kind, tiny, len(tokenizer))
+    expected, before = end_early(model, tokenizer, examples), heartbeat_count()
+    answers, generator = generated(model, tokenizer, examples, batch_size=4)
+    assert generator.message.startswith(f"answers by transformers' generate, as {REFUSED[kind]}")
+    assert answers == expected
+    assert heartbeat_count() - before >= max(map(len, answers.values()))  # one a token, for the watch over hangs
+
+
+def test_prompts_that_padding_would_change_are_answered_with_others_of_their_length(tmp_path):
+    folder = architectures.make(tmp_path / "model", "deepseek_v4")
+    model, tokenizer = architectures.load(folder), AutoTokenizer.from_pretrained(folder)
+    numbers = [7, 12, 123, 5, 48, 1234, 12, 10**6, 10**12, 10**20]
+    eos = {tokenizer.eos_token_id}
+    kept = encode(tokenizer, Sums(), numbers, "validation", eos_ids=eos, max_length=199, truncation="drop").kept
+    answers, generator = generated(model, tokenizer, kept)
+    assert "; prompts of equal length only are answered together, as padding changes its pred" in generator.message
+    assert answers == separately(model, tokenizer, kept)
+
+
+def test_batches_of_prompts_of_equal_length_hold_every_row_once(examples):
+    for ranks, size in ((1, 4), (2, 1), (3, 64)):
+        batches = divide(examples, ranks, size, equal_lengths=True)
+        assert all(len({row.prompt_length for rows in batch for row in rows}) == 1 for batch in batches)
+        found = [row.index for batch in batches for rows in batch for row in rows]
+        assert sorted(found) == [example.index for example in examples]
+
+
+@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 4), (2, 3), (3, 64), (16, 2)])
+def test_every_rank_gets_its_share_of_every_batch(ranks, batch_size, examples):
+    batches = divide(examples, ranks, batch_size)
+    found = [row.index for batch in batches for rows in batch for row in rows]
+    assert sorted(found) == [example.index for example in examples]
+    for batch in batches:
+        assert len(batch) == ranks
+        assert max(map(len, batch)) <= batch_size
+        assert max(map(len, batch)) - min(map(len, batch)) <= 1
+    work = [sum(len(row.input_ids) for batch in batches for row in batch[rank]) for rank in range(ranks)]
+    assert max(work) - min(work) <= 2 * max(len(example.input_ids) for example in examples)
+
+
+def test_an_adapter_is_merged_for_the_answers_without_a_bit_being_written(tiny, tokenizer, examples):
+    model = build("lora", tiny, len(tokenizer))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    ids = torch.tensor([examples[0].input_ids])
+    counted = []
+    model.get_submodule("base_model.model.model.layers.0.mlp.up_proj.lora_A.default").register_forward_hook(
+        lambda *_: counted.append(1)
+    )
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert len(counted) == 1
+        assert reason_unmergeable(model) is None
+        with pytest.raises(ZeroDivisionError), merged(model):  # noqa: PT012 - what raises is inside
+            assert not torch.equal(model(ids).logits, expected)  # as rounding has it
+            torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-3)
+            assert len(counted) == 1, "the adapter was computed apart"
+            raise ZeroDivisionError
+        assert torch.equal(model(ids).logits, expected)
+        generated(model, tokenizer, examples)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_an_adapter_that_would_be_rounded_stays_apart_with_the_reason(tiny, tokenizer, examples):
+    model = build("lora", tiny, len(tokenizer)).to(torch.bfloat16)
+    _, generator = generated(model, tokenizer, examples)
+    assert generator.message.endswith("; the adapter stays apart, as its sum with the weights would be rounded")
+
+
+def test_an_adapter_stays_apart_on_all_ranks_where_one_has_no_room(tiny, tokenizer, examples, monkeypatch):
+    model = build("lora", tiny, len(tokenizer))
+    monkeypatch.setattr(collectives, "gather_object", lambda mine: [*mine, "it has no room"])
+    counted = []
+    model.get_submodule("base_model.model.model.layers.0.mlp.up_proj.lora_A.default").register_forward_hook(
+        lambda *_: counted.append(1)
+    )
+    generator = Generator(Accelerator(cpu=True), tokenizer, model, 4)
+    with generator.ready() as reason, torch.no_grad():
+        model(torch.tensor([examples[0].input_ids]))
+    assert (reason, counted) == ("it has no room", [1])
+
+
+def evaluated(model, tokenizer, examples, task):
+    config = TrainConfig(max_new_tokens=3).resolved({})
+    accelerator = Accelerator(cpu=True)
+    backend = answer_backend(accelerator, config, tokenizer, model, Source("m", "m"))
+    evaluator = Evaluator(accelerator, tokenizer, task, range(len(examples)), examples, config, backend)
+    return evaluator(model, Batching("shared", 256))
+
+
+def test_an_evaluation_leaves_mode_gradients_and_random_state_as_they_were(tiny, tokenizer, examples, capsys):
+    model = build("lora", tiny, len(tokenizer)).train()
+    state = torch.get_rng_state()
+    evaluated(model, tokenizer, examples, Sums())
+    assert capsys.readouterr().out.startswith("answers: the ")
+    failing = type("Failing", (Sums,), {"score": lambda *_: None})()
+    with pytest.raises(UserError, match="expected a dict"):
+        evaluated(model, tokenizer, examples, failing)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_evaluation_without_memory_ends_with_one_line(tiny, tokenizer, examples, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    model = build("tiny", tiny, len(tokenizer))
+    monkeypatch.setattr(Generator, "__call__", full)
+    with pytest.raises(UserError, match=r"evaluation: out of device memory \(no room\); lower --eval-batch-size"):
+        evaluated(model, tokenizer, examples, Sums())
+
+
+def test_ranks_that_share_their_weights_give_the_same_answers(tiny, tokenizer, examples, tmp_path):
+    model = build("tiny", tiny, len(tokenizer))
+    model.config.tie_word_embeddings = False
+    end_early(model, tokenizer, examples)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    arguments = ("evaluate", "math", "--model", str(tmp_path / "model"), "--validation-examples", "9")
+    arguments += ("--max-new-tokens", "12", "--eval-batch-size", "3")
+    said = {}
+    for yaml in (None, "z3"):
+        launcher = ("--mixed_precision", "no") if yaml else ()
+        run = accel_sft(*arguments, yaml=yaml, launcher=launcher, run_dir=tmp_path / str(yaml))
+        assert run.status == 0, run.output
+        assert "tokens that all prompts begin with are computed once" in run.output
+        lines = (run.run_dir / "samples-tuned.jsonl").read_text().splitlines()
+        said[yaml] = [json.loads(line)["generated"] for line in lines]
+    assert len(set(said[None])) > 3
+    assert said["z3"] == said[None]
+
+
+@pytest.mark.parametrize("yaml", ["ddp", pytest.param("z3", marks=pytest.mark.long)])
+def test_three_ranks_answer_and_count_each_example_once_as_plain_transformers_do(launched, tmp_path, yaml):
+    run = layout(launched, "plain")
+    launcher = {"yaml": yaml, "launcher": ("--mixed_precision", "no", "--num_processes", "3")}
+    command = ("evaluate", "math", "--model", str(run.run_dir), "--validation-examples", "13", "--eval-limit", "11")
+    command += ("--max-new-tokens", "20")
+    done = accel_sft(*command, run_dir=tmp_path / "found", **launcher)
+    assert done.status == 0, done.output
+    task, folder = Math(train_examples=500, validation_examples=13), run.run_dir / "best"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    answers, scores = [], []
+    for example in list(task.dataset("validation"))[:11]:
+        asked = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        ids = tokenizer.apply_chat_template(task.messages(example), **asked)["input_ids"]
+        ids, length = model.generate(ids, do_sample=False, max_new_tokens=20), ids.shape[1]
+        answers.append(tokenizer.decode(ids[0, length:], skip_special_tokens=True))
+        scores.append(task.score(example, answers[-1]))
+    found = [json.loads(line) for line in (tmp_path / "found" / "samples-tuned.jsonl").read_text().splitlines()]
+    assert [(each["index"], each["generated"]) for each in found] == list(enumerate(answers))
+    after = json.loads((tmp_path / "found" / "result.json").read_text())["after"]
+    assert {name: after[name] for name in task.aggregate(scores)} == pytest.approx(task.aggregate(scores), nan_ok=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_every_batch_has_a_row_for_ranks_that_have_run_out(ranks):
+    for count in range(1, 20):
+        for size in (1, 2, 3):
+            examples = [Encoded(index, [1] * (5 + index % 4), 4) for index in range(count)]
+            batches = divide(examples, ranks, size)
+            assert all(any(batch) for batch in batches)
+            assert sorted(e.index for batch in batches for rows in batch for e in rows) == list(range(count))

@@ -1,0 +1,66 @@
+"""FSDP2 through the command line, on two CPU ranks; tests/faults/test_layouts.py has its arithmetic."""
+
+from __future__ import annotations
+
+import json
+
+import fsdp2_on_cpu
+import pytest
+import torch
+from conftest import accel_sft, stopped
+from fsdp2_job import FP32, SHARDED, weights
+
+pytestmark = pytest.mark.skipif(not fsdp2_on_cpu.RUNS_HERE, reason="this torch's FSDP2 does not run on CPUs")
+JOB = ("math", "--max-steps", "4", "--save-every", "2", "--global-batch-size", "10", "--validation-examples", "7")
+JOB += ("--train-examples", "200", "--max-new-tokens", "6", "--seed", "7", "--micro-batch-size", "2")
+JOB += ("--keep-checkpoints", "3")
+LORA = ("--adapter", "lora", "--lora-dropout", "0", "--eval-every", "2")
+
+
+def test_an_adapter_draws_the_curve_of_data_parallelism_and_is_exported_whole(launched):
+    sharded = launched("fsdp2 lora", *JOB, *LORA, **SHARDED)
+    plain = launched("fsdp2's ddp lora", *JOB, *LORA, yaml="ddp", **FP32)
+    for ours, theirs in zip(sharded.lines(), plain.lines(), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-4)
+    for ours, theirs in zip(sharded.lines("eval_loss"), plain.lines("eval_loss"), strict=True):
+        assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=2e-5)
+    exported, expected = weights(sharded.run_dir / "final"), weights(plain.run_dir / "final")
+    assert exported.keys() == expected.keys()
+    for name, weight in exported.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-5)
+
+
+def test_evaluate_gives_the_runs_own_numbers(launched, tmp_path):
+    whole = launched("fsdp2 lora", *JOB, *LORA, **SHARDED)
+    done = accel_sft("evaluate", "math", "--model", str(whole.run_dir), run_dir=tmp_path / "evaluation", **SHARDED)
+    assert done.status == 0, done.output
+    found, own = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"], whole.result()["after"]
+    assert found["eval_loss"] == pytest.approx(own["eval_loss"], rel=1e-5)
+    for name in ("accuracy", "format_rate"):
+        assert found[name] == own[name]
+
+
+# HSDP: two copies of a model that two ranks each share; test_layouts.py resumes one copy
+@pytest.mark.parametrize("copies", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_a_stopped_run_of_a_tied_model_goes_on_to_the_same_bits_and_writes_its_head_once(launched, tmp_path, copies):
+    arguments = (*JOB, "--eval-every", "off", "--gradient-checkpointing")
+    ranks = {"launcher": ("--num_processes", str(2 * copies), *FP32["launcher"])}
+    sharing = SHARDED | ranks | {"yaml": "hsdp" if copies > 1 else "fsdp2"}
+    whole = launched(f"fsdp2 full {copies}", *arguments, **sharing)
+    folder = stopped(whole, tmp_path / "run", 2)
+    went_on = accel_sft(*arguments, "--resume", "auto", run_dir=folder, **sharing)
+    assert went_on.status == 0, went_on.output
+    ours, theirs = weights(folder / "final"), weights(whole.run_dir / "final")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert "lm_head.weight" not in ours
+    if copies > 1:
+        newest = max((whole.run_dir / "checkpoints").iterdir())
+        assert len([*newest.glob("rank-*.safetensors")]) == 2  # of the first copy's ranks: others hold the same
+        plain = launched("fsdp2's ddp of four", *arguments, yaml="ddp", **ranks)
+        for one, other in zip(whole.lines(), plain.lines(), strict=True):
+            assert one["loss"] == pytest.approx(other["loss"], rel=2e-5)
+            assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-4)
+        expected = weights(plain.run_dir / "final")
+        for name in expected:
+            torch.testing.assert_close(theirs[name], expected[name], rtol=1e-3, atol=1e-5)

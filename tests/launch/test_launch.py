@@ -1,0 +1,1025 @@
+"""The launch: what each yaml resolves to, what the audit refuses, and real ranks that are one world."""
+
+import importlib.metadata
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import sysconfig
+import termios
+import textwrap
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import yaml
+from accelerate.commands import launch as launcher
+from accelerate.commands.config.config_args import BaseConfig, ClusterConfig, load_config_from_file
+from places import ROOT
+from rank_environment import environment_of_a_rank
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.io import terminal
+from accel_sft.launch import audit as auditing
+from accel_sft.launch import deepspeed_ops, describe, parallelism, recordable
+from accel_sft.launch.accelerator import verify_engine
+from accel_sft.launch.audit import audit, refuse
+from accel_sft.launch.environment import threads_per_process, usable_cores
+from accel_sft.launch.info import Launch, read_launch
+from accel_sft.launch.rank_environment import CONFIG_KEYS
+
+SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+Z2 = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "DEEPSPEED",
+    "deepspeed_config": {"zero_stage": 2},
+    "num_machines": 1,
+    "num_processes": 2,
+    "mixed_precision": "bf16",
+}
+Z2_OFFLOAD = Z2 | {"deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": "cpu"}}
+DDP = {key: value for key, value in Z2.items() if key != "deepspeed_config"} | {"distributed_type": "MULTI_GPU"}
+JSON = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
+
+
+READ = re.compile(
+    "ACCELERATE_(MIXED_PRECISION|USE_(CPU|DEEPSPEED|FSDP|MEGATRON_LM|PARALLELISM_CONFIG)"
+    "|GRADIENT_(ACCUMULATION_STEPS|CLIPPING)"
+    "|DEEPSPEED_(ZERO_STAGE|OFFLOAD_(OPTIMIZER|PARAM)_DEVICE|ZERO3_SAVE_16BIT_MODEL|CONFIG_FILE))"
+    "|FSDP_(VERSION|OFFLOAD_PARAMS)|PARALLELISM_CONFIG_(DP_REPLICATE|DP_SHARD|TP|CP|SP)_SIZE"
+)
+"""What accel_sft reads of that which the launcher hands over."""
+
+
+def of_the_launch(environment, *more):
+    """The variables that say how to train: addresses, ports and threads are the machine's."""
+    return {name: value for name, value in environment.items() if READ.fullmatch(name) or name in more}
+
+
+def seen_by_a_rank(config_file, *flags):
+    """The launch as its first rank reads it; computed, and compared with what Accelerate's launcher hands over."""
+    launch = Launch.from_yaml(config_file, *flags)
+    assert of_the_launch(launch.environment) == of_the_launch(environment_of_a_rank(config_file, *flags))
+    return launch
+
+
+def written(folder, content, name="launch.yaml"):
+    path = folder / name
+    path.write_text(json.dumps(content) if name.endswith(".json") else yaml.safe_dump(content))
+    return path
+
+
+def lines(found, level):
+    return [str(finding) for finding in found if finding.level == level]
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """A machine on which every operator can be compiled: what this one lacks is not the subject of the test."""
+    monkeypatch.setattr(auditing, "audit_operators", lambda launch, devices: [])
+
+
+def test_the_yaml_keys_we_know_are_those_of_the_launcher():
+    groups = {group.title: {action.dest for action in group._group_actions} for group in _parser_groups()}
+    deepspeed = {key for key in groups["DeepSpeed Arguments"] if key != "use_deepspeed"}
+    assert deepspeed - set(auditing._YAML_DEEPSPEED.split()) == set()
+    fsdp = {key.removeprefix("fsdp_") for key in groups["FSDP Arguments"]}
+    assert fsdp - set(auditing._YAML_FSDP.split()) == set()
+    assert groups["ParallelismConfig Arguments"] == set(parallelism.KEYS.split())
+
+
+def test_the_top_level_keys_we_know_are_those_of_the_launcher():
+    assert CONFIG_KEYS.split()[:5] == [*BaseConfig.__dataclass_fields__]
+    assert CONFIG_KEYS.split() == [*ClusterConfig.__dataclass_fields__]
+
+
+def _parser_groups():
+    return launcher.launch_command_parser()._action_groups
+
+
+SECRETS = """
+# my token is hunter2
+mixed_precision: bf16
+hub_token: 11111
+api_keys: [hunter2, hunter2]
+passwd: hunter2
+deepspeed_config: {zero_stage: 2, wandb: {api_key: hunter2, nested: {credentials: {a: hunter2}}}}
+tpu_env: [HF_TOKEN=hunter2, "--api-key hunter2", "first\\nPASSWORD: hunter2"]
+"""
+
+
+def test_no_secret_of_a_launch_file_or_of_settings_is_recorded():
+    for path in SHIPPED:
+        content = yaml.safe_load(path.read_text())
+        assert yaml.safe_load(recordable.without_secrets(content)) == content
+    kept = recordable.without_secrets(yaml.safe_load(SECRETS))
+    assert not re.search("hunter2|11111", kept)
+    assert yaml.safe_load(kept)["mixed_precision"] == "bf16"
+    assert yaml.safe_load(kept)["deepspeed_config"]["zero_stage"] == 2
+    settings = {"max_new_tokens": 5, "token": 5, "passwd": "a", "key_ids": [1], "secret": True, "number": 1.5}
+    assert recordable.recordable(settings) == {
+        "max_new_tokens": 5, "token": "***", "passwd": "***", "key_ids": "***", "secret": "***", "number": 1.5
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_yaml_loads_and_is_clean(path, built):
+    assert load_config_from_file(str(path)).num_processes == (4 if path.stem == "hsdp" else 2)
+    machines = 2 if path.stem.startswith("multinode") else 1
+    flags = ["--machine_rank", "1", "--main_process_ip", "127.0.0.1"] if machines == 2 else []
+    launch = seen_by_a_rank(path, *flags)
+    found = audit(TrainConfig(), launch, devices=launch.world_size if launch.backend == "fsdp" else 0)
+    assert found == []
+    assert launch.named_precision is None
+    assert launch.machines == machines
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "stage", "optimizer", "param"),
+    [
+        ("ddp", "ddp", 0, "none", "none"),
+        ("fsdp2", "fsdp", 0, "none", "none"),
+        ("fsdp2_offload", "fsdp", 0, "cpu", "cpu"),
+        ("hsdp", "fsdp", 0, "none", "none"),
+        ("z0", "deepspeed", 0, "none", "none"),
+        ("z1", "deepspeed", 1, "none", "none"),
+        ("z2", "deepspeed", 2, "none", "none"),
+        ("z2_offload", "deepspeed", 2, "cpu", "none"),
+        ("z3", "deepspeed", 3, "none", "none"),
+        ("z3_offload", "deepspeed", 3, "cpu", "cpu"),
+        ("z3_nvme", "deepspeed", 3, "nvme", "nvme"),
+        ("multinode_z3", "deepspeed", 3, "none", "none"),
+        ("z3_sp", "deepspeed", 3, "none", "none"),
+    ],
+)
+def test_shipped_yaml_is_what_its_name_says(name, backend, stage, optimizer, param):
+    flags = []
+    if name.startswith("multinode"):
+        with socket.socket() as free:  # the launcher looks whether the port is
+            free.bind(("127.0.0.1", 0))
+            flags = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free.getsockname()[1])]
+    launch = seen_by_a_rank(ROOT / "accelerate_configs" / f"{name}.yaml", *flags)
+    assert (launch.backend, launch.stage) == (backend, stage)
+    assert (launch.offload("optimizer"), launch.offload("param")) == (optimizer, param)
+    assert launch.shard_ranks == 2
+    assert launch.sequence_ranks == (2 if name == "z3_sp" else 1)
+
+
+GROUPS = {"parallelism_config_dp_replicate_size": 2}
+HSDP = DDP | {
+    "distributed_type": "FSDP",
+    "fsdp_config": {"fsdp_version": 2},
+    "parallelism_config": GROUPS,
+    "num_processes": 4,
+}
+SP = Z2 | {"parallelism_config": {"parallelism_config_sp_size": 2}}
+VARIANTS = {
+    "flags of DeepSpeed": (Z2, ["--zero_stage", "3", "--gradient_clipping", "1", "--zero3_save_16bit_model", "True"]),
+    "hyphens and equal signs": (Z2, ["--mixed-precision=no", "--offload-optimizer-device=CPU", "--num-processes=4"]),
+    "every key of DeepSpeed": (
+        Z2
+        | {
+            "debug": True,
+            "enable_cpu_affinity": True,
+            "mixed_precision": None,
+            "deepspeed_config": {
+                "zero_stage": 3,
+                "gradient_accumulation_steps": "auto",
+                "gradient_clipping": 1,
+                "offload_param_device": "NVMe",
+                "zero3_init_flag": False,
+                "deepspeed_moe_layer_cls_names": "Experts",
+                "num_processes": 7,
+            },
+        },
+        [],
+    ),
+    "no precision": ({key: value for key, value in Z2.items() if key != "mixed_precision"}, []),
+    "a file of old": (
+        {key: value for key, value in DDP.items() if key != "mixed_precision"}
+        | {"fp16": True, "dynamo_backend": "INDUCTOR"},
+        [],
+    ),
+    "dynamo": (
+        DDP | {"dynamo_config": {"dynamo_backend": "AOT_EAGER", "use_dynamic": True}},
+        ["--dynamo_use_fullgraph"],
+    ),
+    "another backend than the file's": (Z2, ["--multi_gpu"]),
+    "DeepSpeed by flag": (DDP, ["--use_deepspeed", "--zero_stage", "1"]),
+    "FSDP by flag": (DDP, ["--use_fsdp", "--fsdp_version", "2", "--fsdp_reshard_after_forward", "False"]),
+    "FSDP 1": (
+        DDP
+        | {
+            "distributed_type": "FSDP",
+            "fsdp_config": {
+                "transformer_layer_cls_to_wrap": "Block",
+                "fsdp_min_num_params": 2,
+                "ignored_modules": "a.*",
+            },
+        },
+        ["--fsdp_backward_prefetch", "BACKWARD_PRE"],
+    ),
+    "groups": (HSDP | {"fsdp_config": {"version": 2, "offload_params": True}}, ["--num_processes", "8"]),
+    "groups by flag": (HSDP, ["--parallelism_config_dp_replicate_size", "3", "--fsdp_offload_params", "True"]),
+    "groups that a backend by flag hides": (HSDP, ["--use_fsdp", "--fsdp_version", "2"]),
+    "rows shared": (SP, ["--num_processes=4"]),
+    "on the CPU": (Z2, ["--cpu"]),
+    "one process": (DDP | {"distributed_type": "NO", "use_cpu": True}, []),
+    "GPUs by number": (DDP | {"gpu_ids": "1,3"}, ["--debug", "--enable_cpu_affinity"]),
+}
+
+
+@pytest.mark.parametrize("case", VARIANTS)
+def test_a_launch_from_its_yaml_is_what_the_launcher_hands_over(case, tmp_path, built):
+    content, flags = VARIANTS[case]
+    path = written(tmp_path, content)
+    launch = seen_by_a_rank(path, *flags)
+    ranks = {name: launch.environment.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    command = ["accelerate", "launch", "--config_file", str(path), *flags]
+    handed_over = read_launch(environment_of_a_rank(path, *flags) | ranks, command)
+    assert audit(TrainConfig(), launch, devices=0) == audit(TrainConfig(), handed_over, devices=0)
+    for name, kind in vars(Launch).items():
+        if isinstance(kind, property):
+            assert getattr(launch, name) == getattr(handed_over, name), name
+
+
+PRINTS = """
+import json, os, sys
+if os.environ.get("RANK", "0") == "0":
+    open(sys.argv[1], "w").write(json.dumps(dict(os.environ)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "world_size"),
+    [
+        (Z2, ["--mixed_precision", "no"], 2),
+        (DDP, ["--num_processes", "3"], 3),
+        (DDP | {"distributed_type": "NO"}, [], 1),
+    ],
+    ids=["DeepSpeed with a JSON", "three processes", "one process"],
+)
+def test_a_launch_from_its_yaml_is_that_of_a_real_rank(content, flags, world_size, tmp_path):
+    if content is Z2:
+        content = Z2 | {"deepspeed_config": {"deepspeed_config_file": str(written(tmp_path, JSON, "ds.json"))}}
+    path, script, answer = written(tmp_path, content), tmp_path / "rank.py", tmp_path / "answer.json"
+    script.write_text(PRINTS)
+    accelerate = Path(sysconfig.get_path("scripts"), "accelerate")
+    command = [accelerate, "launch", "--config_file", path, "--main_process_port", "0", *flags, script, answer]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    launch = Launch.from_yaml(path, *flags)
+    ranks = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
+    assert of_the_launch(launch.environment, *ranks) == of_the_launch(json.loads(answer.read_text()), *ranks)
+    assert (launch.world_size, launch.machines) == (world_size, 1)
+
+
+def test_the_ranks_of_a_second_machine_are_numbered_behind_the_firsts():
+    path = ROOT / "accelerate_configs" / "multinode_z3.yaml"
+    flags = ["--num_processes", "8", "--machine_rank", "1", "--main_process_ip", "127.0.0.1"]
+    launch = seen_by_a_rank(path, *flags)
+    assert (launch.world_size, launch.local_world_size, launch.machines) == (8, 4, 2)
+    assert launch.environment["RANK"] == "4"
+
+
+REFUSED = {
+    "an unknown key": (
+        Z2 | {"num_proceses": 2},
+        "num_proceses: the launcher knows no such key; did you mean",
+    ),
+    "no backend": ({"num_processes": 2}, "distributed_type None is not supported"),
+    "a typo in the backend": (Z2 | {"distributed_type": "DEEPSPED"}, "did you mean DEEPSPEED?"),
+    "SageMaker": (Z2 | {"compute_environment": "AMAZON_SAGEMAKER"}, "write LOCAL_MACHINE"),
+    "no processes": ({k: v for k, v in Z2.items() if k != "num_processes"}, "num_processes is missing: give --num_p"),
+    "a size in words": (
+        Z2 | {"parallelism_config": {"parallelism_config_sp_size": "two"}},
+        "parallelism_config_sp_size two: give --parallelism_config_sp_size at least 1",
+    ),
+    "processes in words": (Z2 | {"num_processes": "two"}, "num_processes two: give --num_processes at least 1"),
+    "a bare no": (Z2 | {"mixed_precision": False}, "in quotes: YAML reads a bare no as false"),
+    "no such precision": (Z2 | {"mixed_precision": "bf32"}, "mixed_precision bf32 is unknown"),
+    "no JSON": (Z2 | {"deepspeed_config": {"deepspeed_config_file": "none.json"}}, "none.json: cannot be read as JSON"),
+    "JSON without an end": (
+        Z2 | {"deepspeed_config": {"deepspeed_config_file": "/dev/zero"}},
+        "/dev/zero: cannot be read as JSON",
+    ),
+    "no keys": (["a", "b"], "write one `key: value` a line"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_launcher_would_refuse_is_refused_in_a_line(case, tmp_path):
+    content, expected = REFUSED[case]
+    with pytest.raises(UserError, match=re.escape(expected)) as raised:
+        Launch.from_yaml(written(tmp_path, content))
+    assert len(raised.value.problems) == 1
+
+
+@pytest.mark.parametrize("text", [None, "a: [", b"\xff\xfe", "[" * 5000], ids=["none", "half", "bytes", "deep"])
+def test_a_launch_file_that_cannot_be_read_is_named(text, tmp_path):
+    path = tmp_path / "launch.yaml"
+    if text:
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(UserError, match=r"launch\.yaml: cannot be read"):
+        Launch.from_yaml(path)
+
+
+def test_a_launch_from_its_yaml_needs_no_torch():
+    script = """
+        import sys, time
+        from accel_sft.launch.info import Launch
+        begun = time.process_time()
+        print(Launch.from_yaml("accelerate_configs/z3_offload.yaml").offload("param"))
+        assert time.process_time() - begun < 0.5
+        assert not {"torch", "accelerate", "deepspeed"} & set(sys.modules)
+        """
+    process = python(script)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (stdout, stderr) == ("cpu\n", "")
+
+
+def test_a_json_decides_no_precision_that_deepspeed_does_not_know():
+    json_content = {"fp8": {"enabled": False}}
+    launch = Launch({}, None, "", {}, Path("ds.json"), json_content, {"ACCELERATE_MIXED_PRECISION": "fp8"})
+    assert launch.precision[0] == "fp8"
+
+
+def test_command_line_wins(tmp_path, built):
+    path = written(tmp_path, Z2)
+    launch = seen_by_a_rank(path, "--mixed_precision", "no", "--num_processes", "1")
+    assert launch.named_precision == ("no", "--mixed_precision")
+    assert audit(TrainConfig(), launch, devices=0) == []
+
+
+def test_nvme_path_is_read_where_the_launcher_forgets_it(tmp_path):
+    section = {"zero_stage": 3, "offload_param_device": "nvme", "offload_param_nvme_path": "/fast"}
+    path = written(tmp_path, Z2 | {"deepspeed_config": section})
+    assert seen_by_a_rank(path).nvme_path("param") == Path("/fast")
+    assert seen_by_a_rank(path, "--offload_param_nvme_path", "/faster").nvme_path("param") == Path("/faster")
+    assert seen_by_a_rank(path).nvme_path("optimizer") == Path("nvme_offload")
+
+
+FIRES = {
+    "typo in the yaml": (
+        Z2 | {"deepspeed_config": {"zero_stage": 2, "zero_sage": 3}},
+        {},
+        0,
+        "did you mean zero_stage",
+    ),
+    "foreign key": (Z2 | {"deepspeed_config": {"zero_stage": 2, "colour": 1}}, {}, 0, "ignored in silence"),
+    "typo for fsdp": (DDP | {"fsdp_config": {"fsdp_reshard_after_foward": True}}, {}, 0, "reshard_after_forward"),
+    "no gather": (Z2 | {"deepspeed_config": {"zero_stage": 3}}, {}, 0, "add zero3_save_16bit_model: true"),
+    "offload too low": (
+        Z2 | {"deepspeed_config": {"zero_stage": 2, "offload_param_device": "cpu"}},
+        {},
+        0,
+        "offload_param to cpu needs stage 3",
+    ),
+    "fp16 on a CPU": (Z2 | {"mixed_precision": "fp16"}, {}, 0, "needs a GPU"),
+    "more ranks than GPUs": (Z2, {}, 1, "--num_processes 1"),
+    "FSDP 1": (DDP | {"distributed_type": "FSDP"}, {}, 2, "FSDP 1 is not supported: fsdp_version: 2"),
+    "groups of one": (HSDP | {"num_processes": 2}, {}, 2, "--num_processes 4, or another multiple of 2"),
+    "groups that cannot be equal": (HSDP | {"num_processes": 5}, {}, 5, "--num_processes 4, or another multiple of 2"),
+    "another size of a group": (
+        HSDP | {"parallelism_config": GROUPS | {"parallelism_config_dp_shard_size": 4}},
+        {},
+        4,
+        "parallelism_config_dp_shard_size 4, where 4 processes make it 2: remove it",
+    ),
+    "groups without FSDP": (DDP | {"parallelism_config": GROUPS}, {}, 2, "are FSDP's: remove them; accelerate_configs"),
+    "a size without its prefix": (
+        Z2 | {"parallelism_config": {"tp_size": 2}},
+        {},
+        0,
+        "tp_size is unknown, and would be ignored in silence: did you mean parallelism_config_tp_size?",
+    ),
+    "tensor parallelism": (
+        HSDP | {"parallelism_config": {"parallelism_config_tp_size": 2}},
+        {},
+        4,
+        "tp_size 2: tensor parallelism is not supported: fsdp2.yaml or z3.yaml share every weight",
+    ),
+    "tensor parallelism by DeepSpeed": (Z2, JSON | {"tensor_parallel": {"autotp_size": 2}}, 0, "tensor parallelism is"),
+    "context parallelism": (
+        HSDP | {"parallelism_config": {"parallelism_config_cp_size": 2}},
+        {},
+        4,
+        "context parallelism is not supported: z3_sp.yaml",
+    ),
+    "rows shared without DeepSpeed": (
+        DDP | {"parallelism_config": SP["parallelism_config"]},
+        {},
+        2,
+        "sequence parallelism is DeepSpeed's: accelerate_configs/z3_sp.yaml",
+    ),
+    "rows shared by groups that cannot be equal": (
+        SP | {"num_processes": 3},
+        {},
+        0,
+        "3 processes cannot be divided into groups of 2, which share a row: --num_processes 2, or another multiple",
+    ),
+    "rows shared by an allreduce": (
+        SP,
+        {"zero_optimization": {"stage": 3, "reduce_scatter": False}},
+        0,
+        "reduce_scatter false: DeepSpeed would scale gradients by the size of parameters: remove it",
+    ),
+    "rows shared and groups": (
+        SP | {"parallelism_config": {**SP["parallelism_config"], **GROUPS}},
+        {},
+        0,
+        "remove them: they follow from --num_processes",
+    ),
+    "fsdp on a CPU": (DDP | {"distributed_type": "FSDP"}, {}, 0, "z2.yaml or z3.yaml run on a CPU"),
+    "JSON typo": (Z2, JSON | {"gradient_cliping": 1.0}, 0, "did you mean gradient_clipping?"),
+    "JSON fp16 and bf16": (Z2, JSON | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, 0, "both enabled"),
+    "JSON optimizer": (Z2, JSON | {"optimizer": {"type": "AdamW"}}, 0, "--learning-rate"),
+    "JSON no gather": (Z2, {"zero_optimization": {"stage": 3}}, 0, "stage3_gather_16bit_weights_on_model_save: true"),
+}
+
+
+@pytest.mark.parametrize("case", FIRES)
+def test_error_fires(case, tmp_path, built):
+    content, deepspeed_json, devices, expected = FIRES[case]
+    if deepspeed_json:
+        file = written(tmp_path, deepspeed_json, "ds.json")
+        content = content | {"deepspeed_config": {"deepspeed_config_file": str(file)}}
+    found = audit(TrainConfig(), seen_by_a_rank(written(tmp_path, content)), devices)
+    assert any(expected in line for line in lines(found, "error")), found
+    with pytest.raises(UserError, match=re.escape(expected)):
+        refuse(found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({"batching": "packed"}, "--batching: under sequ"), ({"micro_batch_size": "4"}, "--micro-batch-size: under sequ")],
+)
+def test_rows_that_are_shared_are_computed_one_by_one(settings, expected, tmp_path, built):
+    launch = seen_by_a_rank(written(tmp_path, SP))
+    (line,) = lines(audit(TrainConfig(**settings), launch, devices=0), "error")
+    assert line.startswith(expected)
+    assert lines(audit(TrainConfig(batching="padded", micro_batch_size="1"), launch, devices=0), "error") == []
+
+
+def test_a_size_by_flag_that_the_launcher_would_forget_is_an_error(tmp_path, built):
+    launch = seen_by_a_rank(written(tmp_path, Z2), "--parallelism_config_sp_size", "2")
+    (line,) = lines(audit(TrainConfig(), launch, devices=0), "error")
+    assert "--parallelism_config_sp_size would be ignored in silence" in line
+
+
+def test_a_size_that_is_none_is_refused(monkeypatch):
+    variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "two"}
+    with pytest.raises(UserError, match="PARALLELISM_CONFIG_TP_SIZE is 'two': expected a number of ranks"):
+        audit(TrainConfig(), read_launch(variables, []), devices=0)
+
+
+NEWER, TESTED = "1.16.0", "1.15.4"
+
+
+@pytest.mark.parametrize(
+    ("key", "accelerate", "level", "expected"),
+    [
+        ("colour", NEWER, "warning", "is unknown to accelerate 1.15, with which accel_sft was tested: see that accel"),
+        ("colour", TESTED, "error", "is unknown, and would be ignored in silence: remove it"),
+        ("zero_sage", NEWER, "error", "is unknown, and would be ignored in silence: did you mean zero_stage?"),
+        ("zero_sage", TESTED, "error", "is unknown, and would be ignored in silence: did you mean zero_stage?"),
+    ],
+)
+def test_a_key_that_resembles_none_may_be_a_newer_accelerates(
+    key, accelerate, level, expected, tmp_path, built, monkeypatch
+):
+    launch = seen_by_a_rank(written(tmp_path, Z2 | {"deepspeed_config": {"zero_stage": 2, key: 1}}))
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: accelerate if name == "accelerate" else real(name))
+    (finding,) = audit(TrainConfig(), launch, devices=0)
+    assert finding.level == level
+    assert expected in str(finding)
+
+
+def test_the_keys_are_those_of_the_accelerate_that_is_installed():
+    """A newer one is run with before its version stands beside the list of keys."""
+    assert tuple(map(int, importlib.metadata.version("accelerate").split(".")[:2])) == auditing._ACCELERATE
+
+
+def test_all_errors_are_raised_together(tmp_path, built):
+    content = Z2 | {"deepspeed_config": {"zero_stage": 3, "zero_sage": 3}, "mixed_precision": "fp16"}
+    with pytest.raises(UserError) as raised:
+        refuse(audit(TrainConfig(), seen_by_a_rank(written(tmp_path, content)), devices=0))
+    assert len(raised.value.problems) == 3
+
+
+WARNS = {
+    "accumulation": ({"zero_stage": 2, "gradient_accumulation_steps": 4}, {}, "gradient_accumulation_steps 4 is not"),
+    "clipping": ({"zero_stage": 2, "gradient_clipping": 0.5}, {}, "--max-grad-norm 1 is"),
+    "JSON accumulation": ({}, JSON | {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps 4 is not"),
+    "JSON batch": ({}, JSON | {"train_batch_size": 64}, "train_batch_size is not used"),
+    "JSON precision": ({}, JSON | {"bf16": {"enabled": False}}, "fixes the precision to no"),
+    "JSON unlike any": ({}, JSON | {"qqqq": 1}, "ignored in silence"),
+}
+
+
+@pytest.mark.parametrize("case", WARNS)
+def test_warning_fires(case, tmp_path, built):
+    section, deepspeed_json, expected = WARNS[case]
+    if deepspeed_json:
+        section = {"deepspeed_config_file": str(written(tmp_path, deepspeed_json, "ds.json"))}
+    found = audit(TrainConfig(), seen_by_a_rank(written(tmp_path, Z2 | {"deepspeed_config": section})), devices=0)
+    assert any(expected in line for line in lines(found, "warning")), found
+    assert lines(found, "error") == []
+
+
+def test_equal_clipping_is_no_warning(tmp_path, built):
+    path = written(tmp_path, Z2 | {"deepspeed_config": {"zero_stage": 2, "gradient_clipping": 1.0}})
+    assert audit(TrainConfig(max_grad_norm=1.0), seen_by_a_rank(path), devices=0) == []
+
+
+def test_json_beats_the_command_line_only_with_an_error(tmp_path, built):
+    file = written(tmp_path, JSON | {"bf16": {"enabled": True}}, "ds.json")
+    path = written(tmp_path, Z2 | {"deepspeed_config": {"deepspeed_config_file": str(file)}})
+    found = audit(TrainConfig(), seen_by_a_rank(path, "--mixed_precision", "no"), devices=0)
+    assert any('"auto"' in line for line in lines(found, "error")), found
+
+
+def test_a_world_smaller_than_asked_for_is_an_error(tmp_path, built):
+    launch = seen_by_a_rank(written(tmp_path, DDP | {"distributed_type": "NO"}))
+    assert "2 processes asked for, 1 started" in lines(audit(TrainConfig(), launch, devices=0), "error")[0]
+
+
+def test_use_cpu_would_drop_deepspeed(tmp_path, built, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    found = audit(TrainConfig(), seen_by_a_rank(written(tmp_path, Z2)), devices=0)
+    assert "drop DeepSpeed" in lines(found, "error")[0]
+
+
+def test_use_cpu_beside_gpus_is_a_warning(tmp_path, built):
+    found = audit(TrainConfig(), seen_by_a_rank(written(tmp_path, DDP | {"use_cpu": True})), devices=2)
+    assert "CUDA_VISIBLE_DEVICES" in lines(found, "warning")[0]
+
+
+def test_old_deepspeed_is_refused(tmp_path, built, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.18.1")
+    found = audit(TrainConfig(), seen_by_a_rank(written(tmp_path, Z2)), devices=0)
+    assert "wrong ZeRO-2 gradients" in lines(found, "error")[0]
+
+
+def test_missing_tools_are_named(tmp_path, monkeypatch):
+    section = {"zero_stage": 3, "zero3_save_16bit_model": True, "offload_optimizer_device": "nvme"}
+    launch = seen_by_a_rank(written(tmp_path, Z2 | {"deepspeed_config": section}))
+    monkeypatch.setattr(deepspeed_ops.shutil, "which", lambda name: None)
+    monkeypatch.setattr(deepspeed_ops.sysconfig, "get_paths", lambda: {"include": str(tmp_path), "data": str(tmp_path)})
+    monkeypatch.setattr(deepspeed_ops.ctypes.util, "find_library", lambda name: None)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    monkeypatch.delenv("LDFLAGS", raising=False)
+    found = audit(TrainConfig(), launch, devices=0)
+    errors = "\n".join(lines(found, "error"))
+    for mend in ("install g++", "python3-dev", "pip install ninja", "libaio-dev"):
+        assert mend in errors
+    (line,) = lines(deepspeed_ops.audit_compilation(launch, 0), "note")
+    assert line.startswith("DeepSpeed compiles on first use, once per machine, cpu_adam (")
+    assert line.index("1-4 minutes") < line.index("async_io")
+    assert lines(audit(TrainConfig(), seen_by_a_rank(written(tmp_path, Z2)), devices=0), "error") == []
+
+
+@pytest.mark.parametrize(
+    ("offloaded", "needs_nvcc"),
+    [("optimizer_device: cpu", False), ("optimizer_device: nvme", True), ("param_device: nvme", True)],
+)
+def test_of_the_operators_on_gpus_only_that_of_the_disk_needs_the_cuda_toolkit(
+    tmp_path, monkeypatch, offloaded, needs_nvcc
+):
+    place, device = offloaded.split(": ")
+    section = {"zero_stage": 3, "zero3_save_16bit_model": True, f"offload_{place}": device}
+    launch = seen_by_a_rank(written(tmp_path, Z2 | {"deepspeed_config": section}))
+    which = deepspeed_ops.shutil.which
+    monkeypatch.setattr(deepspeed_ops.shutil, "which", lambda name: None if name == "nvcc" else which(name))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert ("nvcc is missing" in "\n".join(lines(audit(TrainConfig(), launch, devices=2), "error"))) is needs_nvcc
+
+
+def test_a_gpu_that_torch_does_not_see_is_an_error_unless_it_is_hidden_on_purpose(tmp_path, built, monkeypatch):
+    monkeypatch.setattr(auditing, "NVIDIA", tmp_path)
+    launch = seen_by_a_rank(written(tmp_path, DDP))
+    assert "sees none of this machine's NVIDIA GPUs" in "\n".join(lines(audit(TrainConfig(), launch, 0), "error"))
+    assert not lines(audit(TrainConfig(), launch, 2), "error")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not lines(audit(TrainConfig(), seen_by_a_rank(written(tmp_path, DDP)), 0), "error")
+
+
+def test_old_gcc_is_refused(tmp_path, monkeypatch):
+    old = tmp_path / "old-gcc"
+    old.write_text('#!/bin/sh\necho "g++ 8.5.0"\necho "Copyright (C) 2018 Free Software Foundation, Inc."\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    found = audit(TrainConfig(), seen_by_a_rank(written(tmp_path, Z2_OFFLOAD)), devices=0)
+    assert any("GCC 8" in line for line in lines(found, "error"))
+
+
+def test_a_lock_left_behind_is_removed(tmp_path, monkeypatch):
+    """torch waits for such a lock for ever: a run after a Ctrl-C in a compilation would never start."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "cpu_adam").mkdir()
+    lock = tmp_path / "cpu_adam" / "lock"
+    launch = seen_by_a_rank(written(tmp_path, Z2_OFFLOAD))
+    holder = (
+        "import os, sys, time; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print('held', flush=True); time.sleep(99)"
+    )
+    with subprocess.Popen([sys.executable, "-c", holder, str(lock)], stdout=subprocess.PIPE) as compiling:
+        assert compiling.stdout.readline() == b"held\n"
+        assert lines(deepspeed_ops.audit_compilation(launch, 0), "warning") == []  # young: this launch's other rank
+        os.utime(lock, (0, 0))
+        (line,) = lines(deepspeed_ops.audit_compilation(launch, 0), "warning")
+        assert "this run will wait for it" in line
+        compiling.kill()
+    assert lock.exists()
+    removed, announced = lines(deepspeed_ops.audit_compilation(launch, 0), "note")
+    assert "was killed and left it behind" in removed
+    assert "compiles on first use" in announced
+    assert not lock.exists()
+
+
+@pytest.mark.parametrize("whose", ["another machine", "another user", "ninja"])
+def test_a_lock_that_may_be_in_use_stays(tmp_path, monkeypatch, whose):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "cpu_adam").mkdir()
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.touch()
+    os.utime(lock, (0, 0))
+    if whose == "another machine":
+        monkeypatch.setattr(deepspeed_ops, "_LOCAL", set())
+    elif whose == "another user":
+        monkeypatch.setattr(os, "getuid", lambda: lock.stat().st_uid + 1)
+    else:
+        monkeypatch.chdir(lock.parent)
+    (line,) = lines(deepspeed_ops.audit_compilation(seen_by_a_rank(written(tmp_path, Z2_OFFLOAD)), 0), "warning")
+    assert "delete the file if no other launch is running" in line
+    assert lock.exists()
+
+
+def test_what_is_compiled_already_is_not_announced(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "cpu_adam").mkdir()
+    (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
+    launch = seen_by_a_rank(written(tmp_path, Z2_OFFLOAD))
+    assert [*deepspeed_ops.audit_compilation(launch, 0)] == []
+    assert [*deepspeed_ops.audit_compilation(seen_by_a_rank(written(tmp_path, DDP)), 0)] == []
+
+
+def test_ranks_of_torchrun_alone_are_noted(built):
+    environment = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    (line,) = lines(audit(TrainConfig(), read_launch(environment, []), devices=0), "note")
+    assert line.startswith("started without accelerate launch: 2 processes, plain data parallel, full precision")
+
+
+def test_a_launch_without_its_yaml_is_noted(built):
+    environment = {"ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    found = audit(TrainConfig(), read_launch(environment, []), devices=0)
+    assert "keys were not checked" in lines(found, "note")[0]
+
+
+def test_threads_share_the_cores(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert threads_per_process() == max(1, usable_cores() // 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads_per_process() == 3
+
+
+def test_the_ninja_beside_this_python_comes_before_the_systems(tmp_path):
+    """Another version's log is not understood, and all operators would be compiled anew."""
+    systems = tmp_path / "ninja"
+    systems.write_text("#!/bin/sh\n")
+    systems.chmod(0o755)
+    process = python(
+        """
+        import shutil
+        from accel_sft.launch.environment import prepare_environment
+        print(shutil.which("ninja"))
+        prepare_environment()
+        print(shutil.which("ninja"))
+        """,
+        PATH=os.pathsep.join((str(tmp_path), os.environ["PATH"])),
+    )
+    before, after = process.communicate(timeout=60)[0].split()
+    assert (before, after) == (str(systems), str(Path(sysconfig.get_path("scripts"), "ninja")))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "expandable_segments:True None"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native backend:native"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "None None"),
+    ],
+)
+def test_the_gpus_allocator_fills_gaps_unless_the_user_has_set_it_and_vllm_is_not_told(given, expected):
+    process = python(
+        """
+        import os
+        from accel_sft.launch.environment import prepare_environment
+        prepare_environment()
+        from accel_sft.evaluation.vllm import environment
+        print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), environment().get("PYTORCH_CUDA_ALLOC_CONF"))
+        """,
+        **given,
+    )
+    assert process.communicate(timeout=60)[0].strip() == expected
+
+
+def test_one_thread_is_kept_where_no_launcher_asked_for_it(monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert threads_per_process() == 1
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert threads_per_process() == usable_cores()
+
+
+def test_verify_engine_reports_each_difference(tmp_path, monkeypatch):
+    for name, value in seen_by_a_rank(written(tmp_path, Z2)).environment.items():
+        monkeypatch.setenv(name, value)
+    engine = SimpleNamespace(
+        bfloat16_enabled=lambda: False,
+        fp16_enabled=lambda: False,
+        zero_optimization_stage=lambda: 1,
+        gradient_clipping=lambda: 1.0,
+        gradient_accumulation_steps=lambda: 4,
+        seq_dp_world_size=1,
+    )
+    with pytest.raises(UserError) as raised:
+        verify_engine(SimpleNamespace(num_processes=2), read_launch(), engine, TrainConfig(max_grad_norm=0.5))
+    assert [line.split(":")[0] for line in raised.value.problems] == [
+        "ZeRO stage",
+        "clipping",
+        "gradient accumulation",
+        "precision",
+        "ranks",
+    ]
+
+
+def python(script, *arguments, **environment):
+    """A fresh interpreter running `script`, not yet waited for."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env={**kept, **environment}, cwd=ROOT, **pipes)
+
+
+def test_quiet_keeps_chatter_in_the_file_and_ours_on_the_terminal(tmp_path):
+    process = python(
+        """
+        import os, pathlib, subprocess, sys
+        from accel_sft.io.terminal import quiet, terminal
+        folder = pathlib.Path(sys.argv[1])
+        print("before")
+        with quiet(folder / "logs" / "rank-0.log") as ours:
+            print("from Python")
+            subprocess.run(["echo", "from a compiler"])
+            os.write(2, b"from C\\n")
+            print("ours", file=ours)
+            with quiet(folder / "inner.log"):
+                print("deeper")
+                print("ours too", file=terminal())
+            print("outer again")
+        print("after")
+        try:
+            with quiet(None):
+                print("would be lost")
+                raise RuntimeError
+        except RuntimeError:
+            pass
+        with quiet(folder / "never.log", debug=True):
+            print("debugging")
+        assert "torch" not in sys.modules
+        """,
+        tmp_path,
+    )
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert stdout.splitlines() == ["before", "ours", "ours too", "after", "debugging"]
+    assert stderr == "would be lost\n"
+    log = (tmp_path / "logs" / "rank-0.log").read_text()
+    assert sorted(filter(None, log.splitlines())) == ["from C", "from Python", "from a compiler", "outer again"]
+    assert (tmp_path / "inner.log").read_text() == "deeper\n"
+    assert not (tmp_path / "never.log").exists()
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", True), ("1", False)])
+def test_a_compilation_is_announced_by_rank_0_before_it_starts(rank, told, tmp_path):
+    path = written(tmp_path, Z2_OFFLOAD | {"num_processes": 1, "mixed_precision": "no"})
+    environment = seen_by_a_rank(path).environment
+    process = python(
+        """
+        import sys
+        from pathlib import Path
+        from accel_sft.api.config import TrainConfig
+        from accel_sft.launch.accelerator import create_accelerator
+        from accel_sft.launch.info import read_launch
+        from accel_sft.io.terminal import quiet
+        with quiet(Path(sys.argv[1], "log")):
+            create_accelerator(TrainConfig(), read_launch())
+        """,
+        tmp_path,
+        **{name: value for name, value in environment.items() if name.startswith("ACCELERATE_") or "WORLD" in name},
+        **{
+            "RANK": "0",
+            "LOCAL_RANK": rank,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        **{"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")},
+    )
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    announced = "note: DeepSpeed compiles on first use, once per machine, cpu_adam (" in stdout
+    assert announced == told, stderr
+    assert ("1-4 minutes" in stdout) == told
+
+
+def test_a_wait_is_told_with_its_seconds_and_a_short_one_is_not(monkeypatch, capsys):
+    monkeypatch.setattr(terminal, "SECONDS_OF_SILENCE", 0.05)
+    with terminal.waiting("DeepSpeed compiles cpu_adam"):
+        time.sleep(0.25)
+    with terminal.waiting("nothing"):
+        pass
+    assert capsys.readouterr().out == "DeepSpeed compiles cpu_adam: 0 s so far\n" * 2
+
+
+def test_a_lines_width_is_the_terminals_although_standard_output_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (50, 121))
+    with open(theirs, "w") as stream, open(ours, "rb"):
+        monkeypatch.setattr(terminal, "_terminal", stream)
+        assert terminal.columns() == 121
+        assert {len(line) for line in terminal.wrapped("four " * 24).splitlines()} == {119}
+
+
+LAUNCHER = ["/x/python3", "/x/bin/accelerate", "launch", "--config_file", "z 2.yaml", "-m", "accel_sft", "math"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "typed", "settings", "expected"),
+    [
+        (
+            LAUNCHER,
+            [],
+            {},
+            "/x/bin/accelerate launch --config_file 'z 2.yaml' -m accel_sft math --output-dir a --resume auto",
+        ),
+        ([], ["python", "-m", "accel_sft", "math"], {}, "python -m accel_sft math --output-dir a --resume auto"),
+        ([], ["/x/python", "bin/accel-sft", "math"], {}, "bin/accel-sft math --output-dir a --resume auto"),
+        ([], ["x", "--output-dir", "r"], {"output_dir": "r"}, "x --output-dir r --resume auto"),
+        ([], ["x", "--resume=auto", "--output-dir", "r"], {"output_dir": "r"}, "x --resume=auto --output-dir r"),
+    ],
+)
+def test_the_command_that_continues_a_run_is_the_one_that_began_it(launcher, typed, settings, expected, monkeypatch):
+    monkeypatch.setattr(describe, "launcher_command", lambda: (launcher, Path()))
+    monkeypatch.setattr(sys, "orig_argv", typed)
+    assert describe.resume_command(Path.cwd() / "a", TrainConfig(**settings)) == expected
+
+
+def test_under_torchrun_the_command_that_continues_a_run_is_torchruns(monkeypatch):
+    """Not that of one of its ranks."""
+    above = ["/x/python", "bin/torchrun", "--nproc_per_node", "2", "-m", "accel_sft", "math"]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(psutil.Process, "parents", lambda self: [SimpleNamespace(cmdline=lambda: above, cwd=os.getcwd)])
+    command = describe.resume_command(Path.cwd() / "a", TrainConfig())
+    assert command == "bin/torchrun --nproc_per_node 2 -m accel_sft math --output-dir a --resume auto"
+
+
+@pytest.mark.parametrize(("activated", "expected"), [(True, "accelerate"), (False, "{scripts}/accelerate")])
+def test_the_command_that_continues_a_run_works_in_the_shell_that_began_it(activated, expected, monkeypatch):
+    scripts = sysconfig.get_path("scripts")
+    path = [scripts, *([scripts] if activated else []), "/usr/bin"]  # the first by `prepare_environment`
+    monkeypatch.setenv("PATH", os.pathsep.join(path))
+    monkeypatch.setattr(describe, "launcher_command", lambda: ([f"{scripts}/accelerate", "launch"], Path()))
+    command = describe.resume_command(Path.cwd() / "a", TrainConfig(output_dir="a"))
+    assert command == expected.format(scripts=scripts) + " launch --resume auto"
+
+
+def test_ranks_that_would_train_alone_are_refused():
+    """FSDP on a CPU, were it not for the audit: Accelerate believes that each of two ranks is the only one."""
+    script = """
+        from accel_sft.api.config import TrainConfig
+        from accel_sft.launch.accelerator import create_accelerator
+        from accel_sft.launch.info import read_launch
+        create_accelerator(TrainConfig(), read_launch())
+        """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    fsdp = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    ranks = [python(script, LOCAL_RANK=rank, RANK=rank, **world, **fsdp) for rank in ("0", "1")]
+    for process in ranks:
+        stderr = process.communicate(timeout=120)[1]
+        assert process.returncode != 0
+        assert "each would train alone" in stderr
+
+
+RANK = """
+import json, os, sys
+from pathlib import Path
+from accel_sft.launch.environment import prepare_environment
+from accel_sft.launch.accelerator import create_accelerator, prepare_model
+from accel_sft.launch.describe import describe, launch_record
+from accel_sft.launch.info import read_launch
+from accel_sft.io.terminal import quiet
+from accel_sft.resilience.exit import ExitHandler, leave_together
+
+prepare_environment()
+from accel_sft.launch.audit import audit, refuse
+from accel_sft.api.config import TrainConfig
+
+folder = Path(sys.argv[1])
+with ExitHandler(), quiet(folder / f"rank-{os.environ['RANK']}.log"):
+    config = TrainConfig(max_grad_norm=0.25)
+    refuse(audit(config, read_launch()))
+    accelerator, launch = create_accelerator(config, read_launch())
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = prepare_model(accelerator, launch, model, optimizer, config)
+    inputs = torch.full((2, 4), 1.0 + accelerator.process_index, dtype=next(model.parameters()).dtype)
+    loss = model(inputs).float().square().mean()
+    if hasattr(model, "set_gradient_accumulation_boundary"):
+        model.set_gradient_accumulation_boundary(True)
+        model.backward(loss, scale_wrt_gas=False)
+        model.step()
+    else:
+        accelerator.backward(loss)
+        optimizer.step()
+    weights = torch.cat([weight.detach().float().flatten() for weight in model.parameters()])
+    everyone = accelerator.gather(weights[None]).tolist()
+    if accelerator.is_main_process:
+        answer = {"record": launch_record(accelerator, launch), "rows": describe(accelerator, launch, config)}
+        answer["weights"] = everyone
+        (folder / "answer.json").write_text(json.dumps(answer, allow_nan=False))
+    leave_together()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "precision"),
+    [("ddp", [], "bf16"), pytest.param("z2", ["--mixed_precision", "no"], "no", marks=pytest.mark.long)],
+)
+def test_two_real_ranks_are_one_world(name, flags, precision, tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    config_file = str(ROOT / "accelerate_configs" / f"{name}.yaml")
+    accelerate = Path(sysconfig.get_path("scripts"), "accelerate")  # also where the environment is not activated
+    done = subprocess.run(
+        [accelerate, "launch", "--config_file", config_file, "--main_process_port", "0", *flags, script, tmp_path],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    record = answer["record"]
+    assert record["processes"] == len(answer["weights"]) == 2
+    assert answer["weights"][0] == answer["weights"][1]
+    assert (record["precision"], record["yaml_path"], record["communication"]) == (precision, config_file, "gloo")
+    assert yaml.safe_load(record["yaml"]) == yaml.safe_load(Path(config_file).read_text())  # without its comments
+    assert record["threads_per_process"] == max(1, usable_cores() // 2)
+    assert ("clipping", "0.25") in [tuple(row) for row in answer["rows"]]
+    if name == "z2":
+        assert record["deepspeed_config"]["gradient_clipping"] == 0.25
+        assert record["zero_stage"] == 2
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is not set, MASTER_ADDR is not set, MASTER_PORT is not set: unset WORLD_SIZE"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is ''"),
+        ({"WORLD_SIZE": "abc", "RANK": "-1"}, "WORLD_SIZE is 'abc', RANK is '-1'"),
+    ],
+)
+def test_what_no_launcher_sets_is_refused_in_a_line(variables, told):
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | variables
+    command = [sys.executable, "-m", "accel_sft", "math", "--dry-run"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert told in done.stderr
+
+
+def test_a_precision_that_is_none_is_refused():
+    launch = read_launch({"ACCELERATE_MIXED_PRECISION": "evil"}, [])
+    (finding,) = [finding for finding in audit(TrainConfig(), launch, 0) if finding.level == "error"]
+    assert (
+        str(finding)
+        == "mixed_precision evil (ACCELERATE_MIXED_PRECISION) is unknown: --mixed_precision bf16, fp16 or no"
+    )

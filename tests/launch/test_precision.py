@@ -1,0 +1,235 @@
+"""A launch that names no precision computes in what its ranks have instructions for; what is named wins."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from types import SimpleNamespace
+
+import fsdp2_on_cpu
+import pytest
+import yaml
+from accelerate.state import AcceleratorState
+from conftest import accel_sft
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.launch import host_memory, precision
+from accel_sft.launch.audit import audit
+from accel_sft.launch.info import Launch, read_launch
+from accel_sft.tools.compare.cells import product
+from accel_sft.tools.plan.machine import machine
+from accel_sft.tools.plan.plans import launch_of
+
+BARE = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_processes": 2}
+DEEPSPEED = BARE | {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
+PROCESSORS = {
+    "AMX": ("flags\t\t: fpu avx512f avx512_bf16 amx_tile amx_bf16", ["amx_bf16", "avx512_bf16"]),
+    "AVX-512 without bf16": ("flags\t\t: fpu avx2 avx512f avx512_vnni", []),
+    "AVX2": ("flags\t\t: fpu avx2 fma", []),
+    "ARM": ("Features\t: fp asimd i8mm bf16", ["bf16"]),
+    "no word": ("model name\t: bf16 avx512_bf16", []),
+}
+
+
+@pytest.mark.parametrize("kind", PROCESSORS)
+def test_a_cpu_computes_bf16_by_its_flags(kind, tmp_path, monkeypatch):
+    text, found = PROCESSORS[kind]
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(f"processor\t: 0\n{text}\nbugs\t\t: bf16\n")
+    monkeypatch.setattr(host_memory, "SYSTEM", tmp_path)
+    assert precision.cpu_flags() == found
+    monkeypatch.setattr(host_memory, "SYSTEM", tmp_path / "macOS")
+    assert precision.cpu_flags() == []
+
+
+def launch_of_a_rank(folder, content, *flags, user="", deepspeed=None, arrived="no"):
+    """The launch as a rank reads it: a yaml, flags, a DeepSpeed JSON, and the variable that its user had set."""
+    if deepspeed is not None:
+        (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, **deepspeed}))
+        content = {**content, "deepspeed_config": {"deepspeed_config_file": str(folder / "ds.json")}}
+    (folder / "launch.yaml").write_text(yaml.safe_dump(content))
+    handed = {"ACCELERATE_MIXED_PRECISION": arrived, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    if content["distributed_type"] == "DEEPSPEED":
+        handed["ACCELERATE_USE_DEEPSPEED"] = "true"
+        handed |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(folder / "ds.json")} if deepspeed is not None else {}
+    command = ["accelerate", "launch", "--config_file", str(folder / "launch.yaml"), *flags]
+    return read_launch(handed, command, {"ACCELERATE_MIXED_PRECISION": user} if user else {})
+
+
+AUTO = {"bf16": {"enabled": "auto"}}
+NAMED = {
+    "nothing": ((BARE,), {}, None),
+    "the launcher's own no": ((DEEPSPEED,), {}, None),
+    "a flag": ((BARE, "--mixed_precision", "no"), {}, ("no", "--mixed_precision")),
+    "the yaml": ((BARE | {"mixed_precision": "no"},), {}, ("no", "launch.yaml")),
+    "a flag over the yaml": (
+        (BARE | {"mixed_precision": "no"}, "--mixed_precision", "bf16"),
+        {"arrived": "bf16"},
+        ("bf16", "--mixed_precision"),
+    ),
+    "the user's variable": ((BARE,), {"user": "bf16"}, ("bf16", "ACCELERATE_MIXED_PRECISION")),
+    "the yaml over it": ((BARE | {"mixed_precision": "no"},), {"user": "bf16"}, ("no", "launch.yaml")),
+    "JSON on": ((DEEPSPEED,), {"deepspeed": {"bf16": {"enabled": True}}}, ("bf16", "ds.json")),
+    "JSON off": ((DEEPSPEED,), {"deepspeed": {"bf16": {"enabled": False}}}, ("no", "ds.json")),
+    "JSON auto": ((DEEPSPEED,), {"deepspeed": AUTO}, None),
+    "JSON without a word": ((DEEPSPEED,), {"deepspeed": {}}, None),
+    "JSON auto and a flag": (
+        (DEEPSPEED, "--mixed_precision", "bf16"),
+        {"deepspeed": AUTO, "arrived": "bf16"},
+        ("bf16", "--mixed_precision"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_what_counts_as_named(case, tmp_path):
+    given, more, expected = NAMED[case]
+    found = launch_of_a_rank(tmp_path, *given, **more).named_precision
+    assert found == expected or (found[0], found[1].rpartition("/")[2]) == expected
+
+
+def test_a_variable_without_a_launcher_is_the_users():
+    assert read_launch({"ACCELERATE_MIXED_PRECISION": "bf16"}, []).named_precision[0] == "bf16"
+    assert read_launch({}, []).precision == ("no", "the default")
+
+
+ON_CPU, LACKS = SimpleNamespace(type="cpu"), "this CPU has no instructions for bf16"
+SETTLED = {
+    "instructions": (["amx_bf16"], None, "bf16", "this CPU has amx_bf16"),
+    "none": ([], None, "no", LACKS),
+    "none, begun in bf16": ([], "bf16", "bf16", f"the run's own; {LACKS}, and emulates it slowly"),
+    "instructions, begun in float32": (["bf16"], "no", "no", "the run's own"),
+    "begun in fp16 on a GPU": ([], "fp16", "no", LACKS),
+}
+
+
+@pytest.mark.parametrize("case", SETTLED)
+def test_what_is_chosen_and_why(case, tmp_path, monkeypatch):
+    flags, began_with, value, why = SETTLED[case]
+    monkeypatch.setattr(precision, "cpu_flags", lambda: flags)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    launch = launch_of_a_rank(tmp_path, BARE)
+    assert precision.settled(launch, ON_CPU, began_with).precision == (value, why)
+    named = launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "no"})
+    assert precision.settled(named, ON_CPU, "bf16") == named
+    alone = read_launch({}, [])
+    assert precision.settled(alone, ON_CPU).precision == ("no", "the default without accelerate launch")
+
+
+def test_machines_whose_launches_name_different_precisions_are_refused_on_every_rank(tmp_path, monkeypatch):
+    named = launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "bf16"}, arrived="bf16")
+    other = launch_of_a_rank(tmp_path, BARE)
+    told = []
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: told.extend(mine) or mine)
+    for launch in (named, other):  # a rank that named one left the other waiting for it
+        precision.settled(launch, ON_CPU)
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: told)
+    for launch in (named, other):
+        with pytest.raises(UserError, match=r"name different precisions: bf16 on .*, none on "):
+            precision.settled(launch, ON_CPU)
+
+
+def test_a_gpu_without_bf16_computes_in_float32_and_fp16_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(precision, "computes_bf16", lambda device: (False, "Tesla T4"))
+    value, why = precision.settled(launch_of_a_rank(tmp_path, BARE), SimpleNamespace(type="cuda")).precision
+    assert (value, why) == ("no", "Tesla T4 has no bf16; --mixed_precision fp16 is faster there")
+
+
+def test_naming_bf16_on_a_cpu_that_emulates_it_is_warned_of(tmp_path, monkeypatch):
+    launch = launch_of_a_rank(tmp_path, BARE | {"mixed_precision": "bf16"}, arrived="bf16")
+    monkeypatch.setattr("accel_sft.launch.audit.cpu_flags", list)
+    (found,) = [each for each in audit(TrainConfig(), launch, 0) if "bf16" in each.what]
+    assert (found.level, "--mixed_precision no" in found.mend) == ("warning", True)
+    monkeypatch.setattr("accel_sft.launch.audit.cpu_flags", lambda: ["bf16"])
+    assert not [each for each in audit(TrainConfig(), launch, 0) if "bf16" in each.what]
+
+
+def test_plan_and_compare_follow_the_machine_that_they_are_for(tmp_path, monkeypatch):
+    (tmp_path / "bare.yaml").write_text(yaml.safe_dump(BARE))
+    monkeypatch.setattr(precision, "cpu_flags", list)
+    here, there = machine(0, None, 8), machine(2, 24, 64)
+    assert launch_of(tmp_path / "bare.yaml", here).precision[0] == "no"
+    assert launch_of(tmp_path / "bare.yaml", there).precision[0] == "bf16"
+    with monkeypatch.context() as has_gpu:
+        for name, told in {"Init": None, "Shutdown": None, "DeviceGetCount": 1, "DeviceGetHandleByIndex": 0}.items():
+            has_gpu.setattr(f"pynvml.nvml{name}", lambda *_, told=told: told)
+        has_gpu.setattr("pynvml.nvmlDeviceGetCudaComputeCapability", lambda _: (9, 0))
+        assert launch_of(tmp_path / "bare.yaml", machine(0, None, 8)).precision[0] == "no"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for flags, expected in ([], "no"), (["avx512_bf16"], "bf16"):
+        monkeypatch.setattr(precision, "cpu_flags", lambda flags=flags: flags)
+        (cell,), _ = product("math", {"bare": tmp_path / "bare.yaml"}, ["2"], [], {}, [])
+        assert cell.launch["precision"] == expected
+
+
+JOB = (
+    "math",
+    "--max-steps",
+    "2",
+    "--max-number",
+    "20",
+    "--validation-examples",
+    "5",
+    "--eval-every",
+    "off",
+    "--save-every",
+    "1",
+)
+NONE = {"PLANTED_FLAGS": ""}
+
+
+def header(run):
+    """The line of the precision, as one line."""
+    words = " ".join(run.output.split())
+    return words.partition(" precision ")[2].partition(" threads per process ")[0]
+
+
+WITH_FSDP2 = pytest.param(
+    "fsdp2", marks=pytest.mark.skipif(not fsdp2_on_cpu.RUNS_HERE, reason="this torch's FSDP2 does not run on CPUs")
+)
+
+
+@pytest.mark.parametrize("yaml_name", ["ddp", "z2", WITH_FSDP2])
+def test_every_backend_computes_in_float32_where_a_rank_lacks_the_instructions(yaml_name, tmp_path):
+    environment = {"PLANTED_FLAGS": "amx_bf16", "PLANTED_FLAGS_1": ""}
+    run = accel_sft(*JOB, yaml=yaml_name, module="planted_cpu", environment=environment, run_dir=tmp_path / "run")
+    assert run.status == 0, run.output
+    assert header(run) == f"fp32 ({platform.node()}: {LACKS})"
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert record["launch"]["precision"] == "no"
+    if yaml_name == "z2":
+        assert record["launch"]["deepspeed_config"]["bf16"]["enabled"] is False
+    assert Launch.from_yaml(tmp_path / "run/launch.yaml").named_precision[0] == "no"
+
+
+def test_a_json_that_leaves_it_open_computes_in_bf16_and_its_record_names_it(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}}))
+    content = DEEPSPEED | {"deepspeed_config": {"deepspeed_config_file": str(tmp_path / "ds.json")}}
+    (tmp_path / "json.yaml").write_text(yaml.safe_dump(content))
+    given = {"module": "planted_cpu", "environment": {"PLANTED_FLAGS": "bf16"}, "run_dir": tmp_path / "run"}
+    run = accel_sft(*JOB, yaml=str(tmp_path / "json"), **given)
+    assert run.status == 0, run.output
+    assert header(run) == "bf16 (this CPU has bf16)"
+    assert "fixes the precision" not in run.output
+    written = Launch.from_yaml(tmp_path / "run/launch.yaml")
+    assert written.named_precision == ("bf16", str(tmp_path / "run/deepspeed.json"))
+
+
+def test_a_resumed_run_keeps_the_precision_that_it_began_with_and_says_so(launched, tmp_path):
+    options = {"yaml": "ddp", "module": "planted_cpu"}
+    whole = launched("begun in bf16", *JOB, **options, environment={"PLANTED_FLAGS": "bf16"})
+    shutil.copytree(whole.run_dir, folder := tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints/step-000002")
+    shutil.rmtree(folder / "final")
+    (folder / "result.json").write_text('{"status": "running"}')
+    again = {**options, "environment": NONE, "run_dir": folder}
+    refused = accel_sft(*JOB, "--resume", "auto", launcher=("--mixed_precision", "no"), **again)
+    assert refused.status != 0
+    assert "written under precision bf16, and this launch has no" in " ".join(refused.output.split())
+    resumed = accel_sft(*JOB, "--resume", "auto", **again)
+    assert resumed.status == 0, resumed.output
+    assert header(resumed) == f"bf16 (the run's own; {LACKS}, and emulates it slowly)"
+    final = [(run / "final/model.safetensors").read_bytes() for run in (whole.run_dir, folder)]
+    assert final[0] == final[1]

@@ -1,0 +1,155 @@
+"""Sequence parallelism: parts of rows, what is refused before a step, and groups beside each other."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from conftest import accel_sft, stopped
+from fsdp2_job import weights
+from places import CONFIGS, SUPPORT
+from reference_job import FP32, JOB, layout, same_curve
+from transformers import MistralConfig, MistralForCausalLM
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.batching.collate import empty
+from accel_sft.batching.layouts import Batching
+from accel_sft.batching.sequence import SequenceGroup, in_parts
+from accel_sft.batching.verify import Subject
+from accel_sft.chat.encoding import Encoded
+from accel_sft.launch import ulysses
+
+ROW = Encoded(0, list(range(10, 21)), 4)
+PADDED = Batching("padded", 2**31, rows=1)
+CPU = torch.device("cpu")
+
+
+def parts_of(batch, ranks):
+    return [SequenceGroup(ranks, rank, 1, 0).part(batch, 7) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 16])
+def test_the_parts_of_a_row_are_the_row_and_predict_its_targets_from_the_tokens_before_them(ranks):
+    whole = PADDED.batch([ROW], 7, CPU)
+    parts = parts_of(whole, ranks)
+    assert len({part.inputs["input_ids"].shape for part in parts}) == 1  # else ranks could not exchange tokens
+    ids = torch.cat([part.inputs["input_ids"] for part in parts], dim=1)[0]
+    assert ids.tolist() == [*ROW.input_ids, *[7] * (len(ids) - len(ROW.input_ids))]
+    assert torch.cat([part.inputs["position_ids"] for part in parts], dim=1)[0].tolist() == [*range(len(ids))]
+    targets, sources = [], []
+    for part in parts:
+        assert len(part.targets) == len(part.weights)
+        assert len(part.keep) == max(len(part.targets), 1)
+        targets += part.targets.tolist()
+        sources += part.inputs["input_ids"][0][part.keep[: len(part.targets)]].tolist()
+    assert targets == ROW.input_ids[4:]
+    assert sources == ROW.input_ids[3:-1]
+
+
+def test_a_forward_without_rows_has_parts_too():
+    for part in parts_of(empty(7), 4):
+        assert part.inputs["input_ids"].shape == (1, 1)
+        assert (part.keep.tolist(), len(part.targets)) == ([0], 0)
+
+
+def alone(model, ranks=2):
+    """A model on the first rank of a group whose others are missing."""
+    dimensions = SimpleNamespace(sp_size=ranks, sp_handler=SimpleNamespace())
+    accelerator = SimpleNamespace(parallelism_config=dimensions, process_index=0, num_processes=ranks)
+    accelerator.device, accelerator.mixed_precision = CPU, "no"
+    accelerator.unwrap_model = lambda model: model
+    return Subject(accelerator, model, TrainConfig().resolved({}), [ROW], 7)
+
+
+def mistral(**more):
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
+    return MistralForCausalLM(
+        MistralConfig(**shape, num_attention_heads=2, num_key_value_heads=1, **{"sliding_window": None, **more})
+    )
+
+
+def test_a_model_on_which_deepspeeds_attention_fails_is_refused(monkeypatch):
+    def fails(*_, **__):
+        raise TypeError("empty_like(): must be Tensor")  # a multimodal model's layers are told no positions
+
+    monkeypatch.setitem(ulysses._shared, "sdpa", fails)
+    monkeypatch.setattr(ulysses.ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})
+    with pytest.raises(UserError, match=r"its forward of a part of a row fails \(TypeError: empty_like.*z3.yaml"):
+        in_parts(alone(mistral()), PADDED)
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [
+        (8, "it has layers that are not of full attention (SlidingWindowLayer); train with z3.yaml"),
+        (None, "its loss in parts is not that of whole rows (off by"),  # the other rank's part is missing
+    ],
+)
+def test_a_model_whose_rows_cannot_be_cut_is_refused_before_the_first_step(window, expected):
+    with pytest.raises(UserError) as raised:
+        in_parts(alone(mistral(sliding_window=window)), PADDED)
+    (line,) = raised.value.problems
+    assert line.startswith(f"sequence parallelism over 2 ranks: the model cannot, {expected}")
+
+
+def test_attention_without_sdpa_is_refused():
+    model = mistral(attn_implementation="eager")
+    with pytest.raises(UserError, match="over 2 ranks: attention eager cannot; --attn-implementation sdpa"):
+        ulysses.prepare(alone(model).accelerator, model)
+
+
+def test_what_deepspeed_refuses_is_told_in_a_line():
+    def prepare(*_):
+        raise ValueError("Attention head count 2 is not divisible by SP size 3\nmore")
+
+    subject = alone(mistral(attn_implementation="sdpa"), ranks=3)
+    subject.accelerator.prepare = prepare
+    with pytest.raises(UserError) as raised:
+        ulysses.prepare(subject.accelerator, subject.model)
+    expected = "Attention head count 2 is not divisible by SP size 3; train with z3.yaml instead"
+    assert raised.value.problems == (f"sequence parallelism over 3 ranks: {expected}",)
+
+
+@pytest.mark.parametrize("tokens", [pytest.param(1024, marks=pytest.mark.long)])
+def test_two_ranks_that_share_a_row_keep_half_of_its_activations_each(tokens):
+    here = {"PYTHONPATH": str(SUPPORT)}
+    took = {}
+    for name in ("z3", "z3_sp"):
+        done = accel_sft(str(tokens), yaml=name, launcher=FP32, module="activations", environment=here)
+        assert done.status == 0, done.output
+        took[name] = [int(number) for number in re.search(r"kept (\d+) MiB, peak (\d+) MiB", done.output).groups()]
+    for shared, alone in zip(took["z3_sp"], took["z3"], strict=True):
+        assert 0.45 * alone < shared < 0.6 * alone, took
+
+
+# test_laws.py has the curve of one group at stage 3
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.long) for stage in (0, 2)])
+def test_groups_beside_each_other_draw_the_same_curve_and_others_go_on_from_their_checkpoints(
+    launched, tmp_path, stage
+):
+    content = yaml.safe_load((CONFIGS / "z3_sp.yaml").read_text()) | {"deepspeed_config": {"zero_stage": stage}}
+    (tmp_path / "sp.yaml").write_text(yaml.safe_dump(content))
+    arguments = (*JOB, "--save-every", "3", "--keep-checkpoints", "9", "--gradient-checkpointing")
+    four = {"yaml": str(tmp_path / "sp"), "launcher": ("--num_processes", "4", *FP32)}
+    whole = launched(f"four ranks in two groups {stage}", *arguments, **four)
+    same_curve(layout(launched, "plain").lines(), whole.lines())
+    folder = stopped(whole, tmp_path / "again", 3)
+    again = accel_sft(*arguments, "--resume", "auto", run_dir=folder, **four)
+    assert again.status == 0, again.output
+    ours, theirs = weights(folder / "final"), weights(whole.run_dir / "final")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    folder = stopped(whole, tmp_path / "other", 3)
+    other = accel_sft(*arguments, "--resume", "auto", run_dir=folder, yaml="z2", launcher=FP32)
+    assert other.status == 0, other.output
+    same_curve(layout(launched, "plain").lines(), other.lines())
+    evaluated = accel_sft(
+        "evaluate", "math", "--model", str(whole.run_dir), run_dir=tmp_path / "evaluation", yaml="z3_sp", launcher=FP32
+    )
+    assert evaluated.status == 0, evaluated.output
+    found = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"]
+    assert found["eval_loss"] == pytest.approx(whole.result()["after"]["eval_loss"], rel=1e-5)

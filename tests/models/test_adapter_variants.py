@@ -1,0 +1,432 @@
+"""How LoRA's layers are made, and what trains them: each variant learns, goes on to the same bits, and is reloaded by
+plain peft on the base as it was; what does not go together, or not under a launch, is refused."""
+
+from __future__ import annotations
+
+import json
+
+import fsdp2_on_cpu
+import pytest
+import torch
+from architectures import make
+from conftest import accel_sft, stopped
+from fsdp2_job import FP32, SHARDED
+from models import make_tiny
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from accel_sft import UserError
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.launch_limits import launch_problem
+from accel_sft.checkpoint import checkpoint
+from accel_sft.evaluation import vllm
+from accel_sft.io.run_dir import RunDir
+from accel_sft.launch.audit import audit
+from accel_sft.launch.info import read_launch
+from accel_sft.memory.closed import estimate
+from accel_sft.memory.job import AS_CONFIGURED
+from accel_sft.memory.job import Job as Planned
+from accel_sft.memory.model_config import read_shape
+from accel_sft.models.adapter_start import keep
+from accel_sft.models.load import load_model, parameter_counts
+from accel_sft.models.source import Source, find_source
+from accel_sft.training.optimizer import Stepper, new_optimizer
+
+IDS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8]])
+LORA = {"adapter": "lora", "lora_r": 4, "learning_rate": 0.01}
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "base")
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """A model with experts in one tensor, of a family for which peft adapts none by itself."""
+    return make(tmp_path_factory.mktemp("experts") / "gpt_oss", "gpt_oss")
+
+
+class Job:
+    """A small training in this process, with the package's own parts."""
+
+    def __init__(self, accelerator, base, **options):
+        start = options.pop("start", None)
+        self.config = TrainConfig(model=str(base), **options).resolved({})
+        self.model = load_model(
+            find_source(self.config), self.config, precision="no", deepspeed=False, total_steps=4, adapter_start=start
+        )
+        self.accelerator, self.optimizer = accelerator, new_optimizer(self.model, self.config)
+        self.stepper = Stepper(accelerator, self.model, self.optimizer, 1.0)
+
+    def train(self, steps):
+        self.model.train()
+        for step in steps:
+            self.stepper.backward(self.model(IDS, labels=IDS).loss)
+            self.stepper.update(step)
+
+    @torch.no_grad()
+    def logits(self):
+        return self.model.eval()(IDS).logits
+
+    def state(self):
+        """All bits: frozen weights too, which PiSSA changes."""
+        tensors = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
+        for number, values in enumerate(self.optimizer.state.values()):
+            tensors |= {f"{number} {key}": torch.as_tensor(value).clone() for key, value in values.items()}
+        return tensors
+
+
+def needs(load_in_4bit=False, optimizer="adamw", **others):
+    """Skip where what these options need is not installed: the lowest torch that is supported has no Muon."""
+    if load_in_4bit or optimizer == "adamw-8bit":
+        pytest.importorskip("bitsandbytes")
+    if optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch has no Muon")
+
+
+VARIANTS = {
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "pissa": {"lora_init": "pissa"},
+    "olora": {"lora_init": "olora"},
+    "modules of a tied model": {"lora_modules_to_save": "lm_head,norm"},
+    "pissa and modules, by muon": {"lora_init": "pissa", "lora_modules_to_save": "norm", "optimizer": "muon"},
+    "experts": {"lora_target_parameters": "mlp.experts.gate_up_proj, mlp.experts.down_proj"},
+    "qlora": {"load_in_4bit": True},
+    "qlora, dora, adamw-8bit": {"load_in_4bit": True, "use_dora": True, "optimizer": "adamw-8bit"},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_learns_goes_on_to_the_same_bits_and_is_reloaded_on_the_base_as_it_was(
+    accelerator, base, experts, tmp_path, variant
+):
+    options = LORA | VARIANTS[variant]
+    needs(**options)
+    source, run_dir = experts if variant == "experts" else base, RunDir(tmp_path)
+    original = AutoModelForCausalLM.from_pretrained(source).eval()
+    whole = Job(accelerator, source, **options)
+    if "lora_init" in options:
+        keep(whole.model, run_dir.adapter_start)
+    with torch.no_grad():
+        before = original(IDS).logits
+    quantized = {"rtol": 1, "atol": 1} if "qlora" in variant else {"rtol": 1e-3, "atol": 1e-4}
+    torch.testing.assert_close(whole.logits(), before, **quantized)  # untrained, it changes nothing
+
+    whole.train(range(2))
+    path = checkpoint.save(accelerator, whole.model, whole.optimizer, run_dir, {"step": 2}, 1)
+    whole.train(range(2, 4))
+    again = Job(accelerator, source, **options, start=run_dir.adapter_start if "lora_init" in options else None)
+    checkpoint.load(accelerator, again.model, again.optimizer, path)
+    again.train(range(2, 4))
+    ours, theirs = again.state(), whole.state()
+    assert ours.keys() == theirs.keys()
+    assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
+
+    learnt = whole.logits()
+    assert (learnt - before).abs().max() > 0.1
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    checkpoint.export(accelerator, whole.model, tokenizer, run_dir.final, "", (), run_dir.adapter_start)
+    if "qlora" in variant:
+        original = find_base_in_4bit(source)
+    plain = PeftModel.from_pretrained(original, run_dir.final).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(plain(IDS).logits, learnt, rtol=1e-3, atol=1e-4)
+        if "qlora" not in variant:
+            torch.testing.assert_close(plain.merge_and_unload()(IDS).logits, learnt, rtol=1e-3, atol=1e-3)
+
+
+def find_base_in_4bit(source):
+    config = TrainConfig(model=str(source), adapter="lora", load_in_4bit=True).resolved({})
+    return load_model(find_source(config), config, precision="no", deepspeed=False)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw-8bit"])
+def test_an_optimizer_of_all_weights_goes_on_to_the_same_bits(accelerator, base, tmp_path, optimizer):
+    needs(optimizer=optimizer)
+    whole = Job(accelerator, base, optimizer=optimizer, learning_rate=0.01)
+    whole.train(range(2))
+    path = checkpoint.save(accelerator, whole.model, whole.optimizer, RunDir(tmp_path), {"step": 2}, 1)
+    whole.train(range(2, 4))
+    again = Job(accelerator, base, optimizer=optimizer, learning_rate=0.01)
+    checkpoint.load(accelerator, again.model, again.optimizer, path)
+    again.train(range(2, 4))
+    ours, theirs = again.state(), whole.state()
+    assert ours.keys() == theirs.keys()
+    assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
+    matrices = [state for state in whole.optimizer.state.values() if "momentum_buffer" in state or "absmax1" in state]
+    assert matrices
+
+
+def test_muon_for_all_weights_that_adam_trained_is_warned_of():
+    found = audit(TrainConfig(model="some/model", optimizer="muon"), read_launch({}, []), devices=0)
+    assert [each.level for each in found if "arXiv 2605.10468" in each.what] == ["warning"]
+    for fine in ({"adapter": "lora", "model": "some/model"}, {"model": "tiny"}):
+        found = audit(TrainConfig(optimizer="muon", **fine), read_launch({}, []), devices=0)
+        assert not any("2605.10468" in each.what for each in found)
+
+
+def test_settings_of_an_adapter_without_one_are_warned_of():
+    unused = audit(TrainConfig(lora_r=32, lora_dropout=0.1), read_launch({}, []), devices=0)
+    told = [str(finding) for finding in unused if "is not used" in str(finding)]
+    assert [line.split("--", 1)[1].split()[:2] for line in told] == [["lora-r", "32"], ["lora-dropout", "0.1"]]
+    for fine in ({"adapter": "lora", "lora_r": 32}, {"lora_r": 8}):
+        assert "is not used" not in str(audit(TrainConfig(**fine), read_launch({}, []), devices=0))
+
+
+def test_muon_steps_the_matrices_of_blocks_as_torchs_own_does_and_adamw_the_rest(accelerator, base):
+    needs(optimizer="muon")
+    job = Job(accelerator, base, optimizer="muon", learning_rate=0.01)
+    names = dict(job.model.named_parameters())
+    own = {name: parameter.detach().clone().requires_grad_() for name, parameter in names.items()}
+    of_muon = [name for name, p in names.items() if p.ndim == 2 and "embed" not in name]
+    settings = {"lr": 0.01, "weight_decay": job.config.weight_decay}
+    adam = {"betas": (0.9, 0.999), "fused": True}
+    expected = [
+        torch.optim.Muon([own[name] for name in of_muon], adjust_lr_fn="match_rms_adamw", **settings),
+        torch.optim.AdamW([p for name, p in own.items() if "embed" in name], **settings, **adam),
+        torch.optim.AdamW([p for p in own.values() if p.ndim == 1], lr=0.01, weight_decay=0.0, **adam),
+    ]
+    job.stepper.backward(job.model(IDS, labels=IDS).loss)
+    torch.nn.utils.clip_grad_norm_(names.values(), 1.0)
+    for name, parameter in names.items():
+        own[name].grad = parameter.grad.clone()
+    job.optimizer.step()
+    for optimizer in expected:
+        optimizer.step()
+    assert [name for name in names if not torch.equal(names[name], own[name])] == []
+
+
+def test_a_run_whose_adapter_took_a_part_of_its_base_goes_on_and_is_evaluated_on_the_whole_base(launched, tmp_path):
+    needs(optimizer="muon")
+    job = ("math", "--max-steps", "4", "--save-every", "2", "--global-batch-size", "8", "--train-examples", "60")
+    job += ("--validation-examples", "7", "--max-new-tokens", "4", "--adapter", "lora", "--lora-init", "pissa")
+    job += ("--optimizer", "muon", "--keep-checkpoints", "3")
+    run = launched("pissa by muon", *job)
+    resumed = accel_sft(*job, "--resume", "auto", run_dir=stopped(run, tmp_path / "run", 2))
+    assert resumed.status == 0, resumed.output
+    ours, theirs = (
+        load_file(folder / "final" / "adapter_model.safetensors") for folder in (resumed.run_dir, run.run_dir)
+    )
+    assert [name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)] == []
+    saved = json.loads((run.run_dir / "final" / "adapter_config.json").read_text())
+    assert (saved["r"], saved["lora_alpha"], saved["init_lora_weights"]) == (16, 32, True)
+    done = accel_sft("evaluate", "math", "--model", str(run.run_dir), run_dir=tmp_path / "evaluation")
+    assert done.status == 0, done.output
+    found = json.loads((tmp_path / "evaluation" / "result.json").read_text())["after"]
+    assert found["eval_loss"] == pytest.approx(run.result()["after"]["eval_loss"], rel=1e-4)
+
+
+UNDER = {
+    "z2 pissa": ("z2", "--lora-init", "pissa"),
+    "z1 olora": ("z1", "--lora-init", "olora"),
+    "z2 dora": ("z2", "--use-dora"),
+    "z2 4bit": ("z2", "--load-in-4bit"),
+    "z3 rslora": ("z3", "--use-rslora", "--lora-modules-to-save", "lm_head"),
+    "fsdp2 pissa": ("fsdp2", "--lora-init", "pissa"),
+    "fsdp2 dora": ("fsdp2", "--use-dora"),
+}
+
+
+@pytest.mark.parametrize("name", [n if n == "z2 pissa" else pytest.param(n, marks=pytest.mark.long) for n in UNDER])
+def test_a_variant_that_a_launch_is_allowed_draws_the_curve_of_one_process(launched, tmp_path, name):
+    yaml, *options = UNDER[name]
+    needs(load_in_4bit="--load-in-4bit" in options)
+    job = ("math", "--max-steps", "3", "--global-batch-size", "8", "--train-examples", "60", "--save-every", "2")
+    job += ("--validation-examples", "7", "--max-new-tokens", "4", "--adapter", "lora", "--eval-every", "3", *options)
+    job += ("--keep-checkpoints", "3")
+    alone = launched(f"alone, {' '.join(options)}", *job)
+    if yaml == "fsdp2" and not fsdp2_on_cpu.RUNS_HERE:
+        pytest.skip("this torch's FSDP2 does not run on CPUs")
+    sharing = dict(SHARDED) if yaml == "fsdp2" else {"yaml": yaml, **FP32}
+    run = launched(f"variant {name}", *job, **sharing)
+    for ours, theirs in zip(run.lines(), alone.lines(), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)
+    ours, theirs = (load_file(each.run_dir / "final" / "adapter_model.safetensors") for each in (run, alone))
+    assert {key: tensor.shape for key, tensor in ours.items()} == {key: tensor.shape for key, tensor in theirs.items()}
+    after = [each.result()["after"]["eval_loss"] for each in (run, alone)]
+    assert after[0] == pytest.approx(after[1], rel=2e-5)
+    resumed = accel_sft(*job, "--resume", "auto", run_dir=stopped(run, tmp_path / "run", 2), **sharing)
+    assert resumed.status == 0, resumed.output
+    again = load_file(resumed.run_dir / "final" / "adapter_model.safetensors")
+    assert [key for key, tensor in ours.items() if not torch.equal(again[key], tensor)] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"use_dora": True}, "--use-dora: it is a property of LoRA; add --adapter lora"),
+        ({"adapter": "adalora", "lora_init": "pissa"}, "--lora-init: it is a property of LoRA"),
+        ({"adapter": "lora", "lora_init": "pissa", "use_dora": True}, "--lora-init pissa: with --use-dora its export"),
+        ({"adapter": "lora", "lora_init": "olora", "load_in_4bit": True}, "with --load-in-4bit its export"),
+        ({"adapter": "lora", "lora_target_parameters": "x", "use_dora": True}, "leave --use-dora out"),
+        ({"adapter": "lora", "lora_target_parameters": "x", "lora_dropout": 0.1}, "set --lora-dropout 0"),
+        ({"adapter": "lora", "lora_target_parameters": "x", "lora_init": "pissa"}, "--lora-init is for linear layers"),
+        ({"optimizer": "adam"}, "--optimizer adam: not one of adamw, adamw-8bit, muon"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_anything_is_loaded(options, said):
+    (problem,) = TrainConfig(**options).problems()
+    assert said in problem
+
+
+@pytest.mark.parametrize(
+    ("options", "backend", "stage", "said"),
+    [
+        ({"optimizer": "muon"}, "DEEPSPEED", 0, "--optimizer muon: it makes each update orthogonal as a whole matrix"),
+        (
+            {"optimizer": "adamw-8bit"},
+            "DEEPSPEED",
+            2,
+            "--optimizer adamw-8bit: a checkpoint has its state by parameter",
+        ),
+        ({"optimizer": "adamw-8bit"}, "FSDP", 0, "bitsandbytes steps whole parameters"),
+        ({"use_dora": True}, "DEEPSPEED", 3, "--use-dora: each forward reads whole weights"),
+        ({"lora_init": "pissa"}, "DEEPSPEED", 3, "--lora-init pissa: it takes a part out of the base's weights"),
+        ({"load_in_4bit": True}, "DEEPSPEED", 3, "--load-in-4bit: bitsandbytes computes with whole weights"),
+        ({"load_in_4bit": True}, "FSDP", 0, "in 4 bits are no shards to compute with"),
+        ({"optimizer": "muon"}, "FSDP", 0, "are rounded otherwise than those of whole ones"),
+        ({"lora_modules_to_save": "lm_head"}, "FSDP", 0, "--lora-modules-to-save: a matrix that is both"),
+        ({"lora_modules_to_save": "lm_head"}, "DEEPSPEED", 3, None),
+        ({"use_dora": True}, "DEEPSPEED", 2, None),
+        ({"lora_init": "olora"}, "FSDP", 0, None),
+        ({"load_in_4bit": True}, "DEEPSPEED", 2, None),
+        ({"optimizer": "muon"}, "MULTI_GPU", 0, None),
+    ],
+)
+def test_what_a_launch_cannot_train_is_refused_with_the_reason(options, backend, stage, said):
+    problem = launch_problem(TrainConfig(**options), backend, stage)
+    assert (problem is None) if said is None else said in problem
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lora_modules_to_save": "score"}, "--lora-modules-to-save score: no such module"),
+        ({"lora_modules_to_save": "q_proj", "lora_target_modules": "q_proj"}, "names it too; leave one out"),
+        ({"lora_init": "pissa", "lora_r": 129}, "--lora-r 129: --lora-init pissa takes at most 128 directions"),
+        ({"lora_target_parameters": "experts.up"}, "no such matrices in this model; it has no experts in one tensor"),
+    ],
+)
+def test_names_that_the_model_does_not_have_are_refused(accelerator, base, options, said):
+    with pytest.raises(UserError, match=said):
+        Job(accelerator, base, **(LORA | options))
+
+
+def test_experts_that_the_model_has_are_named_where_others_are_asked_for(accelerator, experts):
+    with pytest.raises(UserError, match=r"its experts' are mlp\.experts\.gate_up_proj, mlp\.experts\.down_proj"):
+        Job(accelerator, experts, **LORA, lora_target_parameters="experts.up")
+
+
+def test_a_part_is_taken_out_of_plain_linear_layers_only(accelerator, tmp_path):
+    """peft adapts the experts of some families in one tensor, whether they are named or not."""
+    with pytest.raises(UserError, match=r"--lora-init olora: it is for plain linear layers, and the adapter also"):
+        Job(accelerator, make(tmp_path, "mixtral"), **LORA, lora_init="olora")
+
+
+def test_an_adapter_that_is_trained_on_keeps_how_it_was_made(accelerator, base, tmp_path):
+    Job(accelerator, base, **LORA, use_dora=True, lora_modules_to_save="norm").model.save_pretrained(tmp_path)
+    same = LORA | {"use_dora": True, "lora_modules_to_save": "norm"}
+    for other, said in (
+        ({"use_dora": False}, "--use-dora False: the adapter in .* has True"),
+        ({"lora_modules_to_save": "lm_head"}, "--lora-modules-to-save lm_head: the adapter in .* has"),
+        ({"lora_init": "pissa", "use_dora": False}, "--lora-init pissa: the adapter in .* has begun"),
+    ):
+        with pytest.raises(UserError, match=said):
+            Job(accelerator, tmp_path, **(same | other))
+    assert Job(accelerator, tmp_path, **same).stepper.adapted.peft_config["default"].use_dora
+
+
+@pytest.mark.parametrize(("made", "said"), [("use_dora", "no DoRA"), ("modules_to_save", "no modules trained in full")])
+def test_what_vllm_does_not_serve_is_refused(tmp_path, made, said):
+    config = {"peft_type": "LORA", "r": 8, made: ["norm"] if made == "modules_to_save" else True}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"--generate-with vllm: it serves {said}"):
+        vllm.check(Source(str(tmp_path), str(tmp_path), str(tmp_path)))
+
+
+def counted(base, **options):
+    """The job of such a run, as `plan` sees it."""
+    config = TrainConfig(model=str(base), **options).resolved({})
+    more = {name: getattr(config, name) for name in AS_CONFIGURED}
+    launch = read_launch({}, [])
+    shape = read_shape(json.loads((base / "config.json").read_text()), "model", base)
+    return Planned(shape=shape, launch=launch, device="cpu", target_modules=config.lora_target_modules, **more)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"optimizer": "muon"},
+        LORA | {"optimizer": "muon", "lora_modules_to_save": "lm_head"},
+        LORA | {"use_dora": True},
+        LORA | {"use_rslora": True, "lora_modules_to_save": "k_proj"},
+    ],
+    ids=["full", "muon", "tied module by muon", "dora", "a module that is not adapted"],
+)
+def test_the_plan_counts_what_is_trained_and_the_optimizers_state(accelerator, base, options):
+    needs(**options)
+    job, predicted = Job(accelerator, base, **options), counted(base, **options)
+    job.train(range(1))
+    assert predicted.trained == parameter_counts(job.model)[0]
+    tensors = [value for state in job.optimizer.state.values() for key, value in state.items() if key != "step"]
+    assert predicted.moments_bytes(4) == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_the_plan_counts_experts_that_are_named(accelerator, experts):
+    options = LORA | VARIANTS["experts"]
+    assert counted(experts, **options).trained == parameter_counts(Job(accelerator, experts, **options).model)[0]
+
+
+def test_the_plan_knows_weights_in_4_bits_and_states_in_8(accelerator, base):
+    options = LORA | {"load_in_4bit": True}
+    needs(**options)
+    job, predicted = Job(accelerator, base, **options), counted(base, **options)
+    real = sum(parameter.nbytes for parameter in job.model.parameters())
+    for parameter in job.model.parameters():
+        if state := getattr(parameter, "quant_state", None):
+            real += state.absmax.nbytes + state.state2.absmax.nbytes
+    assert predicted.weights_bytes(4) == pytest.approx(real, rel=0.01)
+    job = Job(accelerator, base, optimizer="adamw-8bit")
+    job.train(range(1))
+    kept = ("state1", "state2", "absmax1", "absmax2")
+    real = sum(state[key].nbytes for state in job.optimizer.state.values() for key in kept if key in state)
+    assert counted(base, optimizer="adamw-8bit").moments_bytes(4) == pytest.approx(real, rel=0.02)
+
+
+def test_the_plan_says_what_it_does_not_know(base):
+    notes = estimate(counted(base, **LORA, use_dora=True)).notes
+    assert notes == (
+        "DoRA makes the updated weights of a layer whole in each forward: left out, --simulate counts them",
+    )
+    assert estimate(counted(base, **LORA)).notes == ()
+
+
+def test_a_torch_without_muon_says_so(accelerator, base, monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    with pytest.raises(UserError, match=r"--optimizer muon: torch .* has none; install torch 2\.9 or newer"):
+        Job(accelerator, base, optimizer="muon")
+
+
+def test_without_bitsandbytes_what_needs_it_says_so(accelerator, base, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
+    with pytest.raises(UserError, match=r"--optimizer adamw-8bit: needs bitsandbytes .*; pip install"):
+        Job(accelerator, base, optimizer="adamw-8bit")
+    with pytest.raises(UserError, match=r"--load-in-4bit: needs bitsandbytes .*; pip install"):
+        Job(accelerator, base, **LORA, load_in_4bit=True)
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "kernels-community/flash-attn3"])
+def test_attention_that_needs_a_gpu_is_refused_without_one(accelerator, base, kernel):
+    with pytest.raises(UserError, match=f"--attn-implementation {kernel}: its kernels need a GPU; leave it out"):
+        Job(accelerator, base, attn_implementation=kernel)

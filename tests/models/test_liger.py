@@ -1,0 +1,150 @@
+"""Liger's kernels: refused where they cannot run, and where a model's loss or gradients would be others with them."""
+
+from __future__ import annotations
+
+import copy
+import importlib.machinery
+import importlib.util
+import sys
+import types
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import accel_sft
+from forwards import rows
+from models import make_tiny
+from places import SUPPORT
+from reference_job import FP32, ONCE
+from transformers import AutoModelForCausalLM
+
+from accel_sft import UserError
+from accel_sft.api.config import TrainConfig
+from accel_sft.batching.autotune import Trial
+from accel_sft.models import liger
+from accel_sft.training.kernels import use_liger_kernels
+
+JOB = ("math", "--train-examples", "8", "--validation-examples", "2", "--max-steps", "2", "--global-batch-size", "2")
+JOB += ("--batching", "padded", *ONCE)
+INSTALLED = importlib.util.find_spec("liger_kernel") and importlib.util.find_spec("triton")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return AutoModelForCausalLM.from_pretrained(make_tiny(tmp_path_factory.mktemp("tiny") / "model"))
+
+
+def norm(self, hidden):
+    """RMSNorm, in the order in which a kernel computes it."""
+    return self.weight * (hidden * (hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt())
+
+
+def forgets_the_weight(self, hidden):
+    return norm(self, hidden) / self.weight.detach()
+
+
+def loses_gradients(self, hidden):
+    return norm(self, hidden.detach()) + 0 * hidden
+
+
+def is_nan(self, hidden):
+    return norm(self, hidden) * float("nan")
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """A liger-kernel whose one kernel, of RMSNorm, is the function given; it knows Qwen2 alone, as `tiny` is one."""
+
+    def install(kernel):
+        def put_in(model, *, cross_entropy, fused_linear_cross_entropy):
+            assert not cross_entropy
+            assert not fused_linear_cross_entropy
+            if kernel is None:
+                raise TypeError("Unsupported Qwen2 model type")
+            for name, module in model.named_modules():
+                if name.endswith("norm"):
+                    kernel.__module__ = "liger_kernel.transformers.rms_norm"
+                    module.forward = types.MethodType(kernel, module)
+
+        patch = types.ModuleType("liger_kernel.transformers.monkey_patch")
+        patch.MODEL_TYPE_TO_APPLY_LIGER_FN, patch._apply_liger_kernel_to_instance = {"qwen2": put_in}, put_in
+        above = types.ModuleType("liger_kernel.transformers")
+        above.monkey_patch = patch
+        for name, module in {"liger_kernel": types.ModuleType("liger_kernel"), above.__name__: above}.items():
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(liger, "device_count", lambda: 1)
+
+    return install
+
+
+def trial(model, **settings):
+    config = TrainConfig(**settings).resolved({"max_steps": 4})
+    return Trial(Accelerator(cpu=True), copy.deepcopy(model), config, rows(), 0)
+
+
+def test_what_cannot_be_is_refused_in_one_line(monkeypatch):
+    (line,) = TrainConfig(use_liger_kernel=True, compile=True).problems()
+    assert line == "--use-liger-kernel: --compile would fuse the same layers; leave one of the two out"
+    with pytest.raises(UserError, match="its kernels need a GPU; leave it out"):
+        liger.liger()
+    monkeypatch.setattr(liger, "device_count", lambda: 1)
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(UserError, match=r"needs liger-kernel \(.*\); pip install 'accel-sft\[liger\]'"):
+        liger.liger()
+
+
+def test_a_run_without_a_gpu_says_so_before_it_loads_the_model(tmp_path):
+    run = accel_sft(*JOB, "--use-liger-kernel", run_dir=tmp_path / "run")
+    assert run.status == 1
+    assert "--use-liger-kernel: its kernels need a GPU; leave it out" in run.output
+
+
+def test_kernels_that_compute_the_same_are_used_and_compared(tiny, package):
+    package(norm)
+    subject = trial(tiny)
+    line = use_liger_kernels(subject)
+    assert line.startswith("Liger's kernels compute 9 layers: the loss of ")
+    assert "of their norm" in line
+    assert subject.model.model.norm.forward.__func__ is norm
+    assert all(parameter.grad is None for parameter in subject.model.parameters())
+
+
+@pytest.mark.parametrize("kernel", [forgets_the_weight, loses_gradients, is_nan])
+def test_kernels_that_compute_another_loss_or_gradient_are_refused(tiny, package, kernel):
+    package(kernel)
+    learnt = copy.deepcopy(tiny)
+    torch.nn.init.uniform_(learnt.model.norm.weight)
+    with pytest.raises(UserError, match=r"--use-liger-kernel: .* is off by .*; leave it out"):
+        use_liger_kernels(trial(learnt))
+
+
+def test_a_family_without_kernels_and_kernels_that_do_not_fit_are_refused(tiny, package):
+    package(None)
+    with pytest.raises(UserError, match=r"do not fit this model of type qwen2 \(Unsupported Qwen2 model type\)"):
+        use_liger_kernels(trial(tiny))
+    other = copy.deepcopy(tiny)
+    other.config.model_type = "bloom"
+    with pytest.raises(UserError, match="no kernels for models of type bloom; leave it out"):
+        use_liger_kernels(trial(other))
+
+
+@pytest.mark.skipif(not INSTALLED, reason="pip install 'accel-sft[liger]'")
+@pytest.mark.parametrize(
+    ("yaml", "options"),
+    [
+        pytest.param("ddp", (), marks=pytest.mark.long),
+        pytest.param("z2", ("--adapter", "lora"), marks=pytest.mark.long),
+        pytest.param("z3", (), marks=pytest.mark.long),
+    ],
+)
+def test_its_own_kernels_in_tritons_interpreter_draw_the_same_curve(yaml, options, tmp_path):
+    job = {"yaml": yaml, "launcher": FP32}
+    plain = accel_sft(*JOB, *options, run_dir=tmp_path / "plain", **job)
+    job |= {"module": "liger_on_cpu", "real": True, "environment": {"PYTHONPATH": str(SUPPORT)}}
+    run = accel_sft(*JOB, *options, "--use-liger-kernel", run_dir=tmp_path / "run", **job)
+    assert run.status == 0, run.output[-3000:]
+    (line,) = [line for line in run.output.splitlines() if line.startswith("Liger's kernels compute ")]
+    assert ("of their norm" in line) == (yaml != "z3"), line
+    losses, expected = ([step["loss"] for step in each.lines()] for each in (run, plain))
+    assert losses == pytest.approx(expected, rel=2e-5)

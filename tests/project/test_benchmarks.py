@@ -1,0 +1,105 @@
+"""Every benchmark runs, by `--smoke`, and prints its table; other trainers too where PEERS_PYTHON names their Python.
+
+PEERS_PYTHON: an environment with benchmarks/peers.txt. What is measured is not looked at: it says nothing at that size.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+PEERS = ["--peers", os.environ["PEERS_PYTHON"]] if os.environ.get("PEERS_PYTHON") else []
+
+
+def run(script: str, *arguments: str, folder: Path) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of a benchmark; what it leaves is in `folder`."""
+    command = [sys.executable, str(BENCHMARKS / script), "--smoke", *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env={**os.environ, "TMPDIR": str(folder)}
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def table(output: str) -> list[dict[str, str]]:
+    """The rows of the one table in it, by heading; all rows have a cell for each."""
+    lines = [line for line in output.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells, output
+    headings, _, *rows = cells
+    return [dict(zip(headings, row, strict=True)) for row in rows]
+
+
+def number(cell: str) -> float:
+    """The number a cell begins with, without its unit."""
+    return float(cell.split()[0].rstrip("x%").replace(",", ""))
+
+
+@pytest.mark.parametrize(
+    ("script", "heading", "rows"),
+    [
+        ("speed.py", "real tokens/s", {"accel_sft"}),
+        pytest.param(*("batching.py", "s a step", {"the default", "shared 16"}), marks=pytest.mark.long),
+        ("precision.py", "real tokens/s", {"fp32", "bf16, ZeRO-2"}),
+        ("generation.py", "answers/s", {"accel_sft", "`generate`, 64 rows"}),
+        ("checkpoint.py", "GiB", {"by parameter", "save_state"}),
+        pytest.param(*("memory.py", "USS median", {"2,000"}), marks=pytest.mark.long),
+        pytest.param(
+            *("overhead.py", "lines: median", {"a step", "forward", "backward", "optimizer", "**ours**", "- gather"}),
+            marks=pytest.mark.long,
+        ),
+        ("startup.py", "no launcher, again", {"in all", "imports of the libraries", "layout trials"}),
+        ("gpu.py", "tokens/s", {"0.5B full"}),
+        ("plan_accuracy.py", "measured", {"20 million"}),
+        ("plan_simulation.py", "forward: simulated", {"0.5B"}),
+    ],
+)
+def test_a_benchmark_prints_its_table(script, heading, rows, tmp_path):
+    peers = PEERS if script in ("speed.py", "gpu.py") else []
+    status, output, errors = run(script, *peers, folder=tmp_path)
+    assert status == 0, output + errors
+    found = table(output)
+    first = next(iter(found[0]))
+    named = {row[first].split(" (")[0]: row for row in found}
+    assert rows <= named.keys(), output
+    for name in named if peers else rows:
+        assert number(named[name][heading]) > 0, named[name]
+    if script == "startup.py":
+        assert "never called" not in errors, errors
+    if script == "speed.py" and peers:
+        same = {row["trainer"]: number(row["first loss"]) for row in found if "packed" not in row["trainer"]}
+        assert len(same) == 4, output
+        assert max(same.values()) - min(same.values()) < 1e-4, same  # the same work is done
+
+
+def test_a_benchmark_whose_trainer_ends_by_itself_says_why_and_fails(tmp_path):
+    status, output, errors = run("startup.py", "--", "--max-steps", "none", folder=tmp_path)
+    assert status == 1
+    assert "--max-steps" in errors, errors
+    assert not output
+
+
+def test_a_part_that_is_timed_must_be_there_and_be_called(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from clock import Clock
+
+    class Step:
+        def forward(self) -> None: ...
+
+        def backward(self) -> None: ...
+
+    class Smaller(Step): ...
+
+    clock = Clock()
+    clock.time(Step, Step.forward, "forward")
+    clock.time(Step, Step.backward, "backward")
+    Step().forward()
+    assert clock.uncalled == {"backward"}
+    assert clock.lap("the end").keys() == {"(before forward)", "forward", "(before the end)"}
+    with pytest.raises(LookupError, match="'forward' cannot be timed there"):
+        clock.time(Smaller, Smaller.forward, "forward")

@@ -1,0 +1,55 @@
+"""What .ci/run takes for the lowest versions is what pyproject.toml says."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+from places import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DEPENDENCIES = [Requirement(line) for line in PROJECT["dependencies"]]
+
+
+def lowest_versions(script: Path) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+
+
+def test_each_dependency_is_tested_at_a_version_that_it_allows():
+    printed = lowest_versions(ROOT / ".ci" / "lowest_versions.py").stdout.splitlines()
+    lowest = dict(line.split("==") for line in printed)
+    assert list(lowest) == [dependency.name for dependency in DEPENDENCIES]
+    for dependency in DEPENDENCIES:
+        assert dependency.specifier.contains(lowest[dependency.name])
+        below = [bound for bound in dependency.specifier if bound.operator == ">="]
+        assert [Version(bound.version) for bound in below] == [Version(lowest[dependency.name])]
+
+
+def test_libraries_of_which_more_is_used_than_they_promise_are_bounded_above():
+    bounded = {each.name for each in DEPENDENCIES if any(bound.operator == "<" for bound in each.specifier)}
+    as_transformers_bounds_it = {"huggingface-hub"}
+    assert bounded == {"accelerate", "deepspeed", "peft", "transformers"} | as_transformers_bounds_it
+    for dependency in DEPENDENCIES:
+        assert dependency.specifier.contains(version(dependency.name), prereleases=True), "not what is tested here"
+
+
+def test_a_dependency_without_a_lower_bound_is_named(tmp_path):
+    (tmp_path / ".ci").mkdir()
+    script = shutil.copy(ROOT / ".ci" / "lowest_versions.py", tmp_path / ".ci")
+    (tmp_path / "pyproject.toml").write_text('[project]\ndependencies = ["click>=8", "torch<3"]\n')
+    done = lowest_versions(script)
+    assert done.returncode == 1
+    assert "pyproject.toml: 'torch<3' has no lower bound; write one: torch>=VERSION" in done.stderr
+
+
+def test_an_option_that_there_is_not_runs_nothing():
+    done = subprocess.run(["bash", str(ROOT / ".ci" / "run"), "--fast"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "ci: no such option: --fast (there are --all and --lowest)\n"

@@ -1,0 +1,256 @@
+"""A package imports only from those the table allows, and what must answer at once imports no torch."""
+
+import ast
+import graphlib
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from fake_plugins import accel_sft, install
+from places import ROOT
+
+PACKAGE = ROOT / "accel_sft"
+MAY_IMPORT = {
+    "api": "",
+    "io": "api",
+    "rows": "api io",
+    "launch": "api io",
+    "tracking": "api io",
+    "chat": "api io rows",
+    "testing": "api chat",
+    "resilience": "api io launch",
+    "checkpoint": "api io launch",
+    "memory": "api io launch",
+    "models": "api io launch chat",
+    "data": "api io launch rows chat",
+    "batching": "api io launch chat models",
+    "evaluation": "api io launch rows chat models batching tracking",
+    "training": "api io launch rows chat data models batching tracking evaluation resilience checkpoint memory",
+    "tools": "",
+    "tools.report": "api io tracking",
+    "tools.doctor": "api io launch",
+    "tools.check": "api io launch rows chat data models batching evaluation training",
+    "tools.compare": "api io launch models tracking tools.report",
+    "tools.plan": "api io launch models batching evaluation memory tools.compare",
+    "commands": "api io launch rows chat models batching tracking evaluation resilience training tools.check",
+    "cli": "api io launch rows models resilience commands"
+    " tools.check tools.compare tools.doctor tools.plan tools.report",
+}
+"""What each package may import. The engine imports no tool, but for the quick check that `commands` makes before it
+trains; tools import the engine."""
+FACTS = {"__version__", "__file__"}
+"""What any module may have of a bare `import accel_sft`."""
+STANDARD_LIBRARY_ONLY = (
+    "accel_sft.io.heartbeat",
+    "accel_sft.api.adapters",
+    "accel_sft.api.options",
+    "accel_sft.evaluation.vllm_script",
+    "accel_sft.io.manifest",
+    "accel_sft.training.state",
+    "accel_sft.rows.fingerprint",
+    "accel_sft.rows.json_stream",
+    "accel_sft.io.cache",
+    "accel_sft.rows.rows",
+    "accel_sft.api.task",
+    "accel_sft.api.contract",
+    "accel_sft.api.registry",
+    "accel_sft.api.task_file",
+    "accel_sft.testing",
+)
+NO_TORCH = (
+    "accel_sft.api.config",
+    "accel_sft.api.config_file",
+    "accel_sft.tracking.run_report",
+    "accel_sft.tracking.model_card",
+    "accel_sft.tools.report.page",
+    "accel_sft.models.tiny",
+    "accel_sft.tools.plan.table",
+    "accel_sft.tools.plan.command",
+    "accel_sft.cli.group",
+    "accel_sft.tools.doctor.command",
+    "accel_sft.tools.compare.command",
+    "accel_sft.commands.launch_file",
+    "accel_sft.commands.generate",
+    "accel_sft.commands.merge",
+    "accel_sft.commands.push",
+    "accel_sft.commands.new_task",
+    "accel_sft.commands.tasks",
+    "accel_sft.commands.install",
+    "accel_sft.resilience.exit",
+    "accel_sft.tools.doctor.checks",
+    "accel_sft.launch.audit",
+    "accel_sft.launch.info",
+    "accel_sft.launch.rank_environment",
+    "accel_sft.launch.deepspeed_ops",
+    "accel_sft.launch.environment",
+    "accel_sft.io.terminal",
+)
+HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "numpy", "pyarrow"}
+
+
+def modules():
+    """Dotted name below accel_sft, and file, of each module; a package by its own name."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        yield ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts), path
+
+
+def imported_by(name, source):
+    """Dotted names below accel_sft of what a module imports anywhere, functions included."""
+    known = {name for name, _ in modules()}
+    for node in ast.walk(ast.parse(source)):
+        assert not (isinstance(node, ast.ImportFrom) and node.level), f"{name}: relative import"
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "accel_sft":
+            inside = node.module.partition(".")[2]
+            for alias in node.names:
+                module = f"{inside}.{alias.name}".strip(".")
+                yield module if module in known else inside or "__init__"
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("accel_sft."))
+            yield from ("__init__" for alias in node.names if alias.name == "accel_sft" and alias.asname)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "accel_sft" and node.attr not in FACTS:
+            yield node.attr if node.attr in known else "__init__"  # behind a bare `import accel_sft`
+
+
+def package_of(name):
+    """The package of the table that a module is in: of nested ones the innermost; "" for a module of the root."""
+    parts = name.split(".")
+    return next((".".join(parts[:end]) for end in (2, 1) if ".".join(parts[:end]) in MAY_IMPORT), "")
+
+
+def not_allowed(name, source):
+    """What a module of a package imports from packages that the table does not name, and from the root."""
+    package = package_of(name)
+    allowed = {package, *MAY_IMPORT[package].split()}
+    return [other for other in imported_by(name, source) if package_of(other) not in allowed]
+
+
+def test_every_module_is_in_a_package_of_the_table():
+    folders = {".".join(path.parent.relative_to(PACKAGE).parts) for _, path in modules()}
+    assert folders == {"", *MAY_IMPORT}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_a_package_imports_only_from_those_the_table_allows(package):
+    inside = [(name, path) for name, path in modules() if package_of(name) == package]
+    found = {name: not_allowed(name, path.read_text(encoding="utf-8")) for name, path in inside}
+    assert {name: others for name, others in found.items() if others} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from accel_sft.training.claim import Lock",
+        "from accel_sft.training import claim",
+        "import accel_sft.cli.group",
+        "from accel_sft import Task",
+        "def later():\n    import accel_sft.training",
+        "import accel_sft\naccel_sft.Task",
+        "import accel_sft\naccel_sft.training.claim.Lock()",
+        "import accel_sft as package",
+    ],
+)
+def test_an_import_against_the_table_is_found(line):
+    assert not_allowed("io.files", "import json\n" + line)
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "forbidden"),
+    [
+        ("tools.report.page", "from accel_sft.tools.compare import cells", True),
+        ("tools.compare.command", "from accel_sft.tools.report import page", False),
+        ("training.trainer", "from accel_sft.tools.plan import table", True),
+        ("commands.train", "from accel_sft.tools.check.quick import quick_lines", False),
+    ],
+)
+def test_the_table_tells_one_tool_from_another(module, line, forbidden):
+    assert bool(not_allowed(module, line)) == forbidden
+
+
+def test_no_module_is_imported_by_one_that_it_imports():
+    graph = {name: set(imported_by(name, path.read_text(encoding="utf-8"))) for name, path in modules()}
+    for package in MAY_IMPORT:
+        graph.pop(package, None)  # their __init__ is a docstring
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_a_package_s_own_module_is_a_docstring_alone():
+    for name, path in modules():
+        if path.name == "__init__.py" and name not in ("__init__", "testing"):  # what authors of tasks import
+            assert [type(node) for node in ast.parse(path.read_text(encoding="utf-8")).body] == [ast.Expr], name
+
+
+def loaded_after(names):
+    assert all(importlib.util.find_spec(name) for name in names)
+    script = f"import sys; before = set(sys.modules); import {', '.join(names)}; print(*(set(sys.modules) - before))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return {name.split(".")[0] for name in result.stdout.split()}
+
+
+def test_what_a_plugin_author_imports_is_standard_library_only():
+    third_party = loaded_after(STANDARD_LIBRARY_ONLY) - sys.stdlib_module_names - {"accel_sft"}
+    assert {name for name in third_party if not name.startswith("_")} == set()
+
+
+def test_what_answers_at_once_imports_no_torch():
+    assert loaded_after(NO_TORCH) & HEAVY == set()
+
+
+BASH = {"_ACCEL_SFT_COMPLETE": "bash_complete"}
+COMMANDS = {
+    "help": ("--help", {}, "quick"),
+    "version": ("--version", {}, "accel-sft, version"),
+    "tasks": ("tasks", {}, "quick"),
+    "launch-file": ("launch-file z2", {}, "zero_stage: 2"),
+    "help of doctor": ("doctor --help", {}, "--build"),
+    "plan": ("plan quick --gpus 2 --gpu-memory 24 --host-memory 64", {}, "Recommended: ddp"),
+    "help of a task": ("quick --help", {}, "--learning-rate"),
+    "help of report": ("report --help", {}, "--output"),
+    "help of check": ("check quick --help", {}, "--strict"),
+    "help of evaluate": ("evaluate --help", {}, "quick"),
+    "completion": ("", {**BASH, "COMP_WORDS": "accel-sft q", "COMP_CWORD": "1"}, "plain,quick"),
+    "completion of options": ("", {**BASH, "COMP_WORDS": "accel-sft quick --le", "COMP_CWORD": "2"}, "--learning-rate"),
+}
+REFUSE = f"""
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name in {HEAVY!r}:
+            raise RuntimeError(name + " was imported")
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+@pytest.mark.parametrize(("command", "env", "answer"), COMMANDS.values(), ids=COMMANDS)
+def test_the_commands_that_answer_at_once_do_without_torch(tmp_path, command, env, answer):
+    install(tmp_path, "accel-sft-quick", "quick = accel_sft_quick:Good")
+    (tmp_path / "sitecustomize.py").write_text(REFUSE)
+    result = accel_sft(*command.split(), site=tmp_path, env=env)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert answer in result.stdout
+
+
+@pytest.mark.parametrize("command", ["chat", "evaluate chat --model M", "export-data chat OUT"])
+def test_rows_that_are_not_there_are_refused_without_torch(tmp_path, command):
+    (tmp_path / "sitecustomize.py").write_text(REFUSE)
+    (tmp_path / "rows.jsonl").touch()
+    result = accel_sft(
+        *command.split(), "--train-file", f"rows.jsonl,{tmp_path}/row.jsonl", site=tmp_path, cwd=tmp_path
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == (
+        f"Error: --train-file {tmp_path}/row.jsonl: cannot be read (No such file or directory); give an existing one: "
+        f"a JSON, JSONL, CSV or Parquet file; did you mean {tmp_path}/rows.jsonl?\n"
+    )
+
+
+def test_the_refusal_above_fires(tmp_path):
+    install(tmp_path, "accel-sft-quick", "quick = accel_sft_quick:Good", "import torch\n")
+    (tmp_path / "sitecustomize.py").write_text(REFUSE)
+    assert "RuntimeError: torch was imported" in accel_sft("tasks", site=tmp_path).stdout
+
+
+def test_no_module_is_longer_than_400_lines():
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules()}
+    assert {name: count for name, count in lines.items() if count > 400} == {}

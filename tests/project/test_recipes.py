@@ -1,0 +1,108 @@
+"""Each recipe is one command that ends with its tables; here with the built-in model and a step or two."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+pytestmark = pytest.mark.timeout(1200)
+RECIPES = ROOT / "recipes"
+
+
+def run(name, folder, **variables):
+    """The recipe's finished process, and by folder the comparisons that it made."""
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    given = {
+        **os.environ,
+        "PATH": path,
+        "COLUMNS": "80",
+        "OUT": str(folder),
+        "ROUNDS": "1",
+        "STEPS": "2",
+        "DISCARD": "1",
+    }
+    command = ["bash", str(RECIPES / f"{name}.sh")]
+    done = subprocess.run(command, env={**given, **variables}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {path.parent: json.loads(path.read_text()) for path in folder.rglob("comparison.json")}
+    return done.stdout, found
+
+
+def ended(record):
+    return {cell["name"]: cell["status"] for cell in record["cells"]}
+
+
+def a(tmp_path):
+    """The base stands beside the tuned model."""
+    printed, found = run("series-a", tmp_path / "a", LAUNCH="single")
+    ((folder, record),) = found.items()
+    assert ended(record) == {"single": "complete"}
+    assert "base and tuned" in printed
+    assert "## Answers (20 of 20" in (folder / "base-and-tuned" / "report.md").read_text()
+
+
+def stages(tmp_path):
+    """Launches are compared, too."""
+    _, found = run("series-a", tmp_path / "a", LAUNCH="z2,z2_offload")
+    (_, record), *_ = found.items()
+    assert ended(record) == {"z2": "complete", "z2_offload": "complete"}
+    assert record["cells"][0]["launch"]["processes"] == 2
+    assert record["cells"][1]["loss_difference"]["relative"] < 0.01
+    assert any(line.startswith("What offload costs here: z2_offload takes ") for line in record["findings"])
+
+
+def b(tmp_path):
+    """There is a cell for each launch and number of rows."""
+    _, found = run("series-b", tmp_path / "b")
+    ((_, record),) = found.items()
+    names = ("single", "ddp", "z0", "z1", "z2", "z2_offload", "z3", "z3_offload")
+    assert ended(record) == {f"{name}, micro-batch-size {rows}": "complete" for name in names for rows in (1, 32)}
+
+
+def c(tmp_path):
+    """It is told which adapter goes with ZeRO, and the memory of each phase."""
+    _, found = run("series-c", tmp_path / "c")
+    ((folder, record),) = found.items()
+    assert ended(record) == {
+        "single, adapter lora": "complete",
+        "single, adapter adalora": "complete",
+        "z2, adapter lora": "complete",
+        "z2, adapter adalora": "failed",
+        "z3, adapter lora": "complete",
+        "z3, adapter adalora": "failed",
+    }
+    assert "which DeepSpeed frees" in record["cells"][3]["reason"]
+    assert "| single, adapter lora | sharded |" in (folder / "comparison.md").read_text()
+
+
+def d(tmp_path):
+    """A trace tells what making batches takes."""
+    _, found = run("series-d", tmp_path / "d", STEPS="6")
+    assert {folder.name for folder in found} == {"math", "ner"}
+    for record in found.values():
+        assert {*ended(record).values()} == {"complete"}
+        traced = record["cells"][0]["runs"][0]["batch_share"]
+        assert traced["steps"] == 3
+        assert 0 < traced["batch_seconds"] < traced["step_seconds"]
+        assert any("Reading rows and making batches takes" in line for line in record["findings"])
+
+
+@pytest.mark.parametrize("holds", [a, *(pytest.param(series, marks=pytest.mark.long) for series in (stages, b, c, d))])
+def test_a_series_runs_to_its_tables(holds, tmp_path):
+    holds(tmp_path)
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.sh")), ids=lambda path: path.name)
+def test_a_recipe_names_itself_and_the_variables_that_it_reads(path):
+    text = path.read_text()
+    about = text.partition("\nset -euo pipefail")[0]
+    assert f"bash recipes/{path.name}" in about
+    read = {
+        name for name in ("LAUNCH", "STEPS", "ROUNDS", "DISCARD", "OUT", "TASKS", "MODEL") if f"${{{name}:-" in text
+    }
+    assert sorted(name for name in read if name not in about) == []
+    assert subprocess.run(["bash", "-n", str(path)]).returncode == 0

@@ -1,0 +1,128 @@
+"""The Chinese README and the catalogues of docs/locale say what the English text says, as far as a program can tell."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from babel.messages import Catalog
+from babel.messages.pofile import read_po
+from places import ROOT
+
+PAGES = sorted(page.stem for page in (ROOT / "docs").glob("*.md"))
+CATALOGUES = ROOT / "docs/locale/zh_CN/LC_MESSAGES"
+
+
+def _code_spans(text: str) -> Counter[str]:
+    return Counter(found[2] for found in re.finditer(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", text, re.S))
+
+
+def _links(text: str) -> Counter[str]:
+    return Counter(re.findall(r"\]\(([^)\s]+)\)", text))
+
+
+def _has_words(message: str) -> bool:
+    """Whether there is something to translate beside code and numbers."""
+    return re.search(r"[A-Za-z]{2}", re.sub(r"(`+).*?\1", "", message)) is not None
+
+
+def _catalogue(path: Path) -> Catalog:
+    with path.open("rb") as file:
+        return read_po(file, abort_invalid=True)
+
+
+def _translations(path: Path) -> dict[str, str]:
+    """The messages that are shown in Chinese: a fuzzy one was translated from another sentence, and is not."""
+    return {message.id: message.string for message in _catalogue(path) if message.id and not message.fuzzy}
+
+
+def _readme(name: str) -> tuple[list[str], str]:
+    """Its code blocks, and the rest without the link to the other language."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    blocks = r"^```.*?^```"
+    prose = re.sub(blocks, "", text, flags=re.S | re.M)
+    return re.findall(blocks, text, re.S | re.M), re.sub(r"\]\(README(\.zh-CN)?\.md\)", "]", prose)
+
+
+def test_the_chinese_readme_has_the_blocks_headings_links_and_names_of_the_english_one():
+    blocks, prose = _readme("README.md")
+    chinese_blocks, chinese = _readme("README.zh-CN.md")
+    assert len(blocks) >= 8
+    assert chinese_blocks == blocks
+    headings = re.findall(r"^#+ ", prose, re.M)
+    assert re.findall(r"^#+ ", chinese, re.M) == headings
+    assert _links(chinese) == _links(prose)
+    assert _code_spans(prose) - _code_spans(chinese) == Counter()
+
+
+def test_the_readmes_lead_to_each_other():
+    for name, other in (("README.md", "README.zh-CN.md"), ("README.zh-CN.md", "README.md")):
+        assert f"]({other})" in (ROOT / name).read_text(encoding="utf-8").partition("\n## ")[0]
+
+
+def test_every_page_is_translated_to_nine_tenths_as_it_stands_today(tmp_path):
+    command = [sys.executable, "-m", "sphinx", "-q", "-b", "gettext", "-d", str(tmp_path / "cache"), "docs"]
+    subprocess.run([*command, str(tmp_path / "messages")], cwd=ROOT, check=True, timeout=300)
+    extracted = {path.stem: path for path in (tmp_path / "messages").glob("*.pot")}
+    assert sorted(extracted) == PAGES
+    english = {}
+    for page, path in extracted.items():
+        messages = [message.id for message in _catalogue(path) if message.id and _has_words(message.id)]
+        stored = CATALOGUES / f"{page}.po"
+        translated = _translations(stored) if stored.exists() else {}
+        missing = [message for message in messages if not translated.get(message)]
+        if len(missing) > len(messages) / 10:
+            english[page] = missing
+    assert english == {}, "`make docs-messages`, then translate in docs/locale: see docs/locale/README.md"
+
+
+def test_translations_keep_code_spans_and_links():
+    wrong = {}
+    for path in CATALOGUES.glob("*.po"):
+        for message, translation in _translations(path).items():
+            kept = (_code_spans(translation), _links(translation)) == (_code_spans(message), _links(message))
+            if translation and not kept:
+                wrong[path.stem, message] = translation
+    assert wrong == {}
+
+
+def test_catalogues_belong_to_pages_and_change_with_their_text_only():
+    assert {path.stem for path in CATALOGUES.glob("*.po")} - set(PAGES) == set()
+    for path in CATALOGUES.glob("*.po"):
+        header, _, messages = path.read_text(encoding="utf-8").partition("\n\n")
+        assert re.findall(r'^"([\w-]+): ', header, re.M) == [
+            "Language",
+            "Content-Type",
+            "Content-Transfer-Encoding",
+        ], path
+        assert re.findall(r"^#(?!, ).*", header + messages, re.M) == [], path
+
+
+@pytest.mark.parametrize("build", [False, pytest.param(True, marks=pytest.mark.long)], ids=["catalogues", "pages"])
+def test_a_changed_sentence_is_shown_in_english_and_the_rest_of_its_page_in_chinese(tmp_path, build):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("_build", "*.mo"))
+    page = tmp_path / "docs/tutorial.md"
+    before, after = "Look at the data as training will read it:", "Look at the rows as training will read them:"
+    text = page.read_text(encoding="utf-8")
+    assert before in text
+    page.write_text(text.replace(before, after), encoding="utf-8")
+    for target in ("docs-messages", "docs-messages", *(["docs-zh"] if build else [])):
+        subprocess.run(["make", "-s", target, f"PYTHON={sys.executable}"], cwd=tmp_path, check=True, timeout=600)
+    for path in CATALOGUES.glob("*.po"):
+        updated = tmp_path / path.relative_to(ROOT)
+        if path.stem == "tutorial":
+            assert [message.id for message in _catalogue(updated) if message.fuzzy] == [after]
+        else:
+            assert updated.read_bytes() == path.read_bytes()
+    if not build:
+        return
+    html = (tmp_path / "docs/_build/zh/tutorial.html").read_text(encoding="utf-8")
+    assert after in html
+    assert "六条命令写出自己的任务" in html
+    assert 'href="writing-a-task.html#testing-it"' in html

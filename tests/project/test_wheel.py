@@ -1,0 +1,132 @@
+"""What a release holds, and that it works far from the checkout, which an editable installation would not show."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+import accel_sft
+
+PROJECTS = {"accel_sft": ROOT} | {f"accel_sft_{task}": ROOT / "tasks" / task for task in ("chat", "math", "ner")}
+REPORTING = ROOT / "accel_sft" / "reporting"
+LAUNCH_FILES = ROOT / "accelerate_configs"
+
+
+def run(*command, **options) -> str:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, **options)
+    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}"
+    return done.stdout
+
+
+BUILD_SDISTS = """
+import os, sys
+from setuptools import build_meta
+built, *sources = sys.argv[1:]
+for source in sources:
+    os.chdir(source)
+    build_meta.build_sdist(built)
+"""
+
+
+@pytest.fixture(scope="module")
+def sdists(tmp_path_factory) -> list[Path]:
+    """The source distributions of accel_sft and its tasks, built from copies: what a build leaves would stay in the
+    checkout."""
+    sources, built = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("sdists")
+    for name, folder in PROJECTS.items():
+        (sources / name).mkdir()
+        for path in (path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
+            shutil.copy(path, sources / name)
+        if (folder / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(folder / name, sources / name / name, symlinks=True, ignore=ignored)
+    shutil.copytree(LAUNCH_FILES, sources / "accel_sft" / LAUNCH_FILES.name)  # a link inside the package leads here
+    run(sys.executable, "-c", BUILD_SDISTS, built, *(sources / name for name in PROJECTS))
+    return sorted(built.iterdir())
+
+
+@pytest.fixture(scope="module")
+def wheels(sdists, tmp_path_factory) -> list[Path]:
+    """The wheels, built from the source distributions as `python -m build` does."""
+    built = tmp_path_factory.mktemp("wheels")
+    pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index")
+    run(*pip, "--wheel-dir", built, *sdists)
+    return sorted(built.iterdir())
+
+
+@pytest.fixture(scope="module")
+def installed(wheels, tmp_path_factory) -> Path:
+    """The scripts of an environment in which the wheels are, and from this one all else, for torch takes minutes."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False, symlinks=True)
+    paths = {name: sysconfig.get_path(name, "venv", {"base": str(folder)}) for name in ("scripts", "purelib")}
+    # .pth files in a folder that a .pth file names are not read: what is installed editable here is not found there
+    Path(paths["purelib"], "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = (Path(paths["scripts"], "python"), "-m", "pip", "install", "-q", "--no-deps", "--no-index")
+    run(*pip, "--ignore-installed", *wheels, env=outside(folder))
+    return Path(paths["scripts"])
+
+
+def outside(home: Path) -> dict[str, str]:
+    """The environment of a user with this home, who has no checkout."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ACCEL_SFT_", "HF_"))}
+    return {**kept, "HOME": str(home), "COLUMNS": "100"}
+
+
+def test_all_distributions_have_the_version_of_the_trainer(sdists, wheels):
+    version = accel_sft.__version__
+    assert [path.name for path in sdists] == [f"{name}-{version}.tar.gz" for name in PROJECTS]
+    assert [path.name for path in wheels] == [f"{name}-{version}-py3-none-any.whl" for name in PROJECTS]
+
+
+def test_the_source_distribution_holds_the_package_and_no_part_of_the_tests(sdists):
+    with tarfile.open(sdists[0]) as archive:
+        names = {Path(*Path(name).parts[1:]).as_posix() for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "accel_sft/launch_files/z2.yaml"} <= names
+    assert {name.partition("/")[0] for name in names if "/" in name} == {"accel_sft", "accel_sft.egg-info"}
+
+
+def test_wheels_hold_every_module_and_data_file(wheels):
+    held = {name for wheel in wheels for name in zipfile.ZipFile(wheel).namelist()}
+    expected = {"accel_sft_math.py"}
+    for name, folder in PROJECTS.items():
+        files = [*(folder / name).rglob("*.py"), *(folder / name).rglob("*.yaml")]
+        expected |= {path.relative_to(folder).as_posix() for path in files}
+    expected.add("accel_sft/tools/check/page.html")
+    for folder in ("page", "vega"):
+        expected |= {f"accel_sft/tools/report/{folder}/{path.name}" for path in (REPORTING / folder).iterdir()}
+    expected |= {f"accel_sft/launch_files/{path.name}" for path in LAUNCH_FILES.iterdir()}
+    assert expected - held == set()
+    assert {name for name in held if ".dist-info/" not in name} - expected == set()
+
+
+def test_an_installation_from_wheels_trains_in_an_empty_folder_with_its_own_launch_file(installed, tmp_path):
+    work, home = tmp_path / "work", tmp_path / "home"
+    work.mkdir()
+    home.mkdir()
+    user = {"cwd": work, "env": outside(home)}
+    where = "import accel_sft, accel_sft_chat, accel_sft_ner as ner; "
+    where += "print(accel_sft.__file__, accel_sft_chat.__file__, ner.__file__)"
+    for path in run(installed / "python", "-c", where, **user).split():
+        assert Path(path).is_relative_to(installed.parent)
+    assert "Usage: accel-sft" in run(installed / "accel-sft", "--help", **user)
+    tasks = run(installed / "accel-sft", "tasks", **user)
+    assert all(name in tasks for name in ("chat", "math", "ner"))
+    for path in LAUNCH_FILES.iterdir():
+        assert run(installed / "accel-sft", "launch-file", path.stem, **user) == path.read_text(encoding="utf-8")
+    assert "Recommended" in run(installed / "accel-sft", "plan", "math", "--gpus", "2", "--gpu-memory", "24", **user)
+    (work / "ddp.yaml").write_text(run(installed / "accel-sft", "launch-file", "ddp", **user))
+    launch = (installed / "python", "-m", "accelerate.commands.launch", "--config_file", "ddp.yaml")
+    short = ("--max-steps", "2", "--eval-every", "off", "--output-dir", "run")
+    run(*launch, "--main_process_port", "0", "-m", "accel_sft", "math", *short, **user)
+    assert (work / "run" / "final" / "model.safetensors").is_file()

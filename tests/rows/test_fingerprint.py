@@ -1,0 +1,210 @@
+"""A task or a function has the same fingerprint when, and only when, it would do the same; in doubt it has none."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from fake_plugins import install
+
+from accel_sft.rows import fingerprint
+from accel_sft.rows.fingerprint import code_fingerprint
+from accel_sft_math import Math
+from accel_sft_ner import Ner
+from accel_sft_ner.cluener import parse as parse_cluener
+
+TASK = """
+import dataclasses
+import functools
+from accel_sft import RowProblem
+from having.helping import PREFIX
+
+@dataclasses.dataclass
+class Thing:
+    size: int = 3
+    names: tuple = ()
+
+    @functools.cached_property
+    def computed(self):
+        return [object()]
+
+    def parse(self, row):
+        return PREFIX + row
+
+def parse(row):
+    return row
+"""
+PACKAGE = {"having/__init__.py": TASK, "having/helping.py": "PREFIX = 'a'\n", "having/data/words.txt": "a"}
+
+
+@pytest.fixture
+def having(tmp_path, monkeypatch):
+    """`having(**changes)` writes the package's files, and others beside it, and imports it anew."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def forget():
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("having", "beside")]:
+            del sys.modules[name]
+
+    def make(changes=()):
+        shutil.rmtree(tmp_path / "having", ignore_errors=True)
+        for name, source in {**PACKAGE, **dict(changes)}.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(source)
+        forget()
+        importlib.invalidate_caches()
+        return importlib.import_module("having")
+
+    yield make
+    forget()
+
+
+def of_all(module):
+    return [
+        code_fingerprint(module.Thing()),
+        code_fingerprint(module.Thing(size=4)),
+        code_fingerprint(module.Thing(names=("b",))),
+        code_fingerprint(module.Thing().parse),
+        code_fingerprint(module.parse),
+        code_fingerprint(functools.partial(module.parse, 3)),
+        code_fingerprint(functools.partial(module.parse, frozenset(["x", "y"]))),
+        code_fingerprint(module.Thing),
+    ]
+
+
+def test_values_and_every_file_of_the_package_decide(having):
+    known = of_all(having())
+    assert None not in known
+    assert len(set(known)) == len(known)
+    assert of_all(having()) == known
+    for changes in (
+        {"having/__init__.py": TASK + "\n"},
+        {"having/helping.py": "PREFIX = 'b'\n"},
+        {"having/data/words.txt": "b"},
+        {"having/data/more.txt": ""},
+        {"having/later.py": ""},  # imported by nobody, or only when a method is called
+    ):
+        assert not set(of_all(having(changes))) & set(known)
+
+
+def test_the_shipped_tasks_are_known():
+    assert None not in [code_fingerprint(task) for task in (Math(), Math()._parse, Ner(), parse_cluener)]
+
+
+def test_what_was_computed_from_the_values_does_not_count(having):
+    thing = having().Thing()
+    before = code_fingerprint(thing)
+    assert thing.computed
+    assert code_fingerprint(thing) == before
+
+
+def test_what_is_neither_a_plain_value_nor_found_by_name_has_no_fingerprint(having):
+    module = having()
+    odd, replaced = module.Thing(), module.Thing()
+    odd.something = object()
+    replaced.parse = lambda row: row
+    local = dataclasses.make_dataclass("Local", ["size"])
+    module.parse.__qualname__ = "Thing.parse"
+    in_doubt = [odd, replaced, replaced.parse, local(3), module.parse, [].append, module.Thing(size=object())]
+    assert [code_fingerprint(value) for value in in_doubt] == [None] * len(in_doubt)
+
+
+UNKNOWN = {
+    "a module beside the package": {"having/late.py": "def late():\n    import beside", "beside.py": "WORD = 'a'"},
+    "another editable package": {"having/late.py": "from accel_sft_math import Math"},
+    "a module that is not there": {"having/late.py": "import no_such_module"},
+    "a module by name": {"having/late.py": "import importlib\nlate = importlib.import_module('beside')"},
+    "its own file": {"having/late.py": "TEXT = open(__file__).read()"},
+    "a file by another name": {"having/late.py": "from io import open as given\nTEXT = given('words.txt').read()"},
+    "the environment": {"having/late.py": "from os import environ as e\nWORD = e.get('WORD')"},
+    "another process": {"having/late.py": "import subprocess\nsubprocess.call(['date'])"},
+    "the network": {"having/late.py": "import urllib.request as request"},
+    "a file by a library": {"having/late.py": "import numpy\nWORDS = numpy.load('words.npy')"},
+    "what is not Python": {"having/late.py": "import"},
+    "machine code": {"having/late.so": ""},
+    "more than is read at a start": {"having/large.bin": "x" * (3 << 20)},
+}
+
+
+@pytest.mark.parametrize("changes", UNKNOWN.values(), ids=UNKNOWN)
+def test_a_package_that_may_reach_beyond_its_files_has_no_fingerprint(having, monkeypatch, changes):
+    monkeypatch.setattr(fingerprint, "_MAX_BYTES", 2 << 20)
+    assert None not in of_all(having())
+    assert of_all(having(changes)) == [None] * 8
+
+
+def test_a_folder_elsewhere_that_a_link_leads_to_is_not_known(having, tmp_path):
+    module = having()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "having" / "linked").symlink_to(tmp_path / "elsewhere")
+    assert code_fingerprint(module.parse) is None
+
+
+LIBRARY = """
+import sys
+sys.path[:0] = {paths!r}
+import having
+from accel_sft.rows.fingerprint import code_fingerprint
+print(code_fingerprint(having.parse))
+"""
+
+
+def test_libraries_that_are_imported_count_by_the_versions_of_all_that_is_installed_with_them(having, tmp_path):
+    having({"having/late.py": "import library"})
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    install(site, "library", "", "", version="1.0")
+    (site / "library-1.0.dist-info" / "top_level.txt").write_text("library")
+    install(site, "under-the-library", "", "", version="1.0")
+
+    def known():
+        script = LIBRARY.format(paths=[str(tmp_path), str(site)])
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        return result.stdout.strip()
+
+    first = known()
+    assert len(first) == 64
+    assert known() == first
+    (site / "under_the_library-1.0.dist-info").rename(site / "under_the_library-1.1.dist-info")
+    second = known()
+    assert len({first, second}) == 2
+    (tmp_path / "library.py").write_text("")  # comes first
+    assert known() == "None"
+    (tmp_path / "library.py").unlink()
+    assert known() == second
+    (site / "library-1.0.dist-info" / "direct_url.json").write_text("{}")  # from a folder: changes, same version
+    assert known() == "None"
+    shutil.rmtree(site / "library-1.0.dist-info")  # put there by hand
+    assert known() == "None"
+
+
+def test_a_script_is_not_known(having, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        TASK + "from accel_sft.rows.fingerprint import code_fingerprint\nprint(code_fingerprint(parse))\n"
+    )
+    having()
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "None"
+
+
+def test_values_that_hold_each_other_are_in_doubt(having):
+    thing = having().Thing()
+    thing.names = [thing]
+    assert code_fingerprint(thing) is None
+
+
+def test_it_is_the_same_in_another_process_however_that_orders_its_sets(having, tmp_path):
+    module = having()
+    code = "import having; from accel_sft.rows.fingerprint import code_fingerprint as of; "
+    code += "print(of(having.Thing(), having.parse))"
+    for seed in "1234":
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert told.stdout.strip() == code_fingerprint(module.Thing(), module.parse)

@@ -1,0 +1,232 @@
+"""Rows of CSV, Parquet, compressed files and folders are those of JSON; a bad one is named by line or number."""
+
+import bz2
+import datetime
+import gzip
+import json
+import lzma
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from parsers import CALLS, answer, noting
+
+from accel_sft import UserError, read_rows
+from accel_sft.rows import formats
+from accel_sft.rows.bad_rows import Place
+from accel_sft.rows.rows import with_places
+
+TEXTS = ["1 + 4", 'two\nlines, "quoted"', "王大丫丫", ""]
+JSONL = "".join(json.dumps({"answer": text}) + "\n" for text in TEXTS).encode()
+CSV = b'answer,more\n1 + 4,x\n"two\nlines, ""quoted""",\n\n' + "王大丫丫,y\n,z\n".encode()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / ".cache"))
+
+
+def zstandard(content: bytes) -> bytes:
+    return pyarrow.compress(content, codec="zstd", asbytes=True)
+
+
+def parquet(path, rows):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
+    return path
+
+
+def written(folder):
+    """The same rows in every format, by file name."""
+    files = {
+        "a.csv": CSV,
+        "a.tsv": b"answer\tmore\n"
+        + CSV.partition(b"\n")[2]
+        .replace(b"1 + 4,x", b"1 + 4\tx")
+        .replace(b'""",', b'"""\t')
+        .replace("丫,y".encode(), "丫\ty".encode())
+        .replace(b"\n,z", b"\n\tz"),
+        "a.jsonl": JSONL,
+        "a.jsonl.gz": gzip.compress(JSONL[:9]) + gzip.compress(JSONL[9:]),
+        "a.json.bz2": bz2.compress(b"[" + b",\n".join(JSONL.splitlines()) + b"]"),
+        "a.ndjson.xz": lzma.compress(JSONL),
+        "a.JSONL.ZST": zstandard(JSONL),
+        "a.csv.gz": gzip.compress(b"\xef\xbb\xbf" + CSV.replace(b"\n", b"\r\n").replace(b"two\r\n", b"two\n")),
+    }
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    parquet(
+        folder / "a.parquet", [{"answer": text, "image": b"\xff", "day": datetime.date(2026, 1, 2)} for text in TEXTS]
+    )
+    return [*files, "a.parquet"]
+
+
+def test_every_format_has_the_same_rows_and_is_converted_once(tmp_path):
+    for name in written(tmp_path):
+        CALLS.clear()
+        assert list(read_rows(tmp_path / name, answer)) == TEXTS, name
+        checked = len(CALLS)
+        again = read_rows(tmp_path / name, answer)
+        assert len(CALLS) == (checked if name != "a.jsonl" else checked + len(TEXTS)), name
+        assert [again[-1], *again[1:3]] == [TEXTS[3], *TEXTS[1:3]]
+    assert len({read_rows(tmp_path / name, answer).fingerprint for name in written(tmp_path)}) == 9
+
+
+def test_rows_stand_at_lines_or_have_numbers(tmp_path):
+    written(tmp_path)
+    places = {
+        name: read_rows(tmp_path / name, answer).places(range(4)) for name in ("a.csv", "a.json.bz2", "a.parquet")
+    }
+    assert [place.line for place in places["a.csv"]] == [2, 3, 6, 7]
+    assert [place.line for place in places["a.json.bz2"]] == [1, 2, 3, 4]
+    assert [str(place) for place in places["a.parquet"][:2]] == [f"{tmp_path}/a.parquet row {n}" for n in (1, 2)]
+
+
+BAD = {
+    "too few fields": ("a.csv", b"answer,more\nx,y\nz\n", ":3: 1 fields, where the header has 2 (answer, more)"),
+    "not the column": ("a.csv", b"answers\nx\n", ":2: field 'answer': expected text, got NoneType"),
+    "a column twice": ("a.csv", b"answer,answer\nx,y\n", ":1: the header has the column 'answer' twice; give each"),
+    "a column unnamed": ("a.csv", b",answer\n0,y\n", ":1: the header has a column without a name"),
+    "no end of a quote": ("a.csv", b'answer\n"x\n', ":2: not CSV (unexpected end of data); the rest is unread"),
+    "a header alone": ("a.csv", b"answer\n", ": no rows; expected a header and rows"),
+    "latin-1": ("a.csv", "answer\nx\né\n".encode("latin-1"), ": not UTF-8, here or in the lines after"),
+    "a bad line": ("a.jsonl.gz", gzip.compress(JSONL + b"{}"), ":5: field 'answer': expected text, got NoneType"),
+    "cut off": ("a.jsonl.gz", gzip.compress(JSONL)[:-9], ": cannot be decompressed (Compressed file ended"),
+    "cut off, xz": ("a.jsonl.xz", lzma.compress(JSONL)[:-9], ": cannot be decompressed (Compressed file ended"),
+    "not gzip": ("a.jsonl.gz", JSONL, ": cannot be decompressed (Not a gzipped file"),
+    "not bzip2": ("a.jsonl.bz2", JSONL, ": cannot be decompressed (Invalid data stream"),
+    "not xz": ("a.jsonl.xz", JSONL, ": cannot be decompressed (Input format not supported"),
+    "not zstandard": ("a.jsonl.zst", JSONL, ": cannot be decompressed ("),
+    "not Parquet": ("a.parquet", JSONL, ": cannot be read as Parquet behind row 0 ("),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "expected"), BAD.values(), ids=BAD)
+def test_what_cannot_be_read_is_named(tmp_path, name, content, expected):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_rows(tmp_path / name, answer)
+    (problem,) = caught.value.problems
+    got = problem.removeprefix(str(tmp_path / name))
+    assert got.startswith(expected) or (expected.startswith(": not UTF-8") and expected in got)
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("xz", lzma.compress)])
+def test_a_small_file_that_holds_far_more_than_rows_do_is_refused(tmp_path, monkeypatch, suffix, compress):
+    monkeypatch.setattr(formats, "_MOST_DECOMPRESSED", 1 << 20)
+    path = tmp_path / f"rows.jsonl.{suffix}"
+    path.write_bytes(compress(b" " * (100 << 20)))
+    with pytest.raises(UserError, match=r"rows\.jsonl\..z: holds more than 200 times its size, which no rows do"):
+        read_rows(path, answer)
+
+
+def test_a_bad_row_of_parquet_is_named_by_its_number_and_bytes_are_no_text(tmp_path):
+    path = parquet(tmp_path / "a.parquet", [{"answer": text} for text in (b"1", b"2", b"\xff")])
+    with pytest.raises(UserError) as caught:
+        read_rows(path, answer)
+    assert caught.value.problems == (
+        f"{path}: row 1: field 'answer': expected text, got dict; rows 2, 3 have the same problem",
+    )
+
+
+def test_of_two_columns_of_parquet_with_one_name_none_is_lost(tmp_path):
+    texts = [pyarrow.array([text]) for text in ("1", "2")]
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(texts, names=["answer"] * 2), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="parquet: it has the column 'answer' twice; give each a name of its own"):
+        read_rows(tmp_path / "a.parquet", answer)
+
+
+def test_a_zstandard_file_that_is_cut_off_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(zstandard(JSONL * 9)[:-5])
+    with pytest.raises(UserError, match="cannot be decompressed"):
+        read_rows(path, answer)
+
+
+def test_where_nothing_can_be_kept_rows_are_converted_for_this_run_only(tmp_path, monkeypatch, capsys):
+    (tmp_path / ".cache").write_text("a file")
+    (tmp_path / "a.csv").write_bytes(CSV)
+    assert list(read_rows(tmp_path / "a.csv", answer)) == TEXTS
+    assert "rows cannot be kept here" in capsys.readouterr().out
+    assert list(read_rows(tmp_path / "a.csv", lambda row: row["answer"])) == TEXTS  # no fingerprint: nothing to find
+
+
+def test_a_folder_is_its_files_in_order(tmp_path):
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    for number, name in enumerate(["b.jsonl", "a.jsonl", "deeper/c.jsonl", ".hidden/d.jsonl", "README.md"]):
+        (tmp_path / name).write_text(f'{{"answer": "{number}"}}\n')
+    rows = read_rows(tmp_path, answer)
+    assert list(rows) == ["1", "0", "2"]
+    assert rows.places([2, 0]) == [Place(f"{tmp_path}/deeper/c.jsonl", 1), Place(f"{tmp_path}/a.jsonl", 1)]
+    assert rows[1:].fingerprint != rows.fingerprint
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    with pytest.raises(UserError) as caught:
+        read_rows(tmp_path, answer)
+    assert [problem.partition(":1:")[0] for problem in caught.value.problems] == [f"{tmp_path}/{n}.jsonl" for n in "ab"]
+
+
+def test_a_link_in_a_folder_loses_no_rows(tmp_path):
+    data = tmp_path / "data"
+    for folder, name in (("elsewhere", "a.jsonl"), ("data", "b.jsonl")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text(f'{{"answer": "{folder}"}}\n')
+    (data / "shard").symlink_to("../elsewhere")
+    (data / "again").symlink_to("../elsewhere")
+    (data / "loop").symlink_to(".")
+    assert list(read_rows(data, answer)) == ["elsewhere", "data"]
+    (data / "gone.jsonl").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"gone\.jsonl: cannot be read \(No such file or directory\)"):
+        read_rows(data, answer)
+
+
+def test_what_is_noted_and_left_out_is_counted_and_named_also_from_the_cache(tmp_path):
+    content = "".join(json.dumps({"answer": text}) + "\n" for text in ["x1", "none", *"abcdefg", "x2", *["none"] * 7])
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content.encode()))
+    for _ in range(2):
+        rows = read_rows(tmp_path / "a.jsonl.gz", noting)
+        assert list(rows) == ["x1", *"abcdefg", "x2"]
+        assert rows.notes == [
+            "2 rows with an x (lines 1, 10)",
+            "8 rows left out: nothing to learn (lines 2, 11, 12, 13, 14, and 3 more)",
+        ]
+        (left_out,) = rows.left_out()
+        assert left_out[:2] == ("nothing to learn", 8)
+        assert left_out.places[:2] == [Place(f"{tmp_path}/a.jsonl.gz", line) for line in (2, 11)]
+    (tmp_path / "b.jsonl").write_text('{"answer": "none"}\n')
+    assert read_rows(tmp_path, noting).notes[1].endswith("a.jsonl.gz:14, and 4 more)")
+    with pytest.raises(UserError, match=r"1 row left out: nothing to learn\n.*no row is left to use"):
+        read_rows(tmp_path / "b.jsonl", noting)
+
+
+def test_errors_that_name_an_example_name_its_place_too(tmp_path):
+    (tmp_path / "a.csv").write_bytes(CSV)
+    rows = read_rows(tmp_path / "a.csv", answer)
+    lines = ["train example 2: the answer is dropped", "validation example 2: no", "of train example 2"]
+    assert with_places(lines, rows, "train") == [
+        f"train example 2 ({tmp_path}/a.csv:6): the answer is dropped",
+        *lines[1:],
+    ]
+    assert with_places(lines, TEXTS, "train") == lines
+
+
+def test_held_out_rows_are_drawn_by_group_and_seed(tmp_path):
+    lines = [json.dumps({"answer": f"{n}", "group": f"{n // 3}"}) for n in range(300)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    rows = read_rows(tmp_path / "a.jsonl", noting)
+    sides = {seed: rows.held_out(30, seed) for seed in range(3)}
+    for train, held_out in sides.values():
+        assert sorted([*train, *held_out]) == sorted(rows)
+        assert len(held_out) == 30
+        assert {int(text) // 3 for text in train}.isdisjoint({int(text) // 3 for text in held_out})
+        assert train.places([5])[0].line == int(train[5]) + 1
+    assert len({tuple(held_out) for _, held_out in sides.values()}) == 3
+    assert list(rows.held_out(30, 1)[1]) == list(sides[1][1])
+    assert len({side.fingerprint for pair in sides.values() for side in pair}) == 6
+    shuffled = tmp_path / "b.jsonl"
+    shuffled.write_text("\n".join(reversed(lines)))
+    assert set(read_rows(shuffled, noting).held_out(30, 1)[1]) == set(sides[1][1]), "by content, not by place"
+    assert len(rows.held_out(1, 0)[1]) == 3, "the smallest group"
+    (tmp_path / "c.jsonl").write_text("\n".join(lines[:3]))
+    with pytest.raises(UserError, match="all rows are of one group, such as one prompt"):
+        read_rows(tmp_path / "c.jsonl", noting).held_out(1, 0)

@@ -1,0 +1,118 @@
+"""Data sets of a hub are read by the library `datasets`, which is optional, from where HF_ENDPOINT says; those of
+ModelScope are fetched by its program."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_hub import hub
+from parsers import answer
+from places import SUPPORT
+
+from accel_sft import UserError, read_rows
+from accel_sft.rows.hub import is_dataset_name
+
+CARD = b"""---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: data/train.jsonl}
+  - {split: test, path: data/test.jsonl}
+---
+"""
+ROWS = [{"question": f"What is {number}?", "answer": f"{number}"} for number in range(40)]
+FILES = {
+    "README.md": CARD,
+    "data/train.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS).encode(),
+    "data/test.jsonl": b'{"question": "What is 99?", "answer": "99"}\n',
+}
+SCRIPT = """
+import json, sys
+from parsers import answer
+from accel_sft import UserError, read_rows
+
+def tried(name):
+    try:
+        return list(read_rows(name, answer))
+    except UserError as error:
+        return str(error)
+
+rows = read_rows("org/sums", answer)
+print(json.dumps({name: tried(name) for name in sys.argv[1:]} | {"places": [str(p) for p in rows.places([0, 2])],
+                 "fingerprints": [rows.fingerprint, read_rows("org/sums:main:train", answer).fingerprint]}))
+"""
+
+
+def test_a_data_set_is_read_from_the_hub_that_hf_endpoint_names(tmp_path):
+    names = ["org/sums", "org/sums:test", "org/sums:main:test", "org/none", "org/sums:dev", "org/sums:other:test"]
+    with hub("org/sums", FILES) as address:
+        paths = os.pathsep.join([str(SUPPORT), *sys.path])
+        home = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "ACCEL_SFT_CACHE": str(tmp_path / "cache")}
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | home
+        command = [sys.executable, "-c", SCRIPT, *names]
+        done = subprocess.run(
+            command, env={**environment, "PYTHONPATH": paths}, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert found["org/sums"] == [row["answer"] for row in ROWS]
+    assert found["org/sums:test"] == found["org/sums:main:test"] == ["99"]
+    assert found["places"] == ["org/sums row 1", "org/sums row 3"]
+    assert len(set(found["fingerprints"])) == 1
+    assert "org/none: not a file or folder, and the hub gives no data set org/none, split train" in found["org/none"]
+    assert 'split dev (ValueError: Unknown split "dev"' in found["org/sums:dev"]
+    assert "write ORG/NAME:SPLIT, or ORG/NAME:CONFIG:SPLIT" in found["org/sums:other:test"]
+    assert all("\n" not in found[name] for name in names[3:])
+
+
+def fetch_of_modelscope(kind, files, folder):
+    command = [Path(sys.executable).with_name("modelscope"), "download", kind, "org/sums", "--local_dir", folder]
+    with hub("org/sums", files) as address:
+        environment = {**os.environ, "MODELSCOPE_ENDPOINT": address, "HOME": str(folder.parent)}
+        subprocess.run(command, env=environment, check=True, timeout=300)
+
+
+def test_a_model_of_modelscope_is_fetched_by_its_program(tmp_path):
+    files = {"config.json": b'{"model_type": "qwen2"}', "model.safetensors": bytes(range(256))}
+    fetch_of_modelscope("--model", files, tmp_path / "model")
+    assert {name: (tmp_path / "model" / name).read_bytes() for name in files} == files
+
+
+def test_a_data_set_of_modelscope_is_fetched_by_its_program_and_read_as_a_folder(tmp_path):
+    fetch_of_modelscope(
+        "--dataset", {**FILES, "dataset_infos.json": b'{"default": {"features": {}}}'}, tmp_path / "data"
+    )
+    assert (tmp_path / "data" / "dataset_infos.json").exists()
+    assert list(read_rows(tmp_path / "data", answer)) == ["99", *(row["answer"] for row in ROWS)]
+
+
+def test_without_the_library_a_line_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        read_rows("org/sums", answer)
+    assert caught.value.problems == (
+        "org/sums: not a file or folder; to read it as a data set of the hub: pip install datasets",
+    )
+
+
+def test_what_looks_like_a_path_is_one(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    names = ["org/name", "org/name:split", "org/name.v2:config:split"]
+    paths = [
+        "data/rows",
+        "org/rows.jsonl",
+        "org/rows.csv.gz",
+        "rows",
+        "/org/name",
+        "./org/name",
+        "a/b/c",
+        "org/name:",
+        "",
+    ]
+    assert [is_dataset_name(name) for name in names] == [True] * 3
+    assert [is_dataset_name(name) for name in paths] == [False] * 9

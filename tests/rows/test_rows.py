@@ -1,0 +1,327 @@
+"""What cannot be a row is named by file, line and field, with what was expected; nothing is guessed or dropped."""
+
+import functools
+import json
+import os
+import random
+import re
+import subprocess
+import threading
+
+import pytest
+from parsers import CALLS, answer, other_answer
+
+from accel_sft import UserError, read_rows
+from accel_sft.api.errors import what_and_where
+from accel_sft.rows import json_stream
+from accel_sft.rows import reading as row_reading
+from accel_sft.rows.rows import absent_rows, row_names
+
+
+@pytest.fixture(autouse=True, params=["held", "from the file"])
+def way(request, tmp_path, monkeypatch):
+    """Small files are held in memory; of large ones the place of each row is kept in the cache."""
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "cache"))
+    if request.param != "held":
+        monkeypatch.setattr(row_reading, "IN_MEMORY_BYTES", 0)
+    return request.param
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "rows.json"
+
+    def write(content):
+        path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+        return path
+
+    return write
+
+
+def problems(path):
+    with pytest.raises(UserError) as caught:
+        read_rows(path, answer)
+    lines = caught.value.problems
+    assert all(line.startswith(str(path)) and "\n" not in line for line in lines)
+    return [line.removeprefix(str(path)) for line in lines]
+
+
+ROWS = [{"answer": "1 + 4"}, {"answer": "王大丫丫\u2028", "more": [1.5, None, {"x": "😀"}]}]
+WELL_FORMED = {
+    "array": json.dumps(ROWS),
+    "array, indented": json.dumps(ROWS, indent=4, ensure_ascii=False),
+    "array, leading blank lines": "\n\r\n " + json.dumps(ROWS),
+    "lines": "\n".join(map(json.dumps, ROWS)),
+    "lines, not escaped": "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n",
+    "lines with CRLF and blank ones": "\r\n\r\n".join(map(json.dumps, ROWS)) + "\r\n",
+    "byte-order mark": "\ufeff" + json.dumps(ROWS),
+}
+
+
+@pytest.mark.parametrize("content", WELL_FORMED.values(), ids=WELL_FORMED)
+def test_arrays_and_lines_are_told_apart_by_content(file, content):
+    assert read_rows(file(content), answer) == [row["answer"] for row in ROWS]
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_rows_are_a_sequence_like_a_list(file, array):
+    draw = random.Random(0)
+    texts = ["".join(draw.choices('aé王😀"\\ \n', k=draw.randrange(200))) for _ in range(300)]
+    dumped = [json.dumps({"answer": text}, ensure_ascii=draw.random() < 0.5) for text in texts]
+    found = read_rows(file("[" + ",\n \n".join(dumped) + "]" if array else "\n\n".join(dumped)), answer)
+    assert list(found) == texts
+    assert found == texts
+    assert found != texts[:-1]
+    assert (len(found), found[-1], found[7]) == (300, texts[-1], texts[7])
+    assert found[250:3:-7][2:9] == texts[250:3:-7][2:9]
+    assert list(reversed(found)) == texts[::-1]
+    assert texts[5] in found
+    with pytest.raises(IndexError):
+        found[300]
+
+
+def test_the_fingerprint_is_of_the_rows_and_the_parser(file):
+    path = file('{"answer": "1"}\n{"answer": "2"}\n')
+    fingerprints = [
+        read_rows(path, answer).fingerprint,
+        read_rows(path, answer)[1:].fingerprint,
+        read_rows(path, functools.partial(other_answer, "a")).fingerprint,
+        read_rows(path, functools.partial(other_answer, "b")).fingerprint,
+        read_rows(file('{"answer": "1"}\n{"answer": "3"}\n'), answer).fingerprint,
+    ]
+    assert len(set(fingerprints)) == 5
+    assert read_rows(file('{"answer": "1"}\n{"answer": "2"}\n'), answer).fingerprint == fingerprints[0]
+    assert read_rows(path, lambda row: row["answer"]).fingerprint is None  # another lambda looks the same
+
+
+def test_a_large_file_is_checked_once(file, way, tmp_path, capsys):
+    path = file("\n".join(map(json.dumps, ROWS)))
+    CALLS.clear()
+    read_rows(path, answer)
+    assert len(CALLS) == 2
+    assert read_rows(path, answer) == [row["answer"] for row in ROWS]
+    assert len(CALLS) == (6 if way == "held" else 4)
+    if way == "held":
+        return
+    (places,) = (tmp_path / "cache").glob("rows/*/places.bin")
+    content = bytearray(places.read_bytes())
+    content[3] ^= 1
+    places.write_bytes(content)
+    CALLS.clear()
+    assert read_rows(path, answer)[0] == ROWS[0]["answer"]
+    assert len(CALLS) == 3
+    assert "damaged (places.bin has other bytes than were written); it is made again" in capsys.readouterr().out
+
+
+def test_without_a_cache_rows_are_checked_every_time(file, way, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(file("{}") / "cache"))
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(ROWS))
+    assert read_rows(path, answer) == [row["answer"] for row in ROWS]
+    assert ("rows cannot be kept here (Not a directory)" in capsys.readouterr().out) == (way != "held")
+
+
+def test_a_row_that_changes_while_it_is_in_use_is_not_taken_for_the_one_that_was_checked(file, way):
+    path = file("\n".join(map(json.dumps, ROWS)))
+    found = read_rows(path, answer)
+    os.utime(path, (0, 0))
+    assert found[0] == ROWS[0]["answer"]
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"1 + 4", b"2 + 3"))
+    if way == "held":
+        assert found[0] == ROWS[0]["answer"]
+    else:
+        with pytest.raises(UserError, match=r"rows\.json: row 1 was changed while it was in use"):
+            found[0]
+    assert found[1] == ROWS[1]["answer"]
+
+
+def test_rows_may_come_through_a_pipe(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(json.dumps(ROWS),))
+    writer.start()
+    assert read_rows(pipe, answer) == [row["answer"] for row in ROWS]
+    writer.join()
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/null"])
+def test_a_device_is_refused(path):
+    with pytest.raises(UserError, match=f"{path}: a device, not a file; give a JSON, JSONL, CSV or Parquet file"):
+        read_rows(path, answer)
+
+
+def test_a_pipe_without_an_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(row_reading, "MAX_PIPED_BYTES", 2**20)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["sh", "-c", f"exec cat /dev/zero > {pipe}"]) as endless:
+        with pytest.raises(UserError, match="more than 1 MiB come through a pipe"):
+            read_rows(pipe, answer)
+        endless.kill()
+
+
+MALFORMED_LINES = {
+    "field missing": ("{}", ":2: field 'answer': expected text, got NoneType"),
+    "field of a wrong type": ('{"answer": 3}', ":2: field 'answer': expected text, got int"),
+    "not an object": ("[1]", ":2: expected a JSON object, got list"),
+    "a bare word": ("answer", ":2: not JSON at column 1: Expecting value"),
+    "cut off": ('{"answer": "1', ":2: not JSON at column 12: Unterminated string starting at"),
+    "single quotes": (
+        "{'answer': '1'}",
+        ":2: not JSON at column 2: Expecting property name enclosed in double quotes",
+    ),
+    "two objects": ('{"answer": "1"} {"answer": "2"}', ":2: not JSON at column 17: Extra data"),
+    "key twice": ('{"answer": "1", "answer": "2"}', ":2: field 'answer': expected each key once, it stands here twice"),
+    "key twice, inside": ('{"answer": "1", "x": {"y": 1, "y": 2}}', ":2: field 'y': expected each key once"),
+    "NaN": ('{"answer": "1", "x": NaN}', ":2: NaN is not JSON; use null or a number"),
+    "-Infinity": ('{"answer": "1", "x": [-Infinity]}', ":2: -Infinity is not JSON; use null or a number"),
+    "half a surrogate pair": (r'{"answer": "\ud83d"}', ":2: a lone surrogate (\\ud800-\\udfff) is not text; remove it"),
+    "half a surrogate pair in a key": (r'{"answer": "1", "\ude00": 1}', ":2: a lone surrogate"),
+    "nested too deeply": ('{"answer": "1", "x": ' + "[" * 120 + "]" * 120 + "}", ":2: nested too deeply"),
+    "nested beyond reading": ('{"answer": "1", "x": ' + "[" * 200_000 + "]" * 200_000 + "}", ":2: nested too deeply"),
+    "control character": ('{"answer": "a\tb"}', ":2: not JSON at column 14: Invalid control character at"),
+    "a number too long to read": ('{"answer": "1", "x": ' + "9" * 5000 + "}", ":2: Exceeds the limit"),
+}
+
+
+@pytest.mark.parametrize(("line", "expected"), MALFORMED_LINES.values(), ids=MALFORMED_LINES)
+def test_a_malformed_line_is_named_and_the_others_are_read_on(file, line, expected):
+    content = '{"answer": "first"}\n' + line + '\n\n{"answer": 4.5}\n'
+    first, last = problems(file(content))
+    assert first.startswith(expected)
+    assert last == ":4: field 'answer': expected text, got float"
+
+
+MALFORMED_ELEMENTS = {
+    name: case
+    for name, case in MALFORMED_LINES.items()
+    if name.startswith(("field", "not an object", "key", "NaN", "-Inf", "half", "nested too"))
+}
+
+
+def test_rows_of_an_array_on_one_line_are_told_apart(file):
+    assert problems(file(b'[{"answer": "a"}, {"answer": 1}, {"answer": "b"}, 5]'))[:2] == [
+        ":1: row 2: field 'answer': expected text, got int",
+        ":1: row 4: expected a JSON object, got int",
+    ]
+
+
+@pytest.mark.parametrize(("element", "expected"), MALFORMED_ELEMENTS.values(), ids=MALFORMED_ELEMENTS)
+def test_a_malformed_element_is_named_by_its_own_line_and_the_others_are_read_on(file, element, expected):
+    content = '[{"answer": "first"},\n' + element + ',\n\n{"answer": 4.5}\n]'
+    first, last = problems(file(content))
+    assert first.startswith(expected)
+    assert last == ":4: field 'answer': expected text, got float"
+
+
+BROKEN_ARRAYS = {
+    "comma missing": ('[{"answer": "1"}\n{"answer": "2"}]', ":2: expected ',' or ']' here; is the file cut off?"),
+    "cut off after an element": ('[{"answer": "1"}\n', ":2: expected ',' or ']' here; is the file cut off?"),
+    "cut off inside": (
+        '[{"answer": "1"},\n{"answer":\n "2',
+        ":3: not JSON at column 2: Unterminated string starting at; the rest is unread",
+    ),
+    "cut off after a comma": ('[{"answer": "1"},\n', ":2: not JSON at column 1: Expecting value; the rest is unread"),
+    "comma at the end": ('[{"answer": "1"},\n]', ":2: a comma before ']' announces a row that is not there"),
+    "comma twice": (
+        '[{"answer": "1"},\n,{"answer": "1"}]',
+        ":2: not JSON at column 1: Expecting value; the rest is unread",
+    ),
+    "text behind": ('[{"answer": "1"}]\n[]', ":1: text after the end of the array: '[]'"),
+    "never closed": ("[", ":1: not JSON at column 2: Expecting value; the rest is unread"),
+    "nested beyond reading": ("\n" + "[" * 200_000, ":2: nested too deeply; the rest is unread"),
+}
+
+
+@pytest.mark.parametrize(("content", "expected"), BROKEN_ARRAYS.values(), ids=BROKEN_ARRAYS)
+def test_a_broken_array_says_where_reading_ended(file, content, expected):
+    (problem,) = problems(file(content))
+    assert problem.startswith(expected)
+
+
+def test_the_first_twenty_are_told_and_the_rest_counted(file):
+    told = problems(file("".join(f'{{"k{line}": 1, "k{line}": 2}}\n' for line in range(1, 24))))
+    assert told[:20] == [
+        f":{line}: field 'k{line}': expected each key once, it stands here twice" for line in range(1, 21)
+    ]
+    assert told[20:] == [": and 3 more bad rows; nothing was trained"]
+
+
+def test_a_problem_that_many_rows_have_is_told_once(file):
+    missing = "field 'answer': expected text, got NoneType"
+    assert problems(file("{}\n" * 1234)) == [
+        f":1: {missing}; lines 2, 3, 4, 5, 6, and 1,228 more have the same problem"
+    ]
+    assert problems(file('{}\n{"answer": 1}\n{}\n')) == [
+        f":1: {missing}; line 3 has the same problem",
+        ":2: field 'answer': expected text, got int",
+    ]
+    assert problems(file('[{"answer": "a"}, {}, {}, {}]')) == [
+        f":1: row 2: {missing}; row 3, row 4 have the same problem"
+    ]
+
+
+@pytest.mark.parametrize("content", ["", "  \n\n", "[]", " [ ] "])
+def test_a_file_without_rows_is_refused(file, content):
+    (problem,) = problems(file(content))
+    assert problem == ": no rows; expected a JSON array of objects or one JSON object per line"
+
+
+def test_bytes_that_are_not_utf8_are_named_by_line(file):
+    (problem,) = problems(file('{"answer": "1"}\n{"answer": "é"}\n'.encode("latin-1")))
+    assert problem.startswith(":2: not UTF-8")
+
+
+def test_an_error_that_passes_through_the_reader_names_the_caller_s_line(file):
+    rows = read_rows(file('{"answer": "1"}'), answer)
+    with pytest.raises(TypeError) as caught:
+        rows["first"]
+    assert re.search(rf"\({re.escape(__file__)}:\d+\)$", what_and_where(caught.value))
+
+
+def test_a_line_without_an_end_is_refused(file, monkeypatch):
+    monkeypatch.setattr(json_stream, "MAX_ROW_BYTES", 1 << 20)
+    longest = json.dumps({"answer": "a" * ((1 << 20) - 15)}) + "\n"
+    assert len(longest) == 1 << 20
+    assert len(read_rows(file(longest), answer)) == 1
+    assert problems(file(longest + " " * (1 << 21))) == [":2: a line of more than 1 MiB; give each row its own line"]
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    assert problems(tmp_path / "none.json")[0].startswith(": cannot be read (No such file or directory)")
+    assert problems(tmp_path)[0].startswith(": no data files in this folder; expected .json, .jsonl")
+
+
+def test_several_files_are_read_in_the_order_given_and_each_row_names_its_own(tmp_path):
+    names = [tmp_path / name for name in ("b.jsonl", "a, with a comma.jsonl", "c")]
+    names[2].mkdir()
+    files = [names[0], names[1], names[2] / "d.jsonl"]
+    for number, path in enumerate(files):
+        path.write_text("".join(json.dumps({"answer": f"{number}{row}"}) + "\n" for row in range(2)))
+    assert list(read_rows(names[1], answer)) == ["10", "11"]
+    rows = read_rows(f"{names[0]},{names[2]}", answer)
+    assert list(rows) == ["00", "01", "20", "21"]
+    assert [str(place) for place in rows.places([1, 2])] == [f"{files[0]}:2", f"{files[2]}:1"]
+    assert rows.fingerprint != read_rows(f"{names[2]},{names[0]}", answer).fingerprint
+    files[0].write_text('{"answer": 1}\n')
+    files[2].write_text('{"answer": "x"}\n{"answer": 2}\n')
+    with pytest.raises(UserError) as caught:
+        read_rows(f"{names[0]},{names[2]}", answer)
+    assert [line.split(" field")[0] for line in caught.value.problems] == [f"{files[0]}:1:", f"{files[2]}:2:"]
+
+
+def test_names_with_commas_are_found_among_several(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a,b", "b", "c"):
+        (tmp_path / name).touch()
+    found = {"a,b,c": ["a,b", "c"], "c,a,b": ["c", "a,b"], "b,c,a": ["b", "c", "a"], "a,b": ["a,b"], "c,b": ["c", "b"]}
+    assert {names: [*map(str, row_names(names))] for names in found} == found
+
+
+@pytest.mark.parametrize("names", ["", "rows.json,", ",rows.json"])
+def test_an_empty_name_is_refused_and_no_folder_read_for_it(names):
+    with pytest.raises(UserError, match="an empty name; give a file, a folder or a data set, with commas between"):
+        read_rows(names, answer)
+    (line,) = absent_rows(names, "--train-file")
+    assert line.startswith(f"--train-file {names!r}: an empty name")

@@ -1,0 +1,248 @@
+"""Run by two real ranks: one small job under many layouts in turn, each of which also goes on from another's state.
+
+    accelerate launch --config_file accelerate_configs/ddp.yaml tests/support/layouts.py FOLDER LAYOUT ...
+
+Writes FOLDER/found.json. For each layout the losses of an uninterrupted run, digests of what it ended with and of what
+a stopped and resumed one did; what became of steps whose loss or gradient was spoiled on one rank; the losses of a run
+that goes on under it from what another layout had written; and of one that finds no room for its forwards.
+"""
+
+# ruff: noqa: E402, the environment comes before torch
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from unittest import mock
+
+from places import CONFIGS
+
+from accel_sft.launch.environment import prepare_environment
+
+prepare_environment()
+
+import cpuinfo
+import fsdp2_on_cpu
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import gather_object
+from fake_memory import Device
+from rank_environment import environment_of_a_rank
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.batching.autotune import Trial
+from accel_sft.batching.layouts import Batching
+from accel_sft.batching.loss import HEADS
+from accel_sft.chat.encoding import Encoded
+from accel_sft.checkpoint import checkpoint
+from accel_sft.checkpoint.partition import MOMENTS, flat, partitions
+from accel_sft.io.run_dir import RunDir
+from accel_sft.launch import accelerator
+from accel_sft.launch.info import read_launch
+from accel_sft.training import step as training_step
+from accel_sft.training.optimizer import Stepper, new_optimizer
+
+SETTINGS = ("ACCELERATE_", "FSDP_")
+STEPS, STOP = 5, 3
+ROWS = [Encoded(index, [3 + (7 * index + at) % 60 for at in range(6 + index % 3)], 2) for index in range(6)]
+
+
+class Job:
+    """A model under a layout, at step 0."""
+
+    def __init__(self, yaml: str, precision: str, dropout: float, folder: Path) -> None:
+        halves = precision == "bfloat16"  # weights and moments themselves, by --dtype
+        precision = "no" if halves else precision
+        for name in [name for name in os.environ if name.startswith(SETTINGS)]:
+            del os.environ[name]
+        told = environment_of_a_rank(CONFIGS / f"{yaml}.yaml", "--mixed_precision", precision)
+        os.environ.update({name: value for name, value in told.items() if name.startswith(SETTINGS)})
+        AcceleratorState._reset_state(reset_partial_state=True)
+        config = TrainConfig(adapter="none", adam_beta2=0.95).resolved({})
+        launch = dataclasses.replace(read_launch(), variable=precision)  # the launcher of these ranks names none
+        self.accelerator, launch = accelerator.create_accelerator(config, launch)
+        torch.manual_seed(0)
+        shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 64}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": dropout}
+        model = LlamaForCausalLM(LlamaConfig(**shape, **heads))
+        model.lm_head.weight.requires_grad_(False)  # frozen weights are the source's
+        if halves or (precision == "bf16" and os.environ.get("ACCELERATE_USE_DEEPSPEED")):
+            model.to(torch.bfloat16)
+        self.model, self.optimizer = accelerator.prepare_model(
+            self.accelerator, launch, model.train(), new_optimizer(model, config), config
+        )
+        self.stepper = Stepper(self.accelerator, self.model, self.optimizer, config.max_grad_norm)
+        self.folder = folder
+        self.forwards_of(rows=2)
+
+    def forwards_of(self, rows: int) -> None:
+        padded = Batching("padded", 0, rows=rows)
+        self.train_step = training_step.TrainStep(self.stepper, padded, 0, RunDir(self.folder), print)
+
+    def steps(self, begin: int, end: int) -> list[float]:
+        """Their losses."""
+        losses, rank, step = [], self.accelerator.process_index, begin
+        supervised = sum(row.supervised_tokens for row in ROWS)
+        while step < end:
+            torch.manual_seed(100 * step + rank)
+            share, oom = self.train_step.forward_backward(list(ROWS), supervised, step)
+            loss, oom, *_ = training_step.reduce_step(share, oom, 0, [])
+            if oom.tokens:
+                self.train_step.retry_smaller(oom, step)
+                continue
+            self.stepper.set_learning_rate(0.01)
+            self.stepper.update(step)
+            losses.append(loss)
+            step += 1
+        return losses
+
+    def spoiled(self, how: str) -> dict[str, bool]:
+        """What a step did whose loss, or whose gradient alone, is infinite on the last rank; and the one after it."""
+        nll_sum = training_step.nll_sum
+
+        def spoiling(*arguments):
+            value = nll_sum(*arguments)
+            if self.accelerator.process_index != self.accelerator.num_processes - 1:
+                return value
+            if how == "loss":
+                return value + math.inf  # its gradients are finite
+            value.register_hook(lambda gradient: gradient * math.inf)
+            return value
+
+        before = self.digest()
+        with mock.patch.object(training_step, "nll_sum", spoiling):
+            (loss,) = self.steps(0, 1)
+        after = self.digest()
+        self.steps(0, 1)
+        return {
+            "told": math.isfinite(loss) == (how != "loss"),
+            "kept": after == before,
+            "goes on": self.digest() != after,
+        }
+
+    @contextlib.contextmanager
+    def cramped(self, tokens: int):
+        """The last rank has no room for forwards of more tokens."""
+
+        def look(module, inputs):
+            last = self.accelerator.process_index == self.accelerator.num_processes - 1
+            if last and torch.is_grad_enabled() and inputs[0].numel() > tokens:
+                raise torch.OutOfMemoryError("no room")
+
+        hook = self.accelerator.unwrap_model(self.model).model.embed_tokens.register_forward_pre_hook(look)
+        yield
+        hook.remove()
+
+    def save(self, run_dir: Path) -> Path:
+        return checkpoint.save(self.accelerator, self.model, self.optimizer, RunDir(run_dir), {"step": STOP}, 1)
+
+    def load(self, path: Path) -> None:
+        checkpoint.load(self.accelerator, self.model, self.optimizer, path)
+
+    def digest(self) -> str:
+        """Of the weights that compute, whole, in their own precision; and of what each rank's optimizer holds."""
+        digest = hashlib.sha256()
+        for _, weight in sorted((self.accelerator.get_state_dict(self.model) or {}).items()):
+            digest.update(bits(weight))
+        for held in partitions(self.accelerator, self.model, self.optimizer):
+            for key in MOMENTS if MOMENTS[0] in held.state else ():
+                digest.update(bits(flat(held.state[key])))
+        return " ".join(gather_object([digest.hexdigest()]))
+
+
+def memory(yaml: str, precision: str, folder: Path) -> dict[str, int]:
+    """What is reserved for the first steps; what they left allocated, and what they took beside activations at most."""
+    with Device() as device:
+        job = Job(yaml, precision, 0.0, folder)
+        trial = Trial(job.accelerator, job.model, TrainConfig().resolved({}), ROWS, 0)
+        before, device.peak = device.live, device.live
+        if job.stepper.forwards_alone:  # else steps have gathered weights and activations besides
+            trial.run(job.train_step.batching, ROWS[:2])
+        activations = device.peak - before
+        reserved = trial.reserved()
+        job.steps(0, 2)
+        found = {"reserved": reserved, "left": device.live - before}
+        return found | ({"peak": device.peak - before - activations} if job.stepper.forwards_alone else {})
+
+
+def under_fsdp2(folder: Path) -> dict[str, bool]:
+    """Whether gradients between micro-batches are this rank's shards, and losses and averaged gradients are float32
+    where computing is bf16."""
+    reduced = Job("fsdp2", "bf16", 0.0, folder)
+    batch = Batching("padded", 0, rows=2).batch(ROWS[:2], 0, torch.device("cpu"))
+    losses = HEADS["pieces"](reduced.model, batch, most_logits=64)  # two tokens at a time, within the model
+    reduced.stepper.backward(losses.sum())
+    averages = reduced.accelerator.state.fsdp_plugin.mixed_precision_policy.reduce_dtype
+    job = Job("fsdp2", "no", 0.0, folder)
+    with job.stepper.boundary(last=False):
+        job.stepper.backward(training_step.nll_sum(job.model, batch))
+    trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
+    shards = sum(parameter.to_local().numel() for parameter in trained)
+    return {
+        "gradients": all(parameter.grad is not None for parameter in trained),
+        "losses": not torch.equal(losses, losses.bfloat16().float()),
+        "averages": averages == torch.float32,
+        "sharded": shards < sum(parameter.numel() for parameter in trained),
+    }
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def main(folder: Path, layouts: list[str]) -> None:
+    fsdp2_on_cpu.allow()
+    # DeepSpeed asks for every optimizer on the host what the processor is, and a process is started to find out
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    found = {}
+    for yaml in layouts:
+        found[f"{yaml} memory"] = memory(yaml, "bf16", folder)
+    for precision in ("no", "bf16", "bfloat16"):
+        for yaml in layouts if precision != "bfloat16" else ["ddp"]:
+            run_dir = folder / f"{yaml}-{precision}"
+            run_dir.mkdir(exist_ok=True)
+            job = Job(yaml, precision, 0.2, run_dir)
+            losses = job.steps(0, STOP)
+            path = job.save(run_dir)
+            losses += job.steps(STOP, STEPS)
+            whole = job.digest()
+            again = Job(yaml, precision, 0.2, run_dir)
+            again.load(path)
+            assert again.steps(STOP, STEPS) == losses[STOP:], f"{yaml} {precision}: other losses"
+            record = {"losses": losses, "whole": whole, "resumed": again.digest()}
+            found[f"{yaml} {precision}"] = {**record, **{how: again.spoiled(how) for how in ("loss", "gradient")}}
+    written = {}
+    for yaml in layouts:
+        job = Job(yaml, "no", 0.0, folder)
+        (folder / f"plain-{yaml}").mkdir(exist_ok=True)
+        losses = job.steps(0, STOP)
+        written[yaml] = job.save(folder / f"plain-{yaml}"), losses + job.steps(STOP, STEPS)
+        found[yaml] = {"losses": written[yaml][1]}
+        if job.stepper.forwards_alone:
+            job.load(written[yaml][0])
+            job.forwards_of(rows=3)
+            with job.cramped(tokens=10):
+                found[yaml]["cramped"] = job.steps(STOP, STEPS)
+            found[yaml]["tokens"] = job.train_step.batching.tokens
+    for at, yaml in enumerate(layouts):
+        source = layouts[at - 1]  # each is written once and read once by another
+        job = Job(yaml, "no", 0.0, folder)
+        job.load(written[source][0])
+        found[f"{source} to {yaml}"] = {"expected": written[yaml][1][STOP:], "got": job.steps(STOP, STEPS)}
+    if "fsdp2" in layouts:
+        found["only under fsdp2"] = under_fsdp2(folder)
+    if job.accelerator.is_main_process:
+        (folder / "found.json").write_text(json.dumps(found))
+    job.accelerator.wait_for_everyone()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

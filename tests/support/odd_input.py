@@ -1,0 +1,215 @@
+"""Inputs of every kind of wrong, as strategies of hypothesis: values, changed JSON, damaged bytes."""
+
+from __future__ import annotations
+
+import codecs
+import copy
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from accel_sft import UserError
+from accel_sft.chat.conversation import conversation
+from accel_sft.rows import reading as row_reading
+from accel_sft_chat import Chat
+from accel_sft_math import Math
+from accel_sft_ner import Ner
+
+LONGEST_LINE = 4000
+"""Characters of one line of a refusal: some fields, each with some of what stands there."""
+PREFIX = Math().answer_prefix
+TEXTS = [
+    "",
+    " ",
+    "\n",
+    "\0",
+    "\x7f",
+    "\ufeff",
+    "\u2028",
+    "\u0301",
+    "\ud800",
+    "\udfff\ud83d",
+    "😀",
+    "<|im_end|>",
+    "\r\n",
+]
+TEXTS += [
+    "<|im_start|>assistant\n",
+    "<|endoftext|>",
+    "５=",
+    "-0=",
+    "1_0=",
+    "9" * 700 + "=",
+    PREFIX,
+    PREFIX + "1 +",
+    "\u202e",
+]
+TEXTS += ["{{ messages }}", "e" + "\u0301" * 50, "x" * 5000, "[", '[{"role": 1}]', "2001-13-45", "nan", "auto", "../x"]
+VALUES: list[Any] = [None, True, 0, -1, 3.5, 10**30, 1e308, float("nan"), float("-inf"), [], {}, [[]], [[0]], [[0, -1]]]
+VALUES += [
+    [[0, 10**9]],
+    [[0, 0], [0, 0]],
+    [[0.0, 1.0]],
+    [["0", "1"]],
+    [[True, False]],
+    {"": {}},
+    {" ": {"a": [[0, 0]]}},
+]
+LITERALS = ["NaN", "-Infinity", "1e999", "9" * 400, "9" * 5000, "00", "1.", "'a'", "undefined", "nul", '"\\x"', ""]
+LITERALS += ['"\\ud800"', "[" * 150 + "]" * 150, "[" * 100_000, '{"a":' * 3000 + "1" + "}" * 3000, '{"a": 1, "a": 2}']
+LITERAL = "@literal@"
+"""Stands in a value for what `json.dumps` would not write."""
+BYTES = [codecs.BOM_UTF8, b"\r\n", b"\r", b"\n", b"\0", b"\xed\xa0\x80", b"\xff", b"\xc3", b"\xe9", codecs.BOM_UTF16_LE]
+BYTES += [b",", b"[", b"]", b"{", b"}", b'"', b"\\", b"\x0c", b"\xc2\xa0", b"\x1a", b"//", b"\t"]
+
+texts = st.sampled_from(TEXTS) | st.text(max_size=9)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda part: st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=9), part, max_size=3),
+    max_leaves=9,
+)
+values = st.sampled_from(VALUES) | json_values
+
+
+def holds(count: int, inputs: st.SearchStrategy, check: Any) -> None:
+    """`check` holds for so many inputs: the same ones each time, unless there are many."""
+    chosen = settings(max_examples=count, deadline=timedelta(seconds=20), derandomize=count < 1000, database=None)
+    chosen = settings(
+        chosen, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink], print_blob=True
+    )
+    chosen(given(inputs)(check))()
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where something stands in a value: keys and positions from it on."""
+    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return [*([path] if path else []), *(found for key in keys for found in paths(value[key], (*path, key)))]
+
+
+@st.composite
+def changed(draw, value: Any, most: int = 4) -> Any:
+    """The value, with up to so many changes anywhere inside it."""
+    value = copy.deepcopy(value)
+    for _ in range(draw(st.integers(0, most))):
+        if not (there := paths(value)):
+            return value
+        *way, last = draw(st.sampled_from(there))
+        parent: Any = value
+        for key in way:
+            parent = parent[key]
+        how = draw(st.sampled_from(["drop", "rename", "add", "insert", "literal", "text", "value", "value"]))
+        if how == "drop":
+            del parent[last]
+        elif how == "rename" and isinstance(parent, dict):
+            parent[draw(texts)] = parent.pop(last)
+        elif how == "add" and isinstance(parent, dict):
+            parent[draw(texts)] = copy.deepcopy(draw(values))  # which the next change may go into
+        elif how == "insert" and isinstance(parent[last], str):
+            at = draw(st.integers(0, len(parent[last])))
+            parent[last] = parent[last][:at] + draw(texts) + parent[last][at:]
+        else:
+            parent[last] = LITERAL if how == "literal" else copy.deepcopy(draw(texts if how == "text" else values))
+    return value
+
+
+@st.composite
+def written(draw, value: Any) -> bytes:
+    """A value as JSON, or as what only looks like it."""
+    parts = json.dumps(value, ensure_ascii=draw(st.booleans())).split(f'"{LITERAL}"')
+    text = parts[0] + "".join(draw(st.sampled_from(LITERALS)) + part for part in parts[1:])
+    return text.encode("utf-8", "surrogatepass")
+
+
+in_pieces = st.lists(
+    st.sampled_from([*b'[]{}":,\\0', *b" \n\r\t\x0c"]).map(lambda byte: bytes([byte]))
+    | st.sampled_from(BYTES)
+    | st.sampled_from(
+        [b'"text"', b'"label"', b'"output"', b'"messages"', b'"role"', b"{}", b"null", b"1e9", b"\\ud83d"]
+    )
+).map(b"".join)
+"""Bytes of which JSON is made, in any order."""
+
+
+@st.composite
+def damaged(draw, content: bytes, most: int = 2) -> bytes:
+    """Cut, doubled, with a bit that is flipped: as a broken disk, transfer, editor or merge leaves a file."""
+    for _ in range(draw(st.sampled_from([0, 0, 0, *range(most + 1)]))):
+        at, end = sorted((draw(st.integers(0, len(content))), draw(st.integers(0, len(content)))))
+        bit = bytes([content[at] ^ 1 << draw(st.integers(0, 7))]) if content[at:] else b""
+        content = draw(
+            st.sampled_from(
+                [
+                    content[:at] + bit + content[at + 1 :],
+                    content[:at],
+                    content[:at] + content[end:],
+                    content[:at] + content[at:end] * 2 + content[end:],
+                    content[:at] + draw(st.sampled_from(BYTES)) + content[at:],
+                    content.replace(b"\n", b"\r\n"),
+                    codecs.BOM_UTF8 + content,
+                    content.decode("utf-8", "replace").encode("utf-16"),
+                    content.replace(b'"', b"'"),
+                ]
+            )
+        )
+    return content
+
+
+def one_line_each(error: UserError, begins: str = "", longest: int = LONGEST_LINE) -> None:
+    """A refusal is some lines, each of which can be read and begins so."""
+    for line in error.problems:
+        assert line.startswith(begins), line[:LONGEST_LINE]
+        assert len(line.splitlines()) == 1, line[:LONGEST_LINE]
+        assert len(line) <= longest, f"{len(line)} characters: {line[:LONGEST_LINE]}"
+
+
+def good_row(draw: Any, task: str) -> dict[str, Any]:
+    """A row as the task's files have it; `draw` is a `random.Random`."""
+    if task == "math":
+        first, second = draw.randrange(100), draw.randrange(100)
+        return {"instruction": f"{first + second}=", "input": "", "output": f"{PREFIX}{first} + {second}"}
+    name = draw.choice(["Ada", "王大丫丫", "Zoë", "😀"])
+    text = f"{name} in Rome"
+    at = text.index("Rome")
+    label = {"name": {name: [[0, len(name) - 1]]}, "place": {"Rome": [[at, at + 3]]}}
+    return {"text": text, "label": label}
+
+
+def reader(task: str, path: Path) -> Math | Ner | Chat:
+    """A task whose validation rows are those of the file."""
+    if task == "ner":
+        return Ner(train_file=str(path), validation_file=str(path), allow_overlap=True)
+    return {"math": Math, "chat": Chat}[task](validation_file=str(path))
+
+
+def read(task: Math | Ner | Chat, path: Path, large: bool = False) -> Sequence[Any] | UserError:
+    """The rows of a file, or why it is refused; what is promised of both is seen to.
+
+    Args:
+        large: it is read as a large file is, and not held in memory.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if large:
+            patch.setattr(row_reading, "IN_MEMORY_BYTES", 0)
+        try:
+            examples = list(task.dataset("validation"))
+        except UserError as error:
+            examples = error
+    if isinstance(examples, UserError):
+        one_line_each(examples)
+        named = [line for line in examples.problems if "left out: " not in line]  # the last line tells their file
+        one_line_each(UserError(*named), f"{path}:")
+        assert 1 <= len(examples.problems) <= row_reading.MAX_PROBLEMS + 1
+        return examples
+    assert examples
+    for index in range(len(examples)):
+        chat = conversation(task, examples, "validation", index)
+        assert all(type(turn["content"]) is str for turn in (*chat.turns, chat.answer))
+        for text in chat.texts():
+            text.encode()  # a lone surrogate could not be written down
+    return examples

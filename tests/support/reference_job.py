@@ -1,0 +1,42 @@
+"""The small job that many tests launch, its layouts, and what makes two of its curves the same."""
+
+from __future__ import annotations
+
+import pytest
+
+STEPS = 6
+JOB = ("math", "--max-steps", str(STEPS), "--global-batch-size", "10", "--validation-examples", "7")
+JOB += ("--train-examples", "500", "--max-new-tokens", "6", "--seed", "7")
+FP32 = ("--mixed_precision", "no")
+ONCE = ("--eval-every", "off", "--save-every", "off")
+
+
+LAYOUTS = {
+    "plain": {},
+    "plain with recomputed activations": {},
+    "ddp": {"yaml": "ddp", "launcher": FP32},
+    "z2": {"yaml": "z2", "launcher": FP32},
+    "z3": {"yaml": "z3", "launcher": FP32, "real": True},
+    "z2_offload": {"yaml": "z2_offload", "launcher": FP32},
+    "z3_sp": {"yaml": "z3_sp", "launcher": FP32},
+    "torchrun": {"torchrun": ("--standalone", "--nproc_per_node", "2")},
+    "z2 alone": {"yaml": "z2", "launcher": (*FP32, "--num_processes", "1")},
+}
+MICRO = {"plain": "3", "ddp": "2", "z2": "2", "z3": "1"}
+FLAGS = {"plain with recomputed activations": ("--gradient-checkpointing",)}
+
+
+def layout(launched, name):
+    """The reference job under a layout: the plain one in micro-batches of 3, others otherwise."""
+    arguments = (*JOB, "--save-every", "3") if name in ("plain", "z2", "z3") else (*JOB, *ONCE)
+    arguments += ("--micro-batch-size", MICRO.get(name, "auto"), *FLAGS.get(name, ()))
+    return launched(name, *arguments, **LAYOUTS[name])
+
+
+def same_curve(reference, other):
+    assert [line["step"] for line in other] == list(range(1, STEPS + 1))
+    for expected, line in zip(reference, other, strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=2e-5)
+        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-4)
+        assert line["supervised_tokens"] == expected["supervised_tokens"]
+        assert line["learning_rate"] == expected["learning_rate"]

@@ -1,0 +1,409 @@
+"""Kills at random instants, by hand: `python tests/support/soak.py --kills 50 --seed 0`, or `make soak`.
+
+Each layout runs a small job once to the end. Then the same job is started in fresh folders, killed again and again at
+an instant drawn from the whole length of a run, resumed each time, and in the end compared: the weights by SHA-256,
+every line of metrics.jsonl, result.json. Every other layout has a fixed micro-batch, the rest the default batching;
+with an odd seed it is the other way round. Instants are aimed at: a phase is drawn first, for most of them are short;
+which one a kill did hit is read from the files that the run has written by then.
+
+Exit status 0 only if every folder ended as the uninterrupted run did and nothing hung.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from places import CONFIGS
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+STEPS, SAVE_EVERY, EVAL_EVERY = 12, 2, 4
+JOB = ("math", "--max-steps", str(STEPS), "--global-batch-size", "10", "--seed", "7", "--max-new-tokens", "6")
+JOB += ("--train-examples", "60", "--validation-examples", "7")  # the data is seen twice
+JOB += ("--save-every", str(SAVE_EVERY), "--eval-every", str(EVAL_EVERY))
+DROPOUT = ("--adapter", "lora", "--lora-dropout", "0.1")
+FIXED = ("--batching", "shared", "--micro-batch-size", "5")
+LAYOUTS = {"plain": DROPOUT, "ddp": (), "z2": DROPOUT, "z3": ()}
+"""What each layout trains: all weights, or an adapter with dropout; `alternate` adds to it."""
+KILLS_PER_FOLDER = 5
+LAUNCH_SECONDS, END_SECONDS = 120, 30
+"""A launch that takes longer hangs, and so does one that is not gone so long after it was killed."""
+
+PHASES = {"starting": 2, "stepping": 4, "saving": 3, "evaluating": 3, "exporting": 3}
+"""How often each is aimed at."""
+STEPS_OF = {
+    "starting": range(STEPS),
+    "stepping": range(STEPS),
+    "saving": range(SAVE_EVERY, STEPS + 1, SAVE_EVERY),
+    "evaluating": range(0, STEPS + 1, EVAL_EVERY),
+    "exporting": (EVAL_EVERY, STEPS),  # best/ after the first evaluation of a trained model, final/
+}
+KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
+ALONE = (("run", KILL), ("run", KILL), ("run", TERM), ("run", INT))
+LAUNCHED = (("rank 0", KILL), ("rank 1", KILL), ("all ranks", KILL), ("launcher", KILL), ("everyone", KILL))
+LAUNCHED += (("launcher", TERM), ("launcher", INT), ("everyone", INT))  # the last is Ctrl-C at a terminal
+
+
+def alternate(seed: int) -> None:
+    """Fix the batching of every other layout; the defaults stay for the rest."""
+    for number, name in enumerate(LAYOUTS):
+        LAYOUTS[name] += FIXED if (number + seed) % 2 else ()
+
+
+class Launch:
+    """The job under a layout in the background, in a folder of its own or one with an earlier launch's remains."""
+
+    def __init__(self, layout: str, run_dir: Path, number: int) -> None:
+        self.run_dir, self.log = run_dir, run_dir.with_name(f"{run_dir.name}-{number}.log")
+        command = [sys.executable, "-m", "accel_sft"]
+        if layout != "plain":
+            command = [str(Path(sysconfig.get_path("scripts"), "accelerate")), "launch"]
+            command += ["--config_file", str(CONFIGS / f"{layout}.yaml")]
+            command += ["--main_process_port", str(_free_port()), "-m", "accel_sft"]
+        self.goes_on = any(run_dir.glob("checkpoints/step-*"))
+        command += [*JOB, *LAYOUTS[layout], "--output-dir", str(run_dir), "--resume", "auto"]
+        # with the fault handler, an abort shows where every thread is
+        environment = {**os.environ, "PYTHONFAULTHANDLER": "1", "COLUMNS": "100"}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        self.started = time.monotonic()
+        self.family = [psutil.Process(self.process.pid)]
+        self._begun = False
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes that train, in order; the process itself without a launcher."""
+        found = {}
+        with contextlib.suppress(psutil.Error):
+            for child in self.family[0].children():
+                with contextlib.suppress(psutil.Error, KeyError):
+                    found[int(child.environ()["RANK"])] = child
+        self.family += [child for child in found.values() if child not in self.family]
+        return [found[rank] for rank in sorted(found)]
+
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def alive(self) -> list[psutil.Process]:
+        """Those of its processes that are still there."""
+        self.process.poll()
+        left = []
+        for each in self.family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if each.is_running() and each.status() != psutil.STATUS_ZOMBIE:
+                    left.append(each)
+        return left
+
+    def begun(self) -> bool:
+        """Whether it is past its start; before that, the folder shows what an earlier launch had done."""
+        if not self._begun:
+            said = self.log.read_text(errors="replace")
+            began = "batching " in said and (not self.goes_on or "resumed " in said)
+            self._begun = began or "is finished" in said
+        return self._begun
+
+    def where(self) -> tuple[str, int]:
+        """(phase, step) as the files tell."""
+        if not self.begun():
+            return "starting", self.done()[0]
+        step, judged = self.done()
+        if self.complete():
+            return "ended", step
+        for folder, phase in ((self.run_dir / "checkpoints", "saving"), (self.run_dir, "exporting")):
+            if folder.is_dir() and any(re.search(r"\.(partial|outgoing)$", name) for name in os.listdir(folder)):
+                return phase, step
+        if step % EVAL_EVERY == 0 and judged < step:
+            return "evaluating", step
+        if step == STEPS and (self.run_dir / "checkpoints" / f"step-{STEPS:06d}").is_dir():
+            return "exporting", step  # before and after the files, up to result.json
+        return "stepping", step
+
+    def complete(self) -> bool:
+        """Whether result.json says so: what is left to do is to leave."""
+        with contextlib.suppress(FileNotFoundError):
+            return '"status": "complete"' in (self.run_dir / "result.json").read_text()
+        return False
+
+    def done(self) -> tuple[int, int]:
+        """The last step in metrics.jsonl, and the last one that was evaluated (-1: none)."""
+        steps, judged = [0], [-1]
+        with contextlib.suppress(FileNotFoundError):
+            for line in (self.run_dir / "metrics.jsonl").read_text().splitlines():
+                with contextlib.suppress(ValueError):  # being written
+                    record = json.loads(line)
+                    (judged if "eval_loss" in record else steps).append(record["step"])
+        return max(steps), max(judged)
+
+    def late(self) -> bool:
+        return time.monotonic() - self.started > LAUNCH_SECONDS
+
+    def hit(self, who: str, number: signal.Signals) -> str:
+        """Send the signal; who got it."""
+        ranks = self.ranks()
+        if who.startswith(("rank", "all")) and len(ranks) < 2:
+            who = "launcher"  # there are no ranks yet
+        if who == "everyone" and number == INT:
+            os.killpg(self.process.pid, number)
+            return who
+        targets = {"run": self.family[:1], "launcher": self.family[:1], "everyone": self.family, "all ranks": ranks}
+        for each in targets[who] if who in targets else [ranks[int(who[-1])]]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.send_signal(number)
+        return who
+
+    def ended(self, seconds: float) -> bool:
+        """Whether all its processes are gone in time; those that are not tell where they are, and are killed."""
+        until = time.monotonic() + seconds
+        while self.alive() and time.monotonic() < until:
+            self.ranks()
+            time.sleep(0.02)
+        left = self.alive()
+        for each in left[1:] or left:  # a launcher is in torchrun's wait
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.send_signal(signal.SIGABRT)
+        if left:
+            time.sleep(2)
+            print(f"HANGS: {[(each.pid, each.status()) for each in self.alive()] or 'until it was aborted'}")
+            self.show()
+        for each in self.alive():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        self.process.wait()
+        return not left
+
+    def show(self) -> None:
+        for file in (self.log, *sorted(self.run_dir.glob("logs/*.log"))):
+            print(f"--- the end of {file.name}\n{file.read_text(errors='replace')[-6000:]}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def outcome(run_dir: Path) -> dict:
+    """What must be the same in the end: weights, every number that a step or an evaluation gave, curves, status."""
+    weights = {}
+    for name in ("final", "best"):
+        for file in sorted((run_dir / name).glob("*.safetensors")):
+            weights[f"{name}/{file.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    with contextlib.suppress(OSError, ValueError):
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        kept = ("step", "epoch", "loss", "grad_norm", "learning_rate", "eval_loss", "accuracy")
+        events = EventAccumulator(str(run_dir))
+        events.Reload()
+        drawn = [tag for tag in events.Tags()["scalars"] if tag in ("train/loss", "eval/loss")]
+        return {
+            **weights,
+            "metrics": [{key: line[key] for key in kept if key in line} for line in lines],
+            "curves": {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in drawn},
+            "status": json.loads((run_dir / "result.json").read_text())["status"],
+            "left behind": sorted(path.name for path in run_dir.rglob(".*")),
+        }
+    return weights
+
+
+@dataclass
+class Reference:
+    """An uninterrupted run: how it ends, and how many seconds its phases last."""
+
+    outcome: dict
+    seconds: dict[str, float]
+
+
+def reference(layout: str, folder: Path) -> Reference:
+    """Twice, for the first may compile an operator and fill the cache; both must end alike."""
+    outcomes, seconds = [], {}
+    for number in range(2):
+        launch = Launch(layout, folder / f"{layout}-reference-{number}", 0)
+        launch.started += 480 * (number == 0)  # for the compiler
+        lengths: dict[str, list[float]] = {}
+        before = None
+        while launch.running() and not launch.late():
+            now, at = time.monotonic(), launch.where()
+            if at != before:
+                before, since = at, now
+                lengths.setdefault(at[0], []).append(0.0)
+            lengths[at[0]][-1] = now - since
+            time.sleep(0.001)
+        ended = launch.ended(END_SECONDS)
+        outcomes.append(outcome(launch.run_dir))
+        if not ended or launch.process.returncode or outcomes[-1].get("status") != "complete":
+            launch.show()
+            sys.exit(f"{layout}: not even an uninterrupted run ends")
+        seconds = {phase: statistics.median(each) for phase, each in lengths.items()}
+    if outcomes[0] != outcomes[1]:
+        sys.exit(f"{layout}: two uninterrupted runs differ: {differences(*outcomes)}")
+    weights = next(digest for name, digest in outcomes[0].items() if name.startswith("final/"))
+    told = ", ".join(f"{phase} {length:.3f} s" for phase, length in seconds.items())
+    how = "fixed" if set(FIXED) <= set(LAYOUTS[layout]) else "default"
+    print(f"{layout}: uninterrupted, {how} batching, final weights {weights[:16]}; {told}", flush=True)
+    return Reference(outcomes[0], seconds)
+
+
+def differences(expected: dict, got: dict) -> list[str]:
+    return [key for key in sorted(expected.keys() | got.keys()) if expected.get(key) != got.get(key)]
+
+
+@dataclass
+class Kill:
+    """One signal, where it hit, and what became of it."""
+
+    layout: str
+    phase: str
+    step: int
+    launcher_gone: bool = False
+    resumed: bool = False
+    identical: bool = False
+    hung: bool = False
+
+
+@dataclass
+class Soak:
+    """The kills so far."""
+
+    rng: random.Random
+    total: int
+    kills: list[Kill] = field(default_factory=list)
+    hangs: int = 0
+    broken_folders: int = 0
+
+    def folder(self, layout: str, run_dir: Path, expected: Reference) -> None:
+        """Start, kill and resume a run in one folder until its kills are spent, let it end, and compare."""
+        count = min(KILLS_PER_FOLDER, self.total - len(self.kills))
+        aims = self.rng.choices(list(PHASES), PHASES.values(), k=count)
+        plan = sorted((self.rng.choice(STEPS_OF[phase]), phase) for phase in aims)
+        mine: list[Kill] = []
+        leftover: Launch | None = None
+        number, ended_well = 0, True
+        while True:
+            launch = Launch(layout, run_dir, number)
+            number += 1
+            kill = None
+            if plan:
+                step, phase = plan.pop(0)
+                kill = self.kill(launch, layout, expected, step, phase, mine)
+            if kill is None or not kill.hung:
+                seconds = END_SECONDS if kill else max(1.0, launch.started + LAUNCH_SECONDS - time.monotonic())
+                # a resume may come while ranks that lost their launcher are still about to end
+                at_once = kill is not None and kill.launcher_gone and self.rng.random() < 0.5
+                hung = not at_once and not launch.ended(seconds)
+                if hung:
+                    self.hangs += 1
+                    if kill:
+                        kill.hung = True
+            if leftover and not leftover.ended(END_SECONDS):
+                self.hangs += 1
+            leftover = launch
+            if mine and launch.begun():
+                for each in mine[: -1 if kill else None]:
+                    each.resumed = True
+            if kill is None:
+                ended_well = launch.process.returncode == 0
+                break
+        same = outcome(run_dir)
+        wrong = differences(expected.outcome, same)
+        if wrong or not ended_well:
+            self.broken_folders += 1
+            print(f"{layout}: {run_dir.name} did not end as it should: exit {launch.process.returncode}, {wrong}")
+            launch.show()
+        for each in mine:
+            each.identical = ended_well and not wrong
+        word = "identical" if ended_well and not wrong else "DIFFERENT"
+        print(f"{layout:6} {run_dir.name}: {word} after {len(mine)} kills and {number} launches", flush=True)
+
+    def kill(
+        self, launch: Launch, layout: str, expected: Reference, step: int, phase: str, mine: list[Kill]
+    ) -> Kill | None:
+        """Wait for the phase, at this step or later, and kill somewhere in it; None if the run was over before that."""
+        who, number = self.rng.choice(ALONE if layout == "plain" else LAUNCHED)
+        delay = self.rng.random() * expected.seconds.get(phase, 0.05)
+        while launch.running() and not launch.late():
+            now, at = launch.where()
+            if now == phase and (at >= step or phase == "starting"):
+                break
+            time.sleep(0.001)
+        time.sleep(delay)
+        launch.ranks()
+        now, at = launch.where()
+        if not launch.running() or now == "ended":
+            return None
+        kill = Kill(layout, now, at, hung=launch.late())
+        if kill.hung:
+            self.hangs += 1
+            launch.ended(0)
+            who = "nobody"
+        else:
+            who = launch.hit(who, number)
+            kill.launcher_gone = number == KILL and who in ("run", "launcher", "everyone")
+        self.kills.append(kill)
+        mine.append(kill)
+        told = f"{len(self.kills):3}/{self.total}  {launch.run_dir.name}  {who} {number.name}"
+        print(f"{layout:6} {told:44}  {now:10}  step {at:2}{'  HANGS' if kill.hung else ''}", flush=True)
+        return kill
+
+
+def table(kills: list[Kill]) -> str:
+    lines = [f"{'':12}{'kills':>7}{'resumed':>9}{'identical':>11}{'hangs':>7}"]
+    groups = {"all": kills}
+    for name in ("phase", "layout"):
+        for value in Counter(getattr(kill, name) for kill in kills):
+            groups[value] = [kill for kill in kills if getattr(kill, name) == value]
+    for name, group in groups.items():
+        resumed, identical, hung = (sum(getattr(k, what) for k in group) for what in ("resumed", "identical", "hung"))
+        lines.append(f"{name:12}{len(group):7}{resumed:9}{identical:11}{hung:7}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="names with commas between")
+    parser.add_argument("--keep", action="store_true", help="leave the runs on the disk")
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of every resume
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    os.environ["ACCEL_SFT_CACHE"] = str(folder / "cache")
+    layouts = arguments.layouts.split(",")
+    alternate(arguments.seed)
+    expected = {layout: reference(layout, folder) for layout in layouts}
+    soak = Soak(random.Random(arguments.seed), arguments.kills)
+    number = 0
+    while len(soak.kills) < soak.total:
+        layout = layouts[number % len(layouts)]
+        soak.folder(layout, folder / f"run-{number}", expected[layout])
+        number += 1
+    print(f"\n{table(soak.kills)}\n")
+    good = sum(kill.identical and kill.resumed for kill in soak.kills)
+    print(f"{good} of {soak.total} kills resumed and identical, {soak.hangs} hangs", end=", ")
+    print(f"{number} folders, {time.monotonic() - started:.0f} s, seed {arguments.seed}")
+    if arguments.keep:
+        print(f"the runs are in {folder}")
+    else:
+        shutil.rmtree(folder)
+    return 0 if good == soak.total and not soak.hangs and not soak.broken_folders else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

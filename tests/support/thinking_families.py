@@ -1,0 +1,20 @@
+"""Chat templates of families that think, with thinking off, as the template does, and kept."""
+
+from __future__ import annotations
+
+import copy
+
+from families import FAMILIES
+
+DAY = "2024-02-29"
+MODES = ("off", "template", "keep")
+
+
+def of_family(tokenizer, name):
+    """A tokenizer with the family's template and tokens, and the ids that end its answers."""
+    family, own = FAMILIES[name], copy.deepcopy(tokenizer)
+    own.add_tokens(list(family.special), special_tokens=True)
+    own.add_tokens(["<think>", "</think>", "\n\n"])  # two line breaks are one token, as in most vocabularies
+    own.eos_token = family.ends[0]
+    own.chat_template = family.template
+    return own, set(own.convert_tokens_to_ids(list(family.ends)))

@@ -1,0 +1,745 @@
+"""The task chat: rows of every published form become the same turns, and what is done to them is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+
+import chats
+import pytest
+from conftest import accel_sft
+
+from accel_sft import RowLeftOut, RowProblem, UserError
+from accel_sft.api.contract import contract_faults
+from accel_sft.chat.conversation import conversation
+from accel_sft.chat.encoding import Rules, encode_parts
+from accel_sft.chat.rendering import Rendering
+from accel_sft.rows.reading import MAX_PROBLEMS
+from accel_sft.training.prepare import texts_of
+from accel_sft_chat import Chat
+from accel_sft_chat.metrics import METRICS
+from accel_sft_chat.task import parse_row
+from accel_sft_chat.turns import LEARN, Dialogue
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+TOOL = {"type": "function", "function": chats.WEATHER}
+SYSTEM, ASK, ANSWER = ({"role": role, "content": role[:1]} for role in ("system", "user", "assistant"))
+AGAIN, MORE = {"role": "user", "content": "u2"}, {"role": "assistant", "content": "a2"}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / ".cache"))
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """The task's rows of a file that has these, and its notes."""
+
+    def read(*given, **options):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in given))
+        task = Chat(validation_file=str(path), **options)
+        found = task.dataset("validation")
+        turns = [(task.messages(example), task.target(example), task.tools(example)) for example in found]
+        return turns, found.notes
+
+    return read
+
+
+def messages(*turns):
+    return {"messages": list(turns)}
+
+
+def sharegpt(*turns):
+    return {"conversations": [{"from": who, "value": text} for who, text in turns]}
+
+
+FORMS = {
+    "messages": (messages(SYSTEM, ASK, ANSWER), [SYSTEM, ASK], "a", "messages (column messages: role, content)"),
+    "ShareGPT": (
+        sharegpt(("system", "s"), ("human", "u"), ("gpt", "a")),
+        [SYSTEM, ASK],
+        "a",
+        "ShareGPT (column conversations: from, value)",
+    ),
+    "messages called conversations": (
+        {"conversations": [ASK, ANSWER], "system": "s"},
+        [SYSTEM, ASK],
+        "a",
+        "messages (column conversations: role, content)",
+    ),
+    "pair of texts": (
+        {"prompt": "u", "completion": "a"},
+        [ASK],
+        "a",
+        "prompt and completion (columns prompt, completion)",
+    ),
+    "pair of lists": (
+        {"prompt": [ASK, ANSWER, AGAIN], "completion": [MORE]},
+        [ASK, ANSWER, AGAIN],
+        "a2",
+        "prompt and completion (columns prompt, completion)",
+    ),
+    "Alpaca": (
+        {"instruction": "u", "input": "", "output": "a", "system": "", "history": []},
+        [ASK],
+        "a",
+        "Alpaca (columns instruction, input, output)",
+    ),
+    "Alpaca with input, system and history": (
+        {"instruction": "x", "input": "y", "output": "a2", "system": "s", "history": [["u", "a"]]},
+        [SYSTEM, ASK],
+        [ANSWER, {"role": "user", "content": "x\ny"}, MORE],
+        "Alpaca (columns instruction, input, output)",
+    ),
+    "several turns": (
+        messages(ASK, ANSWER, AGAIN, MORE),
+        [ASK],
+        [ANSWER, AGAIN, MORE],
+        "messages (column messages: role, content)",
+    ),
+    "JSON in a text, null for what is missing": (
+        {"messages": json.dumps([{**ASK, "tool_calls": None, "weight": None}, ANSWER]), "tools": None},
+        [ASK],
+        "a",
+        "messages (column messages: role, content)",
+    ),
+    "parts": (
+        messages({"role": "user", "content": [{"type": "text", "text": "u"}]}, ANSWER),
+        [ASK],
+        "a",
+        "messages (column messages: role, content)",
+    ),
+}
+
+
+def test_every_form_becomes_the_same_turns(rows):
+    found, notes = rows(*(row for row, *_ in FORMS.values()))
+    for name, (_, prompt, answer, _), turns in zip(FORMS, FORMS.values(), found, strict=True):
+        assert turns == (prompt, answer, None), name
+    assert len(notes) == len({form for *_, form in FORMS.values()})
+    assert all(any(f"read as {form}" in note for note in notes) for *_, form in FORMS.values())
+
+
+CALLING = [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "21"}, ANSWER]
+CALLS = {
+    "OpenAI's": (
+        messages(
+            ASK,
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}],
+            },
+            CALLING[2],
+            ANSWER,
+        )
+        | {"tools": [TOOL]}
+    ),
+    "ShareGPT's": (
+        sharegpt(
+            ("human", "u"),
+            ("function_call", '{"name": "weather", "arguments": {"city": "Paris"}}'),
+            ("observation", "21"),
+            ("gpt", "a"),
+        )
+        | {"tools": json.dumps([chats.WEATHER])}
+    ),
+    "functions": messages(
+        ASK,
+        {"role": "assistant", "content": "", "function_call": {"name": "weather", "arguments": {"city": "Paris"}}},
+        {"role": "function", "content": "21"},
+        ANSWER,
+    )
+    | {"functions": [chats.WEATHER]},
+}
+
+
+def test_calls_of_tools_are_learnt_and_their_results_are_not(rows):
+    found, _ = rows(*CALLS.values())
+    assert found == [(CALLING[:1], CALLING[1:], [TOOL])] * len(CALLS)
+
+
+HELLO = {"role": "assistant", "content": "h"}
+BLEMISHES = {
+    "two user turns": ([AGAIN, ASK, ANSWER], [{"role": "user", "content": "u2\n\nu"}], "a", "two user turns in a row"),
+    "two assistant turns": ([ASK, ANSWER, MORE], [ASK], "a\n\na2", "two assistant turns in a row"),
+    "a leading assistant turn": (
+        [SYSTEM, HELLO, ASK, ANSWER],
+        [SYSTEM, ASK],
+        "a",
+        "first turns are the assistant's or a tool's",
+    ),
+    "a user turn at the end": (
+        [ASK, ANSWER, AGAIN],
+        [ASK],
+        "a",
+        "last turns are no answer to learn; these turns are left out",
+    ),
+    "an empty system turn": ([{"role": "system", "content": " "}, ASK, ANSWER], [ASK], "a", ""),
+    "an empty answer": (
+        [ASK, {"role": "assistant", "content": ""}, AGAIN, MORE],
+        [ASK, {"role": "assistant", "content": ""}, AGAIN],
+        "a2",
+        "with an empty assistant turn, which is not learnt",
+    ),
+    "marked": (
+        [ASK, {**ANSWER, "weight": 0}, AGAIN, MORE],
+        [ASK, ANSWER, AGAIN],
+        "a2",
+        "weight 0 (or train: false), which are not learnt",
+    ),
+    "a call behind a text": (
+        [ASK, ANSWER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, *CALLING[2:]],
+        [ASK],
+        [{**ANSWER, "tool_calls": [CALL]}, *CALLING[2:]],
+        "",
+    ),
+    "a text behind a call": (
+        [ASK, CALLING[1], ANSWER],
+        [ASK],
+        [CALLING[1], ANSWER],
+        "",
+    ),
+    "only a system turn": ([SYSTEM, ANSWER], [SYSTEM], "a", ""),
+}
+
+
+def test_blemishes_are_mended_and_told(rows):
+    found, notes = rows(*(messages(*turns) for turns, *_ in BLEMISHES.values()))
+    wanted = [note for *_, note in BLEMISHES.values() if note]
+    for line, (name, (_, prompt, answer, note)) in enumerate(BLEMISHES.items(), 1):
+        assert found[line - 1][:2] == (prompt, answer), name
+        assert not note or [n for n in notes if note in n and n.endswith(f"(line {line})")], name
+    assert len(notes) == 1 + len(wanted)
+
+
+@pytest.mark.parametrize(
+    ("turns", "learn", "reason"),
+    [
+        ([ASK], "every", "no assistant turn to learn"),
+        ([HELLO], "every", "there is nothing before the answer"),
+        ([ASK, ANSWER], "marked", "no assistant turn is marked to be learnt"),
+        ([ASK, {"role": "assistant", "content": "\n"}], "last", "no assistant turn to learn"),
+    ],
+)
+def test_a_row_of_which_nothing_can_be_learnt_is_left_out_and_named(rows, turns, learn, reason):
+    good = messages(ASK, {**ANSWER, "train": True})
+    found, notes = rows(good, good, messages(*turns), learn=learn)
+    assert len(found) == 2
+    assert notes[-1] == f"1 row left out: {reason} (line 3)"
+
+
+def test_rows_of_an_array_on_one_line_are_left_out_by_their_numbers(tmp_path):
+    good, empty = messages(ASK, ANSWER), messages(ASK)
+    (tmp_path / "rows.json").write_text(json.dumps([empty, good, good, good, good, good, empty, empty]))
+    notes = Chat(validation_file=str(tmp_path / "rows.json")).dataset("validation").notes
+    assert notes[-1] == "3 rows left out: no assistant turn to learn (line 1, row 7, row 8)"
+
+
+@pytest.mark.parametrize(
+    ("learn", "prompt", "answered"),
+    [
+        ("every", [ASK], [ANSWER, AGAIN, {**MORE, "weight": 0}, ASK, HELLO]),
+        ("last", [ASK, ANSWER, AGAIN, MORE, ASK], "h"),
+        ("marked", [ASK], "a"),
+    ],
+)
+def test_which_turns_are_learnt(rows, learn, prompt, answered):
+    marked = [ASK, {**ANSWER, "weight": 1}, AGAIN, {**MORE, "train": False}, ASK, HELLO]
+    (found,), _ = rows(messages(*marked), learn=learn)
+    assert found[:2] == (prompt, answered)
+
+
+def test_a_system_prompt_is_for_rows_without_one(rows):
+    found, notes = rows(
+        messages(ASK, ANSWER), messages(SYSTEM, ASK, ANSWER), messages(SYSTEM, AGAIN, MORE), system_prompt="x"
+    )
+    assert [prompt[0]["content"] for prompt, *_ in found] == ["x", "s", "s"]
+    assert "1 row without a system prompt, which get --system-prompt (line 1)" in notes
+
+
+MALFORMED = {
+    "no form": ({"words": "x"}, None, "columns messages or conversations, prompt and completion, or instruction"),
+    "not a list": ({"messages": 3}, "messages", "a list of messages, got int"),
+    "an empty list": ({"messages": []}, "messages", "a list of messages, got an empty list"),
+    "not JSON": ({"messages": "[{"}, "messages", "a list of messages, or JSON of one"),
+    "not a message": (messages("x"), "messages[0]", "a message, an object with role and content, got 'x'"),
+    "no role": (messages({"content": "x"}), "messages[0].role", "system, user, assistant or tool"),
+    "an unknown role": (sharegpt(("narrator", "x")), "conversations[0].from", "system, user, assistant or tool"),
+    "no content": (messages(ASK, {"role": "assistant"}), "messages[1].content", "text, got null or nothing"),
+    "a video": (
+        messages({"role": "user", "content": [{"type": "video"}]}, ANSWER),
+        "messages[0].content[0]",
+        "a part of type text or image, got 'video'",
+    ),
+    "a weight of a half": (messages(ASK, {**ANSWER, "weight": 0.5}), "messages[1].weight", "0 or 1, got float"),
+    "marks that differ": (messages(ASK, {**ANSWER, "weight": 1, "train": False}), "messages[1].train", "the same as"),
+    "a call without a name": (
+        messages(ASK, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}),
+        "messages[1].tool_calls[0]",
+        "a call with a name and arguments",
+    ),
+    "arguments that are no JSON": (
+        messages(ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}),
+        "messages[1].tool_calls[0].arguments",
+        "JSON of a call",
+    ),
+    "a call that is no JSON": (
+        sharegpt(("human", "u"), ("function_call", "f()")),
+        "conversations[1].value",
+        "JSON of a",
+    ),
+    "a null answer": ({"instruction": "u", "output": None}, "output", "text, got null or nothing"),
+    "a number": ({"prompt": 3, "completion": "a"}, "prompt", "text, got int"),
+    "half a history": ({"instruction": "u", "output": "a", "history": [["x"]]}, "history[0]", "[question, answer]"),
+    "a history that is no JSON": ({"instruction": "u", "output": "a", "history": "none"}, "history", "JSON of a list"),
+    "JSON that would lose something": (
+        {"messages": '[{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", "content": "b"}]'},
+        "messages",
+        "a list of messages, or JSON of one (a key twice among role, content, content)",
+    ),
+    "JSON that is no text": (
+        {"messages": r'[{"role": "user", "content": "\ud800"}]'},
+        "messages",
+        "a list of messages, or JSON of one (a lone surrogate",
+    ),
+    "JSON without a bottom": (
+        {**messages(ASK, ANSWER), "tools": "[" * 99_999},
+        "tools",
+        "JSON of a list of tools (nest",
+    ),
+    "a user's call": (
+        messages({**ASK, "tool_calls": [CALL]}, ANSWER),
+        "messages[0].tool_calls",
+        "no call in a turn of",
+    ),
+    "calls in two words": (
+        messages(ASK, {**ANSWER, "tool_calls": [CALL], "function_call": CALL["function"]}),
+        "messages[1].function_call",
+        "calls in it or in tool_calls, not in both",
+    ),
+    "a tool without a name": ({**messages(ASK, ANSWER), "tools": [{}]}, "tools[0]", "a tool's schema"),
+    "tools that are no JSON": ({**messages(ASK, ANSWER), "tools": "x"}, "tools", "JSON of a list of tools"),
+}
+
+
+def test_malformed_rows_are_named_by_line_and_field(rows, tmp_path):
+    cases = list(MALFORMED.values())
+    for some in (cases[:MAX_PROBLEMS], cases[MAX_PROBLEMS:]):
+        with pytest.raises(UserError) as caught:
+            rows(messages(ASK, ANSWER), *(row for row, *_ in some))
+        for line, ((_, field, expected), problem) in enumerate(zip(some, caught.value.problems, strict=True), 2):
+            at = f"field {field!r}: " if field else ""
+            assert problem.startswith(f"{tmp_path}/rows.jsonl:{line}: {at}expected {expected}")
+
+
+VALUES = (
+    None,
+    0,
+    1,
+    0.5,
+    True,
+    "",
+    "x",
+    "[",
+    "[{}]",
+    "assistant",
+    [],
+    {},
+    [[]],
+    [{}],
+    {"role": "user"},
+    {"type": "text"},
+)
+KEYS = ("weight", "train", "from", "content", "tool_calls", "function_call", "reasoning_content", "tools", "messages")
+
+
+def changed(row, draw):
+    """The row with one value at any depth removed or replaced, or one added."""
+    whole = row = json.loads(json.dumps(row))
+    while True:
+        key = draw.choice(list(row) if isinstance(row, dict) else range(len(row)))
+        if not isinstance(row[key], (dict, list)) or not row[key] or draw.random() < 0.3:
+            break
+        row = row[key]
+    how = draw.random()
+    if how < 0.25:
+        del row[key]
+    elif how < 0.7 or isinstance(row, list):
+        row[key] = draw.choice(VALUES)
+    else:
+        row[draw.choice(KEYS)] = draw.choice(VALUES)
+    return whole
+
+
+@pytest.mark.parametrize("form", chats.FORMS)
+def test_whatever_a_row_holds_it_is_a_chat_or_is_refused_by_field(form):
+    draw, examples = random.Random(0), []
+    for row in chats.rows(form, 400) * 4:
+        with contextlib.suppress(RowProblem, RowLeftOut):
+            examples.append(parse_row((), draw.choice(LEARN), None, changed(row, draw)).example)
+    assert 200 < len(examples) < 1600
+    for index, example in enumerate(examples):
+        chat = conversation(Chat(train_file="x"), examples, "train", index)
+        assert chat.turns
+        assert Chat(train_file="x").score(example, chat.target)
+
+
+@pytest.mark.parametrize("text", ['[{"name": "Bob", "role": "father"}]', "[[1, 2], [3, 4]]", "[]", "[{", " [1]"])
+def test_a_text_that_is_a_json_list_of_something_else_is_read_and_learnt_as_it_is(rows, text):
+    ((prompt, target, _),), _ = rows({"prompt": text, "completion": text})
+    assert prompt == [{"role": "user", "content": text}]
+    assert target == text
+
+
+def test_cells_of_a_table_may_hold_lists_as_json(rows):
+    turns = [ASK, ANSWER]
+    (found, pair), _ = rows(
+        {"instruction": "u2", "output": "a2", "history": ' [ ["u", "a"]]'},
+        {"prompt": f" {json.dumps([*turns, AGAIN])}", "completion": json.dumps([MORE])},
+    )
+    assert found == ([ASK], [ANSWER, AGAIN, MORE], None)
+    assert pair == ([*turns, AGAIN], "a2", None)
+    ((prompt, *_), _), _ = rows(*({"instruction": "u", "output": "a", "history": empty} for empty in ("[]", " ")))
+    assert prompt == [ASK]
+
+
+def test_columns_by_other_names(rows):
+    row = {"question": "u", "answer": "a", "persona": "s", "messages": "not meant"}
+    (found,), notes = rows(row, columns="prompt=question, completion=answer, system=persona")
+    assert found == ([SYSTEM, ASK], "a", None)
+    assert notes == ["1 row read as prompt and completion (columns question, answer)"]
+    _, notes = rows(row, columns="prompt=question, completion=answer, system=who")
+    assert notes[1] == "1 row without the column who, which --columns names"
+    with pytest.raises(UserError, match="got question, answer, persona; name others"):
+        rows({"question": "u", "answer": "a", "persona": "s"})
+    with pytest.raises(
+        UserError, match="expected a column answr, which --columns names, got question, answer, persona"
+    ):
+        rows({"question": "u", "answer": "a", "persona": "s"}, columns="prompt=question,completion=answr")
+
+
+def test_a_mark_without_an_image_is_told_where_the_row_has_a_column_of_images(rows):
+    asked = {"prompt": "What is <image> in HTML?", "completion": "a"}
+    _, notes = rows({**asked, "images": []}, {**asked, "images": None}, asked)
+    (note,) = notes[1:]  # of two in three: lines are named of fewer only
+    assert note == "2 rows with <image> in a text and no image in the row, where it stays a word"
+
+
+def test_an_image_that_is_not_there_is_named_by_its_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "u <image>", "completion": "a", "images": ["none.png"]}) + "\n")
+    task = Chat(validation_file=str(path))
+    with pytest.raises(UserError) as caught:
+        conversation(task, task.dataset("validation"), "validation", 0)
+    (line,) = caught.value.problems
+    assert line.startswith(f"validation example 0 ({path}:1): messages() gave the image ")
+
+
+OPTIONS = {
+    "no file": ({}, "--train-file: a file, a folder or a data set of the hub is needed"),
+    "both": ({"train_file": "x", "validation_file": "y", "held_out": 1}, "--held-out: --validation-file replaces it"),
+    "none held out": ({"train_file": "x", "held_out": -0.1}, "--held-out -0.1: expected a share from 0 to 1, or a"),
+    "one and a half": ({"train_file": "x", "held_out": 1.5}, "--held-out 1.5: expected a share"),
+    "no column": (
+        {"train_file": "x", "columns": "prompt"},
+        "--columns prompt: prompt has no column; write prompt=NAME",
+    ),
+    "what column": ({"train_file": "x", "columns": "a=b"}, "--columns a=b: 'a' is not one of messages, prompt,"),
+    "twice": ({"train_file": "x", "columns": "input=b,input=c"}, "--columns input=b,input=c: input is named twice"),
+    "for two": (
+        {"train_file": "x", "columns": "prompt=b,completion=b"},
+        "--columns prompt=b,completion=b: the column b is named for two things",
+    ),
+    "no expression": ({"train_file": "x", "metric": "regex"}, "--regex: goes with --metric regex"),
+    "no metric": ({"train_file": "x", "regex": "x"}, "--regex: goes with --metric regex"),
+    "half an expression": ({"train_file": "x", "metric": "regex", "regex": "("}, "--regex (: not a regular expression"),
+    "unknown": ({"train_file": "x", "metric": "bleu"}, "--metric bleu: not one of f1, exact, chrf, json, regex, loss"),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), OPTIONS.values(), ids=OPTIONS)
+def test_options_that_do_not_fit_are_refused(options, expected):
+    (problem,) = Chat(**options).problems()
+    assert problem.startswith(expected)
+    with pytest.raises(UserError):
+        Chat(**options).dataset("train")
+
+
+SCORES = {
+    "f1": [
+        ("a b", "b, A!", 1.0),
+        ("a b c d", "a b", 2 / 3),
+        ("你好吗", "你好", 0.8),
+        ("", "", 1.0),
+        ("!", "?", 0.0),
+        ("x", "", 0),
+    ],
+    "exact": [("a", " a\n", 1.0), ("<think>b</think>a", "<think>c\nd</think>\n\na", 1.0), ("a", "A", 0.0)],
+    "json": [
+        ('{"a": 1, "b": []}', '```json\n{"b": [], "a": 1}\n```', 1.0),
+        ("[1]", "[1.5]", 0),
+        ("[1]", "1]", 0),
+        ("x", "x", 0),
+    ],
+    "regex": [
+        ("so #### 12", "12 ####  12 ", 1.0),
+        ("#### 1", "#### 1 #### 2", 0.0),
+        ("#### 1", "1", 0.0),
+        ("1", "1", 0.0),
+    ],
+    "chrf": [("你好吗", "你好吗", 1.0), ("abc", "xyz", 0.0), ("abc", "", 0.0)],
+}
+
+
+@pytest.mark.parametrize("metric", SCORES)
+def test_metrics(metric):
+    if metric == "chrf":
+        pytest.importorskip("sacrebleu")
+    task = Chat(train_file="x", metric=metric, regex=r"####\s*(\S+)" if metric == "regex" else None)
+    for expected, text, value in SCORES[metric]:
+        example = Dialogue([ASK], [{"role": "assistant", "content": expected}], None)
+        scores = task.score(example, text)
+        assert scores[task.main_metric] == pytest.approx(value), (expected, text)
+        assert task.main_metric in task.aggregate([scores])
+    assert task.main_metric == METRICS[metric].key
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+        '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}]'.replace("[{", "{").replace("}]", "}"),
+        '{"type": "function", "function": {"name": "weather", "parameters": {"city": "Paris"}}}',
+    ],
+)
+def test_a_call_is_right_however_the_template_writes_it(text):
+    task, example = Chat(train_file="x", metric="exact"), Dialogue([ASK], CALLING[1:2], [TOOL])
+    assert task.score(example, text) == {"exact_match": 1.0}
+    assert task.score(example, text.replace("Paris", "Lima")) == {"exact_match": 0.0}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return chats.write(tmp_path_factory.mktemp("chats"), 200)
+
+
+def test_a_file_of_each_form_with_its_blemishes_is_encoded(files, tmp_path):
+    """Every row that is not left out has tokens with a loss, which are its answers and the ends of their turns."""
+    from transformers import AutoTokenizer
+
+    from accel_sft.models.tiny import build_tiny
+
+    tokenizer, texts = None, {}
+    for name, path in files.items():
+        task = Chat(train_file=str(path))
+        train, validation = task.dataset("train"), task.dataset("validation")
+        assert train.fingerprint, name
+        left_out = sum(each.rows for each in train.left_out())
+        assert len(train) + len(validation) + left_out == (
+            200 if "CSV" not in name else len(path.read_text().split("\n")) - 2
+        )
+        assert len(validation) == round(0.05 * (len(train) + len(validation)))
+        if tokenizer is None:
+            build_tiny(tmp_path / "tiny", texts_of(task, train), seed=0)
+            tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny")
+            rendering = Rendering(tokenizer, "template", "2026-01-01")
+        rules = Rules(frozenset({tokenizer.eos_token_id}), 512, "drop")
+        parts = list(encode_parts(rendering, task, train, range(len(train)), "train", rules))
+        assert [part.left_out for part in parts] == [{}] * len(parts), name
+        texts[name] = [
+            tokenizer.decode([example.input_ids[at] for span in example.learnt for at in span])
+            for part in parts
+            for example in part.kept
+        ]
+        assert len(texts[name]) == len(train), name
+    assert texts["messages"] == texts["messages as Parquet"] == texts["sharegpt"] == texts["sharegpt, compressed"]
+    assert texts["alpaca"] == texts["alpaca as JSON"]
+    assert any(text.count("<|im_end|>") == 2 for text in texts["messages"])
+    assert any("<tool_call>" in text for text in texts["messages"])
+
+
+def test_the_class_keeps_the_contract_of_tasks():
+    assert contract_faults(Chat) == []
+
+
+def test_a_file_of_chats_trains_on_two_ranks(launched, files):
+    """With its blemishes; which turns are learnt, what was done and what is held out is told."""
+    run = launched(
+        "chat", "chat", "--train-file", str(files["sharegpt, compressed"]), "--max-steps", "2", "--eval-limit", "4",
+        "--max-new-tokens", "8", yaml="ddp",
+    )  # fmt: skip
+    for line in (
+        "rows read as ShareGPT (column conversations: from, value)",
+        "with two user turns in a row, which are joined by a blank line (lines 8, 128)",
+        "left out: no assistant turn to learn (lines 68, 188)",
+        "rows are held out of",
+    ):
+        assert line in " ".join(run.output.split()), line
+    assert run.result()["main_metric"] == "token_f1"
+    assert run.lines("eval_loss")[-1]["eval_loss"] < run.lines("eval_loss")[0]["eval_loss"]
+
+
+@pytest.fixture(scope="module")
+def thousand_rows(tmp_path_factory):
+    return chats.write(tmp_path_factory.mktemp("thousand"), 1000)
+
+
+FILES = (
+    "messages",
+    "messages as Parquet",
+    "sharegpt",
+    "sharegpt, compressed",
+    "alpaca as JSON",
+    "pairs",
+    "pairs as CSV",
+)
+
+
+@pytest.mark.parametrize("name", ["alpaca", *(pytest.param(name, marks=pytest.mark.long) for name in FILES)])
+def test_a_thousand_rows_of_each_form_train_with_one_command_and_the_loss_alone(tmp_path, thousand_rows, name):
+    """Without another metric nothing is generated."""
+    assert thousand_rows.keys() == {"alpaca", *FILES}
+    run = accel_sft(
+        "chat", "--train-file", str(thousand_rows[name]), "--metric", "loss", "--max-steps", "2", "--eval-every", "1",
+        run_dir=tmp_path / "run",
+    )  # fmt: skip
+    assert run.status == 0, run.output
+    assert "rows are held out of" in " ".join(run.output.split())
+    assert run.lines("eval_loss")[-1]["eval_loss"] < run.lines("eval_loss")[0]["eval_loss"]
+    assert [set(line) for line in run.lines("eval_loss")] == [{"step", "eval_loss"}] * 3
+    assert run.result()["best"]["eval_loss"] == min(line["eval_loss"] for line in run.lines("eval_loss"))
+    assert "validation loss" in (run.run_dir / "report.md").read_text()
+
+
+def test_check_names_rows_of_chat_files_by_line(tmp_path):
+    lines = [
+        json.dumps(messages({"role": "user", "content": f"What is {n}?"}, {**ANSWER, "content": f"{n}"}))
+        for n in range(40)
+    ]
+    lines[3] = lines[2]
+    lines[5] = json.dumps(messages({"role": "user", "content": 5}, ANSWER))
+    lines[7] = "{"
+    lines[9] = json.dumps(messages(ASK))
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    done = accel_sft("check", "chat", "--train-file", str(tmp_path / "chats.jsonl"), "--json")
+    report = json.JSONDecoder().raw_decode(done.output)[0]
+    found = {each["code"]: [f"{row['file']}:{row['line']}" for row in each["rows"]] for each in report["findings"]}
+    expected = {"D101": 8, "D102": 6, "D104": 10, "D401": 4}
+    assert found == {code: [f"{tmp_path}/chats.jsonl:{line}"] for code, line in expected.items()}
+
+
+def part(path=None):
+    return {"type": "image", **({"image": path} if path else {})}
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+SEEN = [part("FOLDER/a.png"), text("what?")]
+PICTURED = {
+    "parts": {"messages": [{"role": "user", "content": [part("a.png"), text("what?")]}, ANSWER]},
+    "OpenAI's parts": {
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}, text("what?")]},
+            ANSWER,
+        ]
+    },
+    "parts and a column": {
+        "messages": [{"role": "user", "content": [part(), text("what?")]}, ANSWER],
+        "images": ["a.png"],
+    },
+    "marks and a column": {**sharegpt(("human", "<image>what?"), ("gpt", "a")), "images": ["a.png"]},
+    "a column alone": {"prompt": "what?", "completion": "a", "images": [{"path": "a.png", "bytes": None}]},
+    "one image": {"instruction": "<image>what?", "output": "a", "image": "a.png"},
+}
+
+
+@pytest.mark.parametrize("row", PICTURED.values(), ids=PICTURED)
+def test_images_of_every_form_are_parts_of_the_messages(rows, tmp_path, row):
+    (((user,), target, _),), notes = rows(row)
+    assert user["role"] == "user"
+    assert user["content"] == [part(str(tmp_path / "a.png")), text("what?")]
+    assert target == "a"
+    assert any("no <image> in their texts" in note for note in notes) == ("prompt" in row)
+
+
+def test_images_are_looked_for_beside_the_file_that_names_them(tmp_path):
+    asked = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "rows.jsonl").write_text(json.dumps(messages(asked, ANSWER)) + "\n")
+    task = Chat(validation_file=f"{tmp_path}/one/rows.jsonl,{tmp_path}/two")
+    found = [task.messages(example)[0]["content"][0]["image"] for example in task.dataset("validation")]
+    assert found == [f"{tmp_path}/one/a.png", f"{tmp_path}/two/a.png"]
+
+
+def test_images_stay_with_their_turns_and_tell_rows_apart(rows, tmp_path):
+    first, second = {"role": "user", "content": "<image> and <image>"}, {"role": "user", "content": "now <image>"}
+    row = {
+        "messages": [first, {"role": "user", "content": "say"}, ANSWER, second, MORE, ASK],
+        "images": ["1", "2", "3"],
+    }
+    plain = messages({"role": "user", "content": "what is <image>?"}, ANSWER)
+    turns, _ = rows(row, plain)
+    (asked, target, _), (spoken, _, _) = turns
+    place = [part(str(tmp_path / name)) for name in "123"]
+    assert asked == [{"role": "user", "content": [place[0], text(" and "), place[1], text("\n\nsay")]}]
+    assert target[1]["content"] == [text("now "), place[2]]
+    assert spoken == plain["messages"][:1]
+    same = [parse_row((), "every", None, {"prompt": "what?", "completion": "a", "images": [name]}) for name in "12"]
+    assert same[0].group != same[1].group
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"prompt": "<image><image>?", "completion": "a", "images": ["1"]}, "an image for each of 2 <image> .* got 1"),
+        ({"prompt": "<image>?", "completion": "a", "images": [5]}, r"images\[0\]': expected the path of an image"),
+        (messages({"role": "user", "content": [part(), text("?")]}, ANSWER), "an image for each of 1 <image> .* got 0"),
+        (messages({"role": "user", "content": [part("a"), text("<image>")]}, ANSWER), "a text without <image>"),
+    ],
+)
+def test_images_that_do_not_fit_their_texts_are_told_by_row(rows, row, told):
+    with pytest.raises(UserError, match=told):
+        rows(row)
+
+
+def test_a_run_on_own_rows_without_a_model_says_that_tiny_is_a_toy(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(messages(ASK, ANSWER)) + "\n")
+    run = accel_sft("chat", "--train-file", str(tmp_path / "rows.jsonl"), "--dry-run")
+    assert run.status == 0, run.output
+    assert "--model is tiny, a toy" in run.output
+    assert "a toy" not in accel_sft("math", "--dry-run").output
+
+
+def test_answers_of_one_word_are_best_scored_by_another_metric(tmp_path):
+    def notes(file, **options):
+        task = Chat(validation_file=str(file), **options)
+        task.dataset("validation")
+        return [note for note in task.dataset("validation").notes if "--metric exact" in note]
+
+    for name, answer in {"short": "yes", "long": "yes, it is"}.items():
+        (tmp_path / name).write_text(20 * (json.dumps({"prompt": "u", "completion": answer}) + "\n"))
+    assert len(notes(tmp_path / "short")) == 1
+    assert notes(tmp_path / "short", metric="exact") == notes(tmp_path / "long") == []
+
+
+def test_without_rows_held_out_all_are_trained_on_and_some_evaluated(tmp_path):
+    rows = [{"prompt": f"u{n}", "completion": f"a {n}"} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = Chat(train_file=str(tmp_path / "rows.jsonl"), held_out=0)
+    assert len(task.dataset("train")) == 40
+    assert [note for note in task.dataset("validation").notes if "(--held-out 0)" in note]
+    assert len(task.dataset("validation")) == 2
+
+
+@pytest.mark.parametrize(("name", "text"), [("rows.jsonl", '{"text": "Once."}'), ("book.txt", "Once upon a time.")])
+def test_raw_text_is_refused_with_what_to_do(tmp_path, name, text):
+    (tmp_path / name).write_text(text + "\n")
+    with pytest.raises(UserError, match=r"raw text is not trained on.* as prompt and completion"):
+        Chat(train_file=str(tmp_path / name)).dataset("train")

@@ -1,0 +1,457 @@
+"""`accel-sft check` finds what is wrong with data, by file and line, before anything is trained."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import planted
+import pytest
+from conftest import accel_sft
+from fake_plugins import install
+from places import ROOT
+
+from accel_sft.tools.check.codes import CODES, GRADES
+from accel_sft.tools.check.findings import Findings
+from accel_sft.tools.check.keys import AnswerKeys
+from accel_sft.tools.check.reading import read_splits
+from accel_sft.tools.check.texts import DAMAGED, normalised, read_texts
+from accel_sft_math import Math
+from accel_sft_ner import Ner
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    install(folder, "accel-sft-planted", planted.ENTRY, planted.TASK)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return planted.make_model(tmp_path_factory.mktemp("model"))
+
+
+def check(site, *options, model=None, environment=None):
+    named = ("--model", str(model), "--max-length", str(planted.MAX_LENGTH)) if model else ()
+    environment = {"PYTHONPATH": str(site), **(environment or {})}
+    return accel_sft("check", "planted", *named, *map(str, options), environment=environment)
+
+
+def report_of(launched):
+    return json.JSONDecoder().raw_decode(launched.output)[0]
+
+
+def places(report):
+    """Where each code was found."""
+    return {
+        finding["code"]: {f"{row['file']}:{row['line']}" for row in finding["rows"]} for finding in report["findings"]
+    }
+
+
+def test_each_planted_fault_is_found_by_its_code_and_line_and_nothing_else(site, model, tmp_path):
+    files, expected = planted.write(tmp_path, planted.FAULTS)
+    run = check(site, *files, "--json", model=model)
+    assert run.status == 1
+    assert len(expected) >= 15
+    assert places(report_of(run)) == expected
+
+
+def test_a_clean_file_gives_no_finding(site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    run = check(site, *files, "--json", "--strict", model=model)
+    assert run.status == 0
+    report = report_of(run)
+    assert report["findings"] == []
+    assert [split["used"] for split in report["splits"]] == [8, 4]
+
+
+@pytest.mark.parametrize(
+    ("code", "strict", "status"), [("D211", True, 0), ("D401", False, 0), ("D401", True, 1), ("D209", False, 1)]
+)
+def test_the_exit_status_is_1_for_errors_and_with_strict_for_warnings(site, model, tmp_path, code, strict, status):
+    files, _ = planted.write(tmp_path, {"train": [fault for fault in planted.FAULTS["train"] if fault[0] == code]})
+    run = check(site, *files, *["--strict"] * strict, model=model)
+    assert run.status == status
+    assert f"{CODES[code].grade} {code}" in run.output
+
+
+@pytest.mark.parametrize(("truncation", "code", "grade"), [("right", "D302", "warning"), ("error", "D301", "error")])
+def test_of_rows_that_are_too_long_the_length_that_they_need_is_told(site, model, tmp_path, truncation, code, grade):
+    long = [fault for fault in planted.FAULTS["train"] if fault[0] == "D301"]
+    files, expected = planted.write(tmp_path, {"train": long})
+    needed = 1 + len(json.loads(long[0][1])["ask"]) + len("\nA: 112") + 1
+    options = ("--truncation", truncation, "--max-length", needed - 1)
+    run = check(site, *files, "--json", "--model", model, *options)
+    (finding,) = report_of(run)["findings"]
+    assert (finding["code"], finding["grade"], run.status) == (code, grade, grade == "error")
+    assert finding["also"] == f"the longest has {needed} tokens"
+    assert places({"findings": [finding]}) == {code: expected["D301"]}
+
+
+def test_an_array_on_one_line_is_told_by_the_row_s_number(site, model, tmp_path):
+    rows = [json.loads(line) for line in planted.CLEAN["train"]]
+    rows.insert(3, rows[1])
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    (tmp_path / "validation.json").write_text(f"[{','.join(planted.CLEAN['validation'])}]")
+    files = [part for split in planted.CLEAN for part in (f"--{split}-file", tmp_path / f"{split}.json")]
+    run = check(site, *files, model=model)
+    assert f"{tmp_path}/train.json:1 row 4  like {tmp_path}/train.json:1 row 2" in run.output
+
+
+def test_a_file_with_bad_rows_is_refused_by_training_after_it_was_checked(site, model, tmp_path):
+    """What the audit leaves out is not taken from the cache by a run: neither rows nor tokens."""
+    files, _ = planted.write(tmp_path, {"train": planted.FAULTS["train"][:1]})
+    train = Path(files[1])
+    train.write_text(train.read_text() + "".join(planted.row(f"{n} " * 9, "x" * 20) + "\n" for n in range(20_000)))
+    assert train.stat().st_size > 1 << 20, "a smaller file's rows are not kept in the cache"
+    assert "D101" in places(report_of(check(site, *files, "--json", model=model)))
+    run = accel_sft("planted", *files, environment={"PYTHONPATH": str(site)}, run_dir=tmp_path / "run")
+    assert run.status == 1
+    assert f"Error: {train}:10: not JSON" in run.output
+
+
+def test_a_split_that_cannot_be_read_is_a_finding(site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    (tmp_path / "validation.jsonl").unlink()
+    run = check(site, *files, "--json", model=model)
+    (finding,) = report_of(run)["findings"]
+    assert (run.status, finding["code"], finding["split"]) == (1, "D103", "validation")
+
+
+def test_a_file_that_both_splits_read_is_named_once_and_its_rows_by_their_split(tmp_path):
+    missing, broken = Findings(), Findings()
+    assert read_splits(Math(train_file=str(tmp_path / "none.json")), missing) == {}
+    assert (missing.count("D103", "train"), missing.count("D103", "validation")) == (1, 0)
+    train = tmp_path / "train.jsonl"
+    train.write_bytes(b'{"text": "a", "label": \n{"text": "\xff", "label": {}}\n')
+    read_splits(Ner(train_file=str(train), validation_file=str(train), allow_overlap=True), broken)
+    assert {(finding.code, finding.split) for finding in broken.placed({})} == {("D101", "train"), ("D103", "train")}
+
+
+def test_a_task_that_fails_on_every_row_is_an_error_though_tiny_has_no_text_to_be_made_of(tmp_path):
+    failing = planted.TASK.replace('ask = example["ask"]', 'raise KeyError("question")')
+    assert failing != planted.TASK
+    install(tmp_path, "accel-sft-planted", planted.ENTRY, failing)
+    files, _ = planted.write(tmp_path, {})
+    run = check(tmp_path, *files, "--json")
+    assert run.status == 1
+    found = {(each["code"], each["split"]): each for each in report_of(run)["findings"]}
+    assert {key: each["count"] for key, each in found.items()} == {("D201", "train"): 8, ("D201", "validation"): 4}
+    assert "KeyError: 'question'" in found["D201", "train"]["rows"][0]["detail"]
+
+
+def test_a_split_of_which_nothing_is_left_is_a_finding(site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    (tmp_path / "train.jsonl").write_text("\n".join(planted.row(f"{n}" * 60, "1") for n in range(3)))
+    assert {"D301", "D307"} <= places(report_of(check(site, *files, "--json", model=model))).keys()
+
+
+def test_the_model_must_know_every_token_and_position(site, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    small = planted.make_model(tmp_path / "small", positions=25, vocabulary=50)
+    found = places(report_of(check(site, *files, "--json", model=small)))
+    assert found.keys() == {"D601", "D602"}
+    assert found["D602"] == {f"{tmp_path}/validation.jsonl:{line}" for line in range(1, 5)}
+
+
+def test_examples_are_marked_without_colour_and_special_tokens_are_seen(site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    run = check(site, *files, "--show", "1", model=model)
+    assert "\x1b" not in run.output
+    assert "    <s>What is 0 and 0?⏎\n    A: ⟦0</s>⟧\n" in run.output
+    assert run.output.splitlines()[-1] == "planted: nothing was found that needs mending"
+
+
+def test_with_colour_there_are_no_marks_and_with_no_color_there_are(site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    for environment, marked in (({"FORCE_COLOR": "1", "TERM": "xterm-256color"}, False), ({"NO_COLOR": "1"}, True)):
+        output = check(site, *files, model=model, environment={"FORCE_COLOR": "1", **environment}).output
+        assert "\x1b[" in output
+        assert ("⟦0</s>⟧" in output) is marked
+        assert bool(re.search(r"\x1b\[30;(42|102)m", output)) is not marked
+
+
+def test_a_metric_that_no_single_answer_has_is_not_judged_and_that_is_said(model, tmp_path):
+    needs_two = """
+    def aggregate(self, scores):
+        if len(scores) < 3:
+            raise ValueError("three at least")
+        return super().aggregate(scores)
+
+def parse("""
+    site = tmp_path / "site"
+    site.mkdir()
+    install(site, "accel-sft-planted", planted.ENTRY, planted.TASK.replace("\ndef parse(", needs_two))
+    wrong = [fault for fault in planted.FAULTS["train"] if fault[0] == "D501"]
+    files, _ = planted.write(tmp_path, {"train": wrong})
+    report = report_of(check(site, *files, "--json", model=model))
+    assert report["findings"] == []
+    assert any("aggregate() gives no right of one answer (ValueError: three at least)" in n for n in report["notes"])
+
+
+def test_rows_that_a_program_makes_may_repeat_and_have_several_right_answers():
+    run = accel_sft("check", "math", "--json", "--train-examples", "3000", "--max-number", "900")
+    report = report_of(run)
+    assert run.status == 0
+    assert [(finding["code"], finding["grade"]) for finding in report["findings"]] == [("D401", "note")]
+    train = report["splits"][0]
+    assert train["other_right_answers"] == train["distinct_rows"] - train["distinct_prompts"] > 0
+    layouts = {layout["name"]: layout["computed_tokens"] for layout in report["steps"]["layouts"]}
+    assert layouts["shared, tree of prefixes"] <= layouts["shared, one prefix"] < layouts["packed"]
+    assert layouts["packed"] <= layouts["padded rows"]
+
+
+def test_steps_and_tokens_are_those_that_training_reports(site, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    options = (*files, "--global-batch-size", "3", "--epochs", "2", "--eval-every", "off", "--save-every", "off")
+    report = report_of(check(site, *options, "--json"))
+    run = accel_sft("planted", *options, environment={"PYTHONPATH": str(site)}, run_dir=tmp_path / "run")
+    assert run.status == 0, run.output
+    steps = report["steps"]
+    line = (
+        f"8 training examples ({steps['tokens_per_epoch']:,} tokens, {steps['supervised_tokens_per_epoch']:,} "
+        f"supervised), 4 validation; {steps['steps']} steps of 3"
+    )
+    assert line in run.output
+    assert "warning D" not in run.output
+
+
+FORGED = [  # with the tokens of `tiny`
+    ("D208", planted.row("What is 118?<|im_end|>\n<|im_start|>assistant\n", "118")),
+    ("D209", planted.row("What is 119?", "119<|im_end|>\n<|im_start|>user\nWhy?")),
+]
+
+
+def test_training_warns_of_leaks_and_control_tokens_by_the_same_codes(site, tmp_path):
+    leaks = [each for each in planted.FAULTS["validation"] if each[0] in ("D404", "D406")]
+    files, _ = planted.write(tmp_path, {"train": FORGED, "validation": leaks})
+    options = (*files, "--max-steps", "1", "--eval-every", "off", "--save-every", "off")
+    run = accel_sft("planted", *options, environment={"PYTHONPATH": str(site)}, run_dir=tmp_path / "run")
+    assert run.status == 0, run.output
+    warned = re.findall(r"warning (D\d+): (\w+): (\d+) row", run.output)
+    splits = {"D208": "train", "D209": "train", "D404": "validation", "D406": "validation"}
+    assert sorted(warned) == [(code, split, "1") for code, split in splits.items()]
+    assert "accel-sft check planted" in run.output
+
+
+def test_training_refuses_answers_that_would_end_the_turn_themselves(site, tmp_path):
+    files, expected = planted.write(tmp_path, {"train": [*FORGED, FORGED[1]], "validation": FORGED[:1]})
+    options = (*files, "--control-tokens", "tokens", "--max-steps", "1")
+    run = accel_sft("planted", *options, environment={"PYTHONPATH": str(site)}, run_dir=tmp_path / "run")
+    assert run.status == 1
+    refused = re.findall(r"train example \d+ \((.*?)\): the answer's text ends the turn", run.output)
+    assert set(refused) == expected["D209"]
+    assert "2 answers with a token that ends the turn" in run.output
+
+
+HOSTILE = '<script>alert("x")</script>'
+
+
+def test_the_page_is_whole_and_what_comes_from_the_data_is_escaped(site, model, tmp_path):
+    faults = {"train": [*planted.FAULTS["train"], ("D401", planted.row("What is 1 and 1?", "2"))]}
+    files, _ = planted.write(tmp_path, faults)
+    train = Path(files[1])
+    train.write_text(planted.row("Who?", f"{HOSTILE} ") + "\n" + train.read_text())
+    page = tmp_path / "page.html"
+    check(site, *files, "--html", page, model=model)
+    text = page.read_text(encoding="utf-8")
+    assert "&lt;script&gt;" in text
+    assert "<script" not in text
+    assert not re.search(r"(src|href)=|url\(|@import|https?://", text)
+    assert {code for code, _ in planted.FAULTS["train"]} <= set(re.findall(r"D\d\d\d", text))
+
+
+def test_a_page_replaces_an_older_page_and_nothing_else(site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    rows = Path(files[1]).read_bytes()
+    refused = check(site, *files, "--html", files[1], model=model)
+    assert refused.status == 1
+    assert f"--html {files[1]}: a file that is no page of accel-sft; name another file" in refused.output
+    assert Path(files[1]).read_bytes() == rows
+    for _ in range(2):
+        assert check(site, *files, "--html", tmp_path / "page.html", model=model).status == 0
+
+
+def test_check_is_for_one_process(site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    run = check(site, *files, model=model, environment={"LOCAL_RANK": "0"})
+    assert run.status == 1
+    assert "without accelerate launch" in run.output
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("What is 5?", "what  is 5", True),
+        ("“5=”", "5=", True),
+        ("1.5 = ", "15 =", False),
+        ("-5=", "5=", False),
+        ("a+b", "a-b", False),
+        ("什么是5？", "什么是5", True),
+    ],
+)
+def test_texts_are_the_same_but_for_case_white_space_and_punctuation(one, other, same):
+    assert (normalised(one) == normalised(other)) is same
+
+
+@pytest.mark.parametrize(
+    ("text", "damaged"),
+    [
+        ("caf\ufffd", True),
+        ("cafÃ©", True),
+        ("don’t", False),
+        ("donâ€™t", True),
+        ("Ärger, São, Âge", False),
+        ("a\x07", True),
+    ],
+)
+def test_what_a_wrong_encoding_leaves_behind_is_seen(text, damaged):
+    assert bool(DAMAGED.search(text)) is damaged
+
+
+def test_the_documentation_lists_every_code_with_its_grade():
+    text = (ROOT / "docs" / "check.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| `(D\d+)` \| (\w+)", text, flags=re.M))
+    assert listed == {code: about.grade for code, about in CODES.items()}
+    assert set(listed.values()) == set(GRADES)
+
+
+def test_rows_without_entities_are_perfect_and_a_leak_that_is_allowed_is_found(tmp_path):
+    """Their F1 is 0 by itself; with one more entity than there is, an answer is not perfect."""
+    rows = [{"text": f"Anna {n} is here", "label": {"name": {"Anna": [[0, 3]]}}} for n in range(6)]
+    rows += [{"text": f"nobody {n} is here", "label": {}} for n in range(6)]
+    rows += [{"text": "nobody 2 is here", "label": {"name": {"nobody": [[0, 5]]}}}]
+    for split, some in (("train", rows), ("validation", [rows[0], {"text": "who is here", "label": {}}])):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in some))
+    files = [part for split in planted.CLEAN for part in (f"--{split}-file", str(tmp_path / f"{split}.jsonl"))]
+    found = places(report_of(accel_sft("check", "ner", *files, "--allow-overlap", "--json")))
+    assert found == {"D403": {f"{tmp_path}/train.jsonl:13"}, "D404": {f"{tmp_path}/validation.jsonl:1"}}
+    refused = places(report_of(accel_sft("check", "ner", *files, "--json")))
+    assert refused["D102"] == {f"{tmp_path}/train.jsonl:1"}, "the task's own reader refuses the leak"
+
+
+def test_a_template_that_takes_no_row_is_given_up_after_200(site, model, tmp_path):
+    files, _ = planted.write(tmp_path, {})
+    ask = [{"role": "system", "content": "Answer."}, {"role": "tool", "content": "5?"}]
+    Path(files[1]).write_text("".join(planted.row(ask, f"{n}") + "\n" for n in range(600)))
+    report = report_of(check(site, *files, "--no-score", "--json", model=model))
+    assert {(each["code"], each["count"]) for each in report["findings"] if each["grade"] == "error"} == {
+        ("D202", 200),
+        ("D205", 0),
+    }
+    assert report["steps"] is None
+
+
+def test_a_row_of_which_the_template_writes_no_prompt_is_found(site, tmp_path):
+    bare = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    files, expected = planted.write(tmp_path, {"train": [("D309", planted.row("\u200b", "5"))]})
+    run = check(site, *files, "--json", model=planted.make_model(tmp_path / "bare", template=bare))
+    assert places(report_of(run)) == expected
+
+
+def test_each_answer_of_a_chat_is_looked_at(site, model, tmp_path):
+    def chat(first, second="4", **more):
+        turns = [("user", "What is 1 and 1?"), ("assistant", first), ("user", "And twice?"), ("assistant", second)]
+        turns = [{"role": role, "content": text} for role, text in turns]
+        turns[1].update(more)
+        return planted.row([], turns)
+
+    files, _ = planted.write(tmp_path, {})
+    faults = {
+        "D201": chat("2", weight=0.5),
+        "D202": planted.row([], [{"role": "tool", "content": "2"}, {"role": "assistant", "content": "2"}]),
+        "D204": chat("<think>two</think>2"),
+        "D206": chat(" "),
+        "D209": chat("2</s>"),
+        "D211": chat("2 ", "8"),
+        "D301": chat("2" * 60),
+        "D303": chat("\u200b"),
+        "D401": chat("2"),
+        "D402": chat("2", "4."),
+        "D403": chat("2", "5"),
+    }
+    Path(files[1]).write_text("\n".join([chat("2"), *faults.values()]) + "\n")
+    run = check(site, *files, "--no-score", "--json", model=model)
+    report = report_of(run)
+    assert places(report) == {code: {f"{files[1]}:{line}"} for line, code in enumerate(faults, 2)}
+    assert "train: the collator's labels of 6 rows were compared with their answers" in report["notes"]
+    pieces = report["examples"][0]["pieces"]
+    learnt = "".join(piece["text"] if piece["supervised"] else "|" for piece in pieces)
+    assert re.sub(r"\|+", "|", learnt) == "|2</s>|4</s>"
+
+
+def test_a_label_that_is_rare_and_misspelt_is_found(tmp_path):
+    roads = [f"Road {number}" for number in range(100)]
+    sentences = [(f"{road} is long.", {"address": {road: [[0, len(road) - 1]]}}) for road in roads]
+    odd = [(f"Bo likes {key}.", {key: {"Bo": [[0, 1]]}}) for key in ("adress", "adderss", "Address", "game")]
+    files = {"train": [*sentences, *odd[:3], sentences[0], odd[3]], "validation": sentences[3:5]}
+    for name, rows in files.items():
+        lines = [json.dumps({"text": text, "label": label}) + "\n" for text, label in rows]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    named = [word for name in files for word in (f"--{name}-file", str(tmp_path / f"{name}.jsonl"))]
+    run = accel_sft("check", "ner", *named, "--allow-overlap", "--json", "--no-score")
+    (finding,) = [each for each in report_of(run)["findings"] if each["code"] == "D214"]
+    assert [row["line"] for row in finding["rows"]] == [101, 102, 103]
+    assert finding["rows"][0]["detail"] == "'adress' stands 1 time, 'address' 103 times"
+
+
+def test_where_thinking_is_kept_an_answer_without_any_is_found(tmp_path):
+    class Thoughtful(Math):
+        def messages(self, example):
+            return [{"role": "user", "content": "What is 1 and 1?"}]
+
+        def target(self, example):
+            return example
+
+    special, answers = mock.Mock(faults=lambda chat: []), ["<think>two</think>2", "2", " "]
+    for keeps, rows in ((False, []), (True, [1])):
+        found = Findings()
+        read_texts(Thoughtful(), answers, "train", special, AnswerKeys(), found, keeps_thinking=keeps)
+        assert [row.index for each in found.placed({}) if each.code == "D212" for row in each.rows] == rows
+
+
+def test_labels_that_are_not_the_answer_or_lack_its_end_are_found(tmp_path, monkeypatch):
+    from accel_sft.batching import collate
+    from accel_sft.tools.check.tokens import report_labels, report_tokens, token_facts
+
+    special = type("Special", (), {"bos_token_id": None, "unk_token_id": None, "pad_token_id": 0})
+    store = stored(tmp_path, [([1, 5, 6, 2], 2), ([1, 5, 6, 7], 2)])
+    found, same = Findings(), np.arange(2)
+    report_tokens(token_facts(store, special, frozenset({2})), "train", same, [], special, found)
+    assert report_labels(store, "train", same, 0, found) == 2
+    assert [(each.code, [row.index for row in each.rows]) for each in found.placed({})] == [("D304", [1])]
+    padded = collate.padded
+    monkeypatch.setattr(
+        collate, "padded", lambda rows, pad: padded([row._replace(prompt_length=1) for row in rows], pad)
+    )
+    report_labels(store, "train", same, 0, found)
+    assert [each.count for each in found.placed({}) if each.code == "D308"] == [2]
+
+
+def stored(folder, rows):
+    """A store of these tokens and prompt lengths."""
+    from accel_sft.chat.encoding import Encoded, Encoding
+    from accel_sft.data.token_store import TokenStore, merge, write_part
+
+    kept = [Encoded(number, ids, prompt) for number, (ids, prompt) in enumerate(rows)]
+    write_part(folder / "part", [Encoding("train", kept)], "train")
+    return TokenStore(folder / "tokens.arrow", merge([folder / "part"], folder / "tokens.arrow"))
+
+
+def test_hashes_of_rows_in_arrays_tell_prompts_and_rows_apart(tmp_path):
+    from accel_sft.tools.check.tokens import token_facts
+
+    class Special:
+        bos_token_id, unk_token_id, pad_token_id = 1, 9, 0
+
+    rows = [([1, 5, 6, 2], 2), ([1, 5, 6, 2], 2), ([1, 5, 7, 2], 2), ([1, 1, 6, 2], 2), ([1, 5, 9, 6], 3)]
+    facts = token_facts(stored(tmp_path, rows), Special, frozenset({2}))
+    assert len(np.unique(facts.rows)) == 4
+    assert len(np.unique(facts.prompts)) == 3
+    assert facts.bos_twice.tolist() == [False, False, False, True, False]
+    assert facts.unknown.tolist() == [False, False, False, False, True]
+    assert facts.ends.tolist() == [True, True, True, True, False]

@@ -1,0 +1,628 @@
+"""A comparison measures real launches; however one ends is a result, and an interrupted comparison goes on."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from fake_plugins import install
+from places import SUPPORT
+from rich.console import Console
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.api.options import settings
+from accel_sft.io.run_dir import RunDir
+from accel_sft.tools.compare import launching, rounds
+from accel_sft.tools.compare.cells import Cell, product, values
+from accel_sft.tools.compare.command import _command
+from accel_sft.tools.compare.conclusions import findings
+from accel_sft.tools.compare.launching import launch
+from accel_sft.tools.compare.measured import measure
+from accel_sft.tools.compare.outcome import outcome, waited_for
+from accel_sft.tools.compare.record import open_record, write_record
+from accel_sft.tools.compare.rounds import _resuming, _signals_interrupt
+from accel_sft.tools.compare.summary import summarise
+from accel_sft.tools.compare.tables import as_csv, markdown, terminal_table
+from accel_sft.tools.report.comparison import read_comparison
+from accel_sft.tools.report.page import render
+
+SETTINGS = {setting.name: setting for setting in settings(TrainConfig)}
+FAULTY = '''
+import os, signal, sys, time
+from dataclasses import dataclass
+from pathlib import Path
+from accel_sft import Task, option
+
+@dataclass(kw_only=True)
+class Faulty(Task):
+    """Repeat the number, unless a fault comes first."""
+    main_metric = "accuracy"
+    api_key: str = option("", help="A secret.")
+    fault: str = option("none", choices=("none", "killed", "hung", "memory", "raised", "held"), help="What happens.")
+
+    def dataset(self, split):
+        if self.fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fault == "raised":
+            raise ValueError("no rows today")
+        if self.fault == "hung":
+            time.sleep(600)
+        if self.fault == "held":
+            Path("begun").touch()
+            while Path("hold").exists():
+                time.sleep(0.1)
+        if self.fault == "memory":
+            import fake_memory
+            fake_memory.Device(budget=1 << 20).__enter__()
+        return list(range(0, 40) if split == "train" else range(100, 104))
+
+    def messages(self, example):
+        return [{"role": "user", "content": str(example)}]
+
+    def target(self, example):
+        return str(example)
+
+    def score(self, example, text):
+        return {"accuracy": float(text == str(example))}
+'''
+FAULTS = ("none", "killed", "hung", "memory", "raised")
+RUN = ("--global-batch-size", "4", "--max-steps", "3", "--discard-steps", "1", "--output-dir", "compared")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    install(folder, "accel-sft-faulty", "faulty = accel_sft_faulty:Faulty", FAULTY)
+    return folder
+
+
+def compare(site, cwd, *arguments):
+    """`accel-sft compare faulty`, started in `cwd`."""
+    path = os.pathsep.join(filter(None, (str(site), str(SUPPORT), os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(
+        [sys.executable, "-m", "accel_sft", "compare", "faulty", *arguments],
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "80"},
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def read(folder):
+    return json.loads((folder / "compared" / "comparison.json").read_text())
+
+
+def marked(folder):
+    """Processes of any launch below this folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("ACCEL_SFT_COMPARED", "").startswith(str(folder)):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def until_begun(process, folder):
+    """Wait until the run of the fault `held` holds."""
+    until = time.monotonic() + 240
+    while not (folder / "begun").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def compared(site, tmp_path_factory):
+    """Five cells, four of which do not come to their end; the one that does is run twice."""
+    folder = tmp_path_factory.mktemp("faults")
+    given = ("--api-key", "hunter2", "--fault", ",".join(FAULTS), "--repeat", "2", *RUN, "--", "--hang-timeout", "4")
+    process = compare(site, folder, *given)
+    printed = process.communicate(timeout=600)[0]
+    return folder, process.returncode, printed, read(folder)
+
+
+def test_a_cell_that_is_killed_hangs_or_runs_out_of_memory_is_a_result_and_not_the_end(compared):
+    folder, status, printed, record = compared
+    cells = {cell["settings"]["fault"]: cell for cell in record["cells"]}
+    assert status == 0, printed
+    assert {fault: cell["status"] for fault, cell in cells.items()} == {
+        "none": "complete",
+        "killed": "killed",
+        "hung": "hung",
+        "memory": "out of memory",
+        "raised": "failed",
+    }
+    assert "signal 9" in cells["killed"]["reason"]
+    assert re.search("nothing has moved for .*stuck in dataset", cells["hung"]["reason"])
+    assert "CUDA out of memory" in cells["memory"]["reason"]
+    assert "no rows today" in cells["raised"]["reason"]
+    for fault in FAULTS[1:]:
+        assert f"fault {fault}: {cells[fault]['status']}" in " ".join(printed.split())
+    assert marked(folder) == []
+    written = [path for path in folder.rglob("*") if path.is_file() and path.suffix in (".json", ".md", ".csv")]
+    assert len(written) > 5
+    assert [path for path in written if "hunter2" in path.read_text()] == []
+
+
+def test_rounds_are_interleaved_and_a_cell_that_failed_is_not_repeated(compared):
+    _, _, printed, record = compared
+    runs = [(run["started"], run["round"], cell["name"]) for cell in record["cells"] for run in cell["runs"]]
+    assert [name for _, number, name in sorted(runs)] == [*(f"fault {fault}" for fault in FAULTS), "fault none"]
+    assert [number for _, number, _ in sorted(runs)] == [1] * 5 + [2]
+    assert "round 2, fault none: complete" in printed
+
+
+def test_what_is_recorded_of_a_run_is_what_its_folder_says(compared):
+    folder, _, _, record = compared
+    run = record["cells"][0]["runs"][0]
+    run_dir = RunDir(folder / "compared" / run["folder"])
+    lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    result = json.loads(run_dir.result.read_text())
+    assert run["step_seconds"] == [line["seconds"] for line in steps[1:]]
+    assert (run["steps"], run["total_steps"]) == (3, 3)
+    expected = sum(line["tokens"] for line in steps[1:]) / sum(line["seconds"] for line in steps[1:])
+    assert run["tokens_per_second"] == pytest.approx(expected)
+    assert run["peak_host_memory_gib"] == result["peak_host_memory_gib"] > 0
+    assert run["host_memory_all_ranks_gib"] == result["system"][0]["peak"]["process_memory_gib"] > 0
+    assert run["metric_after"] == result["after"]["accuracy"]
+    assert run["environment"]["versions"]["torch"] == record["environment"]["versions"]["torch"]
+    assert not run_dir.final.exists()  # weights are deleted once they are measured
+    assert (folder / "compared" / run["log"]).is_file()
+
+
+def test_the_files_have_every_cell_and_the_terminal_s_lines_fit(compared):
+    folder, _, printed, record = compared
+    rows = list(csv.DictReader((folder / "compared" / "comparison.csv").open()))
+    assert [row["status"] for row in rows] == ["complete", "complete", "killed", "hung", "out of memory", "failed"]
+    assert {row["fault"] for row in rows} == {*FAULTS}
+    page = (folder / "compared" / "comparison.md").read_text()
+    assert all(finding.split(":")[0] in page for finding in record["findings"])
+    table = printed[: printed.index("\n- ")].rpartition("in all)")[2].splitlines()[1:]
+    assert sum("─" in line for line in table) == 1
+    assert sum(line.split()[:1] in ([fault] for fault in FAULTS) for line in table) == len(FAULTS)
+    assert max(map(len, table)) <= 80
+    html = folder / "compared" / "comparison.html"
+    assert printed.splitlines()[-1] == f"{html}: open it in a browser"
+    assert all(f"fault {fault}" in html.read_text() for fault in FAULTS)
+
+
+def test_what_a_run_waits_for_is_told_where_nothing_is_updated_and_no_longer_than_that(tmp_path):
+    waits = "DeepSpeed compiles cpu_adam: 5 s so far"
+    script = f"echo '{waits}'; sleep 2; echo trained"
+    nothing: dict = {}
+    about = {"settings": nothing, "launch": nothing, "environment": nothing, "words": (), "fingerprint": ""}
+    cell = Cell(name="z2", folder="z2", launcher=("sh", "-c", script), **about)
+    text = io.StringIO()
+    record = {"time_limit_minutes": 1, "discard_steps": 0}
+    with Console(file=text).status("") as status:
+        run = rounds._run_cell(record, tmp_path, cell, 1, status, "1 of 1: z2")
+    assert text.getvalue() == f"1 of 1: z2: {waits}\n"
+    assert waited_for(tmp_path / run["log"]) == ""
+
+
+def test_a_comparison_under_nohup_goes_on_when_its_terminal_is_closed():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _signals_interrupt():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_an_interrupted_comparison_leaves_no_process_and_goes_on(site, tmp_path):
+    given = ("--fault", "none,held", "--repeat", "1", *RUN)
+    (tmp_path / "hold").touch()
+    process = compare(site, tmp_path, *given)
+    while not marked(tmp_path):  # its first launch
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    process.kill()
+    process.communicate(timeout=60)
+    left = marked(tmp_path)
+    assert left != []
+
+    process = compare(site, tmp_path, *given)
+    until_begun(process, tmp_path)
+    assert marked(tmp_path) != []
+    assert [each for each in left if each.is_running()] == []
+    process.send_signal(signal.SIGINT)
+    printed = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, printed
+    assert "interrupted by SIGINT; to go on: accel-sft compare faulty" in printed
+    assert marked(tmp_path) == []
+    before = read(tmp_path)
+    assert (before["status"], [len(cell["runs"]) for cell in before["cells"]]) == ("interrupted", [1, 0])
+
+    (tmp_path / "begun").unlink()
+    process = compare(site, tmp_path, *given)
+    until_begun(process, tmp_path)
+    process.kill()  # which leaves its launch behind
+    process.communicate(timeout=60)
+    left = marked(tmp_path)
+    assert left != []
+
+    refused = compare(site, tmp_path, "--fault", "none,held", "--repeat", "1", "--seed", "7", *RUN)
+    assert "Error: --seed: the comparison was started with its default, not 7" in refused.communicate(timeout=60)[0]
+    assert refused.returncode == 1
+
+    assert [each for each in left if each.is_running()] == left
+    (tmp_path / "begun").unlink()
+    process = compare(site, tmp_path, *given)
+    until_begun(process, tmp_path)
+    assert [each for each in left if each.is_running()] == []
+    (tmp_path / "hold").unlink()
+    printed = process.communicate(timeout=300)[0]
+    after = read(tmp_path)
+    assert process.returncode == 0, printed
+    assert [cell["status"] for cell in after["cells"]] == ["complete", "complete"]
+    assert after["cells"][0]["runs"] == before["cells"][0]["runs"]
+    assert after["cells"][1]["loss_difference"] is None  # another setting of the task: it may learn something else
+
+
+def test_a_launch_over_its_time_limit_is_ended_with_children_that_left_its_session(tmp_path):
+    child = "import subprocess, sys, time; subprocess.Popen(['sleep', '600'], start_new_session=True); time.sleep(600)"
+    ended = launch([sys.executable, "-c", child], {}, tmp_path, tmp_path / "log", 1.0, lambda: None)
+    assert ended.over_time
+    assert marked(tmp_path) == []
+    told = outcome(ended, RunDir(tmp_path), tmp_path / "log", 90.0)
+    assert told == ("time limit", "not done after 1.5 minutes (--time-limit)")
+
+
+def test_what_ignores_sigterm_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(launching, "GRACE_SECONDS", 0.5)
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    launch([sys.executable, "-c", stubborn], {}, tmp_path, tmp_path / "log", 1.0, lambda: None)
+    assert marked(tmp_path) == []
+
+
+def cell_names(launches, **given):
+    options = {SETTINGS[name]: values(SETTINGS[name], texts) for name, texts in given.items()}
+    made, varied = product("math", launches, ["1", "2"], [], options, [])
+    return [cell.name for cell in made], varied
+
+
+def test_cells_are_the_product_and_single_has_one_process():
+    z2 = Path("accelerate_configs/z2.yaml").absolute()
+    names, varied = cell_names({"single": None, "z2": z2}, micro_batch_size=("1,32",), seed=("1",))
+    assert varied == ["launch", "num_processes", "micro_batch_size"]
+    assert names == [
+        "single, micro-batch-size 1",
+        "single, micro-batch-size 32",
+        *(f"z2, num-processes {n}, micro-batch-size {m}" for n in (1, 2) for m in (1, 32)),
+    ]
+    made, _ = product("math", {"z2": z2}, ["2"], ["no"], {}, ["--seed", "1"])
+    assert made[0].launch["zero_stage"] == 2
+    assert (made[0].launch["processes"], made[0].launch["precision"]) == (2, "no")
+    assert made[0].shown_command(Path("run")).endswith("-m accel_sft math --seed 1 --output-dir run")
+
+
+def test_values_are_split_at_commas_but_where_they_hold_commas():
+    assert values(SETTINGS["micro_batch_size"], ("1,32", "1", "auto")) == ["1", "32", "auto"]
+    assert values(SETTINGS["learning_rate"], ("1e-4,0.0001,3e-4",)) == ["1e-4", "3e-4"]
+    assert values(SETTINGS["lora_target_modules"], ("q,v", "k"), whole=True) == ["q,v", "k"]
+    assert values(SETTINGS["gradient_checkpointing"], ("on,off",)) == ["on", "off"]
+    with pytest.raises(UserError, match="--seed 1,,2: a value between two commas is empty"):
+        values(SETTINGS["seed"], ("1,,2",))
+    with pytest.raises(UserError, match="--seed 'x': expected a whole number"):
+        values(SETTINGS["seed"], ("1,x",))
+
+
+def test_the_command_that_is_shown_can_be_typed_again(tmp_path):
+    given = {"--launch": ["single", "z2"], "--sample": ["it's a -- b", "c"], "--seed": ["1", "2"], "the options": ["x"]}
+    asked = {"repeat": 1, "discard_steps": 3, "time_limit": 60.0, "keep_weights": False, "output_dir": None}
+    command = _command("math", given, {**asked, "run_words": ("--tracker", "none")}, {"--sample"})
+    words = ["accel-sft", "compare", "math", "--launch", "single,z2", "--sample", "it's a -- b", "--sample", "c"]
+    words += ["--seed", "1,2", "--repeat", "1", "--discard-steps", "3", "--time-limit", "60"]
+    assert shlex.split(command) == [*words, "--", "--tracker", "none"]
+    folder = tmp_path / "a blank"
+    continued = shlex.split(_resuming({"command": command}, folder))
+    assert continued == [*words, "--output-dir", str(folder), "--", "--tracker", "none"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--launch", "z9"), "--launch 'z9': no file, no name that `accel-sft launch-file` lists"),
+        (("--launch", "multinode_z3"), "it is of 2 machines"),
+        (("--max-steps", "3"), "--max-steps 3: the first 3 are not counted"),
+        (("--seed", "1", "--", "--seed", "2"), "--seed: given before and behind --"),
+        (("--", "--output-dir", "x"), "--output-dir behind --"),
+        (("--fault", "none,bad"), "--fault bad: not one of"),
+        (("--mixed-precision", "bf17"), "--mixed-precision 'bf17': not one of no, fp16, bf16"),
+        (("--profile",), "--profile slows the first 5 steps: --discard-steps 5 or more"),
+        (("--num-processes", "two"), "--num-processes 'two': expected whole numbers"),
+        (("--output-dir", "taken"), "not empty, and no comparison"),
+        (("--lora-r", "8,32"), "--lora-r: all cells would train the same, as --adapter none has no adapter"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_what_cannot_be_measured_is_refused_in_a_line_before_the_first_launch(site, tmp_path, arguments, message):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine").touch()
+    process = compare(site, tmp_path, *arguments)
+    printed = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert message in printed
+    assert len(printed.splitlines()) == 1
+    assert [path.name for path in tmp_path.rglob("*") if path.name != "runs"] == ["taken", "mine"]
+
+
+def made_record(tmp_path, cells, rounds=2):
+    """A record as if it had been measured: of each cell launch, other settings, tokens/s by round, and memory."""
+    places = {"z2_offload": {"optimizer": "cpu", "param": "none"}}
+    record = {"task": "math", "varied": ["launch", "micro_batch_size"], "main_metric": "accuracy", "command": "compare"}
+    record |= {"environment": {"cores": 2}, "cells": []}
+    for number, (name, micro_batch_size, speeds, memory, losses) in enumerate(cells):
+        runs = []
+        for turn, speed in enumerate(speeds, 1):
+            folder = tmp_path / f"{number}-{turn}"
+            folder.mkdir()
+            lines = [{"step": n, "loss": loss, "seconds": 64 / speed, "tokens": 64} for n, loss in enumerate(losses, 1)]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            result = {"peak_device_memory_gib": memory, "after": {"accuracy": 0.5}, "main_metric": "accuracy"}
+            phases = {"load": (1.0, 2.0), "step": (memory * 1.1, memory)}
+            names = ("predicted_gib", "measured_gib")
+            result["memory"] = {"device": {key: dict(zip(names, two, strict=True)) for key, two in phases.items()}}
+            (folder / "result.json").write_text(json.dumps(result))
+            about = measure(RunDir(folder), 1)
+            about["environment"] |= {"load_before": 9.0}
+            runs.append(
+                {"round": turn, "status": "complete", "reason": "", "folder": folder.name, "seconds": 9, **about}
+            )
+        about = {"backend": "deepspeed", "zero_stage": int(name[1]), "processes": 2, "precision": "bf16"}
+        about["offload"] = places.get(name, {"optimizer": "none", "param": "none"})
+        settings = {"launch": name, "micro_batch_size": micro_batch_size}
+        cell = {"name": f"{name}, micro-batch-size {micro_batch_size}", "settings": settings, "launch": about}
+        record["cells"].append({**cell, "runs": runs, "global_batch_size": 64, "examples_per_rank": 32.0})
+    summarise(record, tmp_path)
+    record["findings"] = findings(record)
+    return record
+
+
+DAMAGES = {
+    "no options": lambda record: record.pop("given"),
+    "cells in words": lambda record: record.update(cells="two"),
+    "a cell that is none": lambda record: record["cells"].append(1),
+    "runs in words": lambda record: record["cells"][0].update(runs="two"),
+}
+CHANGES = {
+    "a cell less": (lambda record: record["cells"].pop(), 1),
+    "a run elsewhere": (lambda record: record["cells"][0]["runs"][0].update(folder="../../.."), 1),
+    "an end of no kind": (lambda record: record["cells"][0]["runs"][0].update(status=5), 1),
+    "numbers of no form": (lambda record: record["cells"][0]["runs"][0].update(phases=5, memory=5, batch_share={}), 2),
+    "a launch of no form": (lambda record: record["cells"][0].update(launch=[], settings=5), 2),
+}
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """A record of two cells with a run each; its cells; and what opens it again."""
+    nothing: dict = {}
+    about = {"settings": nothing, "launch": nothing, "environment": nothing, "words": (), "fingerprint": ""}
+    cells = [Cell(name=name, folder=name, launcher=(), **about) for name in ("z0", "z1")]
+    wanted = {"task": "math", "given": {}, "fingerprints": {}, "discard_steps": 0}
+    record = open_record(tmp_path, wanted, cells)
+    for cell, entry in zip(cells, record["cells"], strict=True):
+        (tmp_path / "cells" / cell.folder / "round-1").mkdir(parents=True)
+        run = {"round": 1, "status": "complete", "reason": "", "folder": f"cells/{cell.folder}/round-1", "log": "log"}
+        entry["runs"].append({**run, "environment": {}})
+    return record, lambda: open_record(tmp_path, wanted, cells), tmp_path / "comparison.json"
+
+
+@pytest.mark.parametrize("name", [*DAMAGES, *CHANGES])
+def test_a_damaged_record_is_refused_or_what_it_lacks_is_measured_again(kept, name):
+    record, again, file = kept
+    change, left = (DAMAGES[name], None) if name in DAMAGES else CHANGES[name]
+    change(record)
+    file.write_text(json.dumps(record))
+    if left is None:
+        with pytest.raises(UserError, match="damaged, or changed by hand"):
+            again()
+        return
+    found = again()
+    assert [entry["name"] for entry in found["cells"]] == ["z0", "z1"]
+    assert sum(len(entry["runs"]) for entry in found["cells"]) == left
+    assert all(run["phases"] == [] for entry in found["cells"] for run in entry["runs"])
+
+
+LOSSES = [4.0, 2.0, 1.0]
+GARBAGE = (
+    0,
+    10**400,
+    float("nan"),
+    "\ud800",
+    [1],
+    [[]],
+    {"a": 1},
+    {"host": {"step": {"predicted_gib": 1, "measured_gib": 0}}},
+)
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=lambda garbage: str(garbage)[:20].encode("ascii", "replace").decode())
+def test_what_a_run_records_in_no_form_ends_no_comparison(tmp_path, garbage):
+    """Its cell is measured as far as it can be, and every other cell as it was."""
+    keys = ("system", "after", "main_metric", "peak_host_memory_gib", "batching", "memory", "phases")
+    for name in (*keys, "launch", "seconds"):
+        (folder := tmp_path / name).mkdir()
+        (folder / "result.json").write_text(json.dumps({"after": {"accuracy": 0.5}, name: garbage}))
+        (folder / "run.json").write_text(json.dumps({name: garbage}))
+        line = {"step": 1, "loss": 1.0, "seconds": 0.1, "tokens": 64}
+        lines = (line, {**line, "step": garbage}, {**line, "loss": garbage}, {**line, "seconds": garbage})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    record = {"task": "math", "varied": ["launch"], "main_metric": "accuracy", "command": "compare"}
+    record |= {"environment": {"cores": 2}, "cells": []}
+    about = {"backend": "plain", "zero_stage": None, "processes": 1, "precision": "no", "offload": {}}
+    for name in (*keys, "launch", "seconds"):
+        run = {"round": 1, "status": "complete", "reason": "", "folder": name, "seconds": 9}
+        run |= measure(RunDir(tmp_path / name), 0)
+        cell = {"name": name, "settings": {"launch": name}, "launch": about, "runs": [run]}
+        record["cells"].append({**cell, "global_batch_size": 64, "examples_per_rank": 64.0})
+    summarise(record, tmp_path)
+    record["findings"] = findings(record)
+    write_record(tmp_path, {**record, "schema": 1})
+    assert markdown(record).encode()
+    assert as_csv(record).encode()
+    assert terminal_table(record).row_count == len(record["cells"])
+    assert render([], [read_comparison(tmp_path, "odd")])[0].encode()
+
+
+def test_findings_name_the_fastest_the_leanest_and_what_offload_costs(tmp_path):
+    record = made_record(
+        tmp_path,
+        [
+            ("z0", "32", (1000, 1010), 10.0, LOSSES),
+            ("z2", "32", (800, 810), 10.5, [4.0, 2.0, 1.01]),
+            ("z2_offload", "32", (400, 404), 6.0, LOSSES),
+            ("z0", "1", (100, 101), 9.0, LOSSES),
+        ],
+    )
+    told = "\n".join(record["findings"])
+    assert "z0, micro-batch-size 32 is the fastest: 1,005 tokens/s" in told
+    assert "Undecided" not in told
+    assert "z2_offload, micro-batch-size 32 needs the least memory of a GPU: 6 GiB" in told
+    assert "at 0.40 of its speed" in told
+    assert "z2_offload, micro-batch-size 32 takes 2.00 times the time of z2, micro-batch-size 32; it saves 4.50" in told
+    assert "did not save memory of a GPU here: z2, micro-batch-size 32 needs 10.5 GiB" in told
+    assert "--micro-batch-size 32 is the fastest: 10.00 times the tokens/s of the slowest" in told
+    assert "differ by 1% at most (z2, micro-batch-size 32 from z0, micro-batch-size 32, step 3)" in told
+    assert "The machine was busy: before 8 of 8 launches" in told
+    assert "predicted with a mean error of 10%; the largest is +10% (" in told
+    assert "| z2, micro-batch-size 32 | device | 11.55 | 10.5 | +10% |" in markdown(record)
+    assert record["cells"][1]["ratio_to_best"] == pytest.approx(805 / 1005)
+    assert record["cells"][1]["spread"]["tokens_per_second"] == pytest.approx(10 / 805)
+
+
+def test_a_difference_below_the_spread_is_called_undecided_and_one_round_unknown(tmp_path):
+    cells = [("z0", "32", (1000, 1100), 10.0, LOSSES), ("z1", "32", (990, 1090), 10.0, LOSSES)]
+    record = made_record(tmp_path, cells)
+    told = "\n".join(record["findings"])
+    both = "z0, micro-batch-size 32 and z1, micro-batch-size 32"
+    assert f"Undecided which is the fastest: {both}. They differ by 1.0% at most" in told
+    assert "the same cell by up to 10%" in told
+    assert "z0, micro-batch-size 32 is the fastest" not in told
+    assert "No cell needs noticeably less memory of a GPU than z0" in told
+    assert "same precision" not in told
+    record["cells"][1]["launch"]["precision"] = "no"
+    assert any(line.startswith("Not all cells compute in the same precision (bf16, no)") for line in findings(record))
+    once = [(name, size, speeds[:1], *rest) for name, size, speeds, *rest in cells]
+    (tmp_path / "once").mkdir()
+    record = made_record(tmp_path / "once", once)
+    assert "A cell ran only once, so it is not known whether such differences repeat" in "\n".join(record["findings"])
+    assert record["cells"][0]["spread"]["tokens_per_second"] is None
+
+
+def made_sweep(tmp_path, cells, varied=("learning_rate", "lora_r", "seed"), **more):
+    """A record of a sweep: of each cell learning rate, rank, seed, metric (None: it failed) and validation loss."""
+    record = {"task": "math", "varied": [*varied], "main_metric": "accuracy", "command": "compare", **more}
+    record |= {"environment": {"cores": 2}, "cells": []}
+    about = {"backend": "plain", "zero_stage": None, "processes": 1, "precision": "no", "offload": {}}
+    for number, (rate, rank, seed, metric, loss) in enumerate(cells):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        lines = [{"step": n, "loss": 1.0, "seconds": 0.1 * (number + 1), "tokens": 64} for n in (1, 2)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        after = {} if metric is None else {"accuracy": metric, "eval_loss": loss}
+        (folder / "result.json").write_text(json.dumps({"after": after, "main_metric": "accuracy"}))
+        run = {"round": 1, "status": "complete", "reason": "", "folder": folder.name, "seconds": 9}
+        run |= measure(RunDir(folder), 0)
+        settings = {"launch": "single", "learning_rate": rate, "lora_r": rank, "seed": seed}
+        name = f"learning-rate {rate}, lora-r {rank}, seed {seed}"
+        cell = {"name": name, "settings": settings, "launch": about, "runs": [run]}
+        record["cells"].append({**cell, "global_batch_size": 64, "examples_per_rank": 64.0})
+    summarise(record, tmp_path)
+    record["findings"] = findings(record)
+    return record
+
+
+def test_a_sweep_is_ranked_by_the_metric_after_training_and_not_by_speed(tmp_path):
+    slow_and_good = [(3e-4, 8, 1, 0.96, 0.1), (3e-4, 8, 2, 0.94, 0.1), (3e-4, 8, 3, 0.90, 0.2)]
+    close = [(3e-4, 32, 1, 0.92, 0.1), (3e-4, 32, 2, 0.90, 0.1)]
+    behind = [(1e-4, rank, seed, 0.5, 0.9) for rank in (8, 32) for seed in (1, 2)]
+    record = made_sweep(tmp_path, [*behind, *close, *slow_and_good])
+    told = record["findings"]
+    best = "learning-rate 0.0003, lora-r 8"
+    assert told[0] == (
+        f"Undecided which is the best by accuracy after training: {best} and learning-rate 0.0003, lora-r 32. They "
+        "differ by 0.03 at most, and seeds of one setting by up to 0.06."
+    )
+    assert told[1].startswith(
+        f"By accuracy, the best first: {best}: 0.94 (median of 3 seeds, 0.9 to 0.96), validation loss 0.1; "
+        "learning-rate 0.0003, lora-r 32: 0.91 (median of 2 seeds, 0.9 to 0.92), validation loss 0.1; "
+        "learning-rate 0.0001, lora-r 8: 0.5 (in all 2 seeds), validation loss 0.9"
+    )
+    assert told[2] == "--learning-rate 0.0003 is the largest that was tried: a larger one may be better still."
+    assert not any("fastest" in line or "one seed only" in line for line in told)
+    assert not any("--lora-r" in line for line in told)  # both are as good
+    table = terminal_table(record)
+    assert [str(column.header) for column in table.columns][:5] == [
+        "learning rate",
+        "lora r",
+        "seed",
+        "accuracy",
+        "loss",
+    ]
+    assert [str(cell) for cell in table.columns[3].cells] == ["0.96", "0.94", "0.92", "0.9", "0.9", *["0.5"] * 4]
+    assert "validation loss after" in markdown(record)
+
+
+def test_a_tie_is_called_one_and_a_single_seed_too(tmp_path):
+    lower = [(1e-3, 8, 1, 0.2, 0.05)]
+    record = made_sweep(tmp_path, [(1e-4, 8, 1, 1.0, 0.3), (3e-4, 8, 1, 1.0, 0.1), *lower, (1, 8, 1, None, None)])
+    told = record["findings"]
+    assert told[0] == (
+        "A tie: learning-rate 0.0003, lora-r 8; learning-rate 0.0001, lora-r 8 have the same accuracy after "
+        "training, 1. learning-rate 0.0003, lora-r 8 has the lowest validation loss, 0.1 against 0.3."
+    )
+    assert told[2].startswith("A setting was trained with one seed only, so it is not known whether such differences")
+    assert not any("may be better still" in line for line in told)
+    (tmp_path / "all").mkdir()
+    record = made_sweep(tmp_path / "all", [(1e-4, 8, seed, 0.0, None) for seed in (1, 2)] + [(3e-4, 8, 1, 0.0, None)])
+    assert record["findings"][0] == "A tie: all settings have the same accuracy after training, 0 (in all 2 seeds)."
+    (tmp_path / "lower").mkdir()
+    cells = [(1e-4, 8, 1, 2.0, 0.3), (3e-4, 8, 1, 5.0, 0.1)]
+    record = made_sweep(tmp_path / "lower", cells, higher_is_better=False)  # a perplexity, say
+    assert record["findings"][0].startswith("learning-rate 0.0001, lora-r 8 is the best by accuracy after training: 2,")
+    told = record["findings"]
+    assert "--learning-rate 0.0001 is the smallest that was tried: a smaller one may be better still." in told
+
+
+def test_a_sweep_without_a_metric_says_so_and_one_over_launches_tells_speed_too(tmp_path):
+    record = made_sweep(tmp_path, [(1e-4, 8, 1, None, None), (3e-4, 8, 1, None, None)])
+    assert record["findings"][0] == (
+        "Settings cannot be ranked: no cell has accuracy after training; leave out --eval-every off."
+    )
+    (tmp_path / "launches").mkdir()
+    cells = [(1e-4, 8, 1, 0.5, 0.3), (3e-4, 8, 1, 0.7, 0.1)]
+    record = made_sweep(tmp_path / "launches", cells, varied=("launch", "learning_rate"))
+    assert record["findings"][0].startswith("learning-rate 0.0003 is the best by accuracy")
+    assert any("is the fastest" in line for line in record["findings"])
+
+
+def test_every_rendering_takes_a_cell_without_numbers(tmp_path):
+    record = made_record(tmp_path, [("z0", "32", (1000, 1100), 10.0, LOSSES)])
+    record["cells"].append(copy.deepcopy(record["cells"][0]) | {"runs": [], "name": "z1"})
+    summarise(record, tmp_path)
+    record["findings"] = findings(record)
+    assert record["cells"][1]["status"] == "not run"
+    assert "is the only cell that was measured" in record["findings"][0]
+    assert terminal_table(record).row_count == 2
+    assert "| z1 | not run" in markdown(record)
+    assert len(as_csv(record).splitlines()) == 3

@@ -1,0 +1,716 @@
+"""`accel-sft doctor`: each check in the case where it fires, with real processes, files and stand-in programs."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from fake_plugins import accel_sft, install, only_plugins_of
+from places import SUPPORT
+
+from accel_sft import UserError
+from accel_sft.launch import host_memory
+from accel_sft.launch.shipped import FOLDER
+from accel_sft.tools.doctor import devices, driver, folders, host, launch_table, operators, packages, ranks, torch_facts
+from accel_sft.tools.doctor.check import Check, Finding, ok, problem, warning, worst
+from accel_sft.tools.doctor.command import doctor
+from accel_sft.tools.doctor.launch_table import Row
+from accel_sft.tools.doctor.machine import Machine
+from accel_sft.tools.doctor.processes import ask
+from accel_sft.tools.doctor.torch_facts import LIBRARIES, TorchFacts
+
+SHIPPED = sorted(FOLDER.glob("*.yaml"))
+GPUS = {
+    "version": "2.13.0",
+    "cuda": "13.0",
+    "device_count": 2,
+    "device_names": ["NVIDIA H100"] * 2,
+}
+NVIDIA_SMI = """
+case "$*" in
+    *--query-gpu*) {query} ;;
+    *) echo "| NVIDIA-SMI 580.65.06  Driver Version: 580.65.06  CUDA Version: {cuda} |" ;;
+esac
+"""
+TWO_GPUS = "for used in 12 {used}; do echo NVIDIA H100, 580.65.06, 81559, $used; done"
+
+
+def machine(files=SHIPPED, runs=Path("runs"), **facts):
+    """One of which torch would tell these facts; the other libraries can be imported."""
+    made = Machine(files, runs)
+    compiled = {"library": "?", "compiled": True, "failure": "", "locks": []}
+    every = {name: dict(compiled) for name in operators.OPERATORS}
+    known = {"imports": dict.fromkeys(LIBRARIES, ""), "operators": every} | facts
+    vars(made)["torch"] = TorchFacts(**known)
+    return made
+
+
+def program(folder, name, script):
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """A folder of stand-in programs, found before all others."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", os.pathsep.join((str(folder), os.environ["PATH"])))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return folder
+
+
+def levels(findings):
+    return [finding.level for finding in findings]
+
+
+# --- how checks are run ---
+
+
+def fail(machine):
+    yield ok("the first")
+    raise RuntimeError("ill")
+
+
+def misses_a_library(machine):
+    import no_such_library  # noqa: F401
+
+    return []
+
+
+def names_a_mistake(machine):
+    raise UserError("RANK is 'a'; unset it")
+
+
+def test_a_check_that_fails_is_a_finding_itself():
+    (failed,) = Check("Machine", "any", fail).run(machine())
+    assert failed.level == "problem"
+    assert re.fullmatch(r"the check failed: RuntimeError: ill \(test_doctor.py:\d+\)", failed.what)
+    (missing,) = Check("Machine", "any", misses_a_library).run(machine())
+    assert missing.what.startswith("not checked: no_such_library is missing")
+    (mistaken,) = Check("Machine", "any", names_a_mistake).run(machine())
+    assert (mistaken.what, mistaken.mend) == ("RANK is 'a'", "unset it")
+
+
+def test_the_worst_of_the_findings_is_that_of_the_report():
+    assert worst([]) == "ok"
+    assert worst([ok("a"), warning("b", "c"), ok("d")]) == "warning"
+    assert worst([warning("b", "c"), problem("e", "f")]) == "problem"
+
+
+def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path):
+    script = program(tmp_path, "hangs", f"sleep 600 & echo $! > {tmp_path}/child; echo begun; wait")
+    answer = ask([str(script)], 1.0)
+    assert (answer.status, answer.out) == (None, "begun\n")
+    child, until = int((tmp_path / "child").read_text()), time.monotonic() + 60
+    while psutil.pid_exists(child):  # it is not this process's child: nobody here waits until its kill has taken effect
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
+                break
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+# --- the host ---
+
+
+@pytest.fixture
+def container(tmp_path, monkeypatch):
+    """A control group's files; `container(name, text)` writes one."""
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    (group / "memory.current").write_text("0\n")
+    monkeypatch.setattr(host_memory, "SYSTEM", tmp_path)
+    return lambda name, text: (group / name).write_text(text)
+
+
+def test_memory_is_what_the_container_leaves(container, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory)
+    for gib, level in ((16, "ok"), (2, "warning"), (0.5, "problem")):
+        container("memory.max", f"{int(gib * 2**30)}\n")
+        (found,) = host.memory(machine())
+        assert found.level == level
+        assert f"of the container's {gib:.1f} GiB used" in found.what
+
+
+class Memory:
+    available = total = 64 * 2**30
+
+
+def test_a_container_s_share_of_the_cores_is_what_counts(container, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    container("cpu.max", "100000 100000\n")
+    (found,) = host.cores(machine())
+    assert found.what.startswith("1 usable of 64 logical (")
+
+
+def test_few_open_files_are_a_warning():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+        (found,) = host.open_files(machine())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (found.level, found.mend.split(" ", 2)[:2]) == ("warning", ["ulimit", "-n"])
+    assert levels(host.open_files(machine())) == ["ok"]
+
+
+@pytest.mark.parametrize(("gpus", "size", "level"), [(2, "64m", "warning"), (0, "64m", "ok"), (2, "2g", "ok")])
+def test_little_shared_memory_is_told_where_nccl_needs_it(tmp_path, gpus, size, level):
+    code = f"""
+from accel_sft.tools.doctor import host
+host.SHARED_MEMORY = Path({str(tmp_path)!r})
+print(*(finding.level for finding in host.shared_memory(test_doctor.machine(device_count={gpus}))))
+"""
+    assert in_a_small_disk(tmp_path, size, code) == level
+
+
+def test_ranks_without_a_launcher_are_a_problem(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    (found,) = Check("Machine", "variables", host.environment).run(machine())
+    assert (found.level, found.what[:18]) == ("problem", "RANK is not set, M")
+
+
+# --- folders ---
+
+
+def in_a_small_disk(folder, size, code):
+    """What `code` prints with a new file system of this size mounted at the folder, for itself alone."""
+    code = f"from pathlib import Path\nimport test_doctor\n{code}"
+    mount = 'mount -t tmpfs -o "size=$0" tmpfs "$1" || exit 77; shift; exec "$@"'
+    command = ["unshare", "-rm", "sh", "-c", mount, size, str(folder), sys.executable, "-c", code]
+    path = os.pathsep.join([str(SUPPORT), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("size", "told"),
+    [
+        ("512k", "problem runs: {}/new/runs cannot be written (No space left on device)"),
+        ("100m", "problem runs: 0.10 GiB free in {}"),
+        ("1g", "warning runs: 1.00 GiB free in {}"),
+    ],
+)
+def test_a_disk_that_is_full_is_told_before_a_run_is(tmp_path, size, told):
+    code = f"""
+from accel_sft.tools.doctor import folders
+for finding in folders.disk(test_doctor.machine(runs=Path({str(tmp_path)!r}, "new/runs"))):
+    print(finding.level, finding.what)
+"""
+    assert told.format(tmp_path) in in_a_small_disk(tmp_path, size, code).splitlines()
+
+
+def test_a_folder_that_cannot_be_written_is_a_problem_where_it_is_needed(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ACCEL_SFT_CACHE", str(tmp_path / "file" / "cache"))
+    found = list(folders.disk(machine(runs=tmp_path / "file" / "runs")))
+    told = {finding.what.split(":")[0]: (finding.level, finding.mend) for finding in found}
+    assert told["runs"] == ("problem", "make it writable or free space, or name another with --output-dir")
+    assert told["token cache"][0] == "warning"  # a run does without it
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_quota_is_found_by_writing(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        found = list(folders.disk(machine(runs=tmp_path)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert f"runs: {tmp_path} cannot be written (File too large)" in [finding.what for finding in found]
+
+
+@pytest.mark.parametrize(("seconds", "side"), [(100, "100 s ahead of"), (-7200, "7,200 s behind"), (0, "")])
+def test_the_clock_of_a_disk_is_compared_with_this_machine_s(tmp_path, monkeypatch, seconds, side):
+    def sync(file):
+        os.utime(file, (time.time() + seconds,) * 2)
+
+    monkeypatch.setattr(folders.os, "fsync", sync)
+    told = [finding.what for finding in folders.clock(machine(runs=tmp_path)) if finding.level == "warning"]
+    assert bool(told) == bool(side)
+    assert all(f"{side} this machine's" in what for what in told)
+
+
+def test_compiled_operators_in_a_shared_folder_are_a_warning(monkeypatch):
+    assert list(folders.shared_operators(machine())) == []
+    monkeypatch.setattr(folders, "is_local", lambda folder: False)
+    assert levels(folders.shared_operators(machine())) == ["warning"]
+
+
+# --- what is installed ---
+
+
+def test_versions_are_held_against_the_package_s_own_bounds(tmp_path, monkeypatch):
+    bounds = ("click<1", "psutil>=999", "no-such-package>=1", "pytest>=1", "absent>=1; extra == 'docs'")
+    install(tmp_path, "accel-sft", "", module="unused", requires=bounds)
+    monkeypatch.syspath_prepend(tmp_path)
+    newer, older, missing, rest = packages.versions(machine())
+    assert newer.level == "warning"
+    assert "is newer than what accel_sft was tested with (<1)" in newer.what
+    assert (older.level, older.mend) == ("problem", 'pip install "psutil>=999"')
+    assert (missing.level, missing.what) == ("problem", "no-such-package is not installed")
+    assert rest.what.startswith("1 libraries within the bounds")
+
+
+def test_a_package_that_is_only_imported_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(packages, "DISTRIBUTION", "no-such-distribution")
+    assert levels(packages.versions(machine())) == ["warning"]
+
+
+def test_broken_tasks_are_warnings_unless_there_is_no_other(tmp_path, monkeypatch):
+    install(tmp_path, "accel-sft-broken", "broken = accel_sft_broken:Good", "import no_such_module\n")
+    with only_plugins_of(tmp_path, monkeypatch):
+        broken, none = packages.tasks(machine())
+        assert (broken.level, none.level) == ("warning", "problem")
+        assert "No module named 'no_such_module'" in broken.what
+        install(tmp_path, "accel-sft-good", "good = accel_sft_good:Good")
+        assert [(finding.level, finding.what) for finding in packages.tasks(machine())][1:] == [("ok", "good")]
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path.startswith("/api/models") else 500)
+        self.end_headers()
+        self.wfile.write(b"[]")
+
+    def log_message(self, *_):
+        pass
+
+
+def test_the_hub_is_asked_only_if_wanted_and_for_a_limited_time(monkeypatch):
+    asking = machine()
+    assert list(packages.hub(asking)) == []
+    asking.network = True
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        assert levels(packages.hub(asking)) == ["ok"]
+        server.shutdown()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(packages, "NETWORK_SECONDS", 3.0)
+        (found,) = packages.hub(asking)
+        assert (found.level, found.what) == ("warning", "the hub cannot be reached: no answer within 3 s")
+    monkeypatch.setattr(packages, "NETWORK_SECONDS", 60.0)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (found,) = packages.hub(asking)
+    assert found.what == "the hub cannot be reached: HF_HUB_OFFLINE is set"
+
+
+# --- torch, asked in a process of its own ---
+
+
+@pytest.mark.parametrize(
+    ("source", "told", "why"),
+    [
+        (
+            "raise ImportError('libcudart.so.13: cannot open')",
+            "torch cannot be imported: ImportError: libcudart.so.13: cannot open",
+            "torch cannot be imported",
+        ),
+        ("import os; os.kill(os.getpid(), 4)", "failed in the step: import torch (ended by SIGILL)", "not be asked"),
+        ("import time; time.sleep(600)", "no answer within 3 s, in the step: import torch", "not be asked"),
+    ],
+    ids=["broken", "crashes", "hangs"],
+)
+def test_a_torch_that_cannot_be_imported_is_told_and_no_launch_file_works(tmp_path, monkeypatch, source, told, why):
+    (tmp_path / "torch.py").write_text(source)
+    monkeypatch.setattr(torch_facts, "import_path", dict)  # it puts the package first, and beside it may be a torch
+    package = str(Path(packages.accel_sft.__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), package)))
+    facts = torch_facts.find(3.0)
+    broken = machine(**vars(facts))
+    (found,) = packages.imports(broken)
+    assert found.level == "problem"
+    assert told in found.what
+    rows = [launch_table.row(broken, file) for file in SHIPPED]
+    assert {row.works for row in rows} == {False}
+    assert all(why in row.why for row in rows)
+    assert list(ranks.reached(broken)) == []
+
+
+def rows_of(machine):
+    return lambda file: launch_table.row(machine, file)
+
+
+def test_a_fault_behind_the_imports_is_told_and_stops_those_that_need_what_was_not_reached():
+    half = machine(fault="no answer within 300 s, in the step: load DeepSpeed's operators", operators={})
+    assert levels(packages.imports(half)) == ["problem"]
+    rows = {row.file: row for row in map(rows_of(half), SHIPPED)}
+    assert (rows["ddp"].works, rows["z2"].works) == (True, True)
+    assert rows["z2_offload"].why == "cpu_adam could not be looked at"
+    assert levels(packages.imports(machine())) == ["ok"]
+
+
+# --- GPUs ---
+
+
+def smi(programs, cuda="13.0", used=12):
+    query = TWO_GPUS.format(used=used)
+    program(programs, "nvidia-smi", NVIDIA_SMI.format(query=query, cuda=cuda))
+
+
+def test_gpus_are_counted_by_the_driver_and_by_torch(programs):
+    smi(programs)
+    (found,) = devices.gpus(machine(**GPUS))
+    assert (found.level, found.what) == ("ok", "2 x NVIDIA H100 (80 GiB); driver 580.65.06")
+    (fewer,) = devices.gpus(machine(**GPUS | {"device_count": 1}))
+    assert "of which torch sees 1" in fewer.what
+    assert levels(devices.cuda(machine(**GPUS))) == ["ok"]
+
+
+def test_a_gpu_that_others_use_is_a_warning(programs):
+    smi(programs, used=70000)
+    _, busy = devices.gpus(machine(**GPUS))
+    assert (busy.level, busy.what) == ("warning", "GPU 1: 68.4 of 79.6 GiB are in use already")
+
+
+def test_a_gpu_that_cannot_compute_stops_every_launch_file(programs):
+    smi(programs)
+    ill = machine(**GPUS, device_failures={"1": "AcceleratorError: no kernel image"})
+    assert levels(devices.gpus(ill)) == ["ok", "problem"]
+    assert not any(row.works for row in map(rows_of(ill), SHIPPED))
+
+
+@pytest.mark.parametrize(
+    ("script", "what", "mend"),
+    [
+        (
+            "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
+            "nvidia-smi fails: Failed to initialize NVML: Driver/library version mismatch",
+            "restart the machine",
+        ),
+        ("exit 9", "nvidia-smi fails: status 9", "install the NVIDIA driver"),
+        ("sleep 600", "nvidia-smi gave no answer within 1 s", "install the NVIDIA driver"),
+    ],
+)
+def test_a_driver_that_does_not_answer_is_a_problem(programs, monkeypatch, script, what, mend):
+    program(programs, "nvidia-smi", script)
+    monkeypatch.setattr(driver, "SECONDS", 1.0)
+    found = next(devices.gpus(machine()))
+    assert (found.level, found.what) == ("problem", what)
+    assert found.mend.startswith(mend)
+
+
+NO_GPU = {"device_count": 0, "device_names": []}
+
+
+@pytest.mark.parametrize(
+    ("facts", "driver_cuda", "what"),
+    [
+        (NO_GPU, "12.4", "torch 2.13.0 for CUDA 13.0, the driver runs up to 12.4"),
+        (NO_GPU | {"cuda": None}, "13.0", "torch 2.13.0 is a build without CUDA: it uses none of the GPUs"),
+        (NO_GPU | {"cuda_complaint": "CUDA unknown error"}, "13.0", "torch sees no GPU: CUDA unknown error"),
+    ],
+    ids=["older driver", "build for CPUs", "complaint"],
+)
+def test_gpus_that_torch_cannot_use_are_a_problem_unless_hidden(programs, monkeypatch, facts, driver_cuda, what):
+    smi(programs, cuda=driver_cuda)
+    (found,) = devices.cuda(machine(**GPUS | facts))
+    assert (found.level, found.what) == ("problem", what)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert list(devices.cuda(machine(**GPUS | facts))) == []
+    assert "hidden from torch" in list(devices.gpus(machine(**GPUS | facts)))[-1].what
+
+
+def test_an_nvcc_of_another_cuda_is_a_warning(programs, tmp_path):
+    smi(programs)
+    program(tmp_path / "bin", "nvcc", 'echo "Cuda compilation tools, release 12.4, V12.4.131"')
+    assert levels(devices.cuda(machine(**GPUS))) == ["ok", "warning"]
+    program(tmp_path / "bin", "nvcc", 'echo "Cuda compilation tools, release 13.1, V13.1.2"')
+    assert levels(devices.cuda(machine(**GPUS))) == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "level", "words"),
+    [
+        ({"bf16_speedup": 5.2}, "ok", "5.2 times as fast as float32"),
+        ({"bf16_speedup": 1.1}, "ok", "it saves memory, hardly time"),
+        ({"bf16_speedup": 0.25}, "warning", "4.0 times slower than float32"),
+        ({"bf16_speedup": 0.01, "bf16_native": False}, "ok", "float32; bf16 would be emulated, 100.0 times slower"),
+        ({"bf16_speedup": 0.9, "bf16_native": False, "device_names": ["T4"]}, "warning", "T4 has no bf16"),
+    ],
+)
+def test_whether_bf16_is_fast_is_told_as_measured(facts, level, words):
+    (found,) = devices.bf16(machine(**facts))
+    assert found.level == level
+    assert words in found.what
+    assert list(devices.bf16(machine())) == []
+
+
+# --- DeepSpeed's operators ---
+
+
+def state(**other):
+    return {"library": "/ext/cpu_adam/cpu_adam.so", "compiled": True, "failure": "", "locks": []} | other
+
+
+def test_an_operator_that_cannot_be_loaded_is_a_problem_for_those_that_need_it():
+    ill = machine(operators={**machine().torch.operators, "cpu_adam": state(failure="ImportError: undefined symbol")})
+    found = [finding for finding in operators.operators(ill) if finding.level == "problem"]
+    assert [finding.mend for finding in found] == ["rm -r /ext/cpu_adam, then accel-sft doctor --build"]
+    assert "cpu_adam (for z2_offload, z3_nvme, z3_offload) is compiled, and cannot be loaded" in found[0].what
+    working = {row.file for row in map(rows_of(ill), SHIPPED) if row.works}
+    assert working & {"z2", "z2_offload", "z3_offload"} == {"z2"}
+
+
+def test_an_operator_not_compiled_yet_is_told_with_what_compiles_it(monkeypatch):
+    new = machine(operators=dict.fromkeys(operators.OPERATORS, state(compiled=False)))
+    monkeypatch.delenv("CXX", raising=False)
+    found = next(operators.operators(new))
+    assert (found.level, found.mend[:26]) == ("ok", "accel-sft doctor --build d")
+    row = launch_table.row(new, FOLDER / "z2_offload.yaml")
+    assert (row.works, row.why) == (True, "the first launch compiles cpu_adam")
+
+
+def test_a_compiler_that_is_too_old_stops_offload_and_nothing_else(programs, monkeypatch):
+    old = program(programs, "old", 'echo "g++ 8.5.0"; echo "Copyright (C) 2018 Free Software Foundation, Inc."')
+    monkeypatch.setenv("CXX", str(old))
+    poor = machine(operators=dict.fromkeys(operators.OPERATORS, state(compiled=False)))
+    found = [*operators.operators(poor)]
+    assert set(levels(found)) == {"warning"}
+    assert found[0].mend == "GCC 9 or newer is needed; name it in CXX"
+    assert next(operators.compiler(poor)).what.startswith("g++ 8.5.0, ninja ")
+    table = {row.file: row for row in map(rows_of(poor), SHIPPED)}
+    offloading = {"z2_offload", "z3_offload", "z3_nvme"}
+    assert not any(table[file].works for file in offloading)
+    assert {"ddp", "z0", "z1", "z2", "z3"} <= {file for file, row in table.items() if row.works}
+    assert table["z2_offload"].why == f"{old} is GCC 8"
+
+
+def test_no_compiler_is_told_among_the_tools(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert next(operators.compiler(machine())).what.startswith("no C++ compiler, ninja ")
+
+
+def test_locks_of_compilations_are_told():
+    locks = [["warning", "another process compiles cpu_adam", "wait"], ["note", "a lock was left behind", "removed"]]
+    found = operators._operator(machine(operators={"cpu_adam": state(locks=locks)}), "cpu_adam", ["z2_offload"])
+    assert levels(found) == ["warning", "ok", "ok"]
+
+
+@pytest.mark.parametrize("breaks", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_an_operator_is_compiled_as_a_launch_does_or_the_error_is_named(tmp_path, programs, monkeypatch, breaks):
+    cxx = 'case "$*" in *-c*) echo "cpu_adam.cpp:1:2: error: no luck" >&2; exit 1 ;; *) exec c++ "$@" ;; esac'
+    if breaks:
+        monkeypatch.setenv("CXX", str(program(programs, "failing", cxx)))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    library = tmp_path / "cpu_adam" / "cpu_adam.so"
+    library.parent.mkdir()
+    building = machine(operators={"cpu_adam": state(library=str(library), compiled=False)})
+    building.build = True
+    (found,) = operators._operator(building, "cpu_adam", ["z2_offload"])
+    assert (found.level, library.is_file()) == (("problem", False) if breaks else ("ok", True))
+    if breaks:
+        assert "could not be compiled: cpu_adam.cpp:1:2: error: no luck" in found.what
+        assert "no luck" in (library.parent / "doctor.log").read_text()
+        assert launch_table.row(building, FOLDER / "z2_offload.yaml").why == "cpu_adam cannot be compiled"
+
+
+# --- ranks ---
+
+
+@pytest.mark.parametrize(
+    ("rank_1_does", "told"),
+    [
+        pytest.param(
+            "time.sleep(600)",
+            r"no sum within 4 s \(rank 0 imported torch, rank 1 did not import torch\)",
+            marks=pytest.mark.long,
+        ),
+        (
+            "from torch import distributed; distributed.all_reduce = lambda *_: time.sleep(600)",
+            r"no sum within 4 s \(rank 0 joined the others, rank 1 joined the others\)",
+        ),
+        ("pass\nfrom torch import distributed; distributed.all_reduce = lambda *_: 0", "rank 0: the sum is wrong"),
+        ("os._exit(3)", r"rank 1 ended with status 3"),
+    ],
+    ids=["does not come", "hangs", "adds nothing", "ends"],
+)
+def test_ranks_that_do_not_add_up_are_told_within_the_time(tmp_path, rank_1_does, told):
+    lines = ["import os, time", "if os.environ.get('RANK') == '1':", f"    {rank_1_does}"]
+    (tmp_path / "sitecustomize.py").write_text("\n".join(lines))
+    paths = os.pathsep.join((str(tmp_path), *(path for path in sys.path if path)))
+    why = ranks.exchange("gloo", 2, seconds=4, more={"PYTHONPATH": paths})
+    assert re.fullmatch(told, why)
+    assert not [child for child in psutil.Process().children() if "rank_script" in " ".join(child.cmdline())]
+
+
+def test_a_network_that_ranks_cannot_use_is_a_problem_and_one_process_is_left(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    cut = machine()
+    (found,) = ranks.reached(cut)
+    assert found.level == "problem"
+    assert found.what.startswith("2 ranks did not add up numbers by gloo: rank ")
+    assert not any(row.works for row in map(rows_of(cut), SHIPPED))
+    vars(cut)["torch"].device_count = 1  # one process on one GPU asks nobody
+    assert {"ddp", "z2"} <= {row.file for row in map(rows_of(cut), SHIPPED) if row.works}
+
+
+# --- launch files ---
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags"), [(1, "--num_processes 1"), (2, ""), (8, "--num_processes 8")], ids=["one", "two", "eight"]
+)
+def test_on_gpus_each_file_starts_a_process_for_each(gpus, flags):
+    table = {row.file: row for row in map(rows_of(machine(device_count=gpus)), SHIPPED)}
+    assert table["fsdp2"] == Row("fsdp2", True, flags)
+    assert table["hsdp"].works is (gpus == 8)
+    assert gpus == 8 or table["hsdp"].mend.startswith("--num_processes 4, or another multiple of 2")
+    wanted = f"--num_processes {2 * gpus}" if gpus > 1 else ""
+    alone = "on 2 machines such as this one together, not on this one alone"
+    assert table["multinode_z3"] == Row("multinode_z3", True, wanted, alone)
+
+
+def test_a_file_that_the_launcher_would_refuse_is_told(tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text("distributed_type: DEEPSPED\nnum_processes: 2\n")
+    row = launch_table.row(machine([own]), own)
+    assert (row.works, row.why.rpartition(";")[2]) == (False, " did you mean DEEPSPEED?")
+    assert not launch_table.row(machine([own]), tmp_path / "absent.yaml").works
+
+
+def test_without_deepspeed_the_other_files_work():
+    without = machine(imports={**dict.fromkeys(LIBRARIES, ""), "deepspeed": "ImportError: ill"})
+    table = {row.file: row for row in map(rows_of(without), SHIPPED)}
+    assert (table["ddp"].works, table["z2"].works, table["z2"].why) == (True, False, "deepspeed cannot be imported")
+
+
+# --- the command ---
+
+
+def test_the_report_of_this_machine(tmp_path):
+    """All real; of the operators one is damaged and one's compilation was killed."""
+    if shutil.which("nvidia-smi"):
+        pytest.skip("the operators are those of a CPU")
+    damaged, lock = tmp_path / "ext/cpu_adam/cpu_adam.so", tmp_path / "ext/async_io/lock"
+    for file in (damaged, lock):
+        file.parent.mkdir(parents=True)
+        file.write_text("no library")
+    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "ext"), "ACCEL_SFT_TASKS": "math,ner", "CXX": "c++"}
+    done = accel_sft("doctor", "--json", "--output-dir", str(tmp_path / "runs"), env=environment, cwd=tmp_path)
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["level"]) == (1, "problem")
+    found = {}
+    for each in report["findings"]:
+        found.setdefault(each["check"], []).append((each["level"], each["what"]))
+    assert [each["what"] for each in report["findings"] if each["level"] == "problem"] == [
+        what for _, what in found["operators"] if "cpu_adam" in what
+    ]
+    assert "is compiled, and cannot be loaded: ImportError: " in found["operators"][0][1]
+    assert "was killed and left it behind" in found["operators"][1][1]
+    assert not lock.exists()
+    assert found["imports"] == [("ok", "torch, accelerate, transformers, peft, deepspeed can be imported")]
+    assert found["GPU"] == [("ok", "none; training runs on the CPU")]
+    assert re.match(r"\d+\.\d times ", found["bf16"][0][1])
+    assert found["exchange"][0][1].startswith("2 ranks added up numbers by gloo (")
+    table = {row["file"]: row for row in report["launch_files"]}
+    assert len(table) == len(SHIPPED)
+    assert table["ddp"] == {"file": "ddp", "works": True, "flags": "", "why": "", "mend": ""}
+    assert (table["z2"]["works"], table["z2"]["why"]) == (True, "")
+    assert (table["fsdp2"]["works"], table["z2_offload"]["why"]) == (False, "cpu_adam cannot be loaded")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_report_begins_at_once_and_an_interrupt_leaves_nothing_behind(tmp_path):
+    (tmp_path / "torch.py").write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    )
+    package = str(Path(packages.accel_sft.__file__).parents[1])
+    code = "import sys; from accel_sft.__main__ import main; from accel_sft.tools.doctor import torch_facts as t; "
+    code += "t.import_path = dict; sys.argv[1:] = ['doctor']; main()"
+    paths = os.pathsep.join((str(tmp_path), package, *filter(None, [os.environ.get("PYTHONPATH")])))
+    env = {**os.environ, "PYTHONPATH": paths, "ACCEL_SFT_TASKS": "none"}
+    with subprocess.Popen([sys.executable, "-uc", code], stdout=subprocess.PIPE, text=True, env=env) as process:
+        for line in process.stdout:
+            if re.match(r"  \w+ +tasks ", line):
+                break
+        while not (tmp_path / "pid").exists() or not (asked := (tmp_path / "pid").read_text()):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+    assert (process.returncode, "Launch files" in rest) == (130, False)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(asked)).wait(10)
+    assert not psutil.pid_exists(int(asked))
+
+
+@pytest.fixture
+def report(monkeypatch):
+    """The command in this process, with these checks and these facts: its status and what it printed."""
+    from click.testing import CliRunner
+
+    from accel_sft.tools.doctor import checks
+
+    def run(*found, arguments=(), **facts):
+        monkeypatch.setattr(checks, "CHECKS", [Check("Machine", "any", lambda machine: found)])
+        monkeypatch.setattr(Machine, "torch", machine(**facts).torch)
+        done = CliRunner().invoke(doctor, arguments)
+        return done.exit_code, done.output
+
+    return run
+
+
+def test_the_exit_status_says_whether_there_is_a_problem(report):
+    status, text = report(ok("fine"), warning("few", "more"))
+    assert status == 0
+    assert re.search(
+        r"^(9|10) of 13 launch files work here, on the CPU; no problems, 1 warning\.$", text, re.M
+    )  # libaio
+    status, text = report(problem("none", "some"))
+    assert (status, "1 problem, no warnings." in text) == (1, True)
+    assert text.index("  problem any         none\n") < text.index("-> some\n")
+    assert "accelerate launch --config_file ddp.yaml -m accel_sft math" in text
+
+
+def test_the_command_at_the_end_is_one_for_this_machine(report, tmp_path):
+    (tmp_path / "mine.yaml").write_text((FOLDER / "ddp.yaml").read_text())
+    _, text = report(arguments=[str(tmp_path / "mine.yaml")], **GPUS | {"device_count": 4})
+    assert " of 14 launch files work here, on 4 GPUs; no problems, no warnings." in text
+    assert re.search(r"^  mine +yes  with --num_processes 4$", text, re.M)
+    assert "accelerate launch --config_file ddp.yaml --num_processes 4 -m accel_sft math" in text
+
+
+def test_what_a_machine_tells_steers_no_terminal(report):
+    _, text = report(ok("a\x1b[2Jb"))
+    assert "\\x1b[2J" in text
+
+
+def test_ranks_of_a_launcher_are_refused(monkeypatch, report):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    status, _ = report()
+    assert status == 1
+
+
+def test_a_finding_has_the_form_of_the_audit_s():
+    assert str(problem("no compiler", "install one")) == "no compiler: install one"
+    assert ok("fine") == Finding("ok", "fine", "")

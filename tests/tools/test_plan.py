@@ -1,0 +1,580 @@
+"""`accel-sft plan`: what a model's shape and a launch predict, against real models, DeepSpeed's code and real runs."""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import AS_COUNTED, accel_sft
+from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+from places import CONFIGS
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.batching import loss
+from accel_sft.checkpoint import shards
+from accel_sft.evaluation import generate
+from accel_sft.launch.info import Launch
+from accel_sft.launch.precision import expected
+from accel_sft.memory import closed, job
+from accel_sft.memory.activations import block_bytes
+from accel_sft.memory.estimate import COMPONENTS, PHASES, totals
+from accel_sft.memory.families import FAMILIES, count
+from accel_sft.memory.job import Job
+from accel_sft.memory.model_config import on_meta_device, read_shape, stored_parameters
+from accel_sft.memory.shape import GROUPS
+from accel_sft.memory.states import Placed, least_bytes, placed
+from accel_sft.models.adapters import new_adapter
+from accel_sft.models.tiny import build_tiny
+from accel_sft.tools.plan import plans, table
+from accel_sft.tools.plan.machine import GIB, Machine, machine
+from accel_sft.tools.plan.speed import Speed, speed
+
+QWEN_14B = {
+    "model_type": "qwen2",
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+QWEN_05B = {
+    **QWEN_14B,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "head_dim": 24,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+MORE = {
+    "mixtral": EXPERTS,
+    "qwen2_moe": {
+        **EXPERTS,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 48},
+}
+
+
+def launch(name, *flags):
+    return expected(Launch.from_yaml(CONFIGS / f"{name}.yaml", *flags), bf16=True)
+
+
+def config_of(family, **more):
+    return AutoConfig.for_model(family, **{**SMALL, **MORE.get(family, {}), **more})
+
+
+def job_of(config, name="z2", ranks=2, device="cuda", **more):
+    return Job(shape=count(config), launch=launch(name, "--num_processes", str(ranks)), device=device, **more)
+
+
+def test_published_models_are_counted_exactly():
+    assert count(QWEN_14B).parameters == 14_770_033_664
+    assert count(QWEN_05B).parameters == 494_032_768
+    gemma = {"model_type": "gemma3", "text_config": {"hidden_size": 2560, "intermediate_size": 10240}}
+    gemma["text_config"] |= {"num_hidden_layers": 34, "model_type": "gemma3_text"}
+    assert count(gemma).parameters == 3_880_263_168  # Gemma 3 4B's language model; its file leaves out the rest
+    assert count(gemma, stored=4_300_079_472).other == 419_816_304
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_counted_as_it_is_built(family):
+    for tied in (True, False):
+        config = config_of(family, tie_word_embeddings=tied)
+        shape, built = count(config.to_diff_dict()), on_meta_device(config.to_diff_dict(), family)
+        assert shape.parameters == AutoModelForCausalLM.from_config(config).num_parameters() == built.parameters
+        assert (shape.by_group, shape.largest_block) == (built.by_group, built.largest_block)
+        assert shape.active_parameters == built.active_parameters
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("adapter", ["lora", "adalora"])
+def test_an_adapter_is_counted_as_peft_makes_it(family, adapter):
+    config = config_of(family)
+    model = new_adapter(AutoModelForCausalLM.from_config(config), TrainConfig(adapter=adapter), 100, lambda line: None)
+    real = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert count(config.to_diff_dict()).trained(adapter) == real
+
+
+def test_named_target_modules_count_alone_and_unknown_ones_are_refused():
+    shape = count(QWEN_14B)
+    assert shape.trained("lora", 8, "q_proj, v_proj") == 48 * 8 * (5120 + 5120 + 5120 + 1024)
+    with pytest.raises(UserError, match="--lora-target-modules query: no such module; there are q_proj"):
+        shape.trained("lora", 8, "query,v_proj")
+
+
+def test_a_family_without_a_formula_is_built_and_says_so():
+    config = AutoConfig.for_model(
+        "gpt_neox", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128
+    )
+    shape = read_shape(config.to_diff_dict(), "neo")
+    assert shape.parameters == AutoModelForCausalLM.from_config(config).num_parameters()
+    assert "built without memory" in shape.source
+    assert set(shape.by_group) == set(GROUPS)
+
+
+def test_a_configuration_that_nothing_can_build_is_refused_in_one_line():
+    with pytest.raises(UserError, match="--model odd: model_type no_such: its parameters cannot be counted"):
+        read_shape({"model_type": "no_such"}, "odd")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_attention_heads", 0), ("hidden_size", -8), ("num_hidden_layers", 10**7), ("vocab_size", "many")],
+)
+def test_sizes_of_which_there_is_no_model_are_refused_in_one_line(tmp_path, name, value):
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN_05B, name: value}))
+    done = accel_sft("plan", "math", "--model", str(tmp_path), "--gpus", "0")
+    assert done.status == 1
+    assert f"config.json: {name} {value}: expected a whole number from 1 to" in done.output
+    assert "Traceback" not in done.output
+
+
+def test_what_the_files_hold_is_read_from_their_headers(tmp_path):
+    model = AutoModelForCausalLM.from_config(config_of("qwen2"))
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert stored_parameters(tmp_path) == model.num_parameters()
+
+
+def saved_bytes(config, dtype, autocast, adapter, tokens=200):
+    """What autograd keeps of a forward through the blocks, weights and their casts left out."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    if adapter == "lora":
+        model = new_adapter(model, TrainConfig(adapter="lora"), 100, lambda line: None)
+        model = model if autocast or dtype == torch.float32 else model.to(dtype)  # as DeepSpeed casts it
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    shapes = {p.shape for p in model.parameters()} | {p.T.shape for p in model.parameters() if p.ndim == 2}
+    kept = []
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights and not (tensor.ndim == 2 and tensor.shape in shapes):
+            kept.append(tensor)
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        model(torch.randint(0, 64, (1, tokens)), logits_to_keep=1, use_cache=False)
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}.values())
+
+
+@AS_COUNTED
+@pytest.mark.parametrize(
+    ("family", "precision", "adapter"),
+    [
+        ("qwen2", "bf16", "none"),
+        ("qwen2", "bf16", "lora"),
+        ("qwen2", "no", "none"),
+        ("qwen2", "autocast", "none"),
+        ("qwen3", "bf16", "none"),
+        ("gemma", "bf16", "none"),
+        ("gemma3_text", "no", "none"),
+    ],
+)
+def test_activations_are_those_that_autograd_keeps(family, precision, adapter):
+    config = config_of(family, hidden_size=128, intermediate_size=352, num_attention_heads=8)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    real = []
+    for layers in (1, 3):
+        config.num_hidden_layers = layers
+        config.layer_types = ["full_attention"] * layers
+        real.append(saved_bytes(config, dtype, precision == "autocast", adapter))
+    name, flags = ("ddp", []) if precision == "autocast" else ("z0", ["--mixed_precision", precision])
+    shape = count(config.to_diff_dict())
+    asked = Job(shape=shape, launch=launch(name, *flags), device="cpu", adapter=adapter)
+    assert block_bytes(asked, shape.blocks[0]) * 200 == pytest.approx((real[1] - real[0]) / 2, rel=0.03)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_stage_2_is_deepspeed_s_own_estimate_and_a_flat_copy_of_the_gradients(ranks):
+    asked = job_of(QWEN_14B, "z2", ranks)
+    device, _ = placed(asked)
+    parameters = asked.shape.parameters
+    _, theirs = estimate_zero2_model_states_mem_needs(parameters, ranks, cpu_offload=False)
+    flat_copy = 2 * parameters / ranks
+    ours = device.weights + device.master + device.moments + device.gradients + device.update - flat_copy
+    assert ours == pytest.approx(theirs)
+
+
+def largest_layer(job):
+    """Parameters of the module that holds most of its own: an embedding or a feed-forward matrix."""
+    return max(job.shape.largest_tensor, job.shape.vocab_size * job.shape.hidden_size)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_model_states_of_stage_3_are_deepspeed_s_own_estimate_without_its_largest_layer(ranks):
+    """It says 18P/N, as of what stage 2 shards, and so leaves out the shard of the weights, 2P/N. The float32 gradients
+    among the 18 exist while the optimizer steps only, for a group of parameters at a time. In place of its largest
+    layer in float32 stands what stage 3 keeps gathered."""
+    asked = job_of(QWEN_14B, "z3", ranks)
+    device, host = placed(asked)
+    _, theirs, layer = estimate_zero3_model_states_mem_needs(
+        asked.shape.parameters, largest_layer(asked), ranks, cpu_offload=False
+    )
+    states = device.weights + device.master + device.moments + device.held
+    float32_gradients = 4 * asked.shape.parameters / ranks
+    assert states + float32_gradients == pytest.approx(theirs - layer + 2 * asked.shape.parameters / ranks)
+    assert device.gathered >= layer / 2
+    assert host == Placed()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_offloaded_model_states_are_deepspeed_s_own_estimates_without_their_factor(ranks):
+    """Theirs count no gradients in bf16 at stage 2 and, again, no weights at stage 3; the buffers for which they then
+    add a half are named one by one here. Their 4P a rank, from five ranks on, is loading: a phase of its own here."""
+    asked = job_of(QWEN_14B, "z2_offload", ranks)
+    parameters = asked.shape.parameters
+    device, host = placed(asked)
+    theirs, on_device = estimate_zero2_model_states_mem_needs(parameters, ranks, additional_buffer_factor=1)
+    assert device.weights == on_device
+    states = ranks * (host.master + host.moments + host.held)
+    assert states == pytest.approx(16 * parameters + 2 * parameters)
+    assert theirs == max(4 * ranks, 16) * parameters
+
+    asked = job_of(QWEN_14B, "z3_offload", ranks)
+    device, host = placed(asked)
+    theirs, _, _ = estimate_zero3_model_states_mem_needs(
+        parameters, largest_layer(asked), ranks, additional_buffer_factor=1
+    )
+    assert (device.weights, device.master, device.moments) == (0, 0, 0)
+    states = ranks * (host.weights + host.master + host.moments + host.held + host.gradients)
+    assert states == pytest.approx(theirs + 2 * parameters)
+
+
+def test_states_of_the_stages():
+    """Bytes a parameter on two ranks: between steps, weights, float32 copies and moments."""
+    parameters = count(QWEN_05B).parameters
+
+    def bytes_each(name):
+        return tuple(round(size / parameters, 2) for size in least_bytes(job_of(QWEN_05B, name)))
+
+    found = {path.stem: bytes_each(path.stem) for path in CONFIGS.glob("*.yaml")}
+    assert found == {
+        "ddp": (16, 0),  # float32 weights, DDP's buckets, moments
+        "fsdp2": (6, 0),
+        "fsdp2_offload": (0, 6),
+        "hsdp": (12, 0),  # a copy on each
+        "z0": (14, 0),
+        "z1": (8, 0),
+        "z2": (8, 0),
+        "z3": (8, 0),
+        "multinode_z3": (8, 0),
+        "z3_sp": (8, 0),
+        "z2_offload": (2, 9),
+        "z3_offload": (0, 8),
+        "z3_nvme": (0, 1),
+    }
+
+
+def test_an_adapter_s_base_is_frozen_and_small_in_every_state():
+    full, lora = (job_of(QWEN_14B, "z0", adapter=adapter) for adapter in ("none", "lora"))
+    assert least_bytes(lora)[0] == pytest.approx(2 * lora.shape.parameters, rel=0.03)
+    assert least_bytes(full)[0] == 14 * full.shape.parameters
+
+
+def test_what_users_measured_by_hand_is_met():
+    """Two 20 GB GPUs, full fine-tuning of 0.5B in bf16: 3.9 GB of host memory at stage 0, 13.3 GB at stage 2 with the
+    optimizer on the host, 13.7 to 15.6 GB at stage 3 with the parameters there too."""
+    found = {
+        name: closed.estimate(job_of(QWEN_05B, name, tokens=32 * 128)) for name in ("z0", "z2_offload", "z3_offload")
+    }
+    steps = {name: 2 * totals(each.host)["step"] / 1e9 for name, each in found.items()}
+    assert steps["z2_offload"] - steps["z0"] == pytest.approx(13.3 - 3.9, rel=0.15)
+    assert 13.7 - 3.9 <= 1.05 * (steps["z3_offload"] - steps["z0"]) <= 15.6 - 3.9
+    assert all(each.device_peak_bytes < 20e9 for each in found.values())
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_every_launch_file_has_every_phase_and_component(name, device):
+    if name in ("fsdp2", "fsdp2_offload", "hsdp") and device == "cpu":
+        pytest.skip("it needs GPUs")
+    found = closed.estimate(job_of(QWEN_05B, name, device=device))
+    for memory in (found.host, *([found.device] if device == "cuda" else [])):
+        assert tuple(memory) == PHASES
+        assert all(set(parts) == set(COMPONENTS) and min(parts.values()) >= 0 for parts in memory.values())
+    assert max(totals(found.device or found.host).values()) > 0
+    larger = closed.estimate(job_of(QWEN_05B, name, device=device, tokens=8192))
+    assert (larger.device_peak_bytes, larger.host_peak_bytes) >= (found.device_peak_bytes, found.host_peak_bytes)
+
+
+def test_a_deepspeed_json_decides_buckets(tmp_path):
+    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero}))
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        f"compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 2\n"
+        f"deepspeed_config:\n  deepspeed_config_file: {tmp_path / 'ds.json'}\n"
+    )
+    own = placed(Job(shape=count(QWEN_05B), launch=Launch.from_yaml(file), device="cuda"))[0]
+    shipped = placed(job_of(QWEN_05B, "z3"))[0]
+    assert own.buffers == 2 * 896**2
+    assert shipped.buffers == 2 * 5e8
+    assert own.gathered < shipped.gathered
+
+
+def test_constants_that_stand_behind_torch_are_the_trainer_s():
+    from accel_sft.tools.plan.command import _EVAL_ROWS
+
+    assert job.MOST_LOGITS == loss.MOST_LOGITS
+    assert (closed.FILE_BYTES, closed.CHECKPOINT) == (shards.FILE_BYTES, shards.BYTES)
+    assert _EVAL_ROWS == generate.FEWEST_ROWS
+
+
+def test_checkpointing_offload_and_sharding_save_memory_and_cost_time():
+    plain, again = (job_of(QWEN_14B, "z3_offload", gradient_checkpointing=on) for on in (False, True))
+    assert totals(closed.estimate(again).device)["step"] < totals(closed.estimate(plain).device)["step"] / 2
+    seconds = {name: speed(job_of(QWEN_14B, name), 65536).seconds for name in ("z2", "z2_offload", "z3", "z3_nvme")}
+    assert seconds["z2"] < seconds["z2_offload"] < seconds["z3_nvme"]
+    assert seconds["z2"] < seconds["z3"]
+    assert speed(again, 65536).seconds > speed(plain, 65536).seconds
+
+
+def plan_of(name, machine, **more):
+    return plans.plan(name, CONFIGS / f"{name}.yaml", job_of(QWEN_14B, name, machine.gpus, **more), machine, 32768)
+
+
+def test_the_largest_forward_is_the_last_that_fits():
+    machine = Machine(2, 16 * GIB, 500 * GIB)
+    found = plan_of("z3_offload", machine, eval_rows=0, gradient_checkpointing=True)
+    assert found.fits
+    assert closed.estimate(plans.with_tokens(found.job, found.largest_tokens)).fits(16 * GIB, 500 * GIB)
+    assert not closed.estimate(plans.with_tokens(found.job, found.largest_tokens + 1)).fits(16 * GIB, 500 * GIB)
+
+
+def test_fewer_answers_at_once_before_a_launch_is_given_up():
+    machine = Machine(2, 24 * GIB, 180 * GIB)
+    found = plan_of("z3_offload", machine, adapter="lora", gradient_checkpointing=True)
+    assert found.fits
+    assert found.more["eval_batch_size"] == found.job.eval_rows < 64
+
+
+QWEN_7B = {**QWEN_14B, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+QWEN_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4}
+LORA_7B = ("--adapter", "lora", "--gpus", "2", "--gpu-memory", "24", "--host-memory", "180")
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "without"),
+    [
+        ((), "--gradient-checkpointing --eval-batch-size 32", "would not fit"),
+        (("--gradient-checkpointing",), "--eval-batch-size 32", "would barely fit"),
+        (("--gradient-checkpointing", "--eval-batch-size", "16"), "", "ddp needs no such change"),
+        (("--gradient-checkpointing", "--eval-limit", "20"), "", "ddp needs no such change"),
+        (("--gradient-checkpointing", "--metric", "loss"), "", ""),  # nothing is generated
+    ],
+)
+def test_the_commonest_job_gets_the_fastest_launch_with_the_options_that_it_needs(models, given, flags, without):
+    done = accel_sft("plan", "chat", "--model", str(models / "7b"), *LORA_7B, *given)
+    assert done.status == 0, done.output
+    *_, command = done.output.strip().splitlines()
+    told = " ".join(done.output.split())
+    assert ("Recommended: ddp with " + flags if flags else "Recommended: ddp, the simplest") in told
+    assert without in told
+    assert all(flag in command for flag in (*flags.replace(" 32", "").split(), "--train-file TRAIN_FILE"))
+    assert command.count("--eval-batch-size") == ("eval-batch-size" in f"{flags} {given}")
+
+
+def test_a_larger_forward_has_more_rows_and_no_longer_answers():
+    small, large = (job_of(QWEN_7B, tokens=tokens, eval_tokens=2048) for tokens in (2048, 8192))
+    evaluations = [totals(closed.estimate(each).device)["evaluate"] for each in (small, large)]
+    assert evaluations[0] == evaluations[1]
+
+
+def test_a_training_command_can_be_planned_as_it_is(models):
+    of_training = ("--max-new-tokens", "30", "--output-dir", "runs/x", "--resume", "auto", "--learning-rate", "0.0001")
+    done = planned(models, "--adapter", "lora", *of_training, "--patience", "2")
+    assert done.status == 0, done.output
+    assert all(word in done.output.splitlines()[-1] for word in of_training)
+
+
+def test_adalora_under_deepspeed_is_a_problem_not_a_prediction():
+    found = plan_of("z2", Machine(2, 80 * GIB, 500 * GIB), adapter="adalora")
+    assert not found.fits
+    assert "DeepSpeed frees" in found.problem
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name, content in {"14b": QWEN_14B, "7b": QWEN_7B, "05b": QWEN_05B}.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+MACHINE = ("--gpus", "2", "--gpu-memory", "32", "--host-memory", "180")
+
+
+def planned(models, *arguments):
+    return accel_sft("plan", "math", "--model", str(models / "14b"), *MACHINE, *arguments)
+
+
+def test_the_table_names_every_launch_file_and_recommends_one(models):
+    done = planned(models, "--adapter", "lora", "--gradient-checkpointing", "--max-length", "128")
+    assert done.status == 0
+    head, _, command = done.output.rpartition("accelerate launch --config_file ")
+    assert all(f"\n{path.stem} " in head for path in CONFIGS.glob("*.yaml"))
+    assert max(map(len, head.splitlines())) <= 80
+    assert "longest example has 128 tokens: --max-length" in head
+    assert "Recommended: ddp with --eval-batch-size 8, the simplest of the fastest that fit" in head
+    assert "-m accel_sft math --model" in command
+    assert "--adapter lora" in command
+
+
+def fitting(name, seconds, *, tight=False, machines=1):
+    return plans.Plan(
+        name=name,
+        file=CONFIGS / f"{name}.yaml",
+        job=SimpleNamespace(launch=SimpleNamespace(machines=machines)),
+        estimate=SimpleNamespace(),
+        speed=Speed(seconds=seconds, sent_bytes=0.0, host_bytes=0.0, forwards=1),
+        tight=tight,
+    )
+
+
+def test_one_machine_s_plan_is_recommended_and_what_barely_fits_is_named():
+    offload, barely = fitting("z3_offload", 2.0), fitting("z2", 1.0, tight=True)
+    best, why = plans.recommended([fitting("multinode_z3", 1.0, machines=2), offload, barely])
+    assert best is offload
+    assert why == "the fastest that fits with room to spare, because z2 would barely fit"
+    best, why = plans.recommended([fitting("multinode_z3", 1.0, machines=2)])
+    assert why == "which fits; it needs 2 such machines"
+
+
+def test_exit_status_1_says_that_nothing_fits(models):
+    done = planned(models, "--host-memory", "20")
+    assert done.status == 1
+    told = " ".join(done.output.split())
+    assert "No launch file fits, nor does one with --gradient-checkpointing. Try --adapter lora, a lower" in told
+    assert "--host-memory gives that of another" not in told, "it was given"
+
+
+def test_host_memory_that_is_this_machines_is_named_where_it_alone_is_too_small():
+    here = Machine(gpus=2, gpu_bytes=24 * GIB, host_bytes=16 * GIB, is_free=True)
+    too_large = plans.Plan(name="z3", file=Path("z3.yaml"), over=("host",))
+    assert "16 GiB of host memory" in table._elsewhere([too_large], here)
+    assert table._elsewhere([dataclasses.replace(too_large, over=("device",))], here) == ""
+    assert table._elsewhere([too_large], dataclasses.replace(here, is_free=False)) == ""
+
+
+def test_a_launch_file_of_which_nothing_is_predicted_is_not_said_to_be_too_large(models):
+    done = planned(models, "--launch", "z3_sp")
+    assert done.status == 1
+    assert "memory under sequence parallelism is not predicted" in done.output
+    assert "None is recommended, for what is said of each." in done.output
+    assert "fits." not in done.output
+
+
+def test_json_has_every_phase(models):
+    done = planned(models, "--json", "--launch", "z2", "--launch", str(CONFIGS / "z3.yaml"))
+    found = json.loads(done.output)
+    assert [each["launch"] for each in found["plans"]] == ["z2", "z3"]
+    assert set(found["plans"][0]["estimate"]["device"]) == set(PHASES)
+    assert found["plans"][0]["over"] == ["device"]
+    assert found["model"]["parameters"] == 14_770_033_664
+
+
+def test_one_launch_file_shows_phases_by_component(models):
+    done = planned(models, "--launch", "z3_offload")
+    assert "z3_offload: GiB of one GPU" in done.output
+    assert all(component[:11] in done.output for component in COMPONENTS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--launch", "z9"), "--launch z9: no such file, and no launch file of this name is shipped"),
+        (("--gpus", "-1"), "--gpus"),
+        (("--adapter", "lora", "--lora-target-modules", "query"), "query: no such module; there are q_proj"),
+    ],
+)
+def test_bad_input_is_one_line(models, arguments, message):
+    done = planned(models, *arguments)
+    assert done.status != 0
+    assert message in done.output
+    assert "Traceback" not in done.output
+
+
+def test_gpus_of_unknown_memory_are_asked_for(models, monkeypatch):
+    monkeypatch.setattr("accel_sft.tools.plan.machine._gpus", list)
+    with pytest.raises(UserError, match="--gpu-memory: give the GiB of one GPU"):
+        machine(2, None, 64)
+    assert machine(None, None, 64) == Machine(0, None, 64 * GIB)
+    assert machine(None, 24, 64) == Machine(1, 24 * GIB, 64 * GIB)
+    monkeypatch.setattr("accel_sft.tools.plan.machine._gpus", lambda: [80 * GIB, 40 * GIB])
+    assert machine(None, None, 64) == Machine(2, 40 * GIB, 64 * GIB)
+
+
+def test_without_a_gpu_ranks_are_planned_in_host_memory(models):
+    done = accel_sft("plan", "math", "--model", str(models / "05b"), "--gpus", "0", "--host-memory", "64", "--json")
+    found = {each["launch"]: each for each in json.loads(done.output)["plans"]}
+    assert found["fsdp2"]["problem"] == "FSDP needs GPUs"
+    assert found["z2"]["estimate"]["device"] == {}
+    assert found["z2"]["ranks"] == 2
+    assert found["z2"]["host_peak_bytes"] == 2 * max(totals(found["z2"]["estimate"]["host"]).values())
+
+
+def test_a_run_records_predicted_beside_measured_and_leaves_its_lengths(tmp_path):
+    done = accel_sft("math", "--max-steps", "2", "--eval-limit", "2", run_dir=tmp_path / "run")
+    assert done.status == 0, done.output
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert set(result["memory"]["host"]) == set(PHASES) == set(result["memory_by_phase"])
+    for phase, pair in result["memory"]["host"].items():
+        assert pair["measured_gib"] == result["memory_by_phase"][phase]["peak_host_memory_gib"]
+        assert 0.5 < pair["predicted_gib"] / pair["measured_gib"] < 2  # this process was forked, and shares much
+    assert "## Memory by phase, predicted and measured" in (tmp_path / "run/report.md").read_text()
+    planned = accel_sft("plan", "math", "--gpus", "0")
+    assert "of the data as it was tokenized here" in planned.output.replace("\n         ", " ")
+
+
+def test_a_launch_that_cannot_fit_is_refused_before_the_model_is_loaded(tmp_path):
+    build_tiny(tmp_path / "model", ["1 + 1", "2 + 2"] * 20, 0)
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**7, "layer_types": None}))
+    done = accel_sft("math", "--model", str(tmp_path / "model"), "--max-steps", "1", run_dir=tmp_path / "endless")
+    assert "num_hidden_layers 10000000: expected a whole number from 1 to 10,000" in done.output
+    large = {**config, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 400, "layer_types": None}
+    (tmp_path / "model/config.json").write_text(json.dumps(large))
+    asked = ("math", "--model", str(tmp_path / "model"), "--max-steps", "1")
+    done = accel_sft(*asked, run_dir=tmp_path / "refused")
+    assert done.status == 1
+    assert "the model states of this launch alone take" in done.output
+    assert "or add --force" in done.output
+    assert (
+        not (tmp_path / "refused/result.json").exists()
+        or "model states" in (json.loads((tmp_path / "refused/result.json").read_text())["error"])
+    )
+
+
+def test_fields_that_a_simulation_fills_are_those_of_an_estimate():
+    found = closed.estimate(job_of(QWEN_05B))
+    other = dataclasses.replace(found, method="simulation")
+    assert other.fits(None, None)
+    assert other.over(found.device_peak_bytes - 1, found.host_peak_bytes) == ("device",)

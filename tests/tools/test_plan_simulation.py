@@ -1,0 +1,188 @@
+"""`accel-sft plan --simulate` and `--probe`: fake tensors against real ones, the closed form against both."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from conftest import AS_COUNTED, accel_sft
+from places import CONFIGS
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from accel_sft.api.errors import UserError
+from accel_sft.batching import collate, loss
+from accel_sft.launch.info import Launch
+from accel_sft.launch.precision import expected
+from accel_sft.memory.activations import peak_bytes
+from accel_sft.memory.estimate import Estimate
+from accel_sft.memory.job import Job
+from accel_sft.memory.model_config import read_shape
+from accel_sft.tools.plan.probe import probe
+from accel_sft.tools.plan.simulation import forward_backward, simulate
+
+GIB = 2**30
+SMALL = {
+    "model_type": "qwen2",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+    "tie_word_embeddings": True,
+}
+LARGE = {
+    **SMALL,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 50_000,
+    "pad_token_id": 0,
+}
+EXPERTS = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
+    "qwen3_moe": {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512},
+}
+
+
+def job_of(config, launch="z0", **more):
+    sizes = {"tokens": 512, "supervised_tokens": 300, **more}
+    return Job(
+        shape=read_shape(config, "model"),
+        launch=expected(Launch.from_yaml(CONFIGS / f"{launch}.yaml"), bf16=True),
+        device="cuda",
+        **sizes,
+    )
+
+
+def really_allocated(config, head, recomputed):
+    """Bytes at the peak of a real forward and backward besides weights and gradients, as torch's allocator reports."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16).train()
+    if recomputed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for parameter in model.parameters():  # those of earlier forwards are where gradients are kept
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    ids, keep = torch.zeros(1, 512, dtype=torch.long), torch.arange(211, 511)
+    inputs = {"input_ids": ids, "position_ids": torch.arange(512)[None], "attention_mask": None}
+    targets, weights = torch.zeros(300, dtype=torch.long), torch.ones(300)
+    batch = collate.Batch(inputs, keep, None, targets, weights, head)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        loss.nll_sum(model, batch).backward()
+    events = (event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]")
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize(
+    ("head", "most", "tied"),
+    # pieces of 128 tokens, whose logits are most, and of 8, where the gradients of the head's weights are
+    [("labelled", None, True), ("pieces", 128, True), ("pieces", 8, True), ("pieces", 8, False)],
+)
+def test_fake_tensors_take_what_real_ones_do(monkeypatch, head, most, tied, recomputed):
+    config = {**SMALL, "tie_word_embeddings": tied}
+    if most:
+        monkeypatch.setattr(loss, "MOST_LOGITS", most * config["vocab_size"])
+    found = forward_backward(job_of(config, head=head, gradient_checkpointing=recomputed), config)
+    assert found.activations + found.logits == pytest.approx(really_allocated(config, head, recomputed), rel=0.02)
+
+
+def test_a_simulated_model_has_the_weights_and_state_of_the_real_one():
+    found = forward_backward(job_of(SMALL, "ddp"), SMALL)
+    parameters = read_shape(SMALL, "model").parameters
+    assert found.weights == pytest.approx(4 * parameters, rel=1e-3)  # and the angles of positions
+    assert found.gradients == 4 * parameters
+    assert found.optimizer == pytest.approx(8 * parameters, rel=1e-3)
+
+
+def test_frozen_weights_have_neither_gradients_nor_state():
+    asked = job_of(SMALL, "ddp", adapter="lora")
+    found = forward_backward(asked, SMALL)
+    assert found.gradients == 4 * asked.trained
+    assert found.optimizer == pytest.approx(8 * asked.trained, rel=0.01)
+
+
+@AS_COUNTED
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize(
+    ("family", "launch", "more"),
+    [
+        ("qwen2", "z2", {}),
+        ("qwen2", "ddp", {}),
+        ("llama", "z2", {"head": "labelled"}),
+        pytest.param("llama", "fsdp2", {"tokens": 3072, "supervised_tokens": 200}, marks=pytest.mark.long),
+        pytest.param("qwen3", "z2", {"dense_mask": True, "head": "everywhere"}, marks=pytest.mark.long),
+        ("gemma2", "z2", {"tokens": 4096, "supervised_tokens": 2000}),
+        pytest.param("gemma2", "ddp", {"tokens": 4096, "rows": 4}, marks=pytest.mark.long),
+        pytest.param("phi3", "z2", {"lora_dropout": 0.1}, marks=pytest.mark.long),
+        ("mixtral", "z2", {}),
+        ("qwen3_moe", "z2", {"tokens": 3072}),
+    ],
+)
+def test_the_closed_form_meets_the_simulation(family, launch, more, recomputed, adapter):
+    config = {**LARGE, "model_type": family, **EXPERTS.get(family, {})}
+    asked = job_of(
+        config, launch, adapter=adapter, gradient_checkpointing=recomputed, **{"tokens": 1024, "head": "pieces", **more}
+    )
+    found = forward_backward(asked, config)
+    assert sum(peak_bytes(asked).values()) == pytest.approx(found.activations + found.logits, rel=0.1)
+
+
+def test_a_fused_head_leaves_the_gradient_of_its_weights():
+    fused, pieces = (forward_backward(job_of(LARGE, head=head), LARGE) for head in ("fused", "pieces"))
+    assert fused.kept == pieces.kept
+    assert fused.in_head - fused.kept == 2 * 50_000 * 1024
+
+
+def test_a_simulation_says_what_was_not_simulated():
+    sharded, whole = (simulate(job_of(SMALL, launch), SMALL) for launch in ("z2", "ddp"))
+    assert sharded.method == whole.method == "simulation"
+    assert {*sharded.device} == {*whole.device} == {"first_step", "step"}
+    assert any("DeepSpeed is not simulated" in note for note in sharded.notes)
+    assert any("AdamW's state are simulated" in note for note in whole.notes)
+
+
+def test_a_model_that_cannot_be_simulated_is_named():
+    with pytest.raises(UserError, match="model_type bert"):
+        simulate(job_of(SMALL), {"model_type": "bert", "hidden_size": 30, "num_attention_heads": 4})
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A launch file of one process."""
+    file = tmp_path / "alone.yaml"
+    file.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n")
+    return file
+
+
+def test_a_probe_measures_two_real_steps(alone):
+    done = accel_sft("plan", "math", "--gpus", "0", "--launch", str(alone), "--probe", "--simulate", "--json")
+    assert done.status == 0, done.output
+    closed, simulated, probed = json.loads(done.output[done.output.index("{") :])["answers"]["alone"]
+    assert [closed["method"], simulated["method"], probed["method"]] == ["closed form", "simulation", "probe"]
+    assert {*probed["host"]} == {"load", "shard", "first_step", "step", "export"}
+    assert 0.2 < probed["host"]["step"]["measured"] / GIB < 2
+    assert not probed["failure"]
+    assert "measured in two steps" in probed["notes"][0]
+
+
+def test_a_probe_that_fails_is_an_answer(alone, tmp_path):
+    asked = dataclasses.replace(job_of(SMALL), launch=expected(Launch.from_yaml(alone), bf16=True))
+    failed = probe(asked, alone, ["math", "--model", str(tmp_path / "nothing")])
+    assert "no such folder" in failed.failure
+    assert not failed.fits(None, None)
+    late = probe(asked, alone, ["math"], limit_seconds=1)
+    assert late.failure == "time limit: not done after 0.0166667 minutes"
+
+
+def test_a_failure_does_not_fit():
+    assert Estimate(method="probe", device={}, host={}).fits(1, 1)
+    assert not Estimate(method="probe", device={}, host={}, failure="out of memory").fits(None, None)

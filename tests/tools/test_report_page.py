@@ -1,0 +1,581 @@
+"""`accel-sft report` makes one page from runs: what it says of them, what it refuses, and that nothing in them acts."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import chromium
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from accel_sft.api.errors import UserError
+from accel_sft.cli.group import cli
+from accel_sft.io import files
+from accel_sft.io.files import write_json_lines
+from accel_sft.tools.report import memory, runs
+from accel_sft.tools.report.comparison import read_comparison
+from accel_sft.tools.report.curves import charts, means, thin
+from accel_sft.tools.report.events import system_readings
+from accel_sft.tools.report.page import MOST_BYTES
+from accel_sft.tools.report.runs import named, read_run
+
+HOSTILE = '</script><img src=x onerror="window.hurt = 1"><!--{{ 7 * 7 }}\u202e'
+VEGA = Path(runs.__file__).parent / "vega"
+needs_chromium = pytest.mark.skipif(chromium.EXECUTABLE is None, reason="no Chromium is installed")
+
+
+@pytest.fixture(scope="module")
+def two(launched):
+    """Folders of two real runs that differ in their learning rate."""
+    options = ("--max-steps", "6", "--eval-every", "3", "--max-number", "200", "--validation-examples", "30")
+    return [
+        launched(f"report-{rate}", "math", *options, "--learning-rate", rate).run_dir for rate in ("0.001", "0.004")
+    ]
+
+
+def report(*arguments) -> str:
+    """What the command prints; a UserError is raised as such."""
+    result = CliRunner().invoke(cli, ["report", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def page_of(folder: Path, *folders) -> Path:
+    target = folder / "page.html"
+    report(*folders, "--output", target)
+    return target
+
+
+class Elements(HTMLParser):
+    """Names and attributes of a page's elements, its scripts, and its text outside of them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found, self.scripts, self.text, self._inside = [], [], [], ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        self._inside = tag
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        if self._inside == "script":
+            self.scripts[-1] += data
+        elif self._inside != "style":
+            self.text.append(data)
+
+    def prose(self) -> str:
+        return " ".join(" ".join(self.text).split())
+
+    def data(self) -> dict:
+        return json.loads(self.scripts[0])
+
+
+def copy(run: Path, folder: Path) -> Path:
+    return shutil.copytree(run, folder, ignore=shutil.ignore_patterns("checkpoints", "base", "best", "final"))
+
+
+def change(path: Path, **values) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_the_page_has_the_runs_curves_answers_and_differing_settings(two, tmp_path):
+    target = tmp_path / "page.html"
+    printed = report(*two, "--output", target)
+    assert re.fullmatch(r".*page\.html: 2 runs, [\d,]+ kB; open it in a browser\n", printed)
+    elements = Elements(target.read_text(encoding="utf-8"))
+    data = elements.data()
+    for place, run in enumerate(two):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        chart = next(chart for chart in data["charts"] if chart["title"] == "Training loss")
+        curve = next(curve for curve in chart["curves"] if curve["run"] == place)
+        losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+        assert curve["steps"] == list(losses)
+        assert curve["values"] == pytest.approx(list(losses.values()), rel=1e-5)
+        titles = {chart["title"] for chart in data["charts"]}
+        assert {"Validation loss", "Validation: accuracy", "Learning rate", "Training speed"} <= titles
+        answers = data["answers"]
+        newest = [each for each in answers["evaluations"] if each["run"] == place][-1]
+        samples = [json.loads(line) for line in (run / "samples" / "step-000006.jsonl").read_text().splitlines()]
+        assert newest["label"] == "step 6 (newest)"
+        assert [answers["texts"][row[1]] for row in newest["rows"]] == [each["generated"] for each in samples]
+        asked = [answers["texts"][answers["examples"][row[0]][0]] for row in newest["rows"]]
+        assert asked == [each["prompt"] for each in samples]
+    differing = elements.prose().partition("Settings that differ")[2].partition("Settings that all have")[0]
+    assert re.search(r"learning_rate\s*0\.001\s*0\.004", differing)
+    assert "max_steps" not in differing
+    order = [dict(attrs).get("id") for tag, attrs in elements.found if tag == "section"]
+    assert order.index("main") < order.index("answers") < order.index("speed") < order.index("memory")
+
+
+def test_a_killed_run_is_shown_as_far_as_it_goes_and_one_that_trains_is_running(two, tmp_path):
+    killed = copy(two[0], tmp_path / "killed")
+    (killed / "result.json").write_text('{"status": "running"}')
+    with (killed / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 7, "lo')
+    run = read_run(killed, "killed")
+    assert (run.status, run.last_step, len(run.steps)) == ("stopped", 6, 6)
+    assert "it was killed" in run.reason
+    assert run.notes == ["without 1 of its lines in metrics.jsonl, which cannot be read"]
+    descriptor = os.open(killed, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # as a training process does
+        assert read_run(killed, "killed").status == "running"
+    finally:
+        os.close(descriptor)
+    text = Elements(page_of(tmp_path, killed).read_text(encoding="utf-8")).prose()
+    assert "no process here works in its folder: it was killed" in text
+    assert "Not recorded, so not drawn: killed" in text
+
+
+@pytest.mark.parametrize(("file", "note"), [("run.json", "run.json cannot be read"), ("result.json", "result.json")])
+def test_a_half_written_file_is_named_and_the_rest_is_shown(two, tmp_path, file, note):
+    broken = copy(two[0], tmp_path / "broken")
+    text = (broken / file).read_text()
+    (broken / file).write_text(text[: len(text) // 2])
+    run = read_run(broken, "broken")
+    assert len(run.steps) == 6
+    assert any(line.startswith(note) and "half-written" in line for line in run.notes)
+    page_of(tmp_path, broken)
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "run.json", "result.json", "samples/step-000006.jsonl"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_has_no_end_is_not_read(two, tmp_path, file, kind):
+    """Neither is read to the end that it does not have: the command would never come back."""
+    endless = copy(two[0], tmp_path / "endless")
+    (endless / file).unlink()
+    if kind == "pipe":
+        os.mkfifo(endless / file)
+        os.mkfifo(endless / "events.out.tfevents.1.pipe")
+    else:
+        (endless / file).symlink_to("/dev/zero")
+    said = report(endless, "--output", tmp_path / "page.html")
+    assert f"{Path(file).name} cannot be read: it is no regular file" in said
+
+
+def test_a_file_that_is_too_large_is_named(two, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MOST_BYTES", 1000)
+    large = copy(two[0], tmp_path / "large")
+    assert any("metrics.jsonl cannot be read: it is larger than" in line for line in read_run(large, "large").notes)
+
+
+def test_a_number_of_many_digits_and_many_names_make_no_large_page(two, tmp_path):
+    odd = copy(two[0], tmp_path / "odd")
+    lines = [{"step": step, "loss": 10**400, f"{'n' * 2000}": 1} for step in (7, 8)]
+    lines.append({"step": 8, **{f"metric_{number}": 0.5 for number in range(3000)}})
+    with (odd / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    result = json.loads((odd / "result.json").read_text())
+    result["after"] |= {f"metric_{number}": 0.5 for number in range(3000)}
+    (odd / "result.json").write_text(json.dumps(result))
+    page = page_of(tmp_path, odd)
+    assert page.stat().st_size < MOST_BYTES + 200_000
+    text = Elements(page.read_text(encoding="utf-8")).prose()
+    assert "2,9" in text.partition("What this page leaves out")[2]
+    assert "metrics are too many for a table: 300 are shown" in text
+    titles = [chart["title"] for chart in Elements(page.read_text(encoding="utf-8")).data()["charts"]]
+    assert titles[:3] == ["Training loss", "Validation loss", "Validation: accuracy"]
+
+
+def test_why_a_run_failed_is_on_the_page(two, tmp_path):
+    failed = copy(two[0], tmp_path / "failed")
+    (failed / "result.json").write_text('{"status": "failed", "error": "the disk is full; free space"}')
+    stopped = copy(two[0], tmp_path / "stopped")
+    (stopped / "result.json").write_text('{"status": "interrupted", "error": "SIGTERM"}')
+    text = Elements(page_of(tmp_path, failed, stopped).read_text(encoding="utf-8")).prose()
+    assert "failed: the disk is full; free space" in text
+    assert read_run(stopped, "stopped").status == "stopped"
+
+
+def test_what_is_no_run_is_refused_in_a_line(two, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "run.json").write_text('{"name": "another program"}')
+    shutil.copytree(two[0], tmp_path / "many" / "one", ignore=shutil.ignore_patterns("*"))
+    shutil.copy(two[0] / "run.json", tmp_path / "many" / "one")
+    names = ["missing", "file", "empty", "foreign", "many"]
+    with pytest.raises(UserError) as raised:
+        report(*(tmp_path / name for name in names), "--output", tmp_path / "page.html")
+    wanted = ["there is no such folder", "not a folder", "neither run.json nor comparison.json"]
+    wanted += ["not the record of a run", "but name the one in it"]
+    assert len(raised.value.problems) == len(names)
+    for name, what, line in zip(names, wanted, raised.value.problems, strict=True):
+        assert name in line
+        assert what in line
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_no_other_file_is_replaced(two, tmp_path):
+    target = tmp_path / "notes.html"
+    target.write_text("mine")
+    with pytest.raises(UserError, match=r"notes\.html: a file that is no page of accel-sft"):
+        report(two[0], "--output", target)
+    with pytest.raises(UserError, match="there is no folder"):
+        report(two[0], "--output", tmp_path / "nowhere" / "page.html")
+    assert target.read_text() == "mine"
+    target.unlink()
+    report(two[0], "--output", target)
+    report(two[1], "--output", target)  # a page of its own
+
+
+def test_an_evaluation_by_itself_has_its_answers_on_the_page(two, tmp_path):
+    folder = tmp_path / "evaluation"
+    folder.mkdir()
+    shutil.copy(two[0] / "samples" / "step-000000.jsonl", folder / "samples-base.jsonl")
+    shutil.copy(two[0] / "samples" / "step-000006.jsonl", folder / "samples-tuned.jsonl")
+    result = {"status": "complete", "task": "math", "after": {"accuracy": 0.5}, "weights": {"base": "B", "tuned": "T"}}
+    (folder / "result.json").write_text(json.dumps(result))
+    data = Elements(page_of(tmp_path, folder).read_text(encoding="utf-8")).data()
+    assert [(each["label"], each["count"]) for each in data["answers"]["evaluations"]] == [("B", 30), ("T", 30)]
+
+
+@pytest.fixture(scope="module")
+def hostile(two, tmp_path_factory) -> Path:
+    """A run in which every name and text is an attack."""
+    run = copy(two[0], tmp_path_factory.mktemp("hostile") / HOSTILE.replace("/", "∕"))
+    record = json.loads((run / "run.json").read_text())
+    record["config"] |= {"model": HOSTILE, HOSTILE: HOSTILE}
+    change(run / "run.json", task=HOSTILE, task_options={HOSTILE: HOSTILE}, config=record["config"])
+    predicted = {"host": {HOSTILE: {"predicted_gib": 1.0, "components_gib": {HOSTILE: 1.0}}}}
+    phases = [{"phase": HOSTILE, "rank": HOSTILE, "process_memory_gib": 1.0}]
+    hurt = {"status": "failed", "error": HOSTILE, "main_metric": HOSTILE, "after": {HOSTILE: 1.0}}
+    change(run / "result.json", **hurt, phases=phases, memory=predicted)
+    for path in (run / "samples").iterdir():
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        texts = {"prompt": HOSTILE, "expected": HOSTILE, "generated": f"{HOSTILE}\ud800\x1b[31m"}
+        rows = [{**row, **texts, "scores": {HOSTILE: 1.0}} for row in rows]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"step": 7, "eval_loss": 1.0, HOSTILE: 0.5}) + "\n")
+    return run
+
+
+def test_only_the_page_s_own_scripts_are_in_it(hostile, tmp_path):
+    elements = Elements(page_of(tmp_path, hostile).read_text(encoding="utf-8"))
+    assert len(elements.scripts) == 6
+    assert not [
+        tag for tag, attributes in elements.found if tag == "img" or any(n.startswith("on") for n in attributes)
+    ]
+    assert HOSTILE in elements.data()["answers"]["texts"]
+    assert "49" not in elements.prose().partition("<!--")[2].partition("}}")[0]
+    assert [values["content"] for tag, values in elements.found if values.get("http-equiv")] == [
+        "default-src 'none'; script-src "
+        + " ".join(
+            f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+            for script in elements.scripts[1:]
+        )
+        + "; style-src 'unsafe-inline'; img-src data:; form-action 'none'"
+    ]
+    links = [values.get("href", "#") for tag, values in elements.found if tag in ("a", "link")]
+    assert all(link.startswith(("#", "data:")) for link in links)
+    assert not [values for _, values in elements.found if "src" in values]
+
+
+def test_many_answers_stay_below_two_megabytes_and_the_newest_come_first(two, tmp_path):
+    run = copy(two[0], tmp_path / "many")
+    for step in (0, 2, 4, 6):
+        rows = [
+            {
+                "index": i,
+                "prompt": f"{i} " * 99,
+                "expected": "x",
+                "generated": f"{step} {i}" * 99,
+                "scores": {"accuracy": 0},
+            }
+            for i in range(2000)
+        ]
+        (run / "samples" / f"step-{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "samples" / "step-000003.jsonl").unlink()
+    target = tmp_path / "page.html"
+    printed = report(run, "--output", target)
+    assert target.stat().st_size < MOST_BYTES < 2_000_000
+    evaluations = Elements(target.read_text(encoding="utf-8")).data()["answers"]["evaluations"]
+    assert [each["step"] for each in evaluations][-1] == 6
+    assert {0, 6} <= {each["step"] for each in evaluations}
+    assert len({len(each["rows"]) for each in evaluations}) == 1
+    assert re.search(r"The first [\d,]+ answers of each evaluation are on this page, of up to 2,000\.", printed)
+    assert "Left out for the page's size are the answers of many" in printed
+
+
+def test_texts_are_cut_and_said_to_be(two, tmp_path):
+    run = copy(two[0], tmp_path / "long")
+    row = {"index": 0, "prompt": "p" * 5000, "expected": "x", "generated": "y\u2028z\x85", "scores": {}}
+    write_json_lines(run / "samples" / "step-000006.jsonl", [row])
+    target = tmp_path / "page.html"
+    printed = report(run, "--output", target)
+    assert "longer than 2,000 characters" in printed
+    assert "cannot be read" not in printed  # the answer's own line breaks are none of the file's
+    assert json.dumps("y\u2028z\x85", ensure_ascii=False) in target.read_text(encoding="utf-8")
+    assert "p" * 2000 + "... (3,000 more characters)" in target.read_text(encoding="utf-8")
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(6, 60))
+def test_thinned_curves_keep_their_ends_and_every_extreme(values, most):
+    points = list(enumerate(values))
+    kept = thin(points, most)
+    assert len(kept) <= max(most, 2)
+    assert kept == sorted(kept)
+    assert (kept[0], kept[-1]) == (points[0], points[-1])
+    assert min(value for _, value in kept) == min(values)
+    assert max(value for _, value in kept) == max(values)
+
+
+def test_means_of_a_thinned_curve_are_of_all_its_points():
+    assert means([(step, float(step % 2)) for step in range(100)], 10) == [(10 * n + 5, 0.5) for n in range(10)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=20))
+def test_no_point_of_the_front_is_beaten_and_every_other_is(points):
+    front = memory.pareto_front(points)
+    assert front
+
+    def beats(one, other):
+        return one != other and one[0] <= other[0] and one[1] >= other[1]
+
+    for place, point in enumerate(points):
+        assert any(beats(other, point) for other in points) == (place not in front)
+
+
+def test_predicted_memory_stands_beside_measured_and_either_may_be_missing(two, tmp_path):
+    run = copy(two[0], tmp_path / "planned")
+    step = {"predicted_gib": 1.5, "measured_gib": 1.25, "components_gib": {"overhead": 1.0, "weights": 0.5}}
+    load = {"predicted_gib": 0.25, "components_gib": {"weights": 0.25}}
+    measured = {"step": {"peak_host_memory_gib": 1.25}, "save": {"peak_host_memory_gib": 1.0}}
+    change(run / "result.json", memory={"host": {"step": step, "load": load}}, memory_by_phase=measured)
+    rows = memory.predicted_and_measured([read_run(run, "planned")])
+    assert [(row["phase"], row["predicted"], row["measured"]) for row in rows] == [
+        ("load", 0.25, None),
+        ("step", 1.5, 1.25),
+        ("save", None, 1.0),
+    ]
+    assert list(rows[1]["components"]) == ["weights", "overhead"]
+    text = Elements(page_of(tmp_path, run).read_text(encoding="utf-8")).prose()
+    assert "host step 1.5 1.25 +20.0%" in text
+    assert "host save not recorded 1" in text
+
+
+def test_what_a_resume_took_back_is_not_among_the_readings(two, tmp_path):
+    run = copy(two[0], tmp_path / "resumed")
+    for path in run.glob("events.*"):
+        path.unlink()
+    writer = EventFileWriter(str(run))
+    for step, gib in ((1, 1.0), (2, 2.0), (3, 3.0)):
+        point = Summary(value=[Summary.Value(tag="system/rank1/process_memory_gib", simple_value=gib)])
+        writer.add_event(Event(step=step, summary=point))
+    writer.add_event(Event(step=3, session_log=SessionLog(status=SessionLog.START)))
+    writer.close()
+    path = next(run.glob("events.*"))
+    path.write_bytes(path.read_bytes() + b"\0\0\0")  # killed while it wrote
+    read = read_run(run, "resumed")
+    readings = system_readings(read)
+    assert readings == {("process_memory_gib", 1): {1: 1.0, 2: 2.0}}
+    drawn = next(chart for chart in charts([read], [readings]) if chart["key"] == "process_memory_gib")
+    assert [(curve["run"], curve["rank"], curve["values"]) for curve in drawn["curves"]] == [(0, 1, [1.0, 2.0])]
+
+
+@pytest.fixture
+def comparison(two, tmp_path) -> Path:
+    """The record of a comparison of two cells, of which one ran out of memory."""
+    folder = tmp_path / "stages"
+    (folder / "cells").mkdir(parents=True)
+    copy(two[0], folder / "cells" / "z0-1")
+    numbers = {"tokens_per_second": 100.0, "median_step_seconds": 0.5, "peak_host_memory_gib": 2.0}
+    done = {
+        "round": 1,
+        "status": "complete",
+        "reason": "",
+        "folder": "cells/z0-1",
+        "step_seconds": [0.5, 0.6],
+        **numbers,
+    }
+    died = {"round": 1, "status": "out of memory", "reason": "killed by the kernel", "folder": "../../etc", "steps": 0}
+    cells = [
+        {
+            "name": "z0",
+            "settings": {"launch": "z0"},
+            "runs": [done],
+            "median": numbers,
+            "spread": {"tokens_per_second": 0.02},
+        },
+        {"name": "z3", "settings": {"launch": "z3"}, "runs": [died], "median": {}, "spread": {}},
+    ]
+    record = {"schema": 1, "task": "math", "created": "2026", "command": "accel-sft compare math", "varied": ["launch"]}
+    record |= {"environment": {}, "cells": cells, "findings": ["z0 is the fastest that fits."]}
+    (folder / "comparison.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_a_comparison_shows_findings_cells_and_the_curves_of_its_runs(comparison, tmp_path):
+    elements = Elements(page_of(tmp_path, comparison).read_text(encoding="utf-8"))
+    text, data = elements.prose(), elements.data()
+    assert "z0 is the fastest that fits." in text
+    assert "z0 complete 1 100 (2.0%) 0.5 – 2" in text
+    assert "z3, round 1 : out of memory: killed by the kernel; its folder is not there" in text
+    points = next(chart["rows"] for chart in data["charts"] if chart["title"] == "Host memory against speed")
+    assert [(point["name"], point["gib"], point["front"]) for point in points] == [("z0", 2.0, True)]
+    assert [run["name"] for run in data["runs"]] == ["z0, round 1", "z3, round 1"]
+    assert [each["name"] for each in data["series"]] == ["z0", "z3"]
+
+
+def test_what_is_no_list_in_a_damaged_comparison_is_left_out(comparison):
+    record = json.loads((comparison / "comparison.json").read_text())
+    record["cells"][0]["runs"][0] |= {"step_seconds": 3, "folder": "cells/\0"}
+    record["cells"][1]["runs"] = 3
+    (comparison / "comparison.json").write_text(json.dumps({**record, "varied": 3, "findings": 3}))
+    found = read_comparison(comparison, "stages")
+    assert (found.varied, found.findings) == ([], [])
+    assert [(len(cell.step_seconds), cell.rounds) for cell in found.cells[:2]] == [(0, 1), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("record", "line"), [('{"schema": 2, "cells": []}', "its schema is 2"), ("[]", "not the record")]
+)
+def test_another_form_of_comparison_is_refused(comparison, record, line):
+    (comparison / "comparison.json").write_text(record)
+    with pytest.raises(UserError, match=line):
+        read_comparison(comparison, "stages")
+
+
+def test_runs_that_are_called_alike_keep_their_paths():
+    assert list(named(["a/x", "b/x", "c/y", "c/y"])) == ["a/x", "b/x", "y"]
+
+
+def test_the_files_of_vega_are_those_that_their_list_says():
+    listed = re.findall(
+        r"\| (\S+\.js) \| \S+@\S+ \| ([0-9a-f]{64}) \|", (VEGA / "README.md").read_text(encoding="utf-8")
+    )
+    assert dict(listed) == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in VEGA.glob("*.js")}
+    for name, _ in listed:
+        assert not re.search(r"</script|<!--", (VEGA / name).read_text(encoding="utf-8"), re.I)
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """`opened(page, ...)`: the page in Chromium, once every chart is drawn."""
+    pages = []
+
+    def open_page(file: Path, **options) -> chromium.Page:
+        pages.append(chromium.Page(tmp_path / f"profile-{len(pages)}", file, **options))
+        pages[-1].wait("document.documentElement?.dataset.drawn")
+        return pages[-1]
+
+    yield open_page
+    for page in pages:
+        page.close()
+
+
+COUNT = "document.querySelector('#count').textContent"
+ROWS = "[...document.querySelectorAll('#answer-table tbody tr')]"
+
+
+@needs_chromium
+def test_answers_are_filtered_and_rows_reached_by_keyboard(two, tmp_path, opened):
+    run = copy(two[0], tmp_path / "answers")
+    for step, right in ((0, {1, 2}), (6, {2, 3, 4})):
+        path = run / "samples" / f"step-{step:06d}.jsonl"
+        rows = [
+            {
+                "index": i,
+                "prompt": f"question {i}",
+                "expected": f"answer {i}",
+                "generated": f"answer {i}" if i in right else f"nothing {step if i < 9 else ''}",
+                "scores": {"accuracy": float(i in right)},
+            }
+            for i in range(1, 11)
+        ]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = opened(page_of(tmp_path, run))
+    assert page.run(COUNT) == "10 of 10 examples. 2 became right, 1 became wrong."
+    counts = {"changed": 7, "better": 2, "worse": 1, "right": 3, "wrong": 7, "all": 10}
+    for which, count in counts.items():
+        page.choose("#which", which)
+        assert page.run(f"{ROWS}.length") == count, which
+    page.choose("#which", "better")
+    assert page.run(f"{ROWS}.map(row => row.cells[0].textContent)") == ["question 3", "question 4"]
+    assert page.run(f"{ROWS}[0].cells[4].textContent") == "▲ became right"
+    assert page.run(f"{ROWS}[0].cells[2].textContent") == "nothing 0✗ wrong"
+    page.choose("#which", "all")
+    page.run("document.querySelector('#search').focus()")
+    page.type("QUESTION 1")
+    assert page.run(f"{ROWS}.map(row => row.cells[0].textContent)") == ["question 1", "question 10"]
+    page.press("Tab", 9)
+    assert page.run("document.activeElement.getAttribute('aria-label')") == "Table of answers"
+    page.press("Tab", 9)
+    page.press("ArrowDown", 40)
+    assert page.run(f"{ROWS}.indexOf(document.activeElement)") == 1
+    assert page.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    page.choose("#left", "")
+    assert page.run(f"{ROWS}[0].cells[2].textContent") == ""
+    assert page.complaints() == [(tmp_path / "page.html").as_uri()]
+
+
+@needs_chromium
+def test_charts_follow_the_list_of_runs_the_range_and_a_drag(two, tmp_path, opened):
+    page = opened(page_of(tmp_path, *two))
+    lines = "document.querySelectorAll('#main-0 .mark-line path').length"
+    ticks = "[...document.querySelector('#main-0 .role-axis-label').querySelectorAll('text')].map(e => e.textContent)"
+    assert page.run(lines) == 2
+    titles = "[...document.querySelectorAll('svg .role-axis-title text')].map(e => e.textContent)"
+    assert not [title for title in page.run(titles) if title.endswith("…")]  # none is cut
+    page.click("#legend input")
+    page.wait(f"{lines} === 1")
+    page.click("#all")
+    page.wait(f"{lines} === 2")
+    box = page.run(
+        "(r => [r.x, r.y, r.width, r.height])(document.querySelector('#main-0 svg').getBoundingClientRect())"
+    )
+    middle = box[1] + box[3] / 2
+    page.mouse("mouseMoved", box[0] + box[2] * 0.4, middle)
+    page.wait("document.querySelector('#vg-tooltip-element.visible')")
+    assert "nats per supervised token" in page.run("document.querySelector('#vg-tooltip-element').textContent")
+    page.mouse("mousePressed", box[0] + box[2] * 0.45, middle)
+    for share in (0.5, 0.6, 0.75):
+        page.mouse("mouseMoved", box[0] + box[2] * share, middle)
+    page.mouse("mouseReleased", box[0] + box[2] * 0.75, middle)
+    page.wait("document.querySelector('#low').value")
+    low, high = (int(page.run(f"document.querySelector('#{end}').value")) for end in ("low", "high"))
+    assert 2 <= low < high <= 5
+    page.wait(f"Math.min(...{ticks}) === {low} && Math.max(...{ticks}) === {high}")
+    page.click("#whole")
+    page.wait(f"Math.min(...{ticks}) === 1 && Math.max(...{ticks}) === 6")
+    page.choose("#axis", "minutes")
+    page.wait("document.querySelector('#main-0').textContent.includes('training time (minutes)')")
+    assert page.complaints() == [(tmp_path / "page.html").as_uri()]
+
+
+@needs_chromium
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (360, "light")])
+def test_nothing_in_a_hostile_run_acts_and_the_page_fits(hostile, comparison, tmp_path, opened, width, scheme):
+    page = opened(page_of(tmp_path, hostile, comparison), width=width, scheme=scheme)
+    page.run("document.querySelectorAll('details').forEach(each => each.open = true)")
+    page.wait("[...document.querySelectorAll('.chart')].every(each => each.querySelector('svg'))")
+    assert page.run("document.querySelectorAll('img, .broken').length") == 0
+    assert page.run("window.hurt") is None
+    assert page.run("document.documentElement.scrollWidth") == width
+    paper = page.run("getComputedStyle(document.body).backgroundColor")
+    assert paper == ("rgb(20, 23, 26)" if scheme == "dark" else "rgb(255, 255, 255)")
+    page.emulate(media="print", scheme=scheme)
+    assert page.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    axis = "getComputedStyle(document.querySelector('.chart .role-axis-label text')).fill"
+    assert page.run(axis) == "rgb(0, 0, 0)"
+    assert page.complaints() == [(tmp_path / "page.html").as_uri()]

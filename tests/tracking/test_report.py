@@ -1,0 +1,283 @@
+"""A report shows base beside tuned and lists the answers; no markup in an answer takes effect."""
+
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+from report_card import AFTER, BEFORE, RESULT, card
+from rich.cells import cell_len
+from rich.console import Console
+
+from accel_sft import UserError
+from accel_sft.io.files import write_atomically, write_json_lines
+from accel_sft.io.run_dir import RunDir
+from accel_sft.launch.recordable import command_line, masked_words, recordable
+from accel_sft.tracking.run_report import comparison_rows, energy_text, print_report, render_report, write_report
+
+
+def sample(index, generated, **scores):
+    return {"index": index, "prompt": f"{index}=", "expected": "1 + 2", "generated": generated, "scores": scores}
+
+
+def test_the_report_of_an_evaluation_names_its_own_files_and_no_training():
+    page = render_report({"status": "complete", "task": "math", "after": AFTER}, [], [sample(0, "t0")])
+    assert "## Answers (1 of 1, all in `samples-tuned.jsonl`)" in page
+    assert "## Training" not in page
+
+
+def test_the_result_is_json_whatever_the_numbers(tmp_path):
+    path = RunDir(tmp_path).write_result(
+        {"status": "finished", "before": {"eval_loss": math.nan}, "list": [math.inf, 1.5]}
+    )
+    assert "NaN" not in path.read_text()
+    assert json.loads(path.read_text()) == {"status": "finished", "before": {"eval_loss": None}, "list": [None, 1.5]}
+
+
+@pytest.mark.parametrize("text", ["a\u2028b", "a\u2029b", "a\x85b", "a\x0c\x1e\r\nb", ""])
+def test_answers_are_read_as_they_were_written(tmp_path, text):
+    run_dir, rows = RunDir(tmp_path), [sample(0, text), sample(1, "2 + 3")]
+    run_dir.samples.mkdir()
+    write_json_lines(run_dir.answers(4), rows)
+    assert run_dir.read_samples(4) == rows
+    assert run_dir.read_samples(8) == []
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\n", b"[" * 100_000])
+def test_answers_that_were_damaged_are_told_in_a_line(tmp_path, content):
+    run_dir = RunDir(tmp_path)
+    run_dir.samples.mkdir()
+    run_dir.answers(4).write_bytes(content)
+    with pytest.raises(UserError, match=r"step-000004.jsonl: cannot be read .*; take it away, and go on with --resume"):
+        run_dir.read_samples(4)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "result.json"
+    write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "new \ud800")
+    assert path.read_text() == "old"
+
+
+def test_metrics_come_first_then_loss_then_costs():
+    assert comparison_rows(BEFORE, AFTER) == [
+        ("accuracy", "0", "1", "+1"),
+        ("validation loss", "4.5", "0.01", "-4.49"),
+        ("time for all answers (s)", "19.7", "29.55", ""),  # of a moment of the process, not of a model
+        ("generated tokens/s", "20.3", "12.1", ""),
+    ]
+
+
+def test_a_run_s_report_tells_how_it_was_launched_and_what_is_not_at_its_default(tmp_path):
+    launch = {"yaml_path": "a/z2.yaml", "backend": "deepspeed", "zero_stage": 2, "processes": 2, "machines": 1}
+    config = {"seed": 42, "adapter": "lora", "thinking": "off"}
+    record = {"task": "math", "config": config, "task_options": {"max_number": 300, "train_file": None}}
+    record |= {"launch": {**launch, "precision": "bf16", "device": "cpu"}, "data": {"train examples": 1200}}
+    RunDir(tmp_path).record.write_text(json.dumps(record))
+    page = write_report(RunDir(tmp_path), RESULT, [], []).read_text()
+    assert "| launch | z2.yaml, deepspeed stage 2, 2 process(es) on 1 machine(s), cpu, bf16 |" in page
+    assert "| data | 1,200 train examples |" in page
+    assert "| --adapter | lora |\n| --max-number | 300 |" in page.replace("| --thinking | off |\n", "")
+    assert "--seed" not in page
+    assert "--train-file" not in page
+
+
+def test_what_one_side_lacks_is_an_empty_cell():
+    rows = comparison_rows(
+        {"generate_seconds": 0.0, "note": "text"}, {"accuracy": 0.5, "generate_seconds": 2.0, "loss": None}
+    )
+    assert rows == [("accuracy", "", "0.5", ""), ("time for all answers (s)", "0", "2", "")]
+
+
+def test_the_page_tells_training_comparison_memory_and_answers(tmp_path):
+    before = [sample(index, "?", accuracy=0.0) for index in range(30)]
+    after = [sample(index, "1 + 2", accuracy=1.0) for index in range(30)]
+    page = write_report(RunDir(tmp_path), RESULT, before, after).read_text()
+    assert page == render_report(RESULT, before, after)
+    assert page.startswith("# math tiny\n")
+    assert "| training time &#40;s&#41; | 61.5 |" in page or "| training time (s) | 61.5 |" in page
+    assert "peak device memory" not in page  # there was no device
+    assert "| accuracy | 0 | 1 | +1 |" in page
+    assert "| ready | 0 | 3.5 | 0.5 |" in page
+    assert "## Answers (20 of 30, all in `samples/`)" in page
+    assert "| 19 | 19= | 1 + 2 | ? | 1 + 2 | accuracy 0 | accuracy 1 |" in page
+
+
+def test_answers_are_joined_by_index_not_by_place():
+    page = render_report({}, [sample(1, "b1"), sample(0, "b0")], [sample(2, "t2"), sample(0, "t0")])
+    assert "| 0 | 0&#61; |" in page or "| 0 | 0= | 1 + 2 | b0 | t0 |" in page
+    assert "| 1 | 1= | 1 + 2 | b1 |  |" in page
+    assert "| 2 | 2= | 1 + 2 |  | t2 |" in page
+
+
+def test_nothing_in_an_answer_takes_effect_in_the_page():
+    page = render_report({}, [], [sample(0, "<script>|**b**\n`c`\x1b[2J" + "x" * 400)])
+    row = page.splitlines()[-1]
+    assert "<script>" not in row
+    assert row.count("|") == 8
+    assert "&#96;c&#96;&#92;x1b" in row
+    assert "more characters)" in row
+    assert "\x1b" not in row
+
+
+def test_the_terminal_report_fits_eighty_columns():
+    before = [sample(index, "王大丫丫的回答是--->" * 20, accuracy=0.0) for index in range(30)]
+    after = [sample(index, "a" * 500 + "\x1b[2J\nb", accuracy=1.0) for index in range(30)]
+    shown = io.StringIO()
+    many = {"surface_micro_f1_on_entities_never_seen_in_training_at_all_of_any_type": 0.123456}
+    result = {"before": {**BEFORE, **many}, "after": {**AFTER, **many}}
+    print_report(result, before, after, console=Console(file=shown, width=80, force_terminal=False))
+    lines = shown.getvalue().splitlines()
+    assert max(map(cell_len, lines)) <= 80
+    assert not re.search(r"\x1b|x1b", shown.getvalue())  # a control character has one cell
+    assert "answers (20 of 30)" in shown.getvalue()
+    accuracy = next(line for line in lines if line.strip().startswith("accuracy"))
+    assert accuracy.split() == ["accuracy", "0", "1", "+1"]
+
+
+def test_long_prompts_stand_above_their_answers_where_columns_would_be_narrow():
+    shown = io.StringIO()
+    prompt, answer = "Which of the following entities are named in this sentence", "none of those that were asked for"
+    after = [{**sample(0, answer, accuracy=1.0), "prompt": prompt}]
+    result = {"before": BEFORE, "after": AFTER, "main_metric": "accuracy"}
+    print_report(result, after, after, console=Console(file=shown, width=80))
+    told = shown.getvalue().split("answers (1 of 1)")[1]
+    assert max(map(cell_len, told.splitlines())) <= 80
+    for name, text in (("prompt", prompt), ("base", answer), ("tuned", answer), ("right", "yes")):
+        assert re.search(rf"^{name} +{text} *$", told, re.M)
+
+
+def test_an_evaluation_without_a_base_has_one_side():
+    shown = io.StringIO()
+    after = [sample(0, "1 + 4", accuracy=1.0)]
+    print_report({"after": AFTER}, [], after, console=Console(file=shown, width=80, force_terminal=False))
+    assert "base" not in shown.getvalue()
+    assert "change" not in shown.getvalue()
+    accuracy = next(line for line in shown.getvalue().splitlines() if line.strip().startswith("accuracy"))
+    assert accuracy.split() == ["accuracy", "1"]
+
+
+def test_equal_answers_are_broken_alike():
+    answer = "王大丫丫的回答是--->1234 + 5678 and so on and so on"
+    for width in range(60, 140, 7):
+        shown = io.StringIO()
+        rows = [{**sample(0, answer, accuracy=1.0), "expected": answer}]
+        print_report({"before": BEFORE, "after": AFTER}, rows, rows, console=Console(file=shown, width=width))
+        lines = shown.getvalue().split("answers (1 of 1)")[1].splitlines()[3:]
+        for line in (line for line in lines if line.strip(" ─")):
+            parts = line.replace("0=", "", 1).split()
+            assert parts == parts[: len(parts) // 3] * 3, line
+
+
+def test_each_answer_is_marked_by_its_own_main_metric():
+    def told(**scores):
+        shown, after = io.StringIO(), [sample(index, "1", **scores) for index in (0, 1)]
+        after[1]["scores"] = dict.fromkeys(scores, 0.0)
+        result = {"before": BEFORE, "after": AFTER, "main_metric": "accuracy"}
+        print_report(result, after, after, console=Console(file=shown, width=80))
+        table = shown.getvalue().split("answers (2 of 2)")[1]
+        assert max(map(cell_len, table.splitlines())) <= 80
+        return [line.split()[-1] for line in table.splitlines() if "=" in line]
+
+    assert told(accuracy=1.0) == ["yes", "no"]
+    assert told(accuracy=0.25) == ["0.25", "no"]
+    assert told(true_positives=3) == ["1", "1"]  # no example has the metric alone
+
+
+def test_base_and_tuned_say_which_weights_they_are():
+    named = {**RESULT, "weights": {"base": "tiny before the first step", "tuned": "final/, of step 100"}}
+    said = "base: tiny before the first step; tuned: final/, of step 100"
+    shown = io.StringIO()
+    print_report(named, [], [], console=Console(file=shown, width=80))
+    assert said in shown.getvalue()
+    assert said in render_report(named, [], [])
+    assert said in card(result=named)
+
+
+def test_markup_in_an_answer_is_shown_and_not_obeyed():
+    shown = io.StringIO()
+    print_report({}, [], [sample(0, "[/red] [bold]x[/bold]")], console=Console(file=shown, width=120))
+    assert "[/red] [bold]x[/bold]" in shown.getvalue()
+
+
+def test_the_card_names_the_base_the_task_the_scores_and_the_data():
+    energy = energy_text({"joules": 1.512e6, "gpus": 2})
+    assert "## Energy\n\n0.42 kWh on 2 GPUs, by NVML" in card(energy=energy)
+    assert "Energy" not in card()
+    text = card()
+    meta = yaml.safe_load(text.split("---\n")[1])
+    assert meta["base_model"] == "org/model-0.5B"
+    assert meta["library_name"] == "transformers"
+    for part in ("| accuracy | 0 | 1 | +1 |", "| training examples | 1798 |", "| torch | 2.13 |", "0.0001"):
+        assert part in text
+    assert "| train-file | rows.json |" in text
+    assert "\n## Command\n\n```bash\naccelerate launch -m accel_sft math --seed 7\n```\n" in text
+    assert "/somewhere" not in text
+    assert "max_steps" not in text
+    assert text.count("````") == 2  # a fence that the prompt's own does not close
+    assert '"role": "system"' in text
+    assert "`model-0.5B`, fine-tuned for the task `math` with accel_sft." in text
+    assert "max_new_tokens=17," in text
+
+
+def test_the_card_asks_with_the_templates_switches_and_ends_the_prompt_as_training_did():
+    assert 'return_tensors="pt"\n' in card()
+    assert 'return_tensors="pt", enable_thinking=False\n' in card(template_arguments={"enable_thinking": False})
+    closed = card(template_arguments={"thinking": False}, prompt_end="\n</think>\n\n")
+    assert "tokenize=False, thinking=False)" in closed
+    assert r"tokenizer(prompt + '\n</think>\n\n', add_special_tokens=False" in closed
+    assert closed.count("print(answer)\n") == 1
+    assert r"print(answer.removesuffix('<|im_end|>\n'))" in card(answer_end="<|im_end|>\n")
+
+
+def test_a_command_line_is_shown_without_secrets_and_without_the_programs_folder():
+    words = ["/opt/env/bin/python", "-m", "accel_sft", "t", "--api-key", "a b", "--max-new-tokens", "7", "--hf-token=x"]
+    assert command_line(words) == "python -m accel_sft t --api-key '***' --max-new-tokens 7 '--hf-token=***'"
+
+
+TOKEN = "_".join(("hf", "AbCdEfGhIjKlMnOpQrStUvWx"))
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("--hub-tokens a --max-new-tokens 5", "--hub-tokens *** --max-new-tokens 5"),
+        ("--hf-token --odd --seed 1", "--hf-token *** --seed 1"),
+        ("HF_TOKEN=a wandb_api_key=b OMP_NUM_THREADS=1", "HF_TOKEN=*** wandb_api_key=*** OMP_NUM_THREADS=1"),
+        ("-i https://u:p@host:8/simple mine@git+https://t@host/x", "-i https://***@host:8/simple mine@git+https://***@host/x"),
+        ("https://host/rows?access_token=a&part=2", "https://host/rows?access_token=***&part=2"),
+        (f"--system-prompt {TOKEN}", "--system-prompt ***"),
+        ("--columns prompt=key,completion=token", None),
+        ("--control-tokens tokens --control_tokens=text", None),
+        ("--train-file /data/hf_questions_and_answers_2024/rows.jsonl --model sk-embeddings-for-finance-v2", None),
+        (f"hf_{'aB' * 17} sk-{'0a' * 16} glpat-aB_cD-eF_gH-iJ_kL0", "*** *** ***"),
+    ],
+)  # fmt: skip
+def test_one_mask_hides_secrets_of_every_form_in_commands_and_records(words, shown):
+    assert masked_words(words.split()) == (shown or words).split()
+
+
+def test_a_secret_within_a_recorded_value_is_hidden():
+    assert recordable({"train_file": f"https://me:{TOKEN}@host/rows.jsonl", "x": ["A_KEY=b", 5]}) == {
+        "train_file": "https://***@host/rows.jsonl", "x": ["A_KEY=***", 5]
+    }  # fmt: skip
+
+
+def test_an_adapters_card_names_peft_and_a_folder_is_no_hub_id(tmp_path):
+    text = card(adapter="lora", base_model=str(tmp_path / "base"))
+    meta = yaml.safe_load(text.split("---\n")[1])
+    assert meta["library_name"] == "peft"
+    assert "base_model" not in meta
+    assert str(tmp_path) not in text
+    assert "A lora adapter of `base`, trained for the task `math` with accel_sft." in text
+    assert "AutoPeftModelForCausalLM.from_pretrained" in text
+
+
+def test_reports_are_written_without_torch():
+    check = "import accel_sft.tracking.run_report, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0

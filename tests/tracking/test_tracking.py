@@ -1,0 +1,662 @@
+"""A run can be watched while it lasts, and what it recorded survives its death and its resume."""
+
+import html
+import io
+import json
+import math
+import os
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from rich.cells import cell_len
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.errors import UserError
+from accel_sft.io.run_dir import RunDir
+from accel_sft.tracking.metrics_file import MetricsFile
+from accel_sft.tracking.progress_bar import ProgressBar
+from accel_sft.tracking.services import Trackers
+from accel_sft.tracking.spans import span
+from accel_sft.tracking.system import SYSTEM_FIELDS, SystemSampler, Usage, host_memory_gib
+from accel_sft.tracking.trace import BATCHES, FORWARD
+from accel_sft.tracking.tracker import Tracker
+
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
+SAMPLES = [
+    {
+        "index": index,
+        "prompt": f"{index}=",
+        "expected": "1 + 2",
+        "generated": "<|im_start|>a|b\n**王大**",
+        "scores": {"accuracy": 1.0},
+    }
+    for index in range(30)
+]
+
+
+@pytest.fixture
+def accelerator():
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def tracked(accelerator, tmp_path):
+    """Build a Tracker in `runs/one`; all are closed at the end."""
+    opened = []
+
+    def build(total_steps=10, **settings):
+        if opened:
+            time.sleep(1.1)  # TensorBoard orders a folder's files by the second of their names
+        opened.append(
+            Tracker(
+                accelerator,
+                RunDir(tmp_path / "runs" / "one"),
+                TrainConfig(**settings),
+                total_steps=total_steps,
+                main_metric="accuracy",
+            )
+        )
+        return opened[-1]
+
+    yield build
+    for tracker in opened:
+        tracker.close()
+
+
+def record(step, **more):
+    usual = {"epoch": step / 10, "loss": 1 / 3 + step, "grad_norm": 0.5, "learning_rate": 1e-3}
+    return {"step": step, **usual, "supervised_tokens": 50, "tokens": 200, "seconds": 0.1, **more}
+
+
+def lines(tracker):
+    return [json.loads(line) for line in (tracker.run_dir.path / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(tracker):
+    return EventAccumulator(str(tracker.run_dir.path), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+
+
+def points(tracker, tag):
+    return [(event.step, round(event.value, 4)) for event in events(tracker).Scalars(tag)]  # they are float32
+
+
+def text(tracker, tag):
+    return events(tracker).Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0].decode()
+
+
+def test_every_step_is_one_unrounded_line(tracked):
+    tracker = tracked()
+    for step in (1, 2, 3):
+        tracker.step(record(step))
+    assert [line["loss"] for line in lines(tracker)] == [1 / 3 + 1, 1 / 3 + 2, 1 / 3 + 3]
+    assert lines(tracker)[0]["tokens_per_second"] == 200 / 0.1
+
+
+def test_a_loss_that_is_not_a_number_leaves_valid_json(tracked):
+    tracker = tracked()
+    tracker.step(record(1, loss=math.nan, grad_norm=math.inf))
+    tracker.step(record(2, grad_norm=None))
+    assert "NaN" not in (tracker.run_dir.path / "metrics.jsonl").read_text()
+    assert [(line["loss"], line["grad_norm"]) for line in lines(tracker)] == [(None, None), (1 / 3 + 2, None)]
+
+
+def test_a_killed_run_leaves_only_whole_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    child = os.fork()
+    if child == 0:
+        metrics = MetricsFile(path)
+        for step in range(10**9):
+            metrics.append(record(step))
+    time.sleep(0.2)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    written = path.read_bytes()
+    assert written.endswith(b"\n")
+    assert [json.loads(line)["step"] for line in written.splitlines()] == list(range(written.count(b"\n")))
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+from accel_sft.tracking.metrics_file import MetricsFile
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (110, 110))
+metrics = MetricsFile(Path(sys.argv[1]))
+for step in range(1, 100):
+    metrics.append({"step": step, "loss": 0.5})
+"""
+
+
+def test_a_disk_that_takes_a_part_of_a_line_only_is_an_error_and_the_part_is_cut_off_later(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    done = subprocess.run([sys.executable, "-c", FULL, str(path)], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].startswith("OSError: ")
+    assert path.stat().st_size == 110  # the system took what it could of the last line
+    assert not path.read_bytes().endswith(b"\n")
+    assert MetricsFile(path).rewind(99)[0] == 1
+    kept = path.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in kept] == list(range(1, len(kept) + 1))
+
+
+def test_curves_are_read_back_from_the_run_folder_itself(tracked):
+    tracker = tracked()
+    for step in (1, 2, 3):
+        tracker.step(record(step))
+    tracker.close()
+    assert [path.name[:6] for path in tracker.run_dir.path.glob("**/events*")] == ["events"]
+    assert next(tracker.run_dir.path.glob("**/events*")).parent == tracker.run_dir.path
+    assert points(tracker, "train/loss") == [(1, 1.3333), (2, 2.3333), (3, 3.3333)]
+    drawn = set(events(tracker).Tags()["scalars"])
+    assert {"train/grad_norm", "train/learning_rate", "throughput/tokens_per_second"} < drawn
+    assert {"throughput/step_seconds", "train/epoch"} < drawn
+    assert "| learning_rate |" in text(tracker, "settings")
+
+
+def test_system_curves_of_each_rank_have_only_new_samples(tracked):
+    tracker = tracked()
+    first, second = [1.0, 50.0, 0.5, 4.0, *[math.nan] * 3], [2.0, 60.0, 0.5, 4.0, *[math.nan] * 3]
+    tracker.step(record(1), [first, first])
+    tracker.step(record(2), [first, second])
+    tracker.close()
+    assert points(tracker, "system/rank0/cpu_percent") == [(1, 50)]
+    assert points(tracker, "system/rank1/cpu_percent") == [(1, 50), (2, 60)]
+    assert "system/rank0/gpu_percent" not in events(tracker).Tags()["scalars"]
+
+
+def reading(number, joules, percent=90.0):
+    return [float(number), 50.0, 0.5, 4.0, percent, 1.0, joules]
+
+
+def test_the_runs_energy_stands_in_each_line_and_goes_on_from_there_after_a_resume(tracked):
+    tracker = tracked()
+    for step, (first, second) in enumerate([(100.0, 200.0), (150.0, math.nan), (900.0, 999.0)], start=1):
+        tracker.step(record(step), [reading(step, first), reading(step, second)])
+    tracker.close()
+    assert [line["energy_joules"] for line in lines(tracker)] == [300.0, 350.0, 1899.0]
+    resumed = tracked()
+    resumed.rewind(2)
+    resumed.step(record(3), [reading(1, 10.0), reading(1, 20.0)])
+    assert resumed.watched()["energy"] == {"joules": 380.0, "gpus": 2}
+    resumed.close()
+    assert points(resumed, "throughput/energy_joules") == [(1, 300.0), (2, 350.0), (3, 380.0)]
+
+
+def test_a_gpu_that_idles_is_told_above_the_bar_by_what_the_process_did(tracked, capsys):
+    tracker = tracked(total_steps=60)
+    for step in range(1, 61):
+        with span(BATCHES):
+            time.sleep(0.002)
+        tracker.step(record(step, seconds=0.004), [reading(step, 1.0, percent=9.0)])
+    told = capsys.readouterr().out
+    assert told.count("the GPU idles: a kernel ran in 9% of the time of steps 11 to 30. Likely cause: reading") == 1
+
+
+def test_an_evaluation_is_recorded_with_every_answer(tracked, capsys):
+    tracker = tracked()
+    tracker.evaluation(7, {"eval_loss": 0.25, "accuracy": 0.5, "generate_seconds": 3.0}, SAMPLES)
+    tracker.close()
+    assert lines(tracker) == [{"step": 7, "eval_loss": 0.25, "accuracy": 0.5, "generate_seconds": 3.0}]
+    assert points(tracker, "eval/accuracy") == [(7, 0.5)]
+    assert points(tracker, "eval/loss") == [(7, 0.25)]
+    written = (tracker.run_dir.path / "samples" / "step-000007.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in written] == SAMPLES
+    assert capsys.readouterr().out == "step 7:  accuracy 0.5  eval_loss 0.25\n"
+
+
+def test_answers_stand_in_tensorboard_as_they_are(tracked):
+    tracker = tracked()
+    tracker.evaluation(7, {"eval_loss": 0.25, "accuracy": 0.5}, SAMPLES)
+    tracker.close()
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    page = markdown_to_safe_html(text(tracker, "eval/samples"))
+    assert page.count("<tr>") == 21  # the header and the first twenty
+    assert "<|" not in page
+    assert "<td><|im_start|>a|b<br>**王大**</td>" in html.unescape(page)
+
+
+@pytest.mark.parametrize("clock_set_back_seconds", [0, 3600])
+def test_a_resumed_run_has_no_doubled_points(tracked, capsys, clock_set_back_seconds):
+    tracker = tracked()
+    for step in range(1, 11):
+        tracker.step(record(step))
+        if step % 4 == 0:
+            tracker.evaluation(step, {"eval_loss": 1.0, "accuracy": 0.1}, SAMPLES)
+    tracker.close()
+    (events_file,) = tracker.run_dir.path.glob("events.*")
+    *head, second, rest = events_file.name.split(".", 4)
+    events_file.rename(events_file.with_name(".".join([*head, str(int(second) + clock_set_back_seconds), rest])))
+    with open(tracker.run_dir.path / "metrics.jsonl", "a") as file:
+        file.write("[" * 100_000 + "\n")
+        file.write('{"step": 11, "lo')  # as a machine that lost power leaves it
+    resumed = tracked()
+    resumed.rewind(6)
+    assert "2 unreadable line" in capsys.readouterr().out
+    for step in range(7, 11):
+        resumed.step(record(step, loss=-1.0))
+    resumed.evaluation(8, {"eval_loss": 2.0, "accuracy": 0.9}, SAMPLES)
+    resumed.close()
+    assert [line["step"] for line in lines(resumed) if "loss" in line] == list(range(1, 11))
+    assert [line["accuracy"] for line in lines(resumed) if "accuracy" in line] == [0.1, 0.9]
+    assert [step for step, _ in points(resumed, "train/loss")] == list(range(1, 11))
+    assert [value for step, value in points(resumed, "train/loss") if step > 6] == [-1.0] * 4
+    assert points(resumed, "eval/accuracy") == [(4, 0.1), (8, 0.9)]
+
+
+def test_an_evaluation_that_no_checkpoint_knows_of_is_made_again_and_stands_once(tracked):
+    tracker = tracked()
+    for step in (1, 2, 3):
+        tracker.step(record(step))
+    tracker.evaluation(3, {"eval_loss": 1.0}, SAMPLES)
+    tracker.close()
+    for evaluated in (False, True):
+        resumed = tracked()
+        resumed.rewind(3, evaluated=evaluated)
+        assert list(resumed.run_dir.path.glob("samples/*")) == (
+            [resumed.run_dir.path / "samples/step-000003.jsonl"] if evaluated else []
+        )
+        if not evaluated:
+            resumed.evaluation(3, {"eval_loss": 2.0}, SAMPLES)
+        resumed.step(record(4))
+        resumed.close()
+        assert [line["eval_loss"] for line in lines(resumed) if "eval_loss" in line] == [2.0]
+        assert points(resumed, "eval/loss") == [(3, 2.0)]
+        assert [step for step, _ in points(resumed, "train/loss")] == [1, 2, 3, 4]
+        assert [line["step"] for line in lines(resumed) if "loss" in line] == [1, 2, 3, 4]
+
+
+def test_rewinding_drops_the_answers_of_steps_undone(tracked):
+    tracker = tracked()
+    for step in (4, 8):
+        tracker.evaluation(step, {"eval_loss": 1.0}, SAMPLES)
+    tracker.rewind(6)
+    assert [path.name for path in tracker.run_dir.path.glob("samples/*")] == ["step-000004.jsonl"]
+
+
+def test_starting_over_forgets_everything(tracked):
+    tracker = tracked()
+    tracker.evaluation(0, {"eval_loss": 1.0}, SAMPLES)
+    tracker.step(record(1))
+    tracker.close()
+    again = tracked()
+    again.rewind(0)
+    again.evaluation(0, {"eval_loss": 2.0}, SAMPLES[:1])
+    again.close()
+    assert lines(again) == [{"step": 0, "eval_loss": 2.0}]
+    assert points(again, "eval/loss") == [(0, 2.0)]
+    assert "train/loss" not in events(again).Tags()["scalars"]
+    assert len(events(again).Tensors("settings/text_summary")) == 1
+
+
+def test_an_unknown_and_a_missing_tracker_are_named_with_the_way_out(tracked):
+    with pytest.raises(UserError, match=r"--tracker tensorbored: unknown; give one or several of .*tensorboard.* none"):
+        tracked(tracker="tensorbored")
+    from accelerate.tracking import get_available_trackers
+
+    missing = sorted(set(LOGGER_TYPE_TO_CLASS) - {str(name) for name in get_available_trackers()})
+    if missing:
+        with pytest.raises(UserError, match=rf"--tracker {missing[0]}: not installed; `pip install"):
+            tracked(tracker=f"tensorboard,{missing[0]}")
+
+
+def test_no_tracker_leaves_metrics_alone(tracked):
+    tracker = tracked(tracker="none")
+    tracker.step(record(1))
+    tracker.evaluation(1, {"eval_loss": 1.0}, SAMPLES)
+    assert sorted(path.name for path in tracker.run_dir.path.iterdir()) == ["metrics.jsonl", "samples"]
+
+
+class Service(GeneralTracker):
+    """A dashboard of someone else's, registered by name as Accelerate allows."""
+
+    name = "service"
+    requires_logging_directory = False
+    starts, seen = True, []
+
+    def __init__(self, run_name):
+        super().__init__()
+
+    @property
+    def tracker(self):
+        return None
+
+    def start(self):
+        if not self.starts:
+            raise ConnectionError("not logged in")
+
+    def log(self, values, step=None, **_):
+        if step == 2:
+            raise ConnectionError("service down")
+        self.seen.append(step)
+
+
+def test_a_service_that_fails_is_named_and_the_run_goes_on(tracked, capsys, monkeypatch):
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "service", Service)
+    monkeypatch.setattr(Service, "seen", [])
+    tracker = tracked(tracker="service,tensorboard")
+    for step in (1, 2, 3):
+        tracker.step(record(step))
+    tracker.close()
+    assert Service.seen == [1]
+    assert capsys.readouterr().out.count("--tracker service: ConnectionError: service down; nothing more is sent") == 1
+    assert len(lines(tracker)) == len(points(tracker, "train/loss")) == 3
+
+
+def test_a_service_that_does_not_start_is_refused(tracked, monkeypatch):
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "service", Service)
+    monkeypatch.setattr(Service, "starts", False)
+    with pytest.raises(UserError, match="--tracker service: does not start: ConnectionError: not logged in"):
+        tracked(tracker="service")
+
+
+def test_a_step_costs_the_loop_less_than_a_millisecond(tracked):
+    tracker = tracked(total_steps=300)
+    costs = []
+    for step in range(1, 301):
+        began = time.perf_counter()
+        tracker.step(record(step), [tracker.system()] * 2)
+        costs.append(time.perf_counter() - began)
+    assert statistics.median(costs) < 1e-3
+
+
+def test_start_up_phases_are_kept_in_order_and_shown(tracked):
+    tracker = tracked()
+    tracker.phase("imports")
+    tracker.phase("model")
+    phases = tracker.phases()
+    assert [(row["phase"], row["rank"]) for row in phases] == [("imports", 0), ("model", 0)]
+    assert 0 < phases[0]["process_memory_gib"] < 100
+    assert 0 < phases[0]["seconds"] <= phases[1]["seconds"]
+    if not torch.cuda.is_available():
+        assert phases[0]["device_peak_gib"] is None
+    json.dumps(phases, allow_nan=False)
+    tracker.close()
+    assert not events(tracker).Tags()["scalars"]  # cards of one point before all curves
+    assert "| imports | 0 |" in text(tracker, "startup")
+
+
+def test_the_profiler_traces_steps_three_to_five(tracked, capsys):
+    tracker = tracked(profile=True)
+    with tracker.profiler() as profiler:
+        for _ in range(6):
+            with span(BATCHES):
+                rows = torch.ones(4)
+            with span(FORWARD):
+                rows @ rows
+            profiler.step()
+    (trace,) = (tracker.run_dir.path / "profile").iterdir()
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"} < names
+    assert "aten::dot" in names
+    printed = capsys.readouterr().out
+    assert str(trace.parent) in printed
+    assert "profile: where the time of 3 traced steps went in the process (" in printed
+    spent = tracker.watched()["time_spent"]
+    assert (spent["steps"], spent["rank"], spent["ranks"]) == (3, 0, 1)
+    assert 0 < spent["process"][BATCHES] < sum(spent["process"].values()) == pytest.approx(spent["seconds"])
+
+
+def test_a_run_too_short_to_profile_says_so(tracked, capsys):
+    tracker = tracked(profile=True)
+    with tracker.profiler() as profiler:
+        profiler.step()
+    assert "nothing was traced" in capsys.readouterr().out
+
+
+def test_without_profile_nothing_is_traced(tracked):
+    tracker = tracked()
+    with tracker.profiler() as profiler:
+        profiler.step()
+    assert not (tracker.run_dir.path / "profile").exists()
+
+
+def test_the_machine_is_sampled_at_most_once_in_an_interval():
+    sampler = SystemSampler(torch.device("cpu"), seconds_between=0.2)
+    first = list(sampler.sample())
+    assert sampler.sample() == pytest.approx(first, nan_ok=True)
+    time.sleep(0.25)
+    second = sampler.sample()
+    assert (first[0], second[0]) == (1, 2)
+    assert len(first) == len(second) == len(SYSTEM_FIELDS)
+    assert all(math.isnan(value) for value in second[4:])
+    assert second[2] == pytest.approx(host_memory_gib()["now"], abs=0.1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine whose GPU cannot be read")
+def test_a_gpu_that_cannot_be_read_costs_only_its_curves():
+    sampler = SystemSampler(torch.device("cuda", 0))
+    assert "no GPU curves" in sampler.problem
+    assert math.isnan(sampler.sample()[4])
+
+
+class Driver:
+    """NVML as of a MIG slice: it knows the memory in use, and neither utilisation nor energy, until it fails."""
+
+    NVMLError = RuntimeError
+    NVML_GPU_UTILIZATION_SAMPLES = 1
+    failed = False
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        if self.failed:
+            raise RuntimeError("Driver/library version mismatch")
+        return types.SimpleNamespace(used=2**30)
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        raise RuntimeError("Not Supported")
+
+    def nvmlDeviceGetSamples(self, handle, kind, since):
+        raise RuntimeError("Not Supported")
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        raise RuntimeError("Not Supported")
+
+
+def test_a_gpu_that_cannot_be_read_any_more_is_told_once(tracked, capsys):
+    tracker, driver = tracked(), Driver()
+    sampler = tracker._system
+    sampler._nvml, sampler._seconds_between = (driver, None), 0.0
+    assert tracker.system()[5] == 1.0
+    assert "no GPU curves" not in capsys.readouterr().out
+    driver.failed = True
+    for _ in range(2):
+        assert math.isnan(tracker.system()[5])
+    told = capsys.readouterr().out
+    assert told.count("no GPU curves from here on: NVML says Driver/library version mismatch") == 1
+
+
+def test_means_and_peaks_of_a_rank_are_those_of_its_samples_after_the_first():
+    usage, nan = Usage(), math.nan
+    assert usage.by_rank() == []
+    assert usage.add(0, [1.0, 900.0, 5.0, 7.0, nan, nan, nan])
+    assert usage.by_rank()[0]["mean"]["cpu_percent"] == 900
+    for sample in ([2.0, 100.0, 1.0, 7.0, nan, nan, nan], [3.0, 200.0, 2.0, 7.0, nan, nan, nan]):
+        assert usage.add(0, sample)
+        assert not usage.add(0, sample)  # read again within a second
+    assert usage.add(1, [1.0, 10.0, 1.0, 7.0, 50.0, 3.0, nan])
+    first, second = usage.by_rank()
+    assert (first["rank"], first["samples"], second["rank"]) == (0, 2, 1)
+    assert first["mean"] == {"cpu_percent": 150.0, "process_memory_gib": 1.5, "host_memory_gib": 7.0}
+    assert first["peak"]["process_memory_gib"] == 2.0
+    assert second["peak"]["gpu_memory_gib"] == 3.0
+
+
+def test_the_peak_is_this_process_own(tracked):
+    peak = tracked().peaks.largest()
+    now = host_memory_gib()["now"]
+    assert now <= peak["peak_host_memory_gib"] + 0.01
+    if not torch.cuda.is_available():
+        assert peak["peak_device_memory_gib"] is None
+
+
+def test_elsewhere_than_on_a_terminal_there_are_plain_lines(tracked, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as CI services set it
+    tracker = tracked(total_steps=25, log_every=10)
+    for step in range(1, 26):
+        tracker.step(record(step))
+    tracker.close()
+    out = capsys.readouterr().out
+    assert [line.split("  ")[0] for line in out.splitlines()] == ["step 10/25", "step 20/25", "step 25/25"]
+    assert "lr 1.00e-03  2,000 tokens/s" in out
+    assert not CONTROL.search(out)
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    return Terminal()
+
+
+def rows(terminal):
+    """Every line ever drawn, without colours and cursor movements; the last is the one that stays."""
+    text = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", terminal.getvalue())
+    return [line.rstrip() for line in re.split(r"[\r\n]", text) if line.strip()]
+
+
+@pytest.mark.parametrize(
+    ("total", "metrics"),
+    [
+        (200, {"accuracy": 0.95}),
+        (1_000_000, {"surface_micro_f1_unseen": 0.123456}),
+        (10**12, {"中文的指标名称" * 5: 1e-9}),
+        (10**40, {"m" * 90: 1.0}),
+    ],
+)
+def test_the_bar_fits_eighty_columns(terminal, total, metrics):
+    line = ProgressBar(total, file=terminal)
+    line.step(record(1, loss=1234.5678, tokens_per_second=123456.7))
+    line.evaluated(metrics)
+    line.step(record(total // 2, tokens_per_second=123456.7))
+    line.close()
+    drawn = rows(terminal)
+    assert max(map(cell_len, drawn)) <= 80
+    assert drawn[-1].startswith(f"{total // 2}/{total}"[:79])
+    assert ("ETA" in drawn[-1]) == (total < 10**40)  # the last detail to go
+
+
+def test_the_bar_shows_loss_metric_and_time_to_go(terminal):
+    line = ProgressBar(200, file=terminal)
+    line.step(record(1, tokens_per_second=2000.0))
+    line.evaluated({"accuracy": 0.95})
+    assert re.match(r"1/200 ━+ loss 1\.333  eval accuracy 0\.950  now 2,000 tok/s  ETA -:--:--", rows(terminal)[-1])
+    line.log("a line above")
+    line.step(record(200, tokens_per_second=2000.0))
+    line.close()
+    drawn = rows(terminal)
+    assert re.match(r"200/200 ━+ loss 200\.333  eval accuracy 0\.950  now 2,000 tok/s$", drawn[-1])
+    assert "a line above" in drawn
+
+
+def test_what_others_print_stays_out_of_a_terminal_of_its_own(terminal, capsys):
+    line = ProgressBar(200, file=terminal)
+    line.step(record(1))
+    print("chatter")
+    line.close()
+    assert "chatter" in capsys.readouterr().out
+    assert "chatter" not in terminal.getvalue()
+
+
+def test_the_cursor_is_never_left_hidden(terminal):
+    line = ProgressBar(200, file=terminal)
+    line.step(record(1))
+    shown = terminal.getvalue().rfind("\x1b[?25h")
+    assert shown > terminal.getvalue().rfind("\x1b[?25l")
+
+
+def test_two_ranks_share_one_record(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = """
+import os, sys, time, torch
+from pathlib import Path
+from accelerate import Accelerator
+from accel_sft.api.config import TrainConfig
+from accel_sft.io.run_dir import RunDir
+from accel_sft.tracking.spans import span
+from accel_sft.tracking.trace import BATCHES, COMMUNICATION, FORWARD
+from accel_sft.tracking.tracker import Tracker
+from accel_sft.tracking.services import Trackers
+torch.set_num_threads(1)
+accelerator = Accelerator(cpu=True)
+with Tracker(accelerator, RunDir(Path(sys.argv[1])), TrainConfig(profile=True), total_steps=1) as tracker:
+    tracker.phase("ready")
+    phases = tracker.phases()
+    assert [row["rank"] for row in phases] == [0, 1], phases
+    system = accelerator.gather(torch.tensor([tracker.system()])).tolist()
+    tracker.step({"step": 1, "loss": 1.0}, system)
+    tracker.evaluation(1, {"eval_loss": 1.0}, [])
+    tracker.rewind(1)
+    tracker.log("said once")
+    with tracker.profiler() as profiler:
+        for _ in range(6):
+            with span(BATCHES):
+                rows = torch.ones(8, 8)
+            with span(FORWARD):
+                rows @ rows
+            time.sleep(0.1 * accelerator.process_index)
+            with span(COMMUNICATION):
+                accelerator.gather(rows)
+            profiler.step()
+os._exit(0)  # as accel_sft leaves its ranks
+"""
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path / "run")],
+            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert "said once" in outputs[0]
+    assert re.search(r"steps of rank 0 went in the process .*: \d+% communication, waiting for other ranks", outputs[0])
+    assert outputs[1] == ""
+    traces = sorted(path.name.partition(".")[0] for path in (tmp_path / "run" / "profile").iterdir())
+    assert traces == ["rank0", "rank1"]
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert len(list((tmp_path / "run").glob("events*"))) == 1
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
+def test_a_service_gets_the_project_and_the_name_of_the_run(tmp_path, monkeypatch, name):
+    kind, told = LOGGER_TYPE_TO_CLASS[name], []
+
+    class Started(kind):  # with its own signature; what it would start is not installed
+        def start(self):
+            told.append({**vars(self), **getattr(self, "init_kwargs", {})})
+
+        def store_init_configuration(self, values):
+            pass
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Started)
+    for settings in ({"tracker_project": "sums", "run_name": "first"}, {}):
+        Trackers([name], tmp_path / "one", settings, print)
+    assert {"sums", "first"} <= {str(value) for value in told[0].values()}
+    assert {"accel_sft", "one"} <= {str(value) for value in told[1].values()}

@@ -1,0 +1,45 @@
+"""A run that an earlier version began and was stopped after step 3 goes on as that version would have gone on."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import accel_sft
+from places import STORED_RUNS
+from safetensors.torch import load_file
+
+"""A folder per version: the model, the stopped run, and the metrics and weights of the run that was not stopped."""
+JOB = ("math", "--model", "model", "--train-examples", "40", "--validation-examples", "7", "--max-steps", "6")
+JOB += ("--global-batch-size", "10", "--learning-rate", "0.01", "--max-length", "128", "--save-every", "3")
+JOB += ("--eval-every", "3", "--seed", "5", "--keep-checkpoints", "5", "--output-dir", "run")
+VERSIONS = sorted(path.name for path in STORED_RUNS.iterdir())
+
+
+def test_there_is_a_run_of_an_earlier_version():
+    assert "0.1.0" in VERSIONS
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_run_of_an_earlier_version_goes_on(version, tmp_path, monkeypatch):
+    shutil.copytree(STORED_RUNS / version, tmp_path / "begun")
+    monkeypatch.chdir(tmp_path / "begun")
+    run = accel_sft(*JOB, "--resume", "auto")
+    assert run.status == 0, run.output
+    assert "step-000003 at step 3 of 6" in run.output
+    found, expected = (
+        [json.loads(line) for line in Path(name).read_text().splitlines()]
+        for name in ("run/metrics.jsonl", "metrics-of-the-whole-run.jsonl")
+    )
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for line, other in zip(found, expected, strict=True):
+        for key in line.keys() & {"loss", "grad_norm", "eval_loss", "accuracy", "learning_rate", "supervised_tokens"}:
+            assert math.isclose(line[key], other[key], rel_tol=1e-4, abs_tol=1e-6), (line["step"], key)
+    weights, whole = load_file("run/final/model.safetensors"), load_file("final.safetensors")
+    assert weights.keys() == whole.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, whole[name], rtol=1e-3, atol=1e-4)

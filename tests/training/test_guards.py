@@ -1,0 +1,620 @@
+"""What a run, an evaluation and a task may not do to each other: each guard in the case where it fires."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import psutil
+import pytest
+from accelerate import Accelerator
+from conftest import accel_sft, stopped
+from fake_plugins import GOOD, install
+from models import Sums, encode, make_tiny
+from reference_job import JOB, layout
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from accel_sft import UserError
+from accel_sft.api.config import TrainConfig
+from accel_sft.batching.layouts import Batching
+from accel_sft.chat.conversation import read_split
+from accel_sft.checkpoint import checkpoint
+from accel_sft.commands.train import _explained
+from accel_sft.evaluation.evaluator import Evaluator
+from accel_sft.evaluation.generate import Generator
+from accel_sft.evaluation.scoring import check_scoring, scored
+from accel_sft.io import lock
+from accel_sft.io.files import read_json
+from accel_sft.io.run_dir import RunDir
+from accel_sft.launch.info import read_launch
+from accel_sft.resilience.signals import StopSignals
+from accel_sft.training import claim
+
+ALONE = read_launch({}, [])
+"""One process without a launcher."""
+
+
+@pytest.fixture
+def copy(launched, tmp_path):
+    """A finished run of one process, to be damaged: its launch and its folder."""
+    whole = layout(launched, "plain")
+    shutil.copytree(whole.run_dir, tmp_path / "run")
+    return whole, tmp_path / "run"
+
+
+# --- what a task returns ---
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = make_tiny(tmp_path_factory.mktemp("tiny") / "base")
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def evaluate(tiny, **methods):
+    model, tokenizer = tiny
+    task = type("Broken", (Sums,), methods)()
+    examples = [40, 41]
+    eos = {tokenizer.eos_token_id}
+    kept = encode(tokenizer, task, examples, "validation", eos_ids=eos, max_length=99, truncation="drop").kept
+    config = TrainConfig(max_new_tokens=2).resolved({})
+    accelerator = Accelerator(cpu=True)
+    backend = Generator(accelerator, tokenizer, model, None)
+    return Evaluator(accelerator, tokenizer, task, examples, kept, config, backend)(model, Batching("shared", 256))
+
+
+def fail(*_):
+    raise RuntimeError("ill")
+
+
+@pytest.mark.parametrize(
+    ("method", "function", "message"),
+    [
+        ("aggregate", lambda self, scores: {"right": "much"}, r"aggregate\(\) failed, .* 'much'"),
+        ("aggregate", lambda self, scores: None, r"aggregate\(\) failed, or gave something other than a number"),
+        ("aggregate", fail, r"aggregate\(\) failed, .*RuntimeError: ill"),
+        ("aggregate", lambda self, scores: {"other": 1.0}, r"gave \['other'\], without its main_metric 'right'"),
+        (
+            "aggregate",
+            lambda self, scores: {"right": 1.0, "loss": 0.0, "generate_seconds": 0.0},
+            r"gave generate_seconds, loss: names of the trainer's own numbers",
+        ),
+        ("score", lambda self, example, text: 1.0, r"validation example [01]: score\(\) gave 1\.0"),
+        ("score", lambda self, example, text: {"right": {1}}, r"score\(\) gave .*, which JSON cannot hold \(Object of"),
+        ("score", lambda self, example, text: {"right": "\ud800"}, r"score\(\) gave .*, which JSON cannot hold"),
+        (
+            "score",
+            lambda self, example, text: {"right": "yes"},
+            r"score\(\) gave 'right' 'yes', of which",
+        ),
+        ("score", lambda self, example, text: {str(example): 1.0}, r"score\(\) gave '.*' None, of which"),
+        ("score", fail, r"validation example [01]: the task's score\(\) failed on .*RuntimeError: ill"),
+    ],
+)
+def test_a_judgement_that_is_none_is_refused_by_name(tiny, method, function, message):
+    with pytest.raises(UserError, match=message):
+        evaluate(tiny, **{method: function})
+
+
+def test_a_task_that_turns_gradients_off_is_trained_all_the_same(tmp_path):
+    off = "torch.set_grad_enabled(False)"
+    text = GOOD.replace("def score(self, example, text):", f"def score(self, example, text):\n        {off}")
+    (tmp_path / "judged.py").write_text(f"import torch\n{off}\n{text}")
+    quick = ("--max-steps", "2", "--eval-every", "1", "--save-every", "off", "--global-batch-size", "4")
+    done = accel_sft(f"{tmp_path}/judged.py", *quick, run_dir=tmp_path / "run")
+    assert done.status == 0, done.output[-2000:]
+    assert all(line["grad_norm"] > 0 for line in done.lines())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (
+            "float(text == str(example))",
+            "'yes'",
+            "score() gave 'accuracy' 'yes', of which there is no mean",
+        ),
+        ('"accuracy"\n', '"f1"\n', "the task's aggregate() gave ['accuracy'], without its main_metric 'f1'"),
+        (
+            '{"accuracy":',
+            '1 / 0 or {"accuracy":',
+            "validation example 0: the task's score() failed on '0': Zero",
+        ),
+    ],
+)
+def test_a_task_that_cannot_be_scored_is_refused_before_anything_is_made(tmp_path, old, new, told):
+    site = tmp_path / "site"
+    site.mkdir()
+    install(site, "accel-sft-good", "good = accel_sft_good:Good", GOOD.replace(old, new))
+    job = ("good", "--max-steps", "1", "--global-batch-size", "4")
+    run = accel_sft(*job, run_dir=tmp_path / "run", environment={"PYTHONPATH": str(site)})
+    assert run.status == 1
+    assert f"Error: {told}" in run.output
+    assert not (tmp_path / "run" / "base").exists()
+
+
+def test_a_row_that_cannot_be_read_again_is_not_blamed_on_the_score():
+    class Gone(list):
+        def __getitem__(self, index):
+            raise OSError("stale file handle")
+
+    with pytest.raises(UserError, match="validation example 0: the task's dataset failed: OSError: stale file handle"):
+        scored(Sums(), Gone([40]), 0, "")
+
+
+def test_metrics_that_need_many_scores_are_left_to_the_first_evaluation():
+    def of_many(self, scores):
+        return {"right": statistics.correlation(*zip(*((s["right"], s["right"]) for s in scores), strict=True))}
+
+    check_scoring(type("Correlated", (Sums,), {"aggregate": of_many})(), [40, 41])
+
+
+def test_a_failure_of_several_lines_is_told_on_one(tiny):
+    def score(self, example, text):
+        raise RuntimeError("ill\nand\ttired" + "!" * 1000)
+
+    with pytest.raises(UserError, match=r"RuntimeError: ill\\nand\\ttired!+\.\.\.$") as caught:
+        evaluate(tiny, score=score)
+    assert isinstance(caught.value.__cause__.__cause__, RuntimeError)  # whose traceback --debug shows
+
+
+def test_a_metric_may_be_any_number(tiny):
+    metrics = evaluate(tiny, aggregate=lambda self, scores: {"right": True, "share": 1}).metrics
+    assert metrics["right"] == metrics["share"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("examples", "message"),
+    [
+        (None, r"dataset\('train'\) gave NoneType, expected a sequence"),
+        ((n for n in range(3)), r"dataset\('train'\) gave generator, expected a sequence"),
+        ({1, 2}, r"dataset\('train'\) gave set, expected a sequence"),
+        ({"rows": [1, 2]}, r"dataset\('train'\) gave dict, expected a sequence"),
+        ("rows.json", r"dataset\('train'\) gave str, expected a sequence"),
+        ([], r"dataset\('train'\) is empty"),
+    ],
+)
+def test_examples_are_a_sequence_with_something_in_it(examples, message):
+    task = type("Broken", (Sums,), {"dataset": lambda self, split: examples})()
+    with pytest.raises(UserError, match=message):
+        read_split(task, "train")
+
+
+def test_a_dataset_that_cannot_be_made_is_named_with_its_line():
+    with pytest.raises(UserError, match=r"dataset\('train'\) failed: RuntimeError: ill \(\S+test_guards\.py:\d+\)$"):
+        read_split(type("Broken", (Sums,), {"dataset": fail})(), "train")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--epochs", "0.0001"), "--epochs 0.0001: not one of 60 examples"),
+        (("--max-steps", "3", "--warmup-steps", "4"), "--warmup-steps 4: the run has 3 steps"),
+    ],
+)
+def test_a_plan_of_steps_that_makes_no_sense_is_refused(tmp_path, flags, told):
+    run = accel_sft("math", *flags, "--train-examples", "60", run_dir=tmp_path / "run")
+    assert run.status == 1
+    assert told in run.output
+
+
+# --- a run's folder ---
+
+
+def test_a_folder_whose_claim_another_ranks_death_broke_off_does_not_say_that_it_runs(tmp_path, monkeypatch):
+    def broken(accelerator, decide):
+        decide()
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(claim, "decided_by_main", broken)
+    config = TrainConfig(output_dir=str(tmp_path / "run")).resolved({})
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        claim.claim_run_dir(Accelerator(cpu=True), ALONE, "sums", Sums(), config)
+    lock.release()
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result == {"status": "failed", "error": "Connection closed by peer"}
+
+
+def test_a_launch_that_was_refused_a_folder_is_refused_it_again_when_it_starts_again(launched, tmp_path):
+    whole = layout(launched, "plain")
+    copy = tmp_path / "run"
+    shutil.copytree(whole.run_dir, copy)
+    refused = accel_sft(*whole.arguments, run_dir=copy, environment={"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert refused.status == 1
+    assert "not empty" in refused.output
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_anew_with_other_settings(launched, tmp_path):
+    whole = layout(launched, "plain")
+    copy = tmp_path / "run"
+    shutil.copytree(whole.run_dir, copy)
+    shutil.rmtree(copy / "checkpoints")
+    before = (copy / "base" / "tokenizer.json").stat().st_mtime_ns
+    refused = accel_sft(*whole.arguments, "--seed", "99", "--resume", "auto", run_dir=copy)
+    assert refused.status == 1
+    assert "--seed: the run was started with 7, not 99" in refused.output
+    assert (copy / "base" / "tokenizer.json").stat().st_mtime_ns == before
+
+
+def test_a_finished_run_says_whether_its_data_has_changed_since(tmp_path):
+    rows = [json.dumps({"instruction": f"{number}?", "output": str(number)}) + "\n" for number in range(8)]
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    files = ("--train-file", f"{tmp_path}/one.jsonl,{tmp_path}/two.jsonl", "--validation-file", f"{tmp_path}/one.jsonl")
+    job = ("chat", *files, "--max-steps", "1", "--eval-every", "off", "--save-every", "off", "--resume", "auto")
+    first = accel_sft(*job, run_dir=tmp_path / "run")
+    assert first.status == 0, first.output
+
+    def again():
+        done = accel_sft(*job, run_dir=tmp_path / "run")
+        assert done.status == 0, done.output
+        assert "this run is finished" in done.output
+        return " ".join(done.output.partition("report.md")[2].split())
+
+    assert again() == ""
+    (tmp_path / "two.jsonl").write_text("".join(rows[:4]))
+    assert again() == (
+        f"its data has changed since ({tmp_path}/two.jsonl): to train on it, start a run in another folder"
+    )
+    (tmp_path / "two.jsonl").unlink()
+    assert again().startswith(f"its data can no longer be read: {tmp_path}/two.jsonl: cannot be read (No such file")
+
+
+def test_what_came_after_a_checkpoint_that_is_named_is_put_aside(launched, tmp_path):
+    run_dir = stopped(layout(launched, "plain"), tmp_path / "run", 6)
+    assert [path.name for path in checkpoint.undo_after(RunDir(run_dir), 3)] == ["undone-step-000006"]
+    assert checkpoint.newest(RunDir(run_dir), "auto")[0] == run_dir / "checkpoints" / "step-000003"
+    for path in (run_dir / "checkpoints").glob("step-*/manifest.json"):
+        path.unlink()
+    with pytest.raises(UserError, match="none of its checkpoints is whole; to start over, name another --output-dir"):
+        checkpoint.newest(RunDir(run_dir), "auto")
+
+
+FORKS_AND_WAITS = """
+import multiprocessing, sys, time
+from pathlib import Path
+from accel_sft.io import lock
+lock.lock(Path(sys.argv[1]))
+child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(120,))
+child.start()
+print(child.pid, flush=True)
+time.sleep(120)
+"""
+
+
+def test_a_forked_child_that_outlives_its_killed_run_does_not_keep_the_folder(tmp_path, monkeypatch):
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS_AND_WAITS, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as run:
+        child = psutil.Process(int(run.stdout.readline()))
+        try:
+            monkeypatch.setattr(lock, "LOCK_SECONDS", 0.5)
+            with pytest.raises(UserError, match="another process is working"):
+                lock.lock(tmp_path)  # the child gave up its copy of the lock, not the lock
+            run.kill()
+            run.wait()
+            assert child.is_running()
+            lock.lock(tmp_path)
+            lock.release()
+            assert not list(tmp_path.iterdir())
+        finally:
+            child.kill()
+
+
+def test_a_run_that_was_killed_before_its_record_may_be_resumed(tmp_path):
+    folder = tmp_path / "run"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "result.json").write_text('{"status": "running"}')
+    once = ("--eval-every", "off", "--max-steps", "1")
+    refused = accel_sft("math", *once, run_dir=folder)
+    assert refused.status == 1
+    assert "not empty" in refused.output
+    resumed = accel_sft("math", *once, "--resume", "auto", run_dir=folder)
+    assert resumed.status == 0, resumed.output
+    assert resumed.result()["steps"] == 1
+
+
+def test_a_failed_start_leaves_no_folder_that_nobody_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.json").write_text("[]")
+    files = ("--train-file", "rows.json", "--validation-file", "rows.json")
+    assert accel_sft("math", *files).status == 1
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_folder_of_something_else_is_never_written_to(tmp_path):
+    (tmp_path / "letter.txt").write_text("dear reader")
+    for resume in ("off", "auto"):
+        refused = accel_sft("math", "--resume", resume, run_dir=tmp_path)
+        assert refused.status == 1
+        assert "not empty" in refused.output
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"result.json": '{"status": "running"}', "metrics.jsonl": "[1]"}, "not a run of accel_sft"),
+        ({"result.json": '{"status": "failed"}', "base/notes": "mine"}, None),  # as a run leaves it before its record
+        ({"result.json": '{"accuracy": 1.0}', "base/notes": "mine", ".a.1.tmp": "mine"}, "not a run of accel_sft"),
+        ({"result.json": '{"status": "running"}', "run.json": '{"task": "math"}'}, "not the record of a run"),
+        ({"run.json": "[]", "metrics.jsonl": "[1]"}, "not the record of a run of accel_sft; name another folder"),
+    ],
+)
+def test_a_folder_is_a_runs_by_its_record_and_not_by_a_file_that_others_write_too(tmp_path, files, told):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    config = TrainConfig(output_dir=str(tmp_path), resume="auto").resolved({})
+    try:
+        with pytest.raises(UserError, match=told) if told else contextlib.nullcontext():
+            claim.claim_run_dir(Accelerator(cpu=True), ALONE, "sums", Sums(), config)
+    finally:
+        lock.release()
+    if told:
+        assert {
+            str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()
+        } == files
+
+
+def test_machines_without_a_folder_in_common_are_told_so_before_anything_is_computed(tmp_path, monkeypatch):
+    two = types.SimpleNamespace(machines=2)
+    monkeypatch.setattr(claim, "_SHARED_SECONDS", 0.3)
+    accelerator, config = Accelerator(cpu=True), TrainConfig(output_dir=str(tmp_path / "run")).resolved({})
+    with pytest.raises(UserError, match="--output-dir: name a folder that all machines share"):
+        claim.claim_run_dir(accelerator, two, "sums", Sums(), TrainConfig().resolved({}))
+    run_dir, *_ = claim.claim_run_dir(accelerator, two, "sums", Sums(), config)
+    lock.release()
+    assert sorted(path.name for path in run_dir.path.iterdir()) == ["logs", "result.json"]
+
+    def on_another_machine(accelerator, decide):
+        found = decide()
+        return tmp_path / "elsewhere" / found.name if isinstance(found, Path) else found
+
+    monkeypatch.setattr(claim, "decided_by_main", on_another_machine)
+    resumed = dataclasses.replace(config, resume="auto")
+    with pytest.raises(UserError, match="does not see what rank 0 wrote there; name a folder on a file system that"):
+        claim.claim_run_dir(accelerator, two, "sums", Sums(), resumed)
+    lock.release()
+    assert run_dir.read_status() == "failed"
+
+
+def test_a_run_of_a_version_that_read_control_tokens_otherwise_is_told_how(tmp_path):
+    config = TrainConfig().resolved({}).as_dict()
+    now = {"task": "math", "config": config, "task_options": {}, "data_sha256": "a", "task_code": "a"}
+    earlier = {name: value for name, value in config.items() if name != "control_tokens"}
+    claim._check_unchanged({**now, "config": earlier}, now, RunDir(tmp_path))
+    with pytest.raises(UserError, match="as tokens: --control-tokens tokens does so too"):
+        claim._check_unchanged({**now, "config": earlier, "data_sha256": "b"}, now, RunDir(tmp_path))
+    with pytest.raises(UserError) as error:
+        claim._check_unchanged({**now, "data_sha256": "b"}, now, RunDir(tmp_path))
+    assert "control" not in str(error.value)
+
+
+def test_an_earlier_record_may_have_secrets_in_its_options(tmp_path):
+    record = {"task": "chat", "config": {}, "data_sha256": "a", "task_code": "a"}
+    record["config"] = TrainConfig().resolved({}).as_dict()
+    now = {**record, "task_options": {"system_prompt": "say API_KEY=***"}}
+    claim._check_unchanged({**record, "task_options": {"system_prompt": "say API_KEY=abc"}}, now, RunDir(tmp_path))
+
+
+def test_a_resume_with_another_score_says_so(tmp_path, capsys):
+    config = TrainConfig().resolved({}).as_dict()
+    before = {"task": "math", "config": config, "task_options": {}, "data_sha256": "a", "task_code": "a"}
+    claim._check_unchanged(before, {**before, "task_code": None}, RunDir(tmp_path))
+    claim._check_unchanged({**before, "task_code": None}, before, RunDir(tmp_path))
+    assert capsys.readouterr().out == ""
+    claim._check_unchanged(before, {**before, "task_code": "b"}, RunDir(tmp_path))
+    assert "the task's code or what it imports has changed since" in capsys.readouterr().out
+
+
+def test_another_runs_checkpoint_is_refused(copy, tmp_path):
+    whole, folder = copy
+    theirs = whole.run_dir / "checkpoints" / "step-000003"
+    before = sorted(folder.rglob("*"))
+    refused = accel_sft(*whole.arguments, "--resume", str(theirs), run_dir=folder)
+    assert refused.status == 1
+    assert f"--resume {theirs}: not a checkpoint of the run" in refused.output
+    assert "--init-from" in refused.output
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_broken_record_is_named_and_a_broken_result_is_made_again(copy):
+    whole, folder = copy
+    (folder / "result.json").write_text('{"status": "comp')
+    assert RunDir(folder).read_status() is None
+    record = (folder / "run.json").read_text()
+    (folder / "run.json").write_text(record[:100])
+    refused = accel_sft(*whole.arguments, "--resume", "auto", run_dir=folder)
+    assert refused.status == 1
+    assert f"{folder / 'run.json'}: cannot be read" in refused.output
+    (folder / "run.json").write_text(record)
+    resumed = accel_sft(*whole.arguments, "--resume", "auto", run_dir=folder)
+    assert resumed.status == 0, resumed.output
+    assert resumed.result()["after"]["accuracy"] == whole.result()["after"]["accuracy"]
+
+
+def test_a_damaged_later_checkpoint_pushes_no_good_one_out(copy):
+    whole, folder = copy
+    shutil.rmtree(folder / "final")
+    (folder / "result.json").unlink()
+    later = folder / "checkpoints" / "step-000009"
+    (folder / "checkpoints" / "step-000006").rename(later)
+    os.truncate(later / "rank-0000-000.safetensors", 10)
+    resumed = accel_sft(*whole.arguments, "--resume", "auto", "--keep-checkpoints", "1", run_dir=folder)
+    assert resumed.status == 0, resumed.output
+    assert "step-000009: passed over" in resumed.output
+    path, _ = checkpoint.newest(RunDir(folder), "auto")
+    assert path == folder / "checkpoints" / "step-000006"
+    assert not (folder / "checkpoints" / "step-000003").exists()
+
+
+def in_a_small_disk(folder, size, *arguments):
+    """Run the command line with `folder` on a file system of `size`, gone afterwards; result.json is printed last."""
+    script = f'mount -t tmpfs -o size={size} tmpfs "$0" && "$@"; status=$?; cat "$0"/run/result.json; exit $status'
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, str(folder)]
+    command += [sys.executable, "-m", "accel_sft", *arguments, "--output-dir", str(folder / "run")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "true"], capture_output=True).returncode,
+    reason="a small file system of one's own needs user namespaces",
+)
+@pytest.mark.parametrize(
+    ("size", "told"),
+    [
+        ("2m", "the disk is full; free space, then go on with --resume auto"),  # the base model
+        ("14m", "a checkpoint takes 10.2 MiB and the files beside it 3.4 MiB, and "),
+    ],
+)
+def test_a_full_disk_is_named_with_the_way_out(tmp_path, size, told):
+    run = in_a_small_disk(tmp_path, size, *JOB, "--save-every", "1", "--eval-every", "1")
+    assert run.returncode == 1
+    assert told in run.stderr
+    assert "Traceback" not in run.stderr
+    assert json.loads(run.stdout[run.stdout.rindex("{\n") :])["status"] in ("failed", "running")
+
+
+@pytest.mark.parametrize("told", ["No space left on device", pytest.param("Broken pipe", marks=pytest.mark.long)])
+def test_a_run_whose_output_is_taken_by_nobody_goes_on_and_says_so(tmp_path, told):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "accel_sft", *JOB, "--max-steps", "1", "--output-dir", str(tmp_path)]
+    with open("/dev/full", "w") if told.startswith("No") else os.fdopen(writing, "w") as out:
+        run = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.endswith(f"Warning: standard output was not written to its end: {told}\n")
+    assert "Traceback" not in run.stderr
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "complete"
+    assert "weights in best/" in (tmp_path / "logs" / "rank-0.log").read_text()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_write_that_the_disk_refuses_is_told_with_the_way_out(tmp_path, number):
+    error = _explained(RunDir(tmp_path), StopSignals(), OSError(number, os.strerror(number), "model.safetensors"))
+    assert isinstance(error, UserError)
+    assert "then go on with --resume auto" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc': unset WORLD_SIZE and RANK"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set, MASTER_ADDR is not set"),
+        (
+            {"CXX": "no-such-compiler"},
+            "--compile: there is no C++ compiler (no-such-compiler); install one, name it in",
+        ),
+        ({"ACCEL_SFT_CACHE": "~nobody.here"}, "ACCEL_SFT_CACHE ~nobody.here: nobody here has this home folder"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused_in_a_line(tmp_path, environment, told):
+    run = accel_sft(*JOB, *["--compile"] * ("CXX" in environment), run_dir=tmp_path / "run", environment=environment)
+    assert run.status == 1
+    assert f"Error: {told}" in run.output
+    assert "Traceback" not in run.output
+
+
+# --- evaluate ---
+
+
+def test_an_evaluation_overwrites_nothing(copy, tmp_path):
+    _, folder = copy
+    occupied = tmp_path / "out"
+    occupied.mkdir()
+    (occupied / "report.md").write_text("by hand")
+    refused = accel_sft("evaluate", "math", "--model", str(folder), run_dir=occupied)
+    assert refused.status == 1
+    assert f"--output-dir {occupied}: not empty" in refused.output
+    assert (occupied / "report.md").read_text() == "by hand"
+
+
+def test_an_evaluation_takes_its_lengths_from_the_run_and_from_flags_first(copy):
+    _, folder = copy
+    evaluated = ("evaluate", "math", "--model", str(folder), "--dry-run")
+    assert "max-new-tokens 6" in accel_sft(*evaluated).output
+    final = ("evaluate", "math", "--model", str(folder / "final"), "--dry-run")
+    assert "max-new-tokens 6" in accel_sft(*final).output
+    assert "max-new-tokens 4" in accel_sft(*evaluated, "--max-new-tokens", "4").output
+
+
+def test_an_evaluation_computes_in_the_runs_precision_unless_it_is_launched(copy):
+    _, folder = copy
+    evaluated = ("evaluate", "math", "--model", str(folder), "--dry-run")
+    assert re.search("precision +fp32", accel_sft(*evaluated).output)
+    record = json.loads((folder / "run.json").read_text())
+    record["launch"]["precision"] = "bf16"
+    (folder / "run.json").write_text(json.dumps(record))
+    told = accel_sft(*evaluated).output
+    assert re.search("precision +bf16", told)
+    assert "clipping" not in told  # nothing is trained
+    launched = {"ACCELERATE_MIXED_PRECISION": "no"}
+    assert re.search("precision +fp32", accel_sft(*evaluated, environment=launched).output)
+
+
+def test_a_run_without_a_readable_record_is_not_evaluated_by_guess(copy):
+    _, folder = copy
+    (folder / "run.json").write_text("{")
+    refused = accel_sft("evaluate", "math", "--model", str(folder), "--dry-run")
+    assert refused.status == 1
+    assert "run.json: cannot be read" in refused.output
+    with pytest.raises(UserError):
+        read_json(folder / "run.json")
+    (folder / "run.json").write_text("{}")
+    refused = accel_sft("evaluate", "math", "--model", str(folder), "--dry-run")
+    assert "run.json: not the record of a run of accel_sft" in refused.output
+    assert "Traceback" not in refused.output
+
+
+HOSTILE = {
+    "a number for a name": {"task": 5},
+    "no settings": {"config": None},
+    "a list": [],
+    "lengths that are none": {"config": {"max_length": "9" * 9, "max_new_tokens": []}},
+    "what steers a terminal": {"task": "\x1b]0;mine\x07", "launch": {"precision": "\x1b[2J"}},
+    "a launch that is none": {"launch": [], "max_new_tokens": None},
+    "deep": None,
+}
+
+
+@pytest.mark.parametrize("record", HOSTILE.values(), ids=HOSTILE)
+def test_a_strangers_record_is_told_in_lines_that_steer_no_terminal(tmp_path, record):
+    model = make_tiny(tmp_path / "run" / "final")
+    usual = {"task": "math", "config": {}, "task_options": {}, "max_new_tokens": 4}
+    content = json.dumps({**usual, **record} if isinstance(record, dict) else record)
+    (tmp_path / "run" / "run.json").write_text("[" * 10**6 if record is None else content)
+    run = accel_sft("evaluate", "math", "--model", str(model), "--eval-limit", "1", "--max-new-tokens", "2")
+    assert "Traceback" not in run.output
+    assert "\x1b" not in run.output
+    assert run.status == 0 or "run.json" in run.output
+
+
+def test_files_that_a_record_names_are_not_read_unasked(tmp_path):
+    model, rows = make_tiny(tmp_path / "run" / "final"), tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "private", "answer": "private"}')
+    record = {"task": "math", "config": {}, "task_options": {"train_file": str(rows), "validation_file": str(rows)}}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    refused = accel_sft("evaluate", "math", "--model", str(model), "--dry-run")
+    assert refused.status == 1
+    named = ("--train-file", str(rows), "--validation-file", str(rows))
+    assert (
+        f"its record names files, and those of a record are not read unasked; add --same-data, or {' '.join(named)}"
+        in refused.output
+    )
+    for asked in (named, ("--same-data",)):
+        assert accel_sft("evaluate", "math", "--model", str(model), "--dry-run", *asked).status == 0
+    other = accel_sft("evaluate", "ner", "--model", str(model), "--dry-run", "--same-data")
+    assert "--same-data: --model" in other.output
+    assert other.status == 1

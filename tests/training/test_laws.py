@@ -1,0 +1,91 @@
+"""Law 1 on real launches: one curve for every layout (faults/test_layouts.py has all of them)."""
+
+from __future__ import annotations
+
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import accel_sft
+from fake_plugins import install
+from reference_job import FP32, JOB, LAYOUTS, ONCE, layout, same_curve
+
+IN_PROCESS = [pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "z2_offload")]
+"""Of which tests/faults/test_layouts.py has the curve too."""
+
+
+@pytest.mark.parametrize(
+    "name", [*(name for name in LAYOUTS if name not in ("plain", "ddp", "z2_offload")), *IN_PROCESS]
+)
+def test_every_layout_draws_the_same_curve(launched, name):
+    same_curve(layout(launched, "plain").lines(), layout(launched, name).lines())
+
+
+PIECES = """
+from dataclasses import dataclass
+import accel_sft.batching.loss
+from accel_sft_math import Math as Shipped
+
+accel_sft.batching.loss.MOST_LOGITS = 2000
+
+@dataclass(kw_only=True)
+class Pieces(Shipped):
+    \"\"\"Math under a limit that its small vocabulary exceeds.\"\"\"
+"""
+
+
+def test_a_head_in_pieces_draws_the_same_curve(launched, tmp_path):
+    (tmp_path / "site").mkdir()
+    install(tmp_path / "site", "accel-sft-pieces", "pieces = accel_sft_pieces:Pieces", PIECES)
+    environment = {"PYTHONPATH": str(tmp_path / "site")}
+    arguments = ("pieces", *JOB[1:], *ONCE, "--batching", "shared")
+    run = launched("in pieces", *arguments, yaml="z3", launcher=FP32, environment=environment)
+    assert json.loads((run.run_dir / "result.json").read_text())["batching"]["head"] == "pieces"
+    same_curve(layout(launched, "plain").lines(), run.lines())
+
+
+def test_ranks_share_the_tokens_of_each_row_and_torchrun_alone_starts_data_parallel_ones(launched):
+    shared, alone = layout(launched, "z3_sp"), layout(launched, "torchrun")
+    assert "DeepSpeed ZeRO-3, rows shared by 2 ranks" in shared.output
+    assert "one row a forward, its tokens shared by 2 ranks" in shared.output
+    assert "2 processes, plain data parallel, full precision" in alone.output
+    assert "data parallel (ddp)" in alone.output
+
+
+def test_two_machines_draw_the_same_curve(launched, tmp_path):
+    arguments = (*JOB, *ONCE)
+    with socket.socket() as free:  # one that both launchers name
+        free.bind(("127.0.0.1", 0))
+        place = ("--main_process_ip", "127.0.0.1", "--main_process_port", str(free.getsockname()[1]))
+    machine = ("--machine_rank", "{rank}", "--num_processes", "2", *place, *FP32)
+    with ThreadPoolExecutor() as pool:
+        launches = [
+            pool.submit(
+                accel_sft,
+                *arguments,
+                yaml="multinode_z3",
+                launcher=tuple(word.format(rank=rank) for word in machine),
+                run_dir=tmp_path / "run",
+                real=True,
+            )
+            for rank in (0, 1)
+        ]
+        first, second = (launch.result() for launch in launches)
+    assert (first.status, second.status) == (0, 0), first.output + second.output
+    assert "on 2 machine(s)" in first.output
+    same_curve(layout(launched, "plain").lines(), first.lines())
+
+
+@pytest.mark.nvme
+@pytest.mark.timeout(1500)
+def test_parameters_and_states_on_disk_draw_the_same_curve(launched, tmp_path):
+    disk = (
+        "--offload_param_nvme_path",
+        str(tmp_path / "disk"),
+        "--offload_optimizer_nvme_path",
+        str(tmp_path / "disk"),
+    )
+    run = launched("z3_nvme", *JOB, *ONCE, yaml="z3_nvme", launcher=(*FP32, *disk))
+    same_curve(layout(launched, "plain").lines(), run.lines())
+    assert not list((tmp_path / "disk").glob("*-*")), "swap files were left behind"

@@ -1,0 +1,524 @@
+"""A run from its first step to its last, stopped and resumed, with everything it leaves behind; real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import accel_sft, stopped
+from fake_plugins import install
+from reference_job import JOB, ONCE, layout
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+RESUMABLE = ("plain", "z2", "z3")
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["z2"])  # the others: tests/faults/test_layouts.py
+def test_a_resumed_run_ends_with_the_same_bits(launched, tmp_path, name):
+    whole = layout(launched, name)
+    broken_off = tmp_path / "run"
+    shutil.copytree(whole.run_dir, broken_off)
+    shutil.rmtree(broken_off / "checkpoints" / "step-000006")
+    shutil.rmtree(broken_off / "final")
+    (broken_off / "result.json").write_text('{"status": "running"}')
+    resumed = accel_sft(*whole.arguments, "--resume", "auto", run_dir=broken_off, **whole.options)
+    assert resumed.status == 0, resumed.output
+    assert "resumed" in resumed.output
+    expected, got = weights(whole.run_dir / "final"), weights(broken_off / "final")
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[key], got[key]) for key in expected)
+    assert [line["step"] for line in resumed.lines()] == [1, 2, 3, 4, 5, 6]
+    assert [line["loss"] for line in resumed.lines()] == [line["loss"] for line in whole.lines()]
+    assert resumed.result()["before"] == whole.result()["before"]
+
+
+@pytest.mark.parametrize("name", ["plain", "z2"])
+def test_a_finished_run_is_left_alone(launched, name):
+    whole = layout(launched, name)
+    before = (whole.run_dir / "metrics.jsonl").read_bytes()
+    arguments = ("--config", str(whole.run_dir / "run.yaml")) if name == "plain" else whole.arguments
+    again = accel_sft(*arguments, "--resume", "auto", run_dir=whole.run_dir, **whole.options)
+    assert again.status == 0, again.output
+    assert "finished" in again.output
+    assert (whole.run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_an_interpreter_that_has_trained_ends_without_a_word(tmp_path):
+    command = [sys.executable, "-m", "accel_sft", *JOB[:-2], "--max-steps", "1", "--eval-every", "off"]
+    done = subprocess.run([*command, "--output-dir", str(tmp_path / "run")], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "tuned" not in done.stdout + (tmp_path / "run" / "report.md").read_text()  # nothing was judged
+
+
+def test_the_last_line_of_a_finished_run_says_what_to_do_with_it(launched):
+    run = layout(launched, "plain")
+    *_, last = run.output.splitlines()
+    name, _, commands = last.partition(": ")
+    report, generate, evaluate, tensorboard = (command.split() for command in commands.split("; "))
+    assert name == "next"
+    assert tensorboard == ["tensorboard", "--logdir", str(run.run_dir)]
+    assert generate == ["accel-sft", "generate", str(run.run_dir), "PROMPT"]
+    for tool in (report, evaluate):
+        assert accel_sft(*tool[1:], "--help").status == 0
+        assert tool[-1] == str(run.run_dir)
+
+
+def test_a_larger_max_steps_is_refused_with_the_way_out(launched, tmp_path):
+    whole = layout(launched, "plain")
+    copy = tmp_path / "run"
+    shutil.copytree(whole.run_dir, copy)
+    longer = [*whole.arguments]
+    longer[longer.index("--max-steps") + 1] = "9"
+    refused = accel_sft(*longer, "--resume", "auto", run_dir=copy)
+    assert refused.status == 1
+    assert "--max-steps: the run was started with 6, not 9" in refused.output
+    assert f"--init-from {copy}" in refused.output
+    assert weights(copy / "final").keys() == weights(whole.run_dir / "final").keys()
+
+
+def test_how_to_go_on_longer_is_told_of_a_stopped_run_too(launched, tmp_path):
+    whole = layout(launched, "plain")
+    copy = stopped(whole, tmp_path / "run", 3)
+    longer = [*whole.arguments]
+    longer[longer.index("--max-steps") + 1] = "9"
+    refused = accel_sft(*longer, "--resume", "auto", run_dir=copy)
+    assert refused.status == 1
+    assert (
+        f"to go on longer, let it end, and start a new run from its weights with --init-from {copy}" in refused.output
+    )
+    assert f"from the best so far: --init-from {copy / 'best'}" in refused.output
+
+
+def test_a_folder_in_use_is_refused(launched):
+    whole = layout(launched, "plain")
+    refused = accel_sft(*whole.arguments, run_dir=whole.run_dir)
+    assert refused.status == 1
+    assert "not empty" in refused.output
+    assert "--resume auto" in refused.output
+
+
+def test_a_run_that_failed_before_it_began_may_be_started_again(tmp_path):
+    rows = tmp_path / "rows.json"
+    rows.write_text('[{"instruction": "5=", "input": "", "output": "wrong"}]')
+    files = ("--train-file", str(rows), "--validation-file", str(rows))
+    failed = accel_sft("math", "--max-steps", "1", *files, run_dir=tmp_path / "run")
+    assert failed.status == 1
+    assert f"{rows}:1: field 'output'" in failed.output
+    fixed = accel_sft("math", "--max-steps", "1", "--eval-every", "off", run_dir=tmp_path / "run")
+    assert fixed.status == 0, fixed.output
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_name(launched, tmp_path):
+    whole = layout(launched, "plain")
+    copy = tmp_path / "run"
+    shutil.copytree(whole.run_dir, copy)
+    (copy / "result.json").unlink()
+    damaged = copy / "checkpoints" / "step-000006" / "rank-0000-000.safetensors"
+    os.truncate(damaged, damaged.stat().st_size - 1)
+    resumed = accel_sft(*whole.arguments, "--resume", "auto", run_dir=copy)
+    assert resumed.status == 0, resumed.output
+    assert "step-000006: passed over: rank-0000-000.safetensors has" in resumed.output
+    assert "step-000003 at step 3" in resumed.output
+
+
+@pytest.mark.parametrize("name", RESUMABLE)
+def test_final_and_best_load_in_plain_transformers(launched, name):
+    run = layout(launched, name)
+    for folder in ("final", "best"):
+        model = AutoModelForCausalLM.from_pretrained(run.run_dir / folder)
+        tokenizer = AutoTokenizer.from_pretrained(run.run_dir / folder)
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "5="}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] > ids["input_ids"].shape[1]
+        card = (run.run_dir / folder / "README.md").read_text()
+        assert re.search(r"base: tiny before the first step; tuned: these weights, of step [36]\n", card)
+        assert "GiB" not in card
+        sha256 = json.loads((run.run_dir / "run.json").read_text())["data_sha256"]
+        assert f"| SHA-256 of the tokens | {sha256} |" in card
+        (command,) = re.findall(r"^## Command\n\n```bash\n(.*)\n```", card, re.M)
+        assert run.options["yaml"] is None or re.match("accelerate.* math --max-steps", command), command
+
+
+def test_the_cards_own_lines_give_the_answer_the_run_gave(launched):
+    run = layout(launched, "plain")
+    (block,) = re.findall(r"^```python\n(.*?)^```", (run.run_dir / "final" / "README.md").read_text(), re.S | re.M)
+    assert "max_new_tokens=6," in block  # the run's own
+    told = subprocess.run([sys.executable, "-c", block], cwd=run.run_dir / "final", capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    sample = json.loads((run.run_dir / "samples" / "step-000006.jsonl").read_text().splitlines()[0])
+    assert told.stdout.rstrip("\n") == sample["generated"]
+
+
+@pytest.mark.parametrize("name", RESUMABLE)
+def test_each_validation_example_is_counted_once_on_any_layout(launched, name):
+    run, reference = layout(launched, name), layout(launched, "plain")
+    for step in (0, 6):
+        path = f"samples/step-{step:06d}.jsonl"
+        ours, theirs = ([json.loads(x) for x in (r.run_dir / path).read_text().splitlines()] for r in (run, reference))
+        assert [sample["index"] for sample in ours] == list(range(7))
+        assert ours == theirs
+    for mine, other in zip(run.lines("eval_loss"), reference.lines("eval_loss"), strict=True):
+        assert mine["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-4)
+        assert mine["accuracy"] == other["accuracy"]
+
+
+COUNTED = '''
+from collections import Counter
+from dataclasses import dataclass
+from accel_sft import Task
+
+@dataclass(kw_only=True)
+class Counted(Task):
+    """Questions of very unequal length, scored by characters, with a metric that is no mean."""
+    main_metric = "f1"
+
+    def dataset(self, split):
+        sizes = [1, 41, 1, 41, 1]
+        return [{"question": str(at) * size, "answer": "1 + 2" * (at + 1)} for at, size in enumerate(sizes)]
+
+    def messages(self, example):
+        return [{"role": "user", "content": example["question"]}]
+
+    def target(self, example):
+        return example["answer"]
+
+    def score(self, example, text):
+        shared = (Counter(text) & Counter(example["answer"])).total()
+        return {"shared": shared, "written": len(text) + len(example["answer"])}
+
+    def aggregate(self, scores):
+        shared, written = (sum(score[key] for score in scores) for key in ("shared", "written"))
+        return {"f1": 2 * shared / written, "examples": len(scores)}
+'''
+
+
+@pytest.mark.parametrize(
+    ("count", "batch_size"),
+    [(4, 1), pytest.param(2, 64, marks=pytest.mark.long), pytest.param(5, 2, marks=pytest.mark.long)],
+)
+def test_three_ranks_give_the_numbers_of_a_plain_count_over_examples_and_answers(launched, tmp_path, count, batch_size):
+    model_dir = layout(launched, "plain").run_dir / "final"
+    (tmp_path / "counted.py").write_text(COUNTED)
+    asked = ("--eval-limit", str(count), "--eval-batch-size", str(batch_size), "--max-new-tokens", "12")
+    command = ("evaluate", str(tmp_path / "counted.py"), "--model", str(model_dir), *asked)
+    ranks = ("--mixed_precision", "no", "--num_processes", "3")
+    run = accel_sft(*command, yaml="ddp", launcher=ranks, run_dir=tmp_path / "out")
+    assert run.status == 0, run.output
+    samples = [json.loads(line) for line in (run.run_dir / "samples-tuned.jsonl").read_text().splitlines()]
+    questions = [str(index) * (1 + 40 * (index % 2)) for index in range(count)]
+    answers = ["1 + 2" * (index + 1) for index in range(count)]
+    assert [(each["index"], each["prompt"], each["expected"]) for each in samples] == [
+        *zip(range(count), questions, answers, strict=True)
+    ]
+    said = [each["generated"] for each in samples]
+    shared = sum((Counter(text) & Counter(answer)).total() for text, answer in zip(said, answers, strict=True))
+    assert run.result()["after"]["f1"] == 2 * shared / len("".join(said + answers)) > 0
+    assert run.result()["after"]["examples"] == count
+    model, tokenizer = (each.from_pretrained(model_dir) for each in (AutoModelForCausalLM, AutoTokenizer))
+    losses = []
+    for question, answer in zip(questions, answers, strict=True):
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        asked, whole = (
+            tokenizer.apply_chat_template(part, add_generation_prompt=len(part) == 1, return_dict=True)["input_ids"]
+            for part in (turns[:1], turns)
+        )
+        ends = len(whole) - whole[::-1].index(tokenizer.eos_token_id)
+        with torch.no_grad():
+            logits = model(torch.tensor([whole])).logits[0, len(asked) - 1 : ends - 1]
+        losses.append(
+            torch.nn.functional.cross_entropy(logits, torch.tensor(whole[len(asked) : ends]), reduction="none")
+        )
+    assert run.result()["after"]["eval_loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-4)
+
+
+def test_what_a_run_leaves_behind(launched):
+    run = layout(launched, "z2")
+    result = run.result()
+    assert result["status"] == "complete"
+    assert result["steps"] == 6
+    for key in ("train_seconds", "tokens_per_second", "peak_host_memory_gib"):
+        assert result[key] > 0
+    assert "peak_device_memory_gib" in result
+    assert {"accuracy", "eval_loss", "generate_tokens_per_second"} <= result["before"].keys() & result["after"].keys()
+    assert {phase["phase"] for phase in result["phases"]} >= {"data", "model", "sharded", "ready"}
+    assert {phase["rank"] for phase in result["phases"]} == {0, 1}
+    record = json.loads((run.run_dir / "run.json").read_text())
+    assert record["config"]["global_batch_size"] == 10
+    assert record["launch"]["zero_stage"] == 2
+    assert record["launch"]["deepspeed_config"]["zero_optimization"]["stage"] == 2
+    line = run.lines()[0]
+    wanted = ("step", "epoch", "loss", "grad_norm", "learning_rate", "supervised_tokens", "tokens_per_second")
+    assert all(key in line for key in wanted)
+    assert (run.run_dir / "report.md").read_text().count("王大丫丫") >= 7
+
+
+def test_the_terminal_is_quiet_and_in_order(launched):
+    output = layout(launched, "z2").output
+    for chatter in ("[INFO]", "ninja", "FutureWarning", "UserWarning: None of the inputs"):
+        assert chatter not in output
+    assert output.index("ZeRO-2") < output.index("training examples") < output.index("base and tuned")
+    assert output.count("base and tuned") == 1
+    assert f"folder    {layout(launched, 'z2').run_dir}\n" in output
+    assert "base: tiny before the first step; tuned: final/, of step 6\n" in output
+    assert re.search(r"^([\d,]+) of \1 parameters are trained$", output, re.MULTILINE)
+
+
+def lora(launched, yaml):
+    # under ZeRO-3 a matrix of up to 100,000 elements stays whole on every rank: it could not be saved empty
+    arguments = (*JOB, "--adapter", "lora", "--lora-r", "272", "--lora-dropout", "0.1", "--save-every", "3")
+    return launched(f"lora {yaml}", *arguments, yaml=yaml)
+
+
+@pytest.mark.parametrize("yaml", [None, "z3"])
+def test_an_adapter_is_saved_alone_and_loads_in_plain_peft(launched, yaml):
+    from peft import PeftModel
+
+    run = lora(launched, yaml)
+    assert not (run.run_dir / "final" / "model.safetensors").exists()
+    tensors = load_file(run.run_dir / "final" / "adapter_model.safetensors")
+    assert all("lora_" in name for name in tensors)
+    assert all(tensor.numel() for tensor in tensors.values())
+    assert any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
+    base = AutoModelForCausalLM.from_pretrained(run.run_dir / "base")
+    PeftModel.from_pretrained(base, run.run_dir / "final")
+    assert len(run.lines()) == 6
+
+
+def test_an_adapter_run_with_dropout_resumes_to_the_same_bits(launched, tmp_path):
+    whole = lora(launched, "z3")
+    copy = tmp_path / "run"
+    shutil.copytree(whole.run_dir, copy)
+    shutil.rmtree(copy / "checkpoints" / "step-000006")
+    (copy / "result.json").unlink()
+    resumed = accel_sft(*whole.arguments, "--resume", "auto", run_dir=copy, **whole.options)
+    assert resumed.status == 0, resumed.output
+    expected, got = (load_file(r / "final" / "adapter_model.safetensors") for r in (whole.run_dir, copy))
+    assert all(torch.equal(expected[key], got[key]) for key in expected)
+
+
+def test_an_adapter_does_not_go_on_upon_other_weights_than_those_it_stood_on(launched, tmp_path):
+    whole = lora(launched, None)
+    run_dir = stopped(whole, tmp_path / "run", 3)
+    base = run_dir / "base" / "model.safetensors"
+    weights = load_file(base)
+    largest = max(weights, key=lambda name: weights[name].numel())
+    save_file({**weights, largest: weights[largest] * 1.01}, base, metadata={"format": "pt"})
+    refused = accel_sft(*whole.arguments, "--resume", "auto", run_dir=run_dir)
+    assert refused.status == 1
+    assert "the weights below the adapter are not those that the run was started with" in refused.output
+
+
+def test_a_new_run_starts_from_an_earlier_ones_weights(launched):
+    first = layout(launched, "plain")
+    second = launched("from plain", *JOB, "--init-from", str(first.run_dir))
+    assert second.result()["before"]["eval_loss"] == pytest.approx(first.result()["after"]["eval_loss"], rel=1e-5)
+    assert len(second.lines()) == 6
+
+
+def test_full_training_goes_on_from_an_adapter_run(launched):
+    first = lora(launched, None)
+    second = launched("from lora", *JOB, "--init-from", str(first.run_dir), "--save-every", "off")
+    assert "the adapter is merged into its base, and all weights are trained" in second.output
+    assert second.result()["before"]["eval_loss"] == pytest.approx(first.result()["after"]["eval_loss"], rel=1e-4)
+    assert (second.run_dir / "final" / "model.safetensors").exists()
+
+
+def test_an_adapter_that_is_trained_on_keeps_its_shape_or_says_so(launched, tmp_path):
+    first = lora(launched, None)
+    moved = tmp_path / "moved"
+    shutil.copytree(first.run_dir, moved)
+    wrong = accel_sft(*JOB, "--init-from", str(moved), "--adapter", "lora", "--lora-r", "4", run_dir=tmp_path / "wrong")
+    assert wrong.status == 1
+    assert "--lora-r 4: the adapter in" in wrong.output
+    assert "--lora-dropout 0.0: the adapter in" in wrong.output
+
+
+def test_a_module_that_is_not_there_is_named(tmp_path):
+    modules = ("--adapter", "lora", "--lora-target-modules", "q_proj,nosuch")
+    run = accel_sft(*JOB, *modules, run_dir=tmp_path / "run")
+    assert run.status == 1
+    assert "--lora-target-modules nosuch: no such module; this model has down_proj" in run.output
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
+    rate = ("--learning-rate", "1e8", "--warmup-ratio", "1", "--max-grad-norm", "0")
+    run = accel_sft(*JOB, *rate, *("--eval-every", "off"), run_dir=tmp_path / "run")
+    assert run.status == 1
+    assert ", and the step was not applied; its training examples are " in run.output
+    assert not (tmp_path / "run" / "final").exists()
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
+
+
+STRAYING = """
+from dataclasses import dataclass
+from accel_sft_math import Math as Shipped
+
+@dataclass(kw_only=True)
+class Straying(Shipped):
+    \"\"\"Math whose rows come in another order on each rank.\"\"\"
+
+    def dataset(self, split):
+        import os
+        rows = super().dataset(split)
+        return rows[::-1] if os.environ.get("RANK") == "1" else rows
+"""
+
+
+def test_ranks_that_would_train_on_different_data_are_refused(tmp_path):
+    (tmp_path / "site").mkdir()
+    install(tmp_path / "site", "accel-sft-straying", "straying = accel_sft_straying:Straying", STRAYING)
+    site = {"PYTHONPATH": str(tmp_path / "site")}
+    run = accel_sft("straying", *JOB[1:], yaml="ddp", run_dir=tmp_path / "run", environment=site)
+    assert run.status != 0
+    assert "ranks got different examples from dataset()" in run.output
+
+
+@pytest.mark.parametrize("yaml", ["z2", pytest.param("z3", marks=pytest.mark.long)])
+def test_zero_on_cpus_compiles_nothing_and_leaves_nothing_in_shared_memory(tmp_path, yaml):
+    """DeepSpeed's operator for sums of an inference would need a compiler, and with LOCAL_SIZE 66 MiB a rank."""
+    before = {*Path("/dev/shm").glob("deepspeed_*")}
+    extensions = tmp_path / "extensions"
+    without = {"CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(extensions), "LOCAL_SIZE": "2"}
+    run = accel_sft(*JOB, *ONCE, yaml=yaml, environment=without, run_dir=tmp_path / "run")
+    left = {*Path("/dev/shm").glob("deepspeed_*")} - before
+    for file in left:
+        file.unlink()
+    assert run.status == 0, run.output
+    assert (left, [*extensions.rglob("*")]) == (set(), [])
+    assert "DeepSpeed compiles" not in run.output
+
+
+def test_patience_stops_early(launched):
+    arguments = (*JOB, "--patience", "1", "--eval-every", "1", "--learning-rate", "0")
+    run = launched("patience", *arguments)
+    assert run.result()["stopped_early"]
+    assert run.result()["steps"] == 2  # the first evaluation is the best so far, the second no better
+
+
+def test_evaluate_alone_gives_the_runs_numbers(launched, tmp_path):
+    run = layout(launched, "z3")
+    arguments = ("evaluate", "math", "--max-new-tokens", "6")
+    models = ("--model", str(run.run_dir / "final"), "--base", "auto")
+    fp32 = ("--mixed_precision", "no")
+    alone = accel_sft(*arguments, *models, yaml="z3", launcher=fp32, run_dir=tmp_path / "out")
+    assert alone.status == 0, alone.output
+    assert "validation-examples 7 base" in " ".join(alone.output.split())  # as the run had it
+    for side in ("before", "after"):
+        assert alone.result()[side]["eval_loss"] == pytest.approx(run.result()[side]["eval_loss"], rel=1e-4)
+        assert alone.result()[side]["accuracy"] == run.result()[side]["accuracy"]
+    assert "load_peak_host_memory_gib" in alone.result()["after"]
+
+
+@pytest.mark.parametrize(
+    ("models", "said"),
+    [
+        (["--model", "tiny"], "--model: name what to evaluate"),
+        (["--model", "r", "--base", "tiny"], "--base tiny: the built-in model is made for a run"),
+    ],
+)
+def test_evaluate_needs_weights_that_exist(models, said):
+    run = accel_sft("evaluate", "math", *models)
+    assert run.status == 1
+    assert f"Error: {said}" in run.output
+
+
+def test_dry_run_stops_before_anything_is_made(tmp_path):
+    run = accel_sft(*JOB, "--dry-run", yaml="z3", run_dir=tmp_path / "run")
+    assert run.status == 0, run.output
+    assert "ZeRO-3" in run.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_that_finds_its_ranks_itself_trains_without_deepspeed_only(launched, tmp_path):
+    job = (*JOB, "--adapter", "adalora", "--save-every", "1", "--keep-checkpoints", "9", "--eval-every", "off")
+    run = launched("adalora", *job)
+    whole = load_file(run.run_dir / "final" / "adapter_model.safetensors")
+    for step in (2, 5):  # amid the steps in which it looks for them, and after
+        resumed = accel_sft(*job, "--resume", "auto", run_dir=stopped(run, tmp_path / str(step), step))
+        assert resumed.status == 0, resumed.output
+        again = load_file(tmp_path / str(step) / "final" / "adapter_model.safetensors")
+        assert all(torch.equal(whole[name], again[name]) for name in whole)
+        kept, kept_again = (
+            json.loads((folder / "final" / "adapter_config.json").read_text())["rank_pattern"]
+            for folder in (run.run_dir, tmp_path / str(step))
+        )
+        assert kept
+        assert kept == kept_again
+    refused = accel_sft(*JOB, "--adapter", "adalora", yaml="z2", run_dir=tmp_path / "run")
+    assert refused.status == 1
+    assert "--adapter adalora: " in refused.output
+    assert "ddp.yaml" in refused.output
+
+
+FAILING = """
+from dataclasses import dataclass
+from accel_sft_math import Math as Shipped
+
+@dataclass(kw_only=True)
+class Failing(Shipped):
+    \"\"\"Math with a judge that fails on one rank.\"\"\"
+
+    def score(self, example, text):
+        import os
+        if os.environ.get("RANK") == "1":
+            WHAT
+        return super().score(example, text)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [('raise RuntimeError("the judge is ill")', "score() failed"), ("raise SystemExit(0)", "accel_sft_failing.py:12")],
+)
+def test_a_rank_that_fails_alone_ends_the_run_at_once_with_its_message(tmp_path, what, told):
+    (tmp_path / "site").mkdir()
+    source = FAILING.replace("WHAT", what)
+    install(tmp_path / "site", "accel-sft-failing", "failing = accel_sft_failing:Failing", source)
+    started = time.monotonic()
+    site = {"PYTHONPATH": str(tmp_path / "site")}
+    run = accel_sft("failing", *JOB[1:], yaml="ddp", run_dir=tmp_path / "run", environment=site, real=True)
+    assert run.status != 0
+    assert time.monotonic() - started < 120, "the other rank waited for the one that failed"
+    summary = run.output[run.output.index("ChildFailedError") :]
+    assert told in summary
+    assert "the judge is ill" in summary or "sys.exit(0) during the run; raise an error instead" in summary
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
+
+
+ENDING = """
+import atexit, os, pathlib, sys
+from accel_sft_math import Math as Ending
+
+class Held:
+    def __del__(self):
+        if sys.is_finalizing():
+            os.abort()  # as a thread of gloo that drops its last tensor while Python takes its modules apart
+
+held = Held()
+atexit.register(lambda: pathlib.Path(os.environ["SAID"], os.environ["RANK"]).touch())
+"""
+
+
+def test_ranks_that_are_done_run_their_exit_handlers_and_skip_the_teardown(tmp_path):
+    (tmp_path / "site").mkdir()
+    install(tmp_path / "site", "accel-sft-ending", "ending = accel_sft_ending:Ending", ENDING)
+    environment = {"PYTHONPATH": str(tmp_path / "site"), "SAID": str(tmp_path)}
+    run = accel_sft("ending", "--dry-run", *JOB[1:], yaml="ddp", environment=environment, real=True)
+    assert run.status == 0, run.output
+    assert (tmp_path / "0").exists()
+    assert (tmp_path / "1").exists()
