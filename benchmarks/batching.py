@@ -53,7 +53,7 @@ def cluener_rows(count: int, seed: int = 0) -> list[dict]:
 
 
 def make(folder: Path, job: str, hidden: int, layers: int) -> dict:
-    """Write the job's rows and its model; a contestant's settings."""
+    """Write the job's rows and its model; returns a contestant's settings."""
     if job != CLUENER:
         shape = shapes.SHAPES[job]
         shapes.make_model(folder / "model", hidden, layers)
@@ -93,7 +93,7 @@ def against_fixed(job: str, common: dict, rounds: int, layouts: Sequence[str], s
 
 @contextlib.contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """So many that compute as long as they are let."""
+    """While inside, `count` processes keep a core busy each."""
     spinning = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(count)]
     try:
         yield
@@ -107,7 +107,7 @@ def starts(job: str, common: dict, count: int) -> None:
     chosen: collections.Counter[str] = collections.Counter()
     with busy_processes(2):
         for _ in range(count):
-            with tempfile.TemporaryDirectory() as cache:  # nothing that an earlier start has kept
+            with tempfile.TemporaryDirectory() as cache:  # without anything that an earlier start kept
                 variables = {"ACCEL_SFT_CACHE": cache}
                 contestant = Contestant("the default", sys.executable, "ours.py", variables, warmup_steps=1, **common)
             chosen[contestant.facts["batching"]] += 1

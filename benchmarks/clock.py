@@ -1,4 +1,4 @@
-"""How long the parts of a program take, timed where the program calls them. Standard library only."""
+"""Times the parts of a program where the program calls them. Uses the standard library only."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 
 class Clock:
-    """Seconds of each part, a part's own without those of parts within it, so that all add up to the whole.
+    """Counts each part's own seconds, without those of parts called within it, so that all add up to the whole.
 
-    What lies between two outermost parts is a part too, called after the second one, as in "(before backward)".
+    The time between two outermost parts is a part too, named after the second one, as in "(before backward)".
 
     Args:
-        watched: called with a part's name and whether it begins or ends.
+        watched: called with a part's name when it begins (True) and when it ends (False).
 
     Attributes:
-        uncalled: parts of which nothing has been called yet: the program may have other calls by now.
+        uncalled: parts that have not been called yet; the program may no longer make these calls.
     """
 
     def __init__(self, watched: Callable[[str, bool], None] = lambda part, begins: None) -> None:
@@ -28,19 +28,22 @@ class Clock:
         self._left = time.perf_counter()  # when the last outermost part ended
 
     def lap(self, name: str) -> dict[str, float]:
-        """All parts since the last lap, in the order in which they ended; what came after them is `(before name)`."""
+        """The seconds of all parts since the last lap, in the order in which they first counted.
+
+        The time after the last of them is `(before name)`.
+        """
         now = time.perf_counter()
         self.parts[f"(before {name})"] += now - self._left
         done, self.parts, self._left = dict(self.parts), defaultdict(float), now
         return done
 
     def time(self, owner: Any, call: Callable, part: str) -> None:
-        """Time every call of `call` as `part`, where it is an attribute of `owner`.
+        """Time every call of `owner`'s attribute `call` as `part`.
 
         Args:
-            call: itself rather than its name, so that a renamed one is noticed where it is given.
+            call: the function itself, not its name, so that a renamed function is noticed by the caller.
         Raises:
-            LookupError: it is no attribute of `owner` itself; name the module or class that the program finds it in.
+            LookupError: `call` is no attribute of `owner` itself; name the module or class that the program looks in.
         """
         name = next((name for name in vars(owner) if getattr(owner, name) is call), None)
         if name is None:

@@ -38,7 +38,7 @@ SHAPES = {
     "mixed-answers": shapes.Shape(20, (5, 12), (2, 121), 0, 0, "log"),  # 20 + 8 + 2 to 120
 }
 EMBEDDINGS_TIMES = 10
-"""So that the last word decides what comes next, whatever random layers add to it."""
+"""Factor on the embeddings, so that the last word decides what comes next, whatever the random layers add to it."""
 
 
 def count_down(model: torch.nn.Module, words: list[int], end: int) -> None:
@@ -52,11 +52,11 @@ def count_down(model: torch.nn.Module, words: list[int], end: int) -> None:
 
 
 def questions(shape: shapes.Shape, count: int, tokenizer: object, words: list[int]) -> list[Encoded]:
-    """Rows of a shape, the last word of each question being as far from zero as its answer is long."""
+    """Rows of a shape; the last word of each question is as far from zero as its answer is long."""
     rows = shapes.make_rows(dataclasses.replace(shape, batch=count))
     found = []
     for index, row in enumerate(rows):
-        tokens = len(row["answer"]) // 5 + 1  # a word has five characters; and the end
+        tokens = len(row["answer"]) // 5 + 1  # a word has five characters; one more for the end
         prompt = tokenizer(row["instruction"] + row["question"])["input_ids"]
         prompt[-1] = words[tokens - 1]
         found.append(Encoded(index, [*prompt, *words[: tokens - 1][::-1], tokenizer.eos_token_id], len(prompt)))
@@ -64,7 +64,7 @@ def questions(shape: shapes.Shape, count: int, tokenizer: object, words: list[in
 
 
 class Transformers:
-    """Plain `generate`, so many questions at a time, perhaps with what they share in the cache already."""
+    """Plain `generate` on `rows` questions at a time, optionally with their common prefix already in the cache."""
 
     def __init__(self, model: torch.nn.Module, tokenizer: object, rows: int, most: int, prefix: int = 0) -> None:
         self.model, self.tokenizer, self.rows, self.prefix = model, tokenizer, rows, prefix
@@ -103,7 +103,7 @@ class Transformers:
 
 
 def contestants(model: torch.nn.Module, tokenizer: object, examples: list[Encoded]) -> dict[str, Callable]:
-    """The ways to answer, by name, ours first."""
+    """The ways to answer by name, accel_sft's first."""
     most = max(example.supervised_tokens for example in examples)
     generator = Generator(Accelerator(cpu=True), tokenizer, model, None)
     started = time.perf_counter()
@@ -120,7 +120,7 @@ def contestants(model: torch.nn.Module, tokenizer: object, examples: list[Encode
 
 @torch.no_grad()
 def measure(ways: dict[str, Callable], examples: list[Encoded], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every round, by name."""
+    """The seconds of every round, by the name of the way."""
     expected = {example.index: example.input_ids[example.prompt_length :] for example in examples}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for answer in ways.values():

@@ -38,7 +38,7 @@ from gpu_jobs import ALL, JOBS, MODELS, TINY, Job, flops, make_model
 
 HERE = Path(__file__).parent
 PROMPT = 16
-PEAKS = {  # dense bf16 FLOP/s by torch's name of the card; not of parts of one, and not of slower variants
+PEAKS = {  # dense bf16 FLOP/s by torch's name of the card; parts of a card and slower variants do not match
     r"H(100 80GB HBM3|200)": 989e12,
     r"A100[ -].*": 312e12,
     r"L40S": 362e12,
@@ -47,7 +47,7 @@ PEAKS = {  # dense bf16 FLOP/s by torch's name of the card; not of parts of one,
 
 
 def commands(job: Job, args: argparse.Namespace) -> list[tuple[str, str, list[str], dict[str, Any]]]:
-    """(trainer, launch, command, settings) of each line of a job."""
+    """(trainer, launch, command, settings) for each line of a job."""
     options = dict(job.options)
     if job.lora:
         adapter = {"adapter": "lora", "lora_r": job.adapter["r"], "lora_alpha": job.adapter["lora_alpha"]}
@@ -68,7 +68,7 @@ def commands(job: Job, args: argparse.Namespace) -> list[tuple[str, str, list[st
 
 
 def run(command: list[str], settings: dict[str, Any], folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """What a line's process answered, or `failed`: why it did not, in a few words."""
+    """The answer of a line's process; if there is none, `failed` says why, in a few words."""
     answer, log = folder / "answer.json", folder / "log"
     answer.unlink(missing_ok=True)
     settings = {**settings, "warmup_steps": args.warmup_steps, "steps": args.steps, "answer": str(answer)}
@@ -78,7 +78,7 @@ def run(command: list[str], settings: dict[str, Any], folder: Path, args: argpar
         try:
             status = process.wait(args.timeout)
         except subprocess.TimeoutExpired:
-            process.terminate()  # not killed at once: the launcher then ends its ranks
+            process.terminate()  # not SIGKILL: the launcher must be able to end its ranks
             process.wait()
             return {"failed": f"not done in {args.timeout} s"}
     if answer.exists():
@@ -95,7 +95,7 @@ def run(command: list[str], settings: dict[str, Any], folder: Path, args: argpar
 
 
 def card() -> dict[str, Any]:
-    """Name, memory in GiB and peak FLOP/s (None if unknown) of the first GPU, asked in a process of its own."""
+    """Name, memory in GiB and peak FLOP/s (None if unknown) of the first GPU, found in a separate process."""
     code = "import json, torch; c = torch.cuda; ok = c.is_available(); p = ok and c.get_device_properties(0); "
     code += "print(json.dumps([p.name, p.total_memory / 2**30] if ok else ['no GPU', None]))"
     name, memory = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()[-1])
@@ -129,7 +129,7 @@ def line(result: dict[str, Any]) -> str:
 
 
 def measure(args: argparse.Namespace, folder: Path, gpu: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every line of every job; prints each as soon as it is known."""
+    """The result of every line of every job; each is printed as soon as it is known."""
     results = []
     for model in MODELS:
         jobs = {name: job for name, job in JOBS.items() if job.model == model and (not args.job or name in args.job)}
@@ -137,7 +137,7 @@ def measure(args: argparse.Namespace, folder: Path, gpu: dict[str, Any]) -> list
             continue
         sizes = {**MODELS[model], **(TINY if args.tiny else {})}
         weights = folder / "model"
-        # in a process of its own, which leaves nothing on the card
+        # in a separate process, so that nothing is left on the card
         made = [sys.executable, __file__, "--make-model", json.dumps(sizes), str(weights)]
         n = int(subprocess.check_output(made, text=True).splitlines()[-1])
         for name, job in jobs.items():

@@ -1,4 +1,4 @@
-"""What is trained on a GPU: models of published sizes, the jobs on them, and the FLOPs that a token of a job takes."""
+"""Defines what is trained on a GPU: models of published sizes, jobs on them, and the FLOPs per token of a job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALL = ("ddp", "z0", "z1", "z2", "z3", "z2_offload", "z3_offload")
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is trained: `length` tokens a row, `batch` rows a step; `options` of the trainer."""
+    """One job: `length` tokens per row, `batch` rows per step, and `options` of the trainer."""
 
     model: str
     length: int
@@ -49,14 +49,14 @@ JOBS = {
 
 
 def make_model(folder: Path, sizes: dict[str, Any]) -> int:
-    """Write a Qwen2 of these sizes with random bf16 weights, and its tokenizer; N, as MFU counts it."""
+    """Write a Qwen2 of these sizes with random bf16 weights, and its tokenizer; returns N, as MFU counts it."""
     import torch
 
     torch.set_default_dtype(torch.bfloat16)
     model = shapes.make_qwen2(
         folder,
         sizes["vocabulary"],
-        device="cuda" if torch.cuda.is_available() else "cpu",  # where random numbers are quick
+        device="cuda" if torch.cuda.is_available() else "cpu",  # a GPU draws random numbers faster
         hidden_size=sizes["hidden"],
         intermediate_size=sizes["intermediate"],
         num_hidden_layers=sizes["layers"],
@@ -73,6 +73,6 @@ def make_model(folder: Path, sizes: dict[str, Any]) -> int:
 
 
 def flops(job: Job, sizes: dict[str, Any], n: int) -> tuple[float, float]:
-    """FLOPs of a token: by N, and with attention's products."""
+    """FLOPs per token: by N alone, and with attention's products."""
     by_parameters = (4 if job.lora else 6) * n
     return by_parameters, by_parameters + 6 * sizes["layers"] * sizes["hidden"] * job.length

@@ -33,7 +33,7 @@ PREFIX = "王大丫丫的回答是--->"
 
 @dataclasses.dataclass
 class Start:
-    """One run: seconds, and CPU seconds, from the command to the first step; unique memory in training, in MiB."""
+    """One run: seconds and CPU seconds from the command to the first step, and unique memory in training, in MiB."""
 
     seconds: float
     cpu_seconds: float
@@ -42,7 +42,7 @@ class Start:
 
 
 def write_rows(path: Path, count: int, seed: int, odd: int) -> None:
-    """Rows as in series A about even or odd numbers, so that training and validation share none."""
+    """Write rows like those of series A, about even or odd numbers, so that training and validation share none."""
     draw = np.random.default_rng(seed)
     with path.open("w", encoding="utf-8") as file:
         for begin in range(0, count, 100_000):
@@ -55,7 +55,7 @@ def write_rows(path: Path, count: int, seed: int, odd: int) -> None:
 
 
 def make_model(folder: Path) -> None:
-    """The built-in model with a tokenizer for such rows, saved: what is timed is the data's way."""
+    """Save the built-in model with a tokenizer for such rows, so that a run need not build it: the data is timed."""
     from accel_sft.models.tiny import build_tiny
 
     draw = np.random.default_rng(0).integers(2, 10**9, 2000)
@@ -63,14 +63,14 @@ def make_model(folder: Path) -> None:
 
 
 def ranks_of(process: psutil.Process) -> list[psutil.Process]:
-    """The processes below (or the one itself) that train: those that have no child which is Python too."""
+    """The processes that train: the accel_sft processes among `process` and its descendants that have no children."""
     family = [process, *process.children(recursive=True)]
     parents = {child.ppid() for child in family}
     return [each for each in family if each.pid not in parents and "accel_sft" in " ".join(each.cmdline())]
 
 
 def to_first_step(command: list[str], folder: Path, cache: Path) -> tuple[subprocess.Popen, float]:
-    """A run in `folder` that has made its first step, and seconds since the command."""
+    """Start a run in `folder`; returns it after its first step, and the seconds since the command."""
     environment = {**os.environ, "ACCEL_SFT_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
     metrics, log = folder / "metrics.jsonl", folder.with_suffix(".log")
     begun = time.perf_counter()
@@ -85,12 +85,12 @@ def to_first_step(command: list[str], folder: Path, cache: Path) -> tuple[subpro
 
 
 def entries(cache: Path) -> set[Path]:
-    """What is kept in the cache, each kind in its folder."""
+    """The entries of the cache, which keeps each kind in its own folder."""
     return set(cache.glob("*/[!.]*"))
 
 
 def run(command: list[str], folder: Path, cache: Path, again: bool) -> Start:
-    """Train in `folder` and watch; `again`: the tokens must be in the cache, and otherwise not."""
+    """Train in `folder` and measure; with `again` the tokens must be in the cache, without it they must not."""
     before = entries(cache)
     process, seconds = to_first_step(command, folder, cache)
     if (entries(cache) == before) != again:
@@ -101,14 +101,14 @@ def run(command: list[str], folder: Path, cache: Path, again: bool) -> Start:
     while process.poll() is None:
         try:
             samples.append(max(rank.memory_full_info().uss for rank in ranks_of(watched)) / 2**20)
-        except (psutil.Error, ValueError):  # it ends
+        except (psutil.Error, ValueError):  # the process is ending
             continue
         time.sleep(0.1)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
     if len(samples) < 2:
         raise SystemExit(f"{folder}: over before its memory was read twice; ask for more --steps")
-    samples = samples[: -max(len(samples) // 10, 1)]  # while weights are exported nothing is trained
+    samples = samples[: -max(len(samples) // 10, 1)]  # at the end weights are exported, which is no training
     cpu_seconds = sum(time.user + time.system for time in times)
     return Start(seconds, cpu_seconds, statistics.median(samples), max(samples))
 

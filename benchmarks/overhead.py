@@ -37,7 +37,7 @@ EXAMPLES = 2048
 
 
 def time_parts(clock: Clock) -> None:
-    """Have every call that a step consists of timed where the loop makes it."""
+    """Time every call that a step consists of, where the loop makes it."""
     from accel_sft.batching.layouts import Batching
     from accel_sft.data.step_plan import StepPlan
     from accel_sft.data.token_store import TokenStore
@@ -69,10 +69,10 @@ def time_parts(clock: Clock) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """One run of the loop in this process: seconds of every part of every step, which ends where `on_step` is called.
+    """Run the loop once in this process; returns the seconds of every part of every step, which ends with `on_step`.
 
     Raises:
-        LookupError: a part's call is gone, or the loop does not make it any more.
+        LookupError: a part's function is gone, or the loop does not call it any more.
     """
     sys.path.insert(0, str(HERE / "contestants"))
     from accel_sft.launch.environment import prepare_environment
@@ -125,7 +125,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_own_process(args: argparse.Namespace, folder: Path, bar: bool) -> dict[str, Any]:
-    """`measure` in a process whose standard output is a terminal of its own, or a pipe."""
+    """Run `measure` in a process whose standard output is a terminal (`bar`) or a pipe."""
     answer = folder / "answer.json"
     flags = {
         "steps": args.steps,
@@ -141,7 +141,7 @@ def in_own_process(args: argparse.Namespace, folder: Path, bar: bool) -> dict[st
     with subprocess.Popen(command, stdout=writing, env=environment) as process:
         os.close(writing)
         shown = []
-        while True:  # until the other end is closed, of which a terminal says EIO
+        while True:  # until the other end is closed, which a terminal reports as EIO
             try:
                 part = os.read(reading, 65536)
             except OSError:
@@ -156,7 +156,7 @@ def in_own_process(args: argparse.Namespace, folder: Path, bar: bool) -> dict[st
 
 
 def table(runs: dict[str, dict[str, Any]]) -> str:
-    """Median and mean milliseconds a step of every part, and its share of a step, as markdown."""
+    """A Markdown table of every part's median and mean milliseconds per step, and its share of a step."""
     parts = sorted({part for run in runs.values() for step in run["steps"] for part in step} - set(COMPUTE))
 
     def times(run: dict[str, Any], *wanted: str) -> tuple[float, float]:

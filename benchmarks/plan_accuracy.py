@@ -35,9 +35,9 @@ LENGTHS = {
     "short": shapes.Shape(20, (20, 41), (10, 21), 16, 1),
     "long": shapes.Shape(200, (300, 501), (100, 201), 4, 1),
 }
-"""Rows of a step: 16 of about 65 tokens, 4 of about 750."""
+"""Rows of a step: 16 rows of about 65 tokens, or 4 rows of about 750."""
 WIDTHS = {20: (384, 6), 60: (640, 10), 110: (896, 10), 200: (1024, 14)}
-"""Hidden size and layers of a model of about so many million parameters, with a vocabulary of 16,384."""
+"""Millions of parameters (about) to hidden size and layers, with a vocabulary of 16,384."""
 STEPS = 3
 LAUNCHES = ("ddp", "z0", "z1", "z2", "z3", "z2_offload", "z3_offload")
 FITTED = [
@@ -74,7 +74,7 @@ def make_model(folder: Path, millions: int) -> None:
 
 
 def run_case(work: Path, millions: int, launch: str, adapter: str, length: str, ranks: int) -> dict[str, Any]:
-    """Launch one run; what its phases took, and what decides it."""
+    """Launch one run; returns the case, the facts that its memory depends on, and the measured memory of its phases."""
     model, data, out = work / f"model-{millions}", work / f"{length}.json", work / "run"
     make_model(model, millions)
     shapes.write(data, LENGTHS[length])
@@ -107,7 +107,7 @@ def run_case(work: Path, millions: int, launch: str, adapter: str, length: str, 
 
 
 def predicted(work: Path, case: dict[str, Any]) -> dict[str, float]:
-    """GiB of each phase by the closed form, for the largest forward that the run made."""
+    """The closed form's GiB for each phase, for the largest forward that the run made."""
     folder = work / f"model-{case['millions']}"
     make_model(folder, case["millions"])
     content = read_config(folder)
@@ -129,7 +129,7 @@ def predicted(work: Path, case: dict[str, Any]) -> dict[str, float]:
 
 
 def show(cases: list[dict[str, Any]], work: Path) -> None:
-    """One line a case: peak, error of the peak, and of each phase; then means and worst."""
+    """Print a line for each case (peak, its error, the error of each phase), then mean and worst errors."""
     print("| parameters | launch file | training | rows | predicted | measured | error | by phase |")
     print("|---|---|---|---|---|---|---|---|")
     peaks: dict[str, list[float]] = {"fitted": [], "held out": []}

@@ -26,6 +26,7 @@ from accel_sft.tools.plan.simulation import simulate
 
 GIB = 2**30
 MARK = 0.10
+"""Mean relative difference up to which the two answers count as agreeing."""
 LAUNCH = Path(__file__).parent.parent / "accelerate_configs/z2.yaml"
 
 
@@ -56,11 +57,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768,
     },
 }
-"""Of the shapes of Qwen2.5's and Qwen3's published configurations."""
+"""Models with the shapes of Qwen2.5's and Qwen3's published configurations."""
 
 
 def compare(name: str, adapter: str, recomputed: bool, tokens: int, layers: int | None) -> dict[str, Any]:
-    """One case: both answers in GiB, and the seconds that the simulation took."""
+    """The result of one case: both answers in GiB, and the seconds that the simulation took."""
     config = dict(MODELS[name])
     config["num_hidden_layers"] = min(config["num_hidden_layers"], layers or config["num_hidden_layers"])
     job = Job(

@@ -25,7 +25,7 @@ LAUNCHES = {"fp32": ("no", None), "bf16": ("bf16", None), "bf16, ZeRO-2": ("bf16
 
 
 def variables(precision: str, stage: int | None) -> dict[str, str]:
-    """What `accelerate launch` tells a single rank by its environment."""
+    """The environment variables that `accelerate launch` gives a single rank."""
     found = {"ACCELERATE_MIXED_PRECISION": precision}
     if stage is not None:
         with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,4 +1,4 @@
-"""What is measured: rows of instruction, question and answer with known token counts, and a model for them."""
+"""Makes what is measured: rows of instruction, question and answer with known token counts, and a model for them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assista
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Token counts; question and answer lengths are drawn from a range, its end excluded.
+    """The token counts of a job's rows; question and answer lengths are drawn from a range, its end excluded.
 
     Attributes:
         batch: rows of an optimizer step.
         steps: optimizer steps of one round.
-        spread: `even` over the range; `log`: even in their logarithm; `skewed`: many short ones and a long tail, as
-            sentences and label objects are (a gamma distribution with the range's middle as its mean).
+        spread: how lengths are drawn. `even`: uniformly over the range; `log`: uniformly in the logarithm; `skewed`:
+            many short ones and a long tail, like sentences and label objects (a gamma distribution whose mean is the
+            middle of the range).
     """
 
     instruction: int
@@ -47,7 +48,7 @@ SHAPES = {
 
 
 def make_rows(shape: Shape, seed: int = 0) -> list[dict[str, str]]:
-    """One step's rows; every step trains on the same ones, in each contestant's own order."""
+    """The rows of one step; every step trains on the same rows, in each contestant's own order."""
     draw = np.random.default_rng(seed)
 
     def words(count: int) -> str:
@@ -66,14 +67,14 @@ def make_rows(shape: Shape, seed: int = 0) -> list[dict[str, str]]:
         {
             "instruction": instruction,
             "question": words(length(*shape.question)),
-            "answer": words(length(*shape.answer) - 1),  # and the end-of-turn token
+            "answer": words(length(*shape.answer) - 1),  # the end-of-turn token is one more
         }
         for _ in range(shape.batch)
     ]
 
 
 def make_tokenizer() -> Any:
-    """One token per word, a letter otherwise; the chat template puts nothing between messages."""
+    """A tokenizer with one token per word, else one per byte; its chat template puts nothing between messages."""
     from tokenizers import pre_tokenizers
     from transformers import Qwen2Tokenizer
 
@@ -85,12 +86,12 @@ def make_tokenizer() -> Any:
 
 
 def make_qwen2(folder: Path, vocabulary: int = 0, device: str = "cpu", tokenizer: Any = None, **config: Any) -> Any:
-    """Write a Qwen2 with random weights, and the tokenizer (`make_tokenizer`'s if none is given); the model.
+    """Write a Qwen2 with random weights and a tokenizer (`make_tokenizer`'s if none is given); returns the model.
 
     Args:
-        vocabulary: rows of the head at least; more than there are words, as large models have.
+        vocabulary: least number of rows of the head; it may exceed the tokenizer's tokens, as in large models.
         device: where the weights are drawn.
-        config: of `Qwen2Config`.
+        config: arguments of `Qwen2Config`.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -106,7 +107,7 @@ def make_qwen2(folder: Path, vocabulary: int = 0, device: str = "cpu", tokenizer
 
 
 def make_model(folder: Path, hidden: int = 384, layers: int = 6, vocabulary: int = 0, tokenizer: Any = None) -> int:
-    """Write a Qwen2 of about 12 million parameters (384 wide, 6 layers) with one token per word; its parameters."""
+    """Write a Qwen2, by default of about 12 million parameters, with one token per word; returns its parameters."""
     model = make_qwen2(
         folder,
         vocabulary,
@@ -123,7 +124,7 @@ def make_model(folder: Path, hidden: int = 384, layers: int = 6, vocabulary: int
 
 
 def write(file: Path, shape: Shape) -> tuple[int, int]:
-    """Write a step's rows of that shape; (tokens, supervised tokens) of them all."""
+    """Write a step's rows of a shape; returns the (tokens, supervised tokens) of all of them."""
     rows = make_rows(shape)
     file.write_text(json.dumps(rows))
     prompt = sum(len(row["instruction"] + row["question"]) // 5 for row in rows)  # a word has five characters

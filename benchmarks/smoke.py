@@ -1,4 +1,4 @@
-"""`--smoke`: any benchmark in one small round, which shows that it runs; its numbers then say nothing.
+"""The option `--smoke` runs any benchmark in one small round to see that it works; its numbers then say nothing.
 
 python benchmarks/NAME.py --smoke
 """
@@ -10,12 +10,12 @@ from typing import Any
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """One that shows `description` as it is written."""
+    """A parser that shows `description` as it is written."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def parse(parser: argparse.ArgumentParser, **small: Any) -> argparse.Namespace:
-    """The command line's arguments; with `--smoke` those in `small` have these values unless they are given."""
+    """The command line's arguments; with `--smoke`, those in `small` have these values unless the user gives them."""
     told = ", ".join(f"{name} {value}" for name, value in small.items())
     parser.add_argument("--smoke", action="store_true", help=f"Only see that it runs: {told}.")
     args = parser.parse_args()

@@ -27,14 +27,14 @@ HERE = Path(__file__).parent
 
 
 class Ended(Exception):
-    """What a contestant said before it ended by itself."""
+    """A contestant ended by itself; the message is what it said before."""
 
 
 class Contestant:
-    """A trainer in a process of its own that waits for its turn.
+    """A trainer in its own process, which waits for its turn.
 
     Args:
-        variables: of its environment, beside those that are the same for all.
+        variables: environment variables besides those that are the same for all.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Contestant:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(os.cpu_count()),
-            "GOMP_SPINCOUNT": "5000",  # accel_sft's own; the others would suffer more from other programs without it
+            "GOMP_SPINCOUNT": "5000",  # accel_sft sets it itself; without it other programs slow the peers more
             "HF_HUB_OFFLINE": "1",
             "DS_ACCELERATOR": "cpu",
-            "TMPDIR": str(Path(settings["rows"]).parent),  # what it leaves is gone with the rows
+            "TMPDIR": str(Path(settings["rows"]).parent),  # what it leaves is deleted with the rows
             **(variables or {}),
         }
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
@@ -76,7 +76,7 @@ class Contestant:
 
 
 def field(args: argparse.Namespace, shape: shapes.Shape) -> list[tuple]:
-    """(name, python, script, settings) of every contestant."""
+    """(name, python, script, settings) for every contestant."""
     found = [("accel_sft", sys.executable, "ours.py", {})]
     small = {"rows_per_forward": min(args.rows_per_forward, shape.batch)}
     packs, longest = {"rows_per_forward": 1, "batch": 1}, max(512, shape.longest)
@@ -90,7 +90,7 @@ def field(args: argparse.Namespace, shape: shapes.Shape) -> list[tuple]:
             ("TRL, packed", args.peers, "trl_sft.py", {**packs, "options": packed}),
         ]
     if args.llamafactory:
-        # it fills packs up to a multiple of 8, but not their positions
+        # LLaMA-Factory pads packs to a multiple of 8, but not their positions
         script, packed = "llamafactory_sft.py", {"packing": True, "cutoff_len": -(-longest // 8) * 8}
         found += [
             ("LLaMA-Factory", args.llamafactory, script, small),
@@ -108,7 +108,7 @@ def field(args: argparse.Namespace, shape: shapes.Shape) -> list[tuple]:
 
 @contextlib.contextmanager
 def leaving_out(contestants: list[Contestant], name: str) -> Iterator[None]:
-    """A peer that ends by itself is told of and left out; accel_sft ending ends all."""
+    """While inside, a peer that ends by itself is reported and left out; if accel_sft ends, everything ends."""
     try:
         yield
     except (Ended, BrokenPipeError) as error:

@@ -33,7 +33,7 @@ LAUNCHES = {"no launcher": [sys.executable], "z2, one process": [*ZERO2, "1"], "
 def start(
     launch: list[str], options: list[str], cache: str, importtime: bool = False
 ) -> tuple[dict[str, float], list[str]]:
-    """Phases and their seconds, in order; and the lines of `-X importtime`, if asked for."""
+    """The phases of one start with their seconds, in order, and the lines that it printed (`-X importtime`'s too)."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         environment = {**os.environ, "FIRST_STEP_FOLDER": folder, "ACCEL_SFT_CACHE": cache}
@@ -56,13 +56,13 @@ def start(
 
 
 def first_and_second(name: str, options: list[str]) -> dict[str, dict[str, float]]:
-    """Phases of a launch's start with an empty cache, and of the next."""
+    """The phases of a launch's start with an empty cache, and of a second start."""
     with tempfile.TemporaryDirectory() as cache:
         return {f"{name}, {which}": start(LAUNCHES[name], options, cache)[0] for which in ("first", "again")}
 
 
 def packages(lines: list[str]) -> dict[str, dict[str, float]]:
-    """{phase: {package: seconds}} of the imports, each module's own time counted for its package."""
+    """{phase: {package: seconds}} of the imports; each module's own time counts for its package."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     within = ["launcher and interpreter"]
     for line in lines:

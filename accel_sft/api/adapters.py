@@ -10,9 +10,9 @@ class AdapterType:
     """What settings and launch need to know of an adapter type.
 
     Attributes:
-        saved_settings: keys of peft's `adapter_config.json` that an adapter keeps for life, and the fields of
-            `TrainConfig` that must say the same when it is trained on.
-        mergeable: whether its weights can be added to those of the linear layers it stands on.
+        saved_settings: keys of peft's `adapter_config.json` that never change in an adapter, each with the field of
+            `TrainConfig` that must agree with it when the adapter is trained further.
+        mergeable: whether its weights can be added to those of the linear layers that it adapts.
         launch_problems: why it cannot be trained on a backend and what to do, by accelerate's name of the backend.
     """
 
@@ -35,37 +35,39 @@ ADAPTERS: dict[str, AdapterType] = {
         },
     ),
 }
-"""By name: peft's name of the type in lower case."""
+"""Adapter types by name, which is peft's name of the type in lower case."""
 
 LORA_ONLY = ("use_rslora", "use_dora", "lora_init", "lora_modules_to_save", "lora_target_parameters", "load_in_4bit")
-"""Settings that say how LoRA's layers are made: they are properties of one type, as peft has it, and go together where
-`conflicts` does not say otherwise."""
+"""Settings of how LoRA's layers are made. They apply to peft's LoRA alone, and can be combined unless `conflicts`
+objects."""
 OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
-"""Settings of every type, which do nothing where there is no adapter."""
+"""Settings that every adapter type has; without an adapter they do nothing."""
 SPLITS = ("pissa", "olora")
-"""Values of `--lora-init` by which an adapter begins as a part of its base's weights, which is taken out of them."""
+"""Values of `--lora-init` that start the adapter as a part of its base's weights and subtract that part from them."""
 
 
 def names_of(text: str | None) -> list[str]:
-    """The names in an option's text, which has commas between them."""
+    """The comma-separated names in an option's text."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def unused(config: Any, defaults: Any) -> list[str]:
-    """Settings of an adapter that were chosen where there is none, by name.
+    """Names of the adapter settings that were chosen although there is no adapter.
 
     Args:
-        config, defaults: of `TrainConfig`.
+        config: a `TrainConfig`.
+        defaults: `TrainConfig` itself, or another object with the default of each setting.
     """
     without = OF_ADAPTERS if config.adapter == "none" else ()
     return [name for name in without if getattr(config, name) != getattr(defaults, name)]
 
 
 def conflicts(config: Any, defaults: Any) -> list[str]:
-    """Settings of an adapter that do not go together, one line each.
+    """Adapter settings that cannot be combined, one line each.
 
     Args:
-        config, defaults: of `TrainConfig`.
+        config: a `TrainConfig`.
+        defaults: `TrainConfig` itself, or another object with the default of each setting.
     """
     given = [name for name in LORA_ONLY if getattr(config, name) != getattr(defaults, name)]
     flags = {name: f"--{name.replace('_', '-')}" for name in given}

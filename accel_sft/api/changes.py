@@ -1,4 +1,4 @@
-"""In which settings a resumed run may differ from what its folder records. No torch."""
+"""Finds the settings in which a resumed run differs, and may not differ, from what its folder records. No torch."""
 
 from typing import Any
 
@@ -18,11 +18,12 @@ _SCHEDULE = ("warmup_steps", "decay_ratio", "min_lr_ratio")
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """One line for each setting of the mathematics in which a resumed run differs from what its folder records."""
+    """One line for each setting outside `LAYOUT` in which a resumed run differs from what its folder records."""
     lines = []
     defaults = {name: getattr(TrainConfig, name) for name in ("optimizer", *_SCHEDULE, *LORA_ONLY)}
-    unrecorded = {**defaults, "thinking": "template", "template_date": after.get("template_date")}  # by version 0.1
-    unrecorded["control_tokens"] = after.get("control_tokens")  # the data's hash tells a difference
+    # version 0.1 did not record these
+    unrecorded = {**defaults, "thinking": "template", "template_date": after.get("template_date")}
+    unrecorded["control_tokens"] = after.get("control_tokens")  # the data's hash shows a difference
     before = {**unrecorded, **before}
     for key in sorted(before.keys() | after.keys()):
         if key not in LAYOUT and before.get(key) != after.get(key):

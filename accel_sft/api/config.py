@@ -179,7 +179,7 @@ class TrainConfig:
         return found + conflicts(self, TrainConfig)
 
     def resolved(self, defaults: dict[str, Any]) -> TrainConfig:
-        """A copy in which every None is replaced by the value in `defaults`, which suit the model, or the usual one."""
+        """A copy in which each None is replaced by the model's default, from `defaults`, or else by the usual one."""
         values = {**_USUAL, **defaults}
         if self.adapter != "none":
             values = {**values, "learning_rate": max(values["learning_rate"], _ADAPTER_LEARNING_RATE)}
@@ -195,7 +195,7 @@ class TrainConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class EvaluateConfig(TrainConfig):
-    """The settings of `evaluate`, which takes some of them; the others have their defaults."""
+    """The settings of `evaluate`: it takes some of training's, and the others keep their defaults."""
 
     model: str = _model(basic=True, help="A run, saved weights or an adapter by folder, or a hub id.")
     base: str | None = _model(
@@ -208,7 +208,7 @@ class EvaluateConfig(TrainConfig):
 
 @dataclasses.dataclass(kw_only=True)
 class PlanConfig(TrainConfig):
-    """The settings of `plan`: all of training's, so that a training command is planned as it is, and its own."""
+    """The settings of `plan`: its own and all of training's, so that a training command can be planned unchanged."""
 
     gpus: int | None = _plan(None, min=0, help="GPUs of a machine, 0: its CPU; default: this machine's.")
     gpu_memory: float | None = _plan(None, min=0, help="GiB of one GPU; default: this machine's.")
@@ -224,7 +224,7 @@ class PlanConfig(TrainConfig):
 
 @dataclasses.dataclass(kw_only=True)
 class CheckConfig(TrainConfig):
-    """The settings of `check`: all of training's, so that a training command is audited as it is, and its own."""
+    """The settings of `check`: its own and all of training's, so that a training command can be audited unchanged."""
 
     strict: bool = _check(False, help="Warnings make the exit status 1 too, not errors alone.")
     score: bool = _check(True, help="Score every example's own answer by the task's score().")
@@ -243,7 +243,7 @@ def _is_day(text: Any) -> bool:
 _STEPS = "a number of steps, auto, epoch or off", ("auto", "epoch", "off")
 _EXAMPLES = "a number of examples or auto", ("auto",)
 _NUMBER_OR_WORD = {"eval_every": _STEPS, "save_every": _STEPS, "micro_batch_size": _EXAMPLES}
-"""Settings that are a number or a word: what a message says is expected, and the words."""
+"""Settings that are a number or a word, each with the expectation that a message states, and the words."""
 _USUAL: dict[str, Any] = {
     "max_length": 2048,
     "thinking": "template",
@@ -256,4 +256,5 @@ _USUAL: dict[str, Any] = {
     "adam_beta2": 0.999,
 }
 _ADAPTER_LEARNING_RATE = 10 * _USUAL["learning_rate"]
-"""LoRA learns best at about ten times the rate of full fine-tuning, whatever its rank ("LoRA Without Regret", 2025)."""
+"""Lowest default learning rate of an adapter: LoRA learns best at about ten times the rate of full fine-tuning,
+whatever its rank ("LoRA Without Regret", 2025)."""

@@ -8,9 +8,9 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.options import Setting, settings, shown
 
 TASK = "task"
-"""The key that names the task, in a file that says all of a run."""
+"""The key that names the task, in a file that describes a whole run."""
 _OFF = ("eval_every", "save_every", "resume")
-"""Options with the value `off`, for which YAML 1.1 has other words too."""
+"""Options that take the value `off`, which YAML 1.1 spells `no` and `false` too."""
 
 
 def load_yaml(path: str, *classes: type) -> tuple[dict[str, Any], list[str]]:
@@ -19,8 +19,8 @@ def load_yaml(path: str, *classes: type) -> tuple[dict[str, Any], list[str]]:
     Args:
         classes: the dataclasses (trainer's, task's) whose fields may stand in the file.
     Returns:
-        The values by name, wrong ones too, a misspelt option's under the name that was meant; and the problems, one
-        line each: names given twice, unknown names with the nearest known one, values that cannot be used.
+        The values by name (wrong values too, and a misspelt option's value under the nearest known name), and the
+        problems, one line each: names given twice, unknown names with the nearest known one, unusable values.
     Raises:
         UserError: the file cannot be read, or is not a mapping in YAML.
     """
@@ -88,13 +88,13 @@ def _text(node: Any) -> str | None:
 
 
 def _value(setting: Setting, node: Any) -> Any:
-    """What a node of YAML means as this setting; an empty collection where it can be no setting's value."""
+    """The value of a YAML node for this setting; an empty collection if it cannot be any setting's value."""
     parts = node.value if node.id == "sequence" else [node]
     if any(part.id != "scalar" for part in parts):
         return [] if node.id == "sequence" else {}
     if node.tag == "tag:yaml.org,2002:null":
         return None
-    text = ",".join(part.value for part in parts)  # options that take several names take them with commas between
+    text = ",".join(part.value for part in parts)  # options that take several names separate them by commas
     return "off" if setting.name in _OFF and text.lower() in ("off", "no", "false") else setting.read(text)
 
 

@@ -1,4 +1,4 @@
-"""The error that is shown to users without a traceback, and the place and the first line of others."""
+"""The error that users see without a traceback, and helpers that name another error's place and first line."""
 
 import traceback
 from pathlib import Path
@@ -8,7 +8,7 @@ class UserError(Exception):
     """An error that the user can fix: one line for each problem, with what is wrong, where, and what to do.
 
     It is printed without a traceback (unless `--debug`) and ends the process with a non-zero status. Control characters
-    are spelt out: a problem may repeat what stands in a file.
+    are escaped, because a problem may repeat a file's content.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -21,12 +21,12 @@ def _spelt_out(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """An error's first line of text; the name of its class if it has none, as a bare `raise NotImplementedError`."""
+    """The first line of an error's message, or its class name if it has none (a bare `raise NotImplementedError`)."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def what_and_where(error: BaseException) -> str:
-    """An error in a plugin's code as text, with the last source line outside this package that it went through."""
+    """An error in a plugin's code as text, with the innermost source line outside this package."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:  # it names the place itself
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     package = Path(__file__).parent.parent

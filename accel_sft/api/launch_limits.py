@@ -1,4 +1,4 @@
-"""Which settings a launch cannot train with, and why: adapters, how they are made, and optimizers. No torch."""
+"""Says which adapters, settings of adapters and optimizers a launch cannot train with, and why. No torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,8 @@ _SETTINGS: dict[tuple[str, Any], Mapping[str, str]] = {
         "z2.yaml",
     },
 }
-"""By setting and value, True for any: problems by accelerate's name of the backend, with or without a ZeRO stage."""
+"""Problems by (setting, value), then by accelerate's name of the backend, with or without a ZeRO stage. The value True
+stands for any value that switches the setting on."""
 
 
 def launch_problem(settings: Any, backend: str, stage: int = 0) -> str | None:
@@ -29,8 +30,8 @@ def launch_problem(settings: Any, backend: str, stage: int = 0) -> str | None:
 
     Args:
         settings: a `TrainConfig`, or a `Job` of the plan.
-        backend: accelerate's name of it.
-        stage: of ZeRO, under DeepSpeed.
+        backend: accelerate's name of the backend.
+        stage: the ZeRO stage, under DeepSpeed.
     """
     kinds: dict[tuple[str, Any], Mapping[str, str]] = dict(_SETTINGS)
     kinds |= {("adapter", name): kind.launch_problems for name, kind in ADAPTERS.items()}

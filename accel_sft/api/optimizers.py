@@ -1,4 +1,4 @@
-"""The optimizers that `--optimizer` offers: what they keep of a parameter, and where they can train. No torch."""
+"""The optimizers that `--optimizer` offers: bytes of state per element, and where they can train. No torch."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ class OptimizerType:
     """What settings, launch and memory need to know of an optimizer.
 
     Attributes:
-        matrix_bytes, other_bytes: of its state, for each element of a trained matrix within the blocks (or of an
-            adapter), and of any other trained parameter.
-        package: beside torch, what it needs.
+        matrix_bytes, other_bytes: bytes of optimizer state for each element of a trained matrix within the blocks (or
+            of an adapter), and for each element of any other trained parameter.
+        package: the package that it needs beside torch.
         launch_problems: why it cannot train on a backend and what to do, by accelerate's name of the backend.
     """
 

@@ -9,10 +9,10 @@ from typing import Any
 
 _EXPECTED = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 _TYPES = {hint: (kind, hint is not kind) for kind in _EXPECTED for hint in (kind, kind | None)}
-"""What a field's annotation says: its type, and whether None is a value too."""
+"""By a field's annotation: its type, and whether None is a value too."""
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _SHOWN = 80
-"""Characters of a value that a message repeats at most."""
+"""Most characters of a value that a message repeats."""
 
 
 def option(
@@ -29,14 +29,14 @@ def option(
     """A dataclass field that is also a command-line option.
 
     Args:
-        default: the value without the option; left out, the option must be given.
+        default: the value when the option is not given; without a default, the option is required.
         help: one line for `--help`; name the unit.
         choices: the accepted words of a `str` option.
         min, max: inclusive limits of a number.
         section: heading under which `--help` lists it.
-        basic: whether `--help` lists it too if it is the trainer's; `--help-all` lists all. A task's are always listed.
-        rows: whether a `str` option names rows for `read_rows`: it may be given several times, which joins the names by
-            commas, and one that is not there is refused before anything is loaded.
+        basic: whether `--help` lists an option of the trainer; `--help-all` lists all. A task's are always listed.
+        rows: whether a `str` option names rows for `read_rows`. It may then be given several times (the names are
+            joined by commas), and a missing file or folder is refused before anything is loaded.
     """
     if isinstance(default, (list, dict, set)):
         raise TypeError(f"option(default={default!r}): a default is shared between runs, use an immutable value")
@@ -46,7 +46,7 @@ def option(
 
 
 HIDDEN = "***"
-"""Stands in records for the value of an option whose name says that it is a secret."""
+"""Written to records instead of the value of an option whose name says that it is a secret."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Setting:
         return self.default is dataclasses.MISSING
 
     def read(self, text: str) -> Any:
-        """What a text means, on the command line and in a file; the text itself where it is no value: see `problem`."""
+        """The value of a text from the command line or a file; if it is none, the text itself, for `problem`."""
         try:
             return _SWITCH.get(text.lower(), text) if self.type is bool else self.type(text)
         except ValueError:
@@ -85,7 +85,7 @@ class Setting:
         """What is wrong with `value` as this setting, or None."""
         if value is None:
             return None if self.optional else f"{self.flag}: a value is needed"
-        if isinstance(value, int) and value.bit_length() > 63:  # too large for a tensor, perhaps to print
+        if isinstance(value, int) and value.bit_length() > 63:  # too large for a tensor, perhaps even to print
             return f"{self.flag}: a number of {value.bit_length()} bits; 63 are the most"
         accepted = (int, float) if self.type is float else (self.type,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and self.type is not bool):

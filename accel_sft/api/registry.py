@@ -16,13 +16,13 @@ from accel_sft.api.task_file import TaskFile, load_file, task_file
 
 GROUP = "accel_sft.tasks"
 ALLOWED = "ACCEL_SFT_TASKS"
-"""The variable that names the tasks, distributions and files whose code may run, commas between; unset: all."""
+"""Environment variable with the comma-separated tasks, distributions and files whose code may run; unset: all."""
 SHIPPED = {"chat": "accel-sft-chat", "math": "accel-sft-math", "ner": "accel-sft-ner"}
 """Task names that belong to the distributions this project ships."""
 RESERVED = frozenset(
     ("tasks", "check", "plan", "compare", "report", "evaluate", "generate", "merge", "push", "new-task", "install")
 ) | {"launch-file", "doctor", "completion", "export-data"}
-"""Names of tools, present and to come, which no task may take."""
+"""Names of present and planned tools, which no task may have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ def names() -> dict[str, str]:
 
 
 def load(name: str) -> type[Task]:
-    """Import the task called `name`, or in the file of that name, and check it against the contract.
+    """Import the installed task `name`, or the task in the file `name`, and check it against the contract.
 
     Raises:
         UserError: no such task (with the nearest names), or a plugin or file that cannot be used, and why.
@@ -127,7 +127,7 @@ def _entry_points() -> list[Plugin]:
             continue
         name = _printable(metadata["Name"] or "(unnamed)")
         normalized = re.sub(r"[-_.]+", "-", name).lower()
-        if normalized in seen:  # as imports do: the first on the path hides the later
+        if normalized in seen:  # as with imports, the first on the path hides later ones
             continue
         seen.add(normalized)
         about = (normalized, _printable(metadata["Version"] or "(no version)"), _printable(metadata["Summary"] or ""))
@@ -145,7 +145,7 @@ def _printable(text: str) -> str:
 
 
 def _section(text: str) -> list[str]:
-    """Lines of the group's section, however the rest of the file is damaged: each task is told of by its own line."""
+    """Lines of the group's section, one for each task, even if other lines of the file are damaged."""
     lines, inside = [], False
     for line in map(str.strip, text.splitlines()):
         if line.startswith("["):

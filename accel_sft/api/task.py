@@ -20,7 +20,7 @@ class Task(abc.ABC):
     main_metric: ClassVar[str]
     """Key of `aggregate`'s result that decides which checkpoint is best.
 
-    "eval_loss", with `higher_is_better` False: the validation loss does, and no answer is generated or scored.
+    If it is "eval_loss", with `higher_is_better` False, the validation loss decides, and no answer is generated.
     """
     higher_is_better: ClassVar[bool] = True
 
@@ -28,9 +28,9 @@ class Task(abc.ABC):
     def dataset(self, split: str) -> Sequence[Any]:
         """The examples of `split`, "train" or "validation". Raise UserError for data that cannot be used.
 
-        A sequence may have an attribute `fingerprint`, a text that changes whenever an example does (what `read_rows`
-        returns has one): then a later start need not read every message and target to find that none has changed. An
-        attribute `notes` has lines about the data that are shown at the start.
+        The sequence may have an attribute `fingerprint`, a text that changes whenever an example does (the result of
+        `read_rows` has one). A later start then need not read every message and target to see that none has changed.
+        An attribute `notes` may hold lines about the data, which are shown at the start.
         """
 
     @abc.abstractmethod
@@ -45,12 +45,12 @@ class Task(abc.ABC):
     def target(self, example: Any) -> str | list[dict[str, Any]]:
         """The answer: the only text (with its end-of-turn token) that carries loss.
 
-        Or the turns that follow the prompt, as messages, an assistant's last: of these every assistant turn is learnt
-        that has no `"weight": 0`, and `score` gets what is generated in the place of the last one that is.
+        Or the turns that follow the prompt, as messages; the last one must be an assistant's. Every assistant turn
+        carries loss unless it has `"weight": 0`. `score` gets the text generated in place of the last turn with loss.
         """
 
     def tools(self, example: Any) -> list[dict[str, Any]] | None:
-        """Schemas of the tools that the chat template offers, where an example has any."""
+        """Schemas of the tools that the chat template offers to the model; None if the example has no tools."""
         return None
 
     @abc.abstractmethod

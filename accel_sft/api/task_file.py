@@ -15,7 +15,7 @@ from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
 
 _MODULE = "accel_sft_file_"
-"""Begins the names of modules made from files: `math.py` must not take the place of Python's own `math`."""
+"""Prefix of the names of modules made from files, so that `math.py` does not replace Python's own `math`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,24 +27,24 @@ class TaskFile:
 
     @property
     def name(self) -> str:
-        """By which runs record the task. It has a dot, which no installed task's name may have."""
+        """The name under which runs record the task. It has a dot, which no installed task's name may have."""
         return self.path.name
 
 
 def task_file(word: str) -> TaskFile | None:
-    """The file that a task's name on the command line is, or None where it is an installed task's."""
+    """The file that a task's name on the command line stands for, or None if it is an installed task's name."""
     found = re.fullmatch(r"(.+\.py)(?::(\w*))?", word, re.DOTALL)
     return TaskFile(Path(found[1]).expanduser(), found[2] or "") if found else None
 
 
 def recorded_name(word: str) -> str:
-    """What a run is called after: a file's own name without its folder and class, an installed task's name."""
+    """The name under which a run records its task: a file's name without folder and class, or an installed task's."""
     file = task_file(word)
     return file.name if file else word
 
 
 def same_task(word: str, other: str) -> bool:
-    """Whether two words name the same task: the same name, or the same file, whose class one of them may leave out."""
+    """Whether two words name the same task: one name, or one file (either word may leave out the class)."""
     first, second = task_file(word), task_file(other)
     if first is None or second is None:
         return word == other
@@ -92,7 +92,7 @@ def _module(path: Path, source: bytes) -> types.ModuleType:
     module.__task_file__ = {"path": str(path), "sha256": hashlib.sha256(source).hexdigest()}
     sys.modules[name] = module
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # behind all else: `random.py` beside a task must not break libraries
+        sys.path.append(str(path.parent))  # last: `random.py` beside a task must not break libraries
     return module
 
 
@@ -107,7 +107,7 @@ def _refuse_relative(where: str, tree: ast.Module) -> None:
 
 
 def _refuse_hidden(where: str, folder: Path, tree: ast.Module) -> None:
-    """Raises UserError if the file imported an installed module where one of the same name is beside it."""
+    """Raises UserError if an import of the file got another module than the one of that name beside the file."""
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else names

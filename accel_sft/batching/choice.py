@@ -17,26 +17,26 @@ from accel_sft.launch.collectives import decided_by_main
 from accel_sft.launch.describe import parallelism
 
 KIND = "batching"
-"""Of the cache's entries."""
+"""Kind of the cache's entries."""
 
 
 def recorded(asked: Sequence[str], batching: Batching) -> dict[str, Any]:
-    """As a checkpoint and the run's folder keep it, beside `--batching` and `--micro-batch-size`."""
+    """The record that a checkpoint and the run's folder keep; `asked` is `--batching` and `--micro-batch-size`."""
     return {"asked": list(asked), "chosen": dataclasses.asdict(batching)}
 
 
 def restored(record: dict[str, Any] | None, asked: Sequence[str]) -> Batching | None:
-    """What was recorded, unless something else is asked for now, or another version wrote it."""
+    """The recorded batching; None if something else is asked for now, or another version wrote the record."""
     if not record or record.get("asked") != list(asked):
         return None
     return _batching(record.get("chosen"))
 
 
 def write(accelerator: Accelerator, run_dir: RunDir, asked: Sequence[str], batching: Batching, job: list[Any]) -> None:
-    """Keep what a run has chosen, so that one that is killed before its first checkpoint goes on with it.
+    """Keep what a run has chosen, so that a run killed before its first checkpoint resumes with it.
 
     Args:
-        job: what the choice was made for, besides the launch; as JSON can hold it.
+        job: what the choice was made for, besides the launch, in a form that JSON can hold.
     """
     record = {**recorded(asked, batching), "layout": parallelism(accelerator), "job": job}
     text = json.dumps(record, indent=2) + "\n"
@@ -50,13 +50,13 @@ def write(accelerator: Accelerator, run_dir: RunDir, asked: Sequence[str], batch
 
 
 def read(accelerator: Accelerator, run_dir: RunDir, job: list[Any]) -> dict[str, Any] | None:
-    """What the run in this folder had chosen for this job under this launch; None if nothing that can be read."""
+    """The record of what the run in this folder chose for this job under this launch; None if none can be read."""
 
     def found() -> dict[str, Any] | None:
         try:
             text = run_dir.batching.read_text(encoding="utf-8") if run_dir.batching.is_file() else "null"
             record = json.loads(text)
-        except (OSError, ValueError, RecursionError):  # broken: the choice is made again, and its line shown
+        except (OSError, ValueError, RecursionError):  # broken: the choice is made again and shown
             return None
         here = {"layout": parallelism(accelerator), "job": job}
         return record if isinstance(record, dict) and here.items() <= record.items() else None
@@ -67,15 +67,16 @@ def read(accelerator: Accelerator, run_dir: RunDir, job: list[Any]) -> dict[str,
 def measured_once(
     accelerator: Accelerator, decided: list[Any], measure: Callable[[], Batching]
 ) -> tuple[Batching | None, str]:
-    """What `measure` found when it was first asked for what `decided` it, on this machine; and where that is kept.
+    """The batching that `measure` found when it was first called on this machine for `decided`, and where it is kept.
 
-    Every rank calls it. Of runs that measure at the same time, all use what one of them found. Nothing is measured
-    where it could not be kept: another start might find something else.
+    Every rank calls it. Runs that measure at the same time all use what one of them found. Nothing is measured where it
+    could not be kept, because another start might find something else.
 
     Args:
+        decided: everything that the measurement depends on.
         measure: called on all ranks or on none.
     Returns:
-        the batching, None where nothing can be kept; and a phrase that tells where it is, or why it is not.
+        the batching, None where nothing can be kept; and a phrase that says where it is kept, or why it is not.
     """
     key = hashlib.sha256(json.dumps(decided, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
@@ -92,7 +93,7 @@ def measured_once(
         try:
             with cache.partial(KIND) as made:
                 path = cache.publish(made, KIND, key, {"chosen": dataclasses.asdict(batching)})
-            return manifest.verify(path), f"measured, kept in {path}"  # another run's, if it was quicker
+            return manifest.verify(path), f"measured, kept in {path}"  # may be another run's that was quicker
         except OSError as error:
             return None, f"not kept: {cache.folder()} cannot be written ({error.strerror})"
 
@@ -104,12 +105,12 @@ def measured_once(
 
 
 def _batching(chosen: Any) -> Batching | None:
-    named = {field.name for field in dataclasses.fields(Batching)}  # another version's may be others
+    named = {field.name for field in dataclasses.fields(Batching)}  # another version may have others
     if not isinstance(chosen, dict) or chosen.keys() != named:
         return None
     try:
         batching = Batching(**chosen)
-    except (TypeError, ValueError):  # words of another version, or no words
+    except (TypeError, ValueError):  # names of another version, or no names
         return None
     counts = [count for count in (batching.tokens, batching.rows) if count is not None]
     return batching if all(type(count) is int and count > 0 for count in counts) else None

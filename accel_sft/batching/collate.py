@@ -1,6 +1,6 @@
 """Makes the tensors of one forward: rows in one sequence behind shared prefixes, or padded in a batch.
 
-They are made on the current device: `with device:` around a call says which.
+Tensors are made on the current device; set it by `with device:` around a call.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from accel_sft.chat.encoding import Encoded
-from accel_sft.models.prefix_attention import Rows
+from accel_sft.models.prefix_attention import PrefixedRows
 
 BLOCK = 128
 """Tokens in a block of FlexAttention's mask."""
@@ -24,13 +24,13 @@ class Batch:
     """One forward: the model's arguments, and what its kept logits are to predict.
 
     Attributes:
-        inputs: `input_ids` and `attention_mask`, with `position_ids` and what attention wants for a tree of rows, and
-            with what the processor makes of the images of padded rows.
-        keep: where a label is predicted from: positions (P,) of the one sequence, or a mask (B, T) of padded rows.
-        sources: index into the P kept positions of each target, (E,); None: one target each, in order.
+        inputs: `input_ids` and `attention_mask`; for a tree of rows also `position_ids` and what attention needs; for
+            padded rows with images also what the processor makes of these.
+        keep: where labels are predicted from: positions (P,) of the one sequence, or a mask (B, T) of padded rows.
+        sources: for each target, the index of its kept position among the P, (E,); None: one target each, in order.
         targets: token ids to predict, (E,).
-        weights: rows that predict this token from this position, (E,) float32.
-        head: what computes logits and loss, of `loss.HEADS`.
+        weights: how many rows predict this token from this position, (E,) float32.
+        head: name in `loss.HEADS` of the function that computes logits and loss.
     """
 
     inputs: dict[str, Any]
@@ -42,19 +42,19 @@ class Batch:
 
 
 def empty(pad_token_id: int) -> Batch:
-    """A forward without a target, connected to the weights: what a rank runs when it has nothing left."""
+    """A forward without a target, still connected to the weights: what a rank runs when it has no rows left."""
     nothing = np.zeros(0, dtype=np.int64)
     ids, keep = np.full((1, 2), pad_token_id), np.zeros(1, dtype=np.int64)
     return _tensors({"input_ids": ids}, keep, None, nothing, nothing)
 
 
 def tree(rows: Sequence[Encoded], common: Sequence[int], mask: Callable[[torch.Tensor], Any] | None = None) -> Batch:
-    """Rows behind the prefixes they share, depth first, each token once.
+    """A forward of rows as a tree of the prefixes that they share: depth first, each token once.
 
-    A token is seen by those after it, up to the end of its subtree: by its own path's, and by no other row's.
+    A token is seen by the tokens after it up to the end of its subtree, so only by rows that contain it.
 
     Args:
-        common: leading tokens of each row that stand there already when it is its turn.
+        common: how many leading tokens of each row already stand in the sequence when the row is appended.
         mask: `dense_mask` or `block_mask`; None for a single row, or where attention separates rows in another way.
     """
     total = sum(len(row.input_ids) for row in rows) - sum(common)
@@ -63,7 +63,7 @@ def tree(rows: Sequence[Encoded], common: Sequence[int], mask: Callable[[torch.T
     path = np.zeros(max(len(row.input_ids) for row in rows), dtype=np.int64)  # where each token of this row stands
     length = at = 0
     for row, shared in zip(rows, common, strict=True):
-        end[path[shared:length]] = at  # the branch that is left
+        end[path[shared:length]] = at  # the branch that ends here
         length = len(row.input_ids)
         new = slice(at, at + length - shared)
         path[shared:length] = np.arange(new.start, new.stop)
@@ -74,16 +74,16 @@ def tree(rows: Sequence[Encoded], common: Sequence[int], mask: Callable[[torch.T
             weight[path[span.start : span.stop]] += 1
         at = new.stop
     batch = _in_one_sequence(ids, position, source, weight)
-    if mask and (end < total).any():  # else a single row, which plain causal attention serves, without a mask
+    if mask and (end < total).any():  # plain causal attention serves a single row, without a mask
         batch.inputs["attention_mask"] = mask(torch.as_tensor(end))
     return batch
 
 
 def behind_prefix(rows: Sequence[Encoded], prefix: int) -> Batch:
-    """The same tree where it has one branching only: `prefix` tokens that all have in common, then each row's own.
+    """The same tree where it branches only once: `prefix` tokens that all rows share, then each row's own tokens.
 
-    Attention runs row by row (`prefix_attention.Rows`). A few array operations make it: on a small model the time of a
-    loop over rows is seen.
+    Attention runs row by row (`prefix_attention.Rows`). The tensors are built by a few array operations, because a loop
+    over rows would take noticeable time on a small model.
     """
     lengths = np.array([len(row.input_ids) for row in rows])
     prompts = np.array([max(row.prompt_length, 1) for row in rows])
@@ -104,32 +104,32 @@ def behind_prefix(rows: Sequence[Encoded], prefix: int) -> Batch:
             weight[start + max(begin - prefix, 0) : start + max(end - prefix, 0)] = 1
     batch = _in_one_sequence(ids, position, source, weight)
     batch.inputs["rows"] = _rows(own, starts, prefix)
-    # stands for a mask that is ready, so that the model makes none; a model that knows no `rows` is found out
+    # a placeholder, so that the model makes no mask; verification finds a model that ignores `rows`
     batch.inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     return batch
 
 
 def _in_one_sequence(ids: np.ndarray, position: np.ndarray, source: np.ndarray, weight: np.ndarray) -> Batch:
-    """Tokens (T,) with their positions; `weight` rows learn each of them, from the token at `source`."""
+    """A batch of tokens (T,) and their positions; `weight` rows learn each token, from the token at `source`."""
     (labelled,) = weight.nonzero()
     keep, sources = source[labelled], None
-    if not (np.diff(keep) > 0).all():  # else no position predicts two tokens, and they stand in order
+    if not (np.diff(keep) > 0).all():  # some position predicts two tokens, or they are not in order
         keep, sources = np.unique(keep, return_inverse=True)
     inputs = {"input_ids": ids[None], "position_ids": position[None]}
     return _tensors(inputs, keep, sources, ids[labelled], weight[labelled])
 
 
 def dense_mask(end: torch.Tensor) -> torch.Tensor:
-    """Who sees whom, (1, 1, query, key), from where each token's subtree ends."""
+    """The mask of who sees whom, (1, 1, query, key), from the index where each token's subtree ends."""
     index = torch.arange(len(end), device=end.device)
     return ((index[:, None] >= index[None]) & (index[:, None] < end[None]))[None, None]
 
 
 def block_mask(end: torch.Tensor) -> Any:
-    """The same as blocks for FlexAttention: those that are seen in part, and those that are seen whole.
+    """The same mask as blocks for FlexAttention: those that are seen in part, and those that are seen whole.
 
-    From where subtrees end in a block, at the latest and at the earliest; never from the mask itself, which would take
-    the square of a forward's tokens.
+    It is computed from the latest and the earliest end of a subtree in each block, never from the dense mask, whose
+    size is the square of a forward's tokens.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -158,22 +158,22 @@ def varlen(rows: Sequence[Encoded]) -> Batch:
     return batch
 
 
-def _rows(sizes: np.ndarray, starts: np.ndarray, prefix: int) -> Rows:
-    """Rows of these sizes that start there, behind `prefix` tokens."""
+def _rows(sizes: np.ndarray, starts: np.ndarray, prefix: int) -> PrefixedRows:
+    """`PrefixedRows` of these sizes that begin at `starts`, after `prefix` tokens."""
     longest = int(sizes.max())
     step = np.arange(longest)
     own = (starts - prefix)[:, None] + np.minimum(step, sizes[:, None] - 1)
     (back,) = (step < sizes[:, None]).ravel().nonzero()
     seen = np.tri(longest, prefix + longest, prefix, dtype=bool)
     own, back, seen = map(torch.as_tensor, (own.ravel(), back, seen))
-    return Rows(prefix, longest, own, back, seen if prefix else None)
+    return PrefixedRows(prefix, longest, own, back, seen if prefix else None)
 
 
 def padded(rows: Sequence[Encoded], pad_token_id: int) -> Batch:
-    """Rows one below the other, padded at the right.
+    """A forward of rows one below the other, padded at the right.
 
-    What is predicted is found by position, so a pad token that equals the end-of-turn token is never supervised. Images
-    are read here, when their forward is next; the model finds positions by itself.
+    Targets are found by position, so a pad token that equals the end-of-turn token is never supervised. Images are read
+    here, when their forward is next; the model finds positions by itself.
     """
     shape = (len(rows), max(len(row.input_ids) for row in rows))
     input_ids, attention_mask = np.full(shape, pad_token_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
@@ -192,6 +192,6 @@ def padded(rows: Sequence[Encoded], pad_token_id: int) -> Batch:
 
 
 def _tensors(inputs: dict[str, np.ndarray], *fields: np.ndarray | None) -> Batch:
-    """A batch of these inputs, and of `keep`, `sources`, `targets` and `weights`."""
+    """A `Batch` of these inputs and, in order, of `keep`, `sources`, `targets` and `weights`."""
     tensors = {"attention_mask": None, **{name: torch.as_tensor(array) for name, array in inputs.items()}}
     return Batch(tensors, *(None if array is None else torch.as_tensor(array) for array in fields))

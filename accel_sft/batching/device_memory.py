@@ -1,4 +1,4 @@
-"""Device memory: what tells of its end, what the first update will take, and what a forward is expected to take."""
+"""Device memory: recognises that it is out, and predicts what the first update and a forward will take."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from accel_sft.launch.ulysses import sequence_ranks
 _NO_MEMORY = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_NOT_INITIALIZED",  # when its handle, made in the first product, finds no room
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # its handle, made in the first product, did not fit
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
 )
 LIBRARIES_BYTES = {"cuda": 2**30}
-"""What CUDA and NCCL allocate outside of torch's allocator when training begins."""
+"""Bytes, by type of device, that CUDA and NCCL allocate outside of torch's allocator when training begins."""
 LEFT_FREE = 0.2
-"""Share of the device's free memory that an estimate leaves."""
+"""Share of the device's free memory that an estimate leaves unused."""
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether it says that a device has no memory left; the libraries below torch say so in words of their own."""
+    """Whether the error says that a device is out of memory; libraries below torch say so in words of their own."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def forwards_alone(accelerator: Accelerator) -> bool:
-    """Whether a rank's forward depends on no other rank: under ZeRO-3 and FSDP they gather weights from each other, and
-    under sequence parallelism each has a part of another's row."""
+    """Whether a rank's forward needs no other rank. Under ZeRO-3 and FSDP ranks gather weights from each other, and
+    under sequence parallelism they share a row's tokens."""
     if sequence_ranks(accelerator) > 1:
         return False
     if plugin := accelerator.state.deepspeed_plugin:
@@ -45,24 +45,24 @@ def forwards_alone(accelerator: Accelerator) -> bool:
 
 
 def first_update_bytes(accelerator: Accelerator, model: torch.nn.Module, *, moments: bool) -> int:
-    """What training takes on this rank's device, besides activations, that a prepared model has not yet.
+    """Bytes that training will take on this rank's device, besides activations and what a prepared model already holds.
 
-    Gradients, AdamW's moments, what is exchanged at a time, and what libraries allocate when they are first called.
-    DeepSpeed 0.19 allocates moments and buckets in the first step, and has a float32 copy of the gradients in each.
+    These are gradients, AdamW's moments, buffers of exchange, and what libraries allocate when they are first called.
+    DeepSpeed 0.19 allocates moments and buckets in the first step, and a float32 copy of the gradients in every step.
 
     Args:
-        moments: whether AdamW's are there already, as in a resumed run.
+        moments: whether AdamW's moments are allocated already, as in a resumed run.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine: Any = model if accelerator.state.deepspeed_plugin else None
     total = LIBRARIES_BYTES.get(accelerator.device.type, 0) + _largest_gradients(model)
     if engine is None:
         for parameter in trained:
-            # of what this rank holds of it: FSDP's parameters know the whole shape
+            # only what this rank holds: FSDP's parameters have the whole shape
             held = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             if held.device.type != accelerator.device.type:
                 continue  # FSDP's shards on the host, where the optimizer steps them
-            # DDP's buckets, made with it, are the gradients
+            # DDP's buckets exist already, and are the gradients
             tensors = (not isinstance(model, DistributedDataParallel)) + (0 if moments else 2)
             total += tensors * held.numel() * held.element_size()
         return total
@@ -80,8 +80,8 @@ def first_update_bytes(accelerator: Accelerator, model: torch.nn.Module, *, mome
 
 
 def _largest_gradients(model: torch.nn.Module) -> int:
-    """Bytes of the most gradients that stand whole beside the others: of one parameter, or of one of FSDP's blocks in
-    the type that computes and in float32, in which they are exchanged."""
+    """Bytes of the largest gradients that stand whole beside the others: those of one parameter, or of one FSDP block,
+    twice in float32 (as computed, and as exchanged)."""
     from torch.distributed.fsdp import FSDPModule
 
     block_of: dict[torch.nn.Parameter, torch.nn.Module] = {}
@@ -98,22 +98,22 @@ def _largest_gradients(model: torch.nn.Module) -> int:
 
 
 def free_bytes(device: torch.device) -> float:
-    """What torch may still allocate on a GPU; infinite on other devices."""
+    """Bytes that torch may still allocate on a GPU; infinite on other devices."""
     if device.type != "cuda":
         return math.inf
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def expected_bytes(model: torch.nn.Module, batching: Batching, *, recomputed: bool, itemsize: int) -> float:
-    """About what a forward of `batching.tokens` keeps for its backward, from the shapes of the model's matrices.
+    """Approximate bytes that a forward of `batching.tokens` keeps for its backward, from the model's matrix shapes.
 
-    A block keeps what goes into its matrices and what comes out, and a third of that besides (norms, rotations,
-    residuals): 12 h + 4 i + 3 kv numbers a token of a Llama, where 10 h + 4 i + 2 kv have been measured. Of weights
-    that are gathered, one block's are counted.
+    A block keeps the inputs and outputs of its matrices, and a third of that besides (norms, rotations, residuals). For
+    a Llama that is 12 h + 4 i + 3 kv numbers per token, where 10 h + 4 i + 2 kv have been measured. Of gathered
+    weights, one block's are counted.
 
     Args:
-        recomputed: whether only what goes into each block is kept, and one block at a time is whole.
-        itemsize: bytes of a number that computes.
+        recomputed: whether each block keeps only its inputs, and one block at a time keeps everything.
+        itemsize: bytes of one element in the computing type.
     """
     config = model.config.get_text_config(decoder=True)
     layers = max(getattr(config, "num_hidden_layers", 1), 1)

@@ -1,7 +1,7 @@
-"""Layouts of a forward (prefixes that its rows share, packed, padded): token order, attention mask, what it costs.
+"""Layouts of a forward (rows that share prefixes, packed, padded): order of tokens, attention mask, cost.
 
-A layout is an object that orders rows, counts what they cost and makes their tensors. One is added by a class or an
-instance in `LAYOUTS`.
+A layout is an object that orders rows, counts what they cost and makes their tensors. To add one, add a class, or put
+an instance into `LAYOUTS`.
 """
 
 import abc
@@ -14,21 +14,22 @@ import torch
 from accel_sft.batching import collate
 from accel_sft.batching.collate import Batch
 from accel_sft.chat.encoding import Encoded
+from accel_sft.io.prefix import common_length
 from accel_sft.models.prefix_attention import installed
 
 FILLED = 2
-"""Times a forward's tokens that its rows, filled up to the longest of them, may take in attention row by row."""
+"""Limit of padding in row-by-row attention: rows padded to the longest may have this many times a forward's tokens."""
 
 
 class Layout(abc.ABC):
-    """Rows of one forward. As it stands: rows in one sequence, which have nothing in common.
+    """How the rows of one forward are laid out. The base class puts rows in one sequence, without common tokens.
 
     Attributes:
-        name: as `--batching` takes it: `shared` rows share tokens, and with them dropout masks; all but `padded` rows
-            stand in one sequence, where they must not see each other.
+        name: a value of `--batching`. Rows of `shared` share tokens, and with them dropout masks; all rows but those of
+            `padded` stand in one sequence, where they must not see each other.
         attention: how attention separates the rows, as a batching's record names it.
-        implementation: transformers' attention that can separate them so, as a pattern of its name.
-        cpu_tokens: of one forward, to choose from on a CPU, where nothing is tried.
+        implementation: pattern for the names of transformers' attentions that can separate rows in this way.
+        cpu_tokens: sizes of a forward, in tokens, to choose from on a CPU, where nothing is tried.
     """
 
     attention: str
@@ -39,19 +40,19 @@ class Layout(abc.ABC):
         self.name, self.shares, self.one_sequence = name, name == "shared", name != "padded"
 
     def order(self, example: Encoded) -> tuple[Any, int]:
-        """By what the rows of a step are sorted before they are divided among forwards."""
+        """Sort key of a step's rows, before they are divided among forwards."""
         return -len(example.input_ids), example.index
 
     def common(self, examples: Sequence[Encoded]) -> list[int]:
-        """Leading tokens of each row that stand in the forward already when it is the row's turn."""
+        """Number of leading tokens of each row that already stand in the forward when the row is appended."""
         return [0] * min(len(examples), 1) + [self.prefix(examples)] * (len(examples) - 1)
 
     def prefix(self, examples: Sequence[Encoded]) -> int:
-        """Leading tokens that stand in the forward once, before what each row has of its own."""
+        """Number of leading tokens that stand in the forward once, before each row's own tokens."""
         return 0
 
     def is_even(self, examples: Sequence[Encoded], tokens: int) -> bool:
-        """Whether the forward's memory stays near what `tokens` take."""
+        """Whether the forward's memory stays near that of `tokens` tokens."""
         return True
 
     def tokens_in(self, examples: Sequence[Encoded]) -> int:
@@ -61,7 +62,7 @@ class Layout(abc.ABC):
     def attended_pairs(self, examples: Sequence[Encoded]) -> int:
         """Pairs of a query and a key that attention computes in a forward of these examples, in this order.
 
-        Each row's own tokens meet the one prefix and the row, both filled up to the longest row.
+        Each row's own tokens attend to the prefix and to the row, padded to the longest row.
         """
         longest, prefix = _longest(examples), self.prefix(examples)
         return prefix**2 + len(examples) * (longest - prefix) * longest
@@ -75,7 +76,7 @@ class Tree(Layout):
     """Rows in lexicographic order behind the prefixes they share, with a mask of who sees whom.
 
     Args:
-        mask: the mask from where each token's subtree ends, for attention of this `implementation`.
+        mask: makes the mask for this `implementation` of attention from where each token's subtree ends.
     """
 
     def __init__(self, name: str, attention: str, implementation: str, mask: Callable[[torch.Tensor], Any]) -> None:
@@ -89,7 +90,7 @@ class Tree(Layout):
         if not self.shares:
             return super().common(examples)
         pairs = itertools.pairwise(example.input_ids for example in examples)
-        return [0] * min(len(examples), 1) + list(itertools.starmap(_in_common, pairs))
+        return [0] * min(len(examples), 1) + [*map(common_length, pairs)]
 
     def attended_pairs(self, examples: Sequence[Encoded]) -> int:
         return self.tokens_in(examples) ** 2
@@ -107,14 +108,11 @@ class RowByRow(Layout):
     def prefix(self, examples: Sequence[Encoded]) -> int:
         if not self.shares or len(examples) < 2:
             return 0
-        prefix = examples[0].input_ids
-        for row in examples[1:]:
-            if row.input_ids[: len(prefix)] != prefix:
-                prefix = prefix[: _in_common(prefix, row.input_ids)]
-        return min(len(prefix), *(len(row.input_ids) - 1 for row in examples))  # each keeps a token of its own
+        rows = [example.input_ids for example in examples]
+        return min(common_length(rows), *(len(row) - 1 for row in rows))  # each keeps a token of its own
 
     def is_even(self, examples: Sequence[Encoded], tokens: int) -> bool:
-        """Attention fills rows up to the longest."""
+        """Whether the rows, which attention pads to the longest, stay within FILLED times `tokens`."""
         own = _longest(examples) - self.prefix(examples)
         return len(examples) * own <= max(FILLED * tokens, own)
 
@@ -159,21 +157,9 @@ LAYOUTS: tuple[Layout, ...] = (
     Varlen("packed"),
     Padded("padded"),
 )
-"""In the order in which they are tried on a model."""
+"""All layouts, in the order in which they are tried on a model."""
 WHAT = {"shared": "one copy of what rows share", "packed": "rows in one sequence", "padded": "each row by itself"}
 """The layouts in words, for messages."""
-
-
-def _in_common(a: list[int], b: list[int]) -> int:
-    """How many leading tokens two rows have in common: in halves, for slices of lists compare at once."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _longest(examples: Sequence[Encoded]) -> int:

@@ -1,9 +1,10 @@
-"""`Batching` groups a step's examples into forwards and divides them among the ranks; forward_layouts.py has each.
+"""`Batching` groups a step's examples into forwards and divides them among the ranks; forward_layouts.py has the
+layouts.
 
 `shared` and `packed` put the rows of a forward into one sequence. Rows in lexicographic order form a tree: what a row
-has in common with the one before it is there already, only the rest is appended. Each token sees its own path through
-the tree and nothing else, at the position it has in its own row, so causality makes every row's loss and gradient what
-it is alone:
+has in common with the one before it is there already, and only the rest is appended. Each token sees its own path
+through the tree and nothing else, at the position it has in its own row. So every row's loss and gradient are what they
+are alone:
 
     system prompt, "Split "  -+- "1234="  -+- "12 + 1222"        16 tokens for what would be 30:
                               |            +- "34 + 1200"        a question asked twice and an instruction
@@ -29,8 +30,8 @@ from accel_sft.chat.encoding import Encoded
 _BY_NAMES = {(layout.name, layout.attention): layout for layout in LAYOUTS}
 
 PAIRS = 6
-"""Of a query and a key, for each dimension of the hidden state, that cost as much as a token does elsewhere: it meets
-about 12 width^2 weights in a layer, and a pair 2 width numbers."""
+"""Query-key pairs per hidden dimension whose attention costs as much as one token's linear layers: in a layer a token
+is multiplied by about 12 width^2 weights, and a pair takes 2 width products."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Batching:
 
     Attributes:
         layout: `shared`, `packed` or `padded`.
-        tokens: computed in one forward at most (a row that is longer has one to itself).
-        rows: examples in one forward at most; wins over `tokens`.
+        tokens: most tokens computed in one forward (a longer row has a forward to itself).
+        rows: most examples in one forward; wins over `tokens`.
         attention: how attention separates rows in one sequence: `mask`, a dense mask; `blocks`, that mask's blocks
             for FlexAttention; `varlen`, rows' bounds for FlashAttention (`packed` alone); `rows`, which runs them row
             by row behind the one prefix that all rows of the forward share, in any order (`prefix_attention.Rows`).
@@ -65,10 +66,10 @@ class Batching:
         return _BY_NAMES[self.layout, self.attention]
 
     def divide(self, examples: Sequence[Encoded], world_size: int) -> list[list[list[Encoded]]]:
-        """The forwards of each rank: equally many, of near-equal tokens, empty ones to make up the number.
+        """The forwards of each rank: equally many, of nearly equal tokens, with empty ones to make up the number.
 
-        The same on every rank; in the order of their size, so that ranks that wait for each other in every forward
-        (ZeRO-3) wait for little.
+        The result is the same on every rank. Forwards are ordered by size, so that ranks that wait for each other in
+        every forward (ZeRO-3) wait little.
         """
         forwards = self._group(sorted(examples, key=self.way.order), world_size)
         if len(forwards) == world_size == 1:
@@ -85,7 +86,7 @@ class Batching:
         return ranks
 
     def _group(self, examples: list[Encoded], world_size: int) -> list[list[Encoded]]:
-        """The rows of each forward, over all ranks; a multiple of the ranks where there are rows enough."""
+        """The rows of each forward, over all ranks; the forwards are a multiple of the ranks where rows suffice."""
         way = self.way
         if self.rows:
             count = world_size * math.ceil(math.ceil(len(examples) / world_size) / self.rows)
@@ -113,11 +114,11 @@ class Batching:
         return sum(self.way.tokens_in(rows) for forwards in self.divide(examples, world_size) for rows in forwards)
 
     def work(self, examples: Sequence[Encoded], world_size: int, width: int, each_forward: float) -> float:
-        """What a step of these examples costs the rank that has most, in tokens.
+        """Cost of a step of these examples, in tokens, for the rank that has most.
 
         Args:
             width: the model's hidden size.
-            each_forward: what a forward costs beside its tokens and their attention, in tokens.
+            each_forward: fixed cost of a forward, in tokens, beside its tokens and their attention.
         """
         way = self.way
         return max(
@@ -126,7 +127,7 @@ class Batching:
         )
 
     def batch(self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device) -> Batch:
-        """The tensors of one forward; no example: a connected forward without a target."""
+        """The tensors of one forward; without examples, of a connected forward without a target."""
         assert self.layout == "padded" or not any(row.images for row in examples), "rows with images are padded"
         with device:
             batch = self.way.collate(examples, pad_token_id) if examples else collate.empty(pad_token_id)
@@ -134,9 +135,10 @@ class Batching:
 
 
 def _least_largest(lengths: list[int], own: list[int], count: int, limit: int, way: Layout) -> list[int] | None:
-    """Where to end each of at most `count` runs of consecutive rows so that the largest is least; None above `limit`.
+    """The ends of at most `count` runs of consecutive rows, with the largest run as small as can be; None if it would
+    be above `limit`.
 
-    By bisection over the largest allowed, each tried greedily.
+    Bisects over the largest allowed size, and for each fills the runs greedily.
 
     Args:
         own: tokens of each row that the row before it does not have.

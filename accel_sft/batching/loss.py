@@ -18,16 +18,17 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 """The output embeddings' own forward."""
 
 MOST_LOGITS = 2**25
-"""Logits (tokens times vocabulary) held at once: 128 MiB in float32, and about three times that in a backward."""
+"""Most logits (tokens times vocabulary) held at once: 128 MiB in float32, and about three times that in a backward."""
 EXACT = 0.02
-"""Share by which losses and gradients of a kernel in bfloat16 may differ from the formula's."""
+"""Largest difference of a kernel's losses and gradients in bfloat16 from the formula's, as a share of their norm."""
 
 
 def nll(model: torch.nn.Module, batch: Batch, most_logits: int | None = None) -> torch.Tensor:
-    """Each target's negative log-likelihood, in nats, float32, (E,); of a batch without any, a connected zero, (1,).
+    """Each target's negative log-likelihood, in nats, float32, (E,); for a batch without targets a connected zero,
+    (1,).
 
     Args:
-        most_logits: held at once by a head in pieces; MOST_LOGITS by default.
+        most_logits: most logits that a head in pieces holds at once; MOST_LOGITS by default.
     """
     heartbeat()
     return HEADS[batch.head](model, batch, most_logits or MOST_LOGITS)
@@ -43,8 +44,8 @@ def nll_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def fused_kernel(device: torch.device) -> Any:
-    """cut-cross-entropy (Wijmans et al., 2025, arXiv 2411.09009) where it is installed and the device is a GPU; None
-    elsewhere, where bits must repeat (its sums are added up in any order), and where its gradients are others."""
+    """cut-cross-entropy (Wijmans et al., 2025, arXiv 2411.09009) where it is installed and the device is a GPU. None
+    elsewhere, where bits must repeat (it adds up its sums in any order), and where its gradients are wrong."""
     installed = device.type == "cuda" and importlib.util.find_spec("cut_cross_entropy")
     return _exact_kernel(device) if installed and not torch.are_deterministic_algorithms_enabled() else None
 
@@ -58,7 +59,7 @@ def _exact_kernel(device: torch.device) -> Any:
 
 
 def is_exact(kernel: Any, device: torch.device) -> bool:
-    """Whether its losses and gradients in bfloat16 are those of the plain formula, on a few tokens."""
+    """Whether the kernel's losses and gradients in bfloat16 agree with the plain formula's on a few tokens."""
     with torch.enable_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
         hidden, weight = (torch.randn(rows, 64, device=device).bfloat16() for rows in (64, 256))
@@ -76,18 +77,19 @@ def _plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, re
 
 
 def labelled(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
-    """Logits where something is predicted and nowhere else."""
+    """Each target's loss, with logits computed only where something is predicted."""
     return _nll_of_kept(model(**batch.inputs, logits_to_keep=batch.keep, use_cache=False).logits, batch)
 
 
 def everywhere(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
-    """Logits at every token: for a model whose forward knows no `logits_to_keep`."""
+    """Each target's loss, with logits computed at every token: for a forward that takes no `logits_to_keep`."""
     logits = model(**batch.inputs, use_cache=False).logits
     return _nll_of_kept(logits[batch.keep] if batch.keep.ndim == 2 else logits[:, batch.keep], batch)
 
 
 def pieces(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
-    """In pieces of `most_logits`, computed again in the backward: a large vocabulary costs time, not memory."""
+    """Each target's loss, with logits in pieces of `most_logits`, which the backward computes again: a large vocabulary
+    costs time, not memory."""
     tokens = max(most_logits // _unwrapped(model).config.get_text_config().vocab_size, 1)
     if len(batch.targets) <= tokens:
         return labelled(model, batch, most_logits)
@@ -103,18 +105,18 @@ def pieces(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tens
 
 
 def fused(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tensor:
-    """Head and loss in one kernel, which holds no logits."""
+    """Each target's loss, from one kernel for head and loss that holds no logits."""
     if not len(batch.targets):
         return labelled(model, batch, most_logits)
 
     def in_kernel(head: torch.nn.Module, logits_of: Logits, hidden: torch.Tensor) -> torch.Tensor:
         kind = type(head)
-        if issubclass(kind, FSDPModule):  # which puts a class of its own above the head's
+        if issubclass(kind, FSDPModule):  # it puts a class of its own above the head's
             kind = kind.__bases__[-1]
         if kind is not torch.nn.Linear or head.bias is not None:
             raise TypeError("the fused head is for a plain matrix")
         device, dtype = hidden.device, hidden.dtype
-        if torch.is_autocast_enabled(device.type):  # it knows a product by a matrix, not this kernel
+        if torch.is_autocast_enabled(device.type):  # autocast casts for products, not for this kernel
             dtype = torch.get_autocast_dtype(device.type)
         return fused_kernel(device)(hidden.to(dtype), head.weight.to(dtype), batch.targets, reduction="none")
 
@@ -122,8 +124,8 @@ def fused(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tenso
 
 
 HEADS = {head.__name__: head for head in (fused, pieces, labelled, everywhere)}
-"""Where a forward computes logits, and the loss from them: by the name that a batching's record has, in the order in
-which they are tried on a model. Each takes what `nll` takes, with `most_logits`."""
+"""Functions that compute a forward's logits and their loss, by the name in a batching's record, in the order in which
+they are tried on a model. Each takes the arguments of `nll`, `most_logits` included."""
 
 
 def available_heads(model: torch.nn.Module, device: torch.device) -> list[str]:
@@ -148,9 +150,10 @@ def _nll_of_kept(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
 def _in_the_head(
     model: torch.nn.Module, batch: Batch, nll_of: Callable[[torch.nn.Module, Logits, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Each target's loss, (E,), by a forward whose head answers with `nll_of` the hidden states of the targets.
+    """Each target's loss, (E,), from a forward whose head returns `nll_of` the targets' hidden states.
 
-    Done within the model's own forward, so that whatever gathers weights for the head (ZeRO-3, FSDP) still does.
+    It is computed within the model's own forward, so that whatever gathers weights for the head (ZeRO-3, FSDP) still
+    does.
     """
     head = _unwrapped(model).get_output_embeddings()
     logits_of, own = head.forward, head.__dict__.get("forward")

@@ -1,4 +1,4 @@
-"""The parts of a row's tokens that the ranks of a group compute under sequence parallelism (launch/ulysses.py)."""
+"""Cuts a row into the parts that the ranks of a group compute under sequence parallelism (launch/ulysses.py)."""
 
 import dataclasses
 
@@ -10,7 +10,8 @@ from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.batching.collate import Batch
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
-from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE, Subject
+from accel_sft.batching.trial import Trial
+from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.launch.collectives import gather_numbers
 from accel_sft.launch.ulysses import sequence_ranks, shared_rows
@@ -19,11 +20,11 @@ from accel_sft.models.architecture import limited_layers
 
 @dataclasses.dataclass(frozen=True)
 class SequenceGroup:
-    """The ranks that share the tokens of each row, among them this one; without sequence parallelism, it alone.
+    """The ranks that share each row's tokens, this rank among them; without sequence parallelism, this rank alone.
 
     Attributes:
-        ranks, rank: of the group, and this one's place in it.
-        groups, group: all, each with rows of its own, and the number of this one.
+        ranks, rank: number of ranks in the group, and this rank's place among them.
+        groups, group: number of groups, each with rows of its own, and the index of this one.
     """
 
     ranks: int
@@ -33,15 +34,16 @@ class SequenceGroup:
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> "SequenceGroup":
-        """DeepSpeed's groups are of consecutive ranks."""
+        """This rank's group; as in DeepSpeed, a group has consecutive ranks."""
         ranks = sequence_ranks(accelerator)
         group, rank = divmod(accelerator.process_index, ranks)
         return cls(ranks, rank, accelerator.num_processes // ranks, group)
 
     def part(self, batch: Batch, pad_token_id: int) -> Batch:
-        """This rank's part of a padded forward of one row, all ranks' of the same length; it may have no target.
+        """This rank's part of a padded forward of one row. All ranks' parts have the same length; one may have no
+        target.
 
-        What stands at a part's end predicts the next part's first token: targets are found before the row is cut.
+        The last token of a part predicts the first of the next, so targets are found before the row is cut.
         """
         if self.ranks == 1:
             return batch
@@ -59,40 +61,40 @@ class SequenceGroup:
         return Batch(inputs, keep, None, batch.targets[mine], batch.weights[mine], batch.head)
 
 
-def in_parts(subject: Subject, exact: Batching) -> tuple[Batching, str]:
-    """The batching of sequence parallelism, one row a forward, and the line that says so.
+def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
+    """The batching under sequence parallelism, which is one row per forward, and a line that says so.
 
     Args:
-        exact: padded rows, with the head that the model takes.
+        exact: the batching of padded rows, with the head that the model takes.
     Raises:
-        UserError: the loss of a row in parts is not its loss as a whole: by the model's layers, or as found here.
+        UserError: the loss of a row in parts is not its loss as a whole, as the model's layers or a trial here show.
     """
-    group, model = SequenceGroup.of(subject.accelerator), subject.accelerator.unwrap_model(subject.model)
-    longest = max(subject.examples, key=lambda example: (len(example.input_ids), example.index))
+    group, model = SequenceGroup.of(trial.accelerator), trial.accelerator.unwrap_model(trial.model)
+    longest = max(trial.examples, key=lambda example: (len(example.input_ids), example.index))
     if limited := limited_layers(model, len(longest.input_ids)):
         raise UserError(_cannot(group, f"it has layers that are not of full attention ({limited})"))
     batching = dataclasses.replace(exact, rows=1)
     line = f"batching padded, one row a forward, its tokens shared by {group.ranks} ranks"
     if getattr(model.config.get_text_config(decoder=True), "attention_dropout", 0):
         return batching, f"{line}; not compared with whole rows, for attention has dropout"
-    batch, was_training = subject.batch(batching, [longest]), subject.model.training
+    batch, was_training = trial.batch(batching, [longest]), trial.model.training
     with torch.no_grad(), torch.random.fork_rng():
-        subject.model.eval()
-        whole = nll_sum(subject.model, batch).item()
-        subject.model.train()
+        trial.model.eval()
+        whole = nll_sum(trial.model, batch).item()
+        trial.model.train()
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.eval()
         with shared_rows():
             try:
-                mine = nll_sum(subject.model, group.part(batch, subject.pad_token_id)).item()
-            except (AssertionError, TypeError) as error:  # of DeepSpeed's attention, alike on every rank
+                mine = nll_sum(trial.model, group.part(batch, trial.pad_token_id)).item()
+            except (AssertionError, TypeError) as error:  # DeepSpeed's attention, alike on every rank
                 cause = one_line(what_and_where(error), LONGEST_ERROR)
                 raise UserError(_cannot(group, f"its forward of a part of a row fails ({cause})")) from error
-        subject.model.train(was_training)
+        trial.model.train(was_training)
     parts = sum(share for (share,) in gather_numbers([mine])) / group.groups  # each group had the same row
     off = abs(whole - parts) / max(batch.weights.sum().item(), 1)
-    if not off <= (TOLERANCE if subject.in_float32 else REDUCED_TOLERANCE):
+    if not off <= (TOLERANCE if trial.in_float32 else REDUCED_TOLERANCE):
         raise UserError(_cannot(group, f"its loss in parts is not that of whole rows (off by {off:.2g} nats a token)"))
     return batching, line
 

@@ -1,1 +1,1 @@
-"""From an example to token ids and a mask of what is learnt."""
+"""Turns an example into token ids and a mask of what is learnt."""

@@ -1,4 +1,4 @@
-"""The text of generated answers that is scored: without thinking, and without what the template writes around it."""
+"""Extracts from a generated answer the text that is scored, without what the template writes around answers."""
 
 import re
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ class AnswerText:
     """The text of a generated answer, without what the template writes around answers, thinking, and special tokens.
 
     Qwen3's template writes an empty thinking block before every answer, gpt-oss's names a channel, others break the
-    line. Answers are learnt and generated with it, but tasks do not know of it. Under `--thinking keep` the target's
-    own thinking is taken off too.
+    line. Answers are learnt and generated with these, but tasks do not know them. Under `--thinking keep` the target's
+    own thinking is removed too.
     """
 
     def __init__(self, rendering: Rendering) -> None:
@@ -25,8 +25,8 @@ class AnswerText:
     def __call__(self, chat: Conversation, answer: Sequence[int]) -> str:
         """The text to be scored.
 
-        What the template and the tokenizer make of the target is read as the target, so an answer that is reproduced
-        to the token is right where one of the two strips, moves or normalises a character.
+        An answer equal to what the template and the tokenizer make of the target is returned as the target itself: it
+        is right even if one of the two strips, moves or normalises a character.
 
         Args:
             answer: the generated token ids, end-of-turn included.
@@ -37,12 +37,12 @@ class AnswerText:
         if text == right or chat.calls:
             return text
         expected = self._learnt(chat)
-        if not expected:  # this tokenizer decodes the lead otherwise than the template writes it: it stays in the text
+        if not expected:  # this tokenizer does not decode the lead as the template writes it: it stays in the text
             return self._said(form, answer, "", right)
         return right if text == expected else text
 
     def expected(self, chat: Conversation) -> str:
-        """The text of the right answer: its target or, where it calls tools, what the template writes of it."""
+        """The text of the right answer: its target or, if it calls tools, what the template writes for it."""
         return self._learnt(chat) if chat.calls else wanted(chat, self.rendering.thinking)
 
     def _learnt(self, chat: Conversation) -> str:
@@ -55,7 +55,7 @@ class AnswerText:
         return self.rendering.form(chat.turns, "validation", chat.tools)
 
     def said(self, turns: Turns, answer: Sequence[int]) -> str:
-        """The text of an answer to which no right one is known."""
+        """The text of a generated answer whose right answer is unknown."""
         form = self.rendering.form(turns, "prompt")
         return self._said(form, answer, self.rendering.lead(form), "")
 
@@ -64,7 +64,7 @@ class AnswerText:
         while ids and ids[-1] in self.control.special_ids:
             ids.pop()
         text = _without_lead(self.control.text(ids), lead, target)
-        if self._keeps:  # before special tokens go, which its marks may be
+        if self._keeps:  # before special tokens are removed: its marks may be such tokens
             text = _without_thinking(text, *form.thinking_marks)
         if end := special.search(form.tail):
             text = text.partition(end[0])[0]
@@ -72,16 +72,16 @@ class AnswerText:
 
 
 def _without_thinking(text: str, before: str, behind: str) -> str:
-    """An answer behind its thinking, which stands between the two; nothing is left of thinking without an end."""
+    """The answer after its thinking, which the marks `before` and `behind` enclose; "" if the thinking has no end."""
     if behind and behind in text:
         return _behind_mark(text, behind, "")
     return "" if before and text.lstrip().startswith(before) else text
 
 
 def _without_lead(text: str, lead: str, target: str) -> str:
-    """A generated text from its answer on, whatever it has in the blocks that the template writes before an answer.
+    """A generated text without the blocks that the template writes before an answer, whatever it has in them.
 
-    Nothing is left of a text that opened such a block and did not come to its end.
+    The result is "" if the text opened such a block and did not close it.
     """
     marks = MARK.findall(lead)
     closing = next((mark for mark in reversed(marks) if mark[1] == "/"), None)
@@ -89,7 +89,7 @@ def _without_lead(text: str, lead: str, target: str) -> str:
         return text.removeprefix(lead)
     if closing and closing in target:  # the thinking is the task's own, to be scored
         return text.lstrip() if lead[0].isspace() else text
-    # some tokenizers decode a blank behind a special token, where the template wrote none
+    # some tokenizers decode a blank after a special token that the template did not write
     pieces = [piece for piece in re.split(rf"({MARK.pattern})|\s+", lead) if piece]
     core = re.search(r"\s*".join(map(re.escape, pieces)), text)
     if core:

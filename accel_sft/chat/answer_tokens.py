@@ -1,4 +1,4 @@
-"""The token ids of a prompt with its answer, from the template's texts: where the answer begins and ends."""
+"""Makes the token ids of a prompt and its answer from the template's texts, and finds the answer's begin and end."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from accel_sft.chat.tool_calls import lost
 from accel_sft.io.text import one_line
 
 _LONG = 1 << 16
-"""Characters of a text from which on its number of tokens is estimated before it is tokenized."""
+"""A text of more characters has its number of tokens estimated before it is tokenized."""
 _MARGIN = 4
-"""A text is surely too long with this many times the characters of the longest tokens: normalization shortens some."""
+"""A text is surely too long if it has this many times the characters of `max_length` tokens of the longest kind; the
+factor allows for texts that normalization shortens."""
 
 
 class AnswerTokens:
-    """Finds each answer's tokens behind its prompt's.
+    """Finds each answer's tokens after its prompt's.
 
     Args:
-        eos_ids: tokens that end an answer; the tokenizer's eos is added where the template closes it with none of them.
-        images: what the model's processor makes of images; None: no example has any.
+        eos_ids: tokens that end an answer; the tokenizer's eos is added if the template ends answers with none of them.
+        images: makes the model's inputs from images; None: no example has any.
     """
 
     def __init__(self, rendering: Rendering, eos_ids: frozenset[int], images: ImageInputs | None = None) -> None:
@@ -36,12 +37,12 @@ class AnswerTokens:
         self.rendering, self.tokenizer, self.eos_ids = rendering, rendering.tokenizer, eos_ids
         self._tokenize = PieceTokenizer(rendering.control)
         self._ends = rendering.control.spelled(eos_ids)
-        self._closers: dict[str, int] = {}  # how many end tokens are in what follows an answer
+        self._closers: dict[str, int] = {}  # number of end tokens in a text that follows answers
 
     def with_images(
         self, texts: list[Rendered], part: Sequence[tuple[int, Conversation]], split: str
     ) -> list[Rendered]:
-        """The texts of some examples' answers, in which each image has as many placeholders as it has tokens.
+        """The texts of some examples' answers, with as many placeholders for each image as it has tokens.
 
         Raises:
             UserError: an image cannot be used, by this model or at all.
@@ -55,14 +56,14 @@ class AnswerTokens:
         ]
 
     def images_of(self, chat: Conversation) -> RowImages | None:
-        """What a row keeps of its images."""
+        """What a row keeps of its images; None without images."""
         return self.images.row(chat) if self.images and chat.images else None
 
     def of_texts(self, texts: Sequence[Rendered], counts: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-        """The tokens of each prompt, and those of the prompt with what is learnt behind it.
+        """The tokens of each prompt, and of each prompt with what is learnt after it.
 
         Args:
-            counts: how many of the texts, in their order, are of one chat.
+            counts: number of texts of each chat; the texts are in the order of the chats.
         """
         written = [part for text in texts for part in (text.prompt, text.prompt + (text.rest or ""))]
         ends = itertools.accumulate(counts)
@@ -71,8 +72,8 @@ class AnswerTokens:
         return list(zip(ids[::2], ids[1::2], strict=True))
 
     def exceeds(self, chat: Conversation, tokens: int) -> bool:
-        """Whether a text that every template writes surely has more tokens than these, told without tokenizing it: that
-        takes gigabytes for 10 MB. False says nothing."""
+        """Whether a text that every template writes surely has more than `tokens` tokens. It is estimated, because
+        tokenizing 10 MB takes gigabytes of memory. False says nothing."""
         always = [turn["content"] for turn in chat.turns if turn["role"] != "assistant"]
         for text in (*always, chat.answer["content"].rpartition("</think>")[2]):
             if len(text) > _LONG and sum(map(len, text.split())) > _MARGIN * self._longest_token * tokens:
@@ -81,7 +82,7 @@ class AnswerTokens:
 
     @functools.cached_property
     def _longest_token(self) -> int:
-        """Characters of the vocabulary's longest token: in some vocabularies each stands for a byte of the text."""
+        """Characters of the vocabulary's longest token; in some vocabularies a character stands for a byte of text."""
         return max(map(len, self.tokenizer.get_vocab()))
 
     def control_token(self, chat: Conversation) -> Written | None:
@@ -103,7 +104,8 @@ class AnswerTokens:
         Args:
             prompt, whole: as `of_texts` gave them.
         Raises:
-            UserError: the template drops or cuts the answer; the prompt does not begin the rendering with an answer.
+            UserError: the template drops or cuts the answer, a call or a message; the prompt does not begin the
+                rendering with an answer; or a control token in a text cannot be read as characters.
         """
         guarded, text = text, Rendered(*(part and without_guards(part) for part in text))
         form, keeps = self.rendering.form(chat.turns, split, chat.tools), self.rendering.thinking == "keep"
@@ -133,7 +135,7 @@ class AnswerTokens:
             whole = prompt + self._apart(prompt, whole, guarded.rest)
         if GUARD in guarded.prompt + guarded.rest:
             self._check_control(f"{split} example {index}", guarded, whole)
-        # the template's own end tokens alone end an answer, which may name one too
+        # only the end tokens that the template writes end an answer, whose text may contain some too
         tail = form.tail if text.rest.endswith(form.tail) else self.tokenizer.eos_token
         if tail not in self._closers:
             self._closers[tail] = sum(token in self.eos_ids for token in self._tokens(tail))
@@ -143,7 +145,7 @@ class AnswerTokens:
         return whole[: ends[0]] if closers and ends else [*whole, self.tokenizer.eos_token_id]
 
     def _look_at_marks(self, tail: str) -> None:
-        """Note a mark such as `<|im_end|>` behind answers that the tokenizer has no token for, where none ends them."""
+        """Add a note if answers end with a mark such as `<|im_end|>` that is no token, and with no end token."""
         spelled = next((mark for mark in MARK.findall(tail) if len(self._tokens(mark)) > 1), None)
         if spelled and not self._closers[tail]:
             self.rendering.note(
@@ -163,8 +165,8 @@ class AnswerTokens:
             )
 
     def _apart(self, prompt: list[int], whole: list[int], rest: str) -> list[int]:
-        """The tokens of what follows a prompt, without it. Some tokenizers write a blank before any text: then behind a
-        line break or a special token, where they do not."""
+        """The tokens of what follows a prompt, tokenized without the prompt. Some tokenizers put a blank before any
+        text: the rest is then tokenized after a line break or a special token, where they do not."""
         read = self.tokenizer.decode(whole)
         for anchor in ("", "\n", self.tokenizer.eos_token):
             before, ids = self._tokens(anchor), self._tokens(anchor + rest)

@@ -1,5 +1,5 @@
-"""Control tokens that are written in a task's texts, such as `<|im_end|>`: they are read as characters, and the chat
-template alone makes tokens of its own."""
+"""Reads control tokens that a task's texts contain, such as `<|im_end|>`, as characters: only the chat template's own
+become tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def special_tokens(tokenizer: Any) -> re.Pattern[str]:
 
 
 class Written(NamedTuple):
-    """A control token in a conversation's texts: which text it is, the place in it, and whether it ends an answer."""
+    """A control token in a conversation's texts: the text, the token's match in it, and whether it ends an answer."""
 
     text: str
     match: re.Match[str]
@@ -41,22 +41,22 @@ class Written(NamedTuple):
 
 
 def without_guards(text: str) -> str:
-    """A text as the task gave it, or as the template wrote it."""
+    """A text without guards, as the task gave it or as the template wrote it."""
     return text.replace(GUARD, "")
 
 
 class ControlTokens:
     """Guards texts against being read as control tokens, and tokenizes what a template made of guarded texts.
 
-    A guarded text has GUARD between the characters of each control token, and so passes through the template. The
-    template's own control tokens are then those without a guard. A text with guards is tokenized by a copy of the
-    tokenizer, which knows special tokens in another spelling only; the template's own are spelled so.
+    A guarded text has GUARD between the characters of each control token, and so passes through the template. Control
+    tokens without a guard are then the template's own. A text with guards is tokenized by a copy of the tokenizer that
+    knows special tokens only in another spelling, with OWN around them; the template's own are written that way.
 
     Args:
         as_text: control tokens in texts are read as characters; False: texts are never guarded.
     Attributes:
-        as_text: as asked for, and possible: the tokenizer is one of the library tokenizers.
-        pattern: any special token.
+        as_text: whether it was asked for and is possible: it needs a fast tokenizer (of the library tokenizers).
+        pattern: finds any special token.
     """
 
     def __init__(self, tokenizer: Any, as_text: bool = True) -> None:
@@ -68,11 +68,11 @@ class ControlTokens:
         self.special_ids = {*self._special, *tokenizer.all_special_ids}
 
     def spelled(self, ids: Iterable[int]) -> frozenset[str]:
-        """The tokens as they are written."""
+        """The texts of these tokens."""
         return frozenset(self.tokenizer.decode([token]) for token in ids)
 
     def written(self, chat: Conversation, ends: Collection[str]) -> Written | None:
-        """The first control token that stands in the texts of a conversation, and would end an answer if one does.
+        """The first control token in a conversation's texts that would end an answer, or else the first of any kind.
 
         Args:
             ends: the tokens that end an answer.
@@ -89,14 +89,14 @@ class ControlTokens:
         return next((each for each in found if each.ends_answer), found[0] if found else None)
 
     def guarded(self, chat: Conversation) -> Conversation:
-        """A conversation for the template."""
+        """The conversation with its texts guarded, for the template."""
         if not self.as_text or not any(map(self.pattern.search, chat.texts())):
             return chat
         answer, tools = self._turn(chat.answer), self._guarded(chat.tools)
         return chat._replace(turns=self.turns(chat.turns), answer=answer, tools=tools)
 
     def turns(self, turns: Turns) -> Turns:
-        """Turns for the template."""
+        """The turns with their texts guarded, for the template."""
         return [self._turn(turn) for turn in turns] if self.as_text else turns
 
     def _turn(self, turn: Turn) -> Turn:
@@ -107,7 +107,7 @@ class ControlTokens:
         return found
 
     def _guarded(self, value: Any) -> Any:
-        """A text, or all texts in a list or an object."""
+        """`value` with its text, or all texts in a list or an object, guarded."""
         if isinstance(value, dict):
             return {self._guarded(name): self._guarded(each) for name, each in value.items()}
         if isinstance(value, list):
@@ -141,7 +141,7 @@ class ControlTokens:
 
     @functools.cached_property
     def _copied(self) -> tuple[Any, dict[int, int]]:
-        """The tokenizer in which special tokens are spelled with OWN around them, and what their ids are."""
+        """A copy of the tokenizer in which special tokens are spelled with OWN around them; the real ids by its ids."""
         copied = copy.deepcopy(self.tokenizer.backend_tokenizer)
         copied.no_truncation()
         copied.no_padding()

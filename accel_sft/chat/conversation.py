@@ -1,4 +1,4 @@
-"""What a task gives, checked: the examples of a split, and the turns of an example, with those that are learnt."""
+"""Checks what a task gives: the examples of a split, and the turns of an example, with those that are learnt."""
 
 import json
 import re
@@ -13,11 +13,11 @@ from accel_sft.rows.rows import with_places
 
 Given = TypeVar("Given")
 Turn = dict[str, Any]
-"""`role` and `content`, a text in which MARK stands for an image; an assistant's may have `tool_calls` and
+"""A turn has `role` and `content`, a text in which MARK stands for an image; an assistant's may have `tool_calls` and
 `reasoning_content`."""
 Turns = list[Turn]
 GUARD, OWN = "\ue008\ue009", "\ue00a\ue00b"
-"""Mark control tokens of texts and of the template, in texts that are tokenized: see `control_tokens`."""
+"""In texts that are tokenized, GUARD marks a task's control tokens and OWN the template's: see control_tokens.py."""
 _NO_TEXT = re.compile(f"[\ud800-\udfff]|{GUARD}|{OWN}")
 _EXPECTED = 'a list of {"role": ..., "content": ...}'
 
@@ -28,9 +28,9 @@ class Conversation(NamedTuple):
     Attributes:
         turns: all that precedes the answer; at least one.
         answer: the assistant's turn that is learnt, and generated at an evaluation.
-        learnt: places in `turns` of answers that are learnt too.
+        learnt: indices in `turns` of earlier answers that are learnt too.
         tools: schemas for the chat template.
-        images: of `turns`, in their order.
+        images: the images of `turns`, in their order.
     """
 
     turns: Turns
@@ -52,21 +52,21 @@ class Conversation(NamedTuple):
 
     @property
     def asked(self) -> str:
-        """The prompt for people: the only question, or the turns by role; without the system's."""
+        """The prompt for people, without system turns: the text of the only turn, or each turn behind its role."""
         turns = [turn for turn in self.turns if turn["role"] != "system"] or self.turns
         if len(turns) == 1:
             return shown(turns[0]["content"])
         return "\n".join(f"{turn['role']}: {shown(_said(turn))}" for turn in turns)
 
     def each(self) -> list["Conversation"]:
-        """A conversation for each answer that is learnt, which is its last turn, in order."""
+        """A conversation for each answer that is learnt, in order; it ends with that answer."""
         earlier = [Conversation(self.turns[:at], self.turns[at], tools=self.tools) for at in self.learnt]
         if self.images:
             earlier = [each._replace(images=self.images[: marks(each.turns)]) for each in earlier]
         return [*earlier, self._replace(learnt=())]
 
     def texts(self) -> Iterator[str]:
-        """Every text of it, those of calls as JSON."""
+        """Every text of the conversation; tool calls and schemas as JSON."""
         for turn in (*self.turns, self.answer):
             yield from (turn[name] for name in ("reasoning_content", "content") if name in turn)
             if turn.get("tool_calls"):
@@ -81,15 +81,16 @@ def _said(turn: Turn) -> str:
 
 
 def no_text(text: str) -> bool:
-    """Whether a text has what no text may have: a lone surrogate, or characters that have a meaning here."""
+    """Whether a text contains a lone surrogate, or characters that have a meaning here; no text may."""
     return not text.isprintable() and _NO_TEXT.search(text) is not None
 
 
 def from_task(failed: str, call: Callable[[], Given]) -> Given:
-    """What the task's own code gives.
+    """What `call`, the task's own code, returns.
 
     Raises:
-        UserError: `call` raised one, or anything else; then it begins with `failed` and names the task's line.
+        UserError: `call` raised it; or `call` raised anything else, which is reported behind `failed` with the task's
+            line.
     """
     try:
         return call()
@@ -103,7 +104,7 @@ def read_split(task: Task, split: str) -> Sequence[Any]:
     """The task's examples of a split.
 
     Raises:
-        UserError: the task fails, gives something else, or none at all.
+        UserError: the task fails, gives something else, or gives no example.
     """
     what = f"the task's dataset({split!r})"
     examples = from_task(f"{what} failed", lambda: task.dataset(split))
@@ -160,7 +161,7 @@ def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -
 
 
 def _with_images(found: Conversation, images: list[Picture], where: str) -> Conversation:
-    """With those of its turns, from all that the task gave; answers are texts."""
+    """The conversation with the images of its turns, out of all that the task gave. Answers may have none."""
     if any(MARK in turn["content"] for turn in (found.answer, *(found.turns[at] for at in found.learnt))):
         raise UserError(f"{where}: target() gave an answer with an image; only texts are learnt")
     numbered = (Picture(picture.given, number) for number, picture in enumerate(images, 1))
@@ -196,7 +197,7 @@ def _checked(turns: Any, what: str, images: list[Picture]) -> Turns:
 
 
 def _given(turn: Turn) -> Turn:
-    """What a turn has besides its role and content; several formats write null, or no calls, where there is nothing."""
+    """What a turn has besides role and content, without the null and empty calls that several formats write."""
     rest = {name: value for name, value in turn.items() if name not in ("role", "content") and value is not None}
     return {name: value for name, value in rest.items() if name != "tool_calls" or value != []}
 
@@ -206,7 +207,7 @@ def _listed(calls: Any) -> list[Any]:
 
 
 def _call(call: Any, what: str) -> dict[str, Any]:
-    """A call of a tool; its arguments are JSON in a text, as OpenAI's format has them, or the object itself."""
+    """A tool call with its arguments as an object; they may be given as JSON text, as in OpenAI's format."""
     function = call.get("function", call) if isinstance(call, dict) else None
     arguments = function.get("arguments", {}) if isinstance(function, dict) else None
     if isinstance(arguments, str):
@@ -224,7 +225,7 @@ def _call(call: Any, what: str) -> dict[str, Any]:
 
 
 def _with_turns(turns: Turns, target: list[Any], where: str, images: list[Picture]) -> Conversation:
-    """The conversation of messages and the turns that follow them; what is behind the last one learnt is left."""
+    """The conversation of messages and the turns that follow them, up to the last turn that is learnt."""
     if any("weight" in turn for turn in turns):
         raise UserError(f'{where}: messages() gave a turn with "weight"; only turns of target() are learnt')
     following = _checked(target, f"{where}: target()", images)

@@ -23,16 +23,16 @@ NOTHING_TO_LEARN = "left out: the tokenizer leaves nothing of the answer to lear
 NO_PROMPT = "left out: the chat template writes no prompt"
 _SHOWN = 5
 _PART_EXAMPLES, _PART_CHARACTERS = 512, 1 << 18
-"""Examples that are tokenized together at most, and when there are enough: memory does not grow with the data."""
+"""This many examples, or characters, are tokenized together, so that memory does not grow with the data."""
 
 
 class Encoded(NamedTuple):
-    """One example as token ids: the first `prompt_length` are what its answer is generated from, the rest carry loss.
+    """One example as token ids: its answer is generated from the first `prompt_length` ids, and the rest carry loss.
 
-    Of an example whose task gives several turns to be learnt, `earlier` has begin and end of the answers within the
-    prompt, which carry loss too. Where a template writes them otherwise once others follow, it is several rows with the
-    same index, each with an answer, in order. The last id is the end-of-turn token unless the example was cut
-    (`--truncation right`). `images` are those whose placeholders stand in the ids.
+    If the task gives several turns to learn, `earlier` has begin and end of the answers within the prompt, which carry
+    loss too. If the template writes earlier answers differently once others follow, the example becomes several rows
+    with the same index, in order. The last id is the end-of-turn token unless the example was cut (`--truncation
+    right`). `images` are the images whose placeholders are among the ids.
     """
 
     index: int
@@ -48,17 +48,17 @@ class Encoded(NamedTuple):
 
     @property
     def learnt(self) -> list[range]:
-        """Positions of the tokens with a loss; the first token of all has no predecessor to be predicted from."""
+        """Positions of the tokens that carry loss; a row's first token has none, as nothing precedes it."""
         return [range(max(begin, 1), end) for begin, end in self.spans]
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens with a loss of the last answer."""
+        """Number of the last answer's tokens that carry loss."""
         return len(self.input_ids) - max(self.prompt_length, 1)
 
     @property
     def supervised_tokens(self) -> int:
-        """Tokens with a loss."""
+        """Number of tokens that carry loss."""
         return sum(map(len, self.learnt)) if self.earlier else self.answer_tokens
 
 
@@ -67,10 +67,10 @@ class Rules:
     """What decides an example's tokens besides its text.
 
     Attributes:
-        eos_ids: `end_of_turn_ids`; if the template closes the answer with none of them, the tokenizer's eos is added.
-        max_length: tokens per example.
+        eos_ids: `end_of_turn_ids`; if the template ends answers with none of them, the tokenizer's eos is added.
+        max_length: most tokens per example.
         truncation: "drop", "right" or "error": what happens to longer ones.
-        thinking, day, control_tokens: of the Rendering.
+        thinking, day, control_tokens: as `Rendering` takes them.
     """
 
     eos_ids: frozenset[int]
@@ -90,10 +90,10 @@ class Encoding:
     """The usable examples of a split, and the indices of those left out, by reason.
 
     Attributes:
-        control_tokens: indices of kept examples in whose texts control tokens are written: those that end turns in
-            "answers", and any others in "texts".
+        control_tokens: indices of kept examples with control tokens in their texts: in "answers" if one would end an
+            answer, else in "texts".
         notes: lines about where the tokens come from.
-        examples: the split's, which name by file and line those left out, where they are known.
+        examples: the split's examples, which know file and line of those left out if they are Rows.
     """
 
     split: str
@@ -105,7 +105,7 @@ class Encoding:
     examples: Sequence[Any] = ()
 
     def lines(self) -> list[str]:
-        """The notes, and one line for each reason that examples were left out or cut."""
+        """The notes, and one line for each reason for which examples were left out or cut."""
         found = [
             *self.left_out.items(),
             ("cut to --max-length; their end, an end-of-turn token at least, is not learnt", self.cut),
@@ -116,7 +116,7 @@ class Encoding:
         return [*self.notes, *named]
 
     def note(self, other: Encoding) -> None:
-        """Add what was left out and cut in the part of the split that follows."""
+        """Add what was left out and cut in the next part of the split."""
         for reason, indices in other.left_out.items():
             self.left_out[reason] += indices
         self.cut += other.cut
@@ -124,10 +124,10 @@ class Encoding:
             self.control_tokens[where] += indices
 
     def check(self, examples: int, rules: Rules) -> None:
-        """Check that some of the split's examples are left, and none too long where that is an error.
+        """Check that some of the split's examples are left, and under `--truncation error` that none is too long.
 
         Raises:
-            UserError: the check failed, and why.
+            UserError: the check failed; the lines say why.
         """
         if rules.truncation == "error" and rules.too_long in self.left_out:
             raise UserError(*self.lines(), "--truncation error stops here: raise --max-length, or choose drop or right")
@@ -160,8 +160,8 @@ def encode_parts(
     """Render and tokenize some of a split's examples, a few at a time, and find where answers begin and end.
 
     Raises:
-        UserError: a template that rejects the messages, that drops or cuts an answer, a task that returns nonsense, a
-            prompt that does not begin the rendering with an answer, in a template for which no sound way is known.
+        UserError: the template rejects the messages, or drops or cuts an answer; the task returns something unusable;
+            or the prompt does not begin the rendering with an answer.
     """
     tokens = AnswerTokens(rendering, rules.eos_ids, images)
     waiting: list[tuple[int, Conversation]] = []
@@ -228,10 +228,10 @@ def _rendered(
 
 
 def _append(rows: list[Encoded], row: Encoded) -> None:
-    """Add a conversation's next answer to its rows: to the last of them, if what it is generated from begins with it.
+    """Add the next answer of a conversation to its rows: to the last row, if the answer's prompt begins with that row.
 
-    Else the template writes earlier answers otherwise once others follow, and no one row has what both are generated
-    from.
+    If not, the template writes earlier answers differently once others follow. No single row then contains what both
+    answers are generated from, and the answer gets a row of its own.
     """
     before = rows[-1] if rows else None
     if before and row.input_ids[: min(len(before.input_ids), row.prompt_length)] == before.input_ids:
@@ -241,10 +241,10 @@ def _append(rows: list[Encoded], row: Encoded) -> None:
 
 
 def _limited(rows: list[Encoded], split: str, rules: Rules) -> list[Encoded]:
-    """An example's rows within `--max-length`; none, if it is to be left out."""
+    """An example's rows, cut to `--max-length` where that is allowed; none if the example is to be left out."""
     if all(len(row.input_ids) <= rules.max_length for row in rows):
         return rows
-    cuts = rules.truncation == "right" and not any(row.images for row in rows)  # placeholders are all or none
+    cuts = rules.truncation == "right" and not any(row.images for row in rows)  # an image's placeholders cannot be cut
     kept = [row for row in (_cut(row, rules.max_length) for row in rows) if row] if cuts else []
     # in an evaluation the last answer is generated: it needs its prompt
     if kept and split != "train" and kept[-1].prompt_length != rows[-1].prompt_length:

@@ -1,4 +1,4 @@
-"""What a chat template makes of conversations of one shape: how they are given, and what surrounds their answers."""
+"""How conversations of one shape are given to a chat template, and what it writes around their answers."""
 
 import dataclasses
 import json
@@ -7,7 +7,8 @@ from typing import Any
 
 from accel_sft.chat.conversation import Conversation, Turn, Turns
 from accel_sft.chat.pictures import MARK as IMAGE
-from accel_sft.chat.template import MARK, common_length
+from accel_sft.chat.template import MARK
+from accel_sft.io.prefix import common_length
 from accel_sft.io.text import one_line
 
 _THINKS = re.compile(r"\s*<think>(.*?)</think>\s*", re.S)
@@ -17,23 +18,24 @@ _OPENED = re.compile(
     r"(?P<end>\|?>|\]|▷)|<\|channel>thought)\s*$",
     re.IGNORECASE,
 )
-"""A thinking block that a text opened last: `<think>`, `[THINK]`, `◁think▷`, `<|START_THINKING|>`, Gemma's channel."""
+"""A mark at a text's end that opens thinking: `<think>`, `[THINK]`, `◁think▷`, `<|START_THINKING|>`, Gemma's
+channel."""
 
 
 def split_thinking(target: str) -> tuple[str | None, str]:
-    """The thinking that a target begins with, None if it has none, and the answer behind it."""
+    """The thinking that a target begins with (None without any), and the answer after it."""
     found = _THINKS.match(target)
     return (found[1], target[found.end() :]) if found else (None, target)
 
 
 def divided(chat: Conversation) -> tuple[str | None, str]:
-    """The thinking of a conversation's answer, None if it has none, and the answer behind it."""
+    """The thinking of a conversation's answer (None without any), and the answer after it."""
     thinking = chat.answer.get("reasoning_content")
     return split_thinking(chat.target) if thinking is None else (thinking, chat.answer["content"])
 
 
 def wanted(chat: Conversation, thinking: str | None) -> str:
-    """The text that an answer is scored against under `--thinking`: of a target's thinking, keep leaves nothing."""
+    """The text that an answer is scored against: the target; under `--thinking keep`, without its thinking."""
     return divided(chat)[1] if thinking == "keep" else chat.target
 
 
@@ -42,18 +44,18 @@ class Form:
     """How conversations of one order of roles are given to the template, and what it writes around their answers.
 
     Attributes:
-        folds_system: the system text is put before the first user turn's, as the template takes no system role.
+        folds_system: the system text is put before the first user turn's, because the template takes no system role.
         parts: each content is a list of one text part.
-        sound: the generation prompt, but for `unwritten`, begins the rendering with an answer.
-        unwritten: the end of the generation prompt that the template does not write where an answer follows.
-        instead: what it writes there: what ends `unwritten`, or nothing.
+        sound: the rendering with an answer begins with the generation prompt, except for the prompt's end `unwritten`.
+        unwritten: the end of the generation prompt that the template leaves out if an answer follows.
+        instead: what the template writes in its place: the end of `unwritten`, or nothing.
         system_moves: the rendering with an answer has no system text, or has it elsewhere; its prompt is not used.
-        lead: what the template writes between the two and the answer; None: it loses the answer.
-        tail: what it writes behind the answer.
-        closing_mark: of the block that the generation prompt opened; None: it opened none.
-        closing: closes that block where the template does not.
-        thinking_as: how a target's thinking is given: in the "content", its own "field", or "written" by us.
-        thinking_marks: what then stands before it, and between it and the answer.
+        lead: what the template writes between the prompt and the answer; None: it drops the answer.
+        tail: what the template writes after the answer.
+        closing_mark: the mark that closes the block opened by the generation prompt; None: it opened none.
+        closing: text that closes that block if the template does not.
+        thinking_as: how a target's thinking is given: in the "content", in its own "field", or "written" by us.
+        thinking_marks: what then stands before the thinking, and between it and the answer.
     """
 
     folds_system: bool = False
@@ -76,7 +78,7 @@ class Form:
         return found[0] if found else ""
 
     def before_lead(self, asked: str) -> str:
-        """What begins the rendering with an answer, given the prompt: all up to `lead`."""
+        """The rendering with an answer up to `lead`, computed from the prompt `asked`."""
         return asked[: len(asked) - len(self.unwritten)] + self.instead
 
     def given(self, turns: Turns) -> list[dict[str, Any]]:
@@ -100,8 +102,8 @@ class Form:
         """The turns and an answer, as the template takes them.
 
         Args:
-            thinking: has a field of its own.
-            more: what the answer's turn has besides, such as calls.
+            thinking: given in a field of its own, `reasoning_content`.
+            more: further fields of the answer's turn, such as tool calls.
         """
         given = self.given([*turns, {**(more or {}), "role": "assistant", "content": answer}])
         if thinking is not None:
@@ -110,7 +112,7 @@ class Form:
 
 
 def closing_mark(text: str) -> str | None:
-    """The mark that closes the thinking block which a text opened last; None: it opened none, or words follow."""
+    """The mark that closes the thinking block which opens at a text's end; None if none does."""
     found = _OPENED.search(text)
     if not found:
         return None
@@ -124,10 +126,10 @@ def closing_mark(text: str) -> str | None:
 
 
 def dropped(turns: Turns, prompt: str) -> tuple[str, str] | None:
-    """The role of the first turn of which a rendered prompt lacks some text, and that text.
+    """The role of the first turn that has a text missing from a rendered prompt, and that text; None if none has.
 
-    White space does not count, nor the thinking of earlier answers, the texts beside calls and the switches `/think`
-    and `/no_think`: templates write these otherwise, or not. The result of a tool may be written as JSON.
+    Ignored are white space, the thinking of earlier answers, turns with tool calls, JSON results of tools, and the
+    switches `/think` and `/no_think`: templates rewrite these or leave them out. A text may be written as JSON.
     """
     whole = None
     for turn in turns:
@@ -150,19 +152,19 @@ def _compact(text: str) -> str:
 
 
 def parting(asked: str, head: str) -> int:
-    """Where two texts part, at a mark's beginning if that is within one."""
-    at = common_length(asked, head)
+    """The place where two texts begin to differ, moved to the beginning of a mark that it lies within."""
+    at = common_length([asked, head])
     for text in (asked, head):
         at = next((mark.start() for mark in MARK.finditer(text) if mark.start() < at < mark.end()), at)
     return at
 
 
 def remarks(form: Form, turns: Turns, asked: str, closing: str) -> list[str]:
-    """What is done beyond the template's own way, a line each.
+    """A line for each thing that the trainer does beside what the template does itself.
 
     Args:
-        asked: the prompt that the template writes of `turns`.
-        closing: what the trainer puts behind it.
+        asked: the prompt that the template writes for `turns`.
+        closing: what the trainer appends to the prompt.
     """
     lines = []
     if form.folds_system:

@@ -1,4 +1,4 @@
-"""A processor's part in rows with images: the tokens that stand for them, and the model's inputs made of them."""
+"""Uses the model's processor for rows with images: for the tokens that stand for them, and for the model's inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accel_sft.rows.rows import example_name
 
 _OF_TOKENS = ("input_ids", "attention_mask")
 _TYPES = "token_type_ids"
-"""Ends the names of what tells each token's kind, text or image: `mm_token_type_ids`, `token_type_ids`."""
+"""End of the names of inputs with each token's kind, text or image: `mm_token_type_ids`, `token_type_ids`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +28,9 @@ class RowImages:
     """The images of a row.
 
     Attributes:
-        count: how many of its example's they are, from the first on.
-        digest: 128 bits of SHA-256 of the images and of the settings by which they become input.
-        source: gives them again; None while the row is made.
+        count: number of the example's images that the row has; they are the first ones.
+        digest: 128 bits of the SHA-256 of the images and of the processor's settings.
+        source: gives the images again; None while the row is made.
     """
 
     count: int
@@ -38,8 +38,8 @@ class RowImages:
     source: ImageSource | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
-class Row(Protocol):
-    """Of an Encoded, what images have to do with."""
+class ImageRow(Protocol):
+    """The fields of an Encoded that this module reads."""
 
     index: int
     input_ids: list[int]
@@ -47,12 +47,12 @@ class Row(Protocol):
 
 
 def no_processor() -> Any:
-    """The processor of what reads texts only."""
+    """Stands in for a processor where only texts are read: it raises UserError."""
     raise UserError("the data has images, which are not read here")
 
 
 class ImageInputs:
-    """What a model's own processor makes of images, loaded when the first image is met.
+    """Makes placeholders and inputs from images with the model's own processor, loaded at the first image.
 
     Args:
         load: gives the processor, or raises UserError.
@@ -77,17 +77,17 @@ class ImageInputs:
         return f"{type(self.processor).__name__} {type(images).__name__} {images.to_json_string()}".encode()
 
     def row(self, chat: Conversation) -> RowImages | None:
-        """Those of a conversation; None if it has none."""
+        """What a row keeps of a conversation's images; None if it has none."""
         if not chat.images:
             return None
         digest = hashlib.sha256(self._settings + b"".join(picture.digest.encode() for picture in chat.images))
         return RowImages(len(chat.images), digest.digest()[:16])
 
     def expanded(self, chat: Conversation, text: Rendered, where: str) -> Rendered:
-        """The texts with as many placeholders as each image has tokens.
+        """The texts with as many placeholders for each image as it has tokens.
 
         Raises:
-            UserError: the template has not one placeholder for each image; an image cannot be used.
+            UserError: the template does not write one placeholder for each image, or an image cannot be used.
         """
         place, pictures = self.processor.image_token, chat.images
         if (places := text.prompt.count(place)) != len(pictures) or place in (text.rest or ""):
@@ -101,7 +101,7 @@ class ImageInputs:
         return text._replace(prompt=prompt)
 
     def _placeholders(self, picture: Picture, where: str) -> str:
-        """What the processor writes for an image: it depends on the image's size alone. `tensors` holds it to that."""
+        """What the processor writes for an image. It may depend only on the image's size, which `tensors` checks."""
         try:
             size = (image := picture.opened()).size
             if size not in self._written:
@@ -111,17 +111,17 @@ class ImageInputs:
                 self._written[size] = replaced["replacement"]
         except UserError as error:
             raise UserError(*(f"{where}: {line}" for line in error.problems)) from error
-        except Exception as error:  # a processor is code of the model's, and refuses images in ways of its own
+        except Exception as error:  # a processor is the model's own code, and may raise anything
             raise UserError(f"{where}: {picture}: {_refusal(error)}") from error
         return self._written[size]
 
-    def tensors(self, rows: Sequence[Row], shape: tuple[int, int]) -> dict[str, np.ndarray]:
+    def tensors(self, rows: Sequence[ImageRow], shape: tuple[int, int]) -> dict[str, np.ndarray]:
         """The model's inputs besides tokens and mask, for rows padded at the right to this shape (B, T).
 
-        Pixels are those of all images one after another, as the model finds them by their placeholders.
+        The pixels of all images follow each other in the order of their placeholders, by which the model finds them.
 
         Raises:
-            UserError: an image is not there any more, or another; or it has not the tokens that its row has.
+            UserError: an image is gone or was changed, or a row's images make other numbers of tokens than it has.
         """
         pictured = [row for row in rows if row.images]
         pictures = [row.images.source.pictures(row) for row in pictured]
@@ -150,7 +150,7 @@ class ImageInputs:
         return inputs
 
     def _types(self, ids: list[list[int]]) -> list[list[int]]:
-        """1 for each token that is an image's, else 0."""
+        """For each token, 1 if it is an image's, else 0."""
         of_images = {*self.processor.image_token_ids}
         return [[int(token in of_images) for token in row] for row in ids]
 
@@ -169,26 +169,26 @@ class ImageSource:
     examples: Sequence[Any]
     split: str
 
-    def of(self, row: Row) -> str:
+    def of(self, row: ImageRow) -> str:
         """The row's name in messages."""
         return example_name(self.examples, self.split, row.index)
 
-    def is_as_before(self, row: Row) -> bool:
+    def is_as_before(self, row: ImageRow) -> bool:
         """Whether the row's images, and the processor's settings, are those that it was tokenized with."""
         return self._found(row)[1] == row.images
 
-    def pictures(self, row: Row) -> tuple[Picture, ...]:
+    def pictures(self, row: ImageRow) -> tuple[Picture, ...]:
         """The row's images.
 
         Raises:
-            UserError: they are not those that it was tokenized with.
+            UserError: they are not the images that it was tokenized with.
         """
         pictures, found = self._found(row)
         if found != row.images:
             raise UserError(f"{self.of(row)}: its images are others than at the start; leave files alone that train")
         return pictures
 
-    def _found(self, row: Row) -> tuple[tuple[Picture, ...], RowImages | None]:
+    def _found(self, row: ImageRow) -> tuple[tuple[Picture, ...], RowImages | None]:
         chat = conversation(self.task, self.examples, self.split, row.index)
         chat = chat._replace(images=chat.images[: row.images.count])
         return chat.images, self.inputs.row(chat)

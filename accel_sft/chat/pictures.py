@@ -1,4 +1,4 @@
-"""Images in messages: as tasks give them, as they are known by, and where they stand in a conversation's texts."""
+"""Images in messages: the forms in which tasks give them, their hashes, and their places in a conversation's texts."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
 MARK = "\ue006\ue007"
-"""Stands for an image in the text of a turn; in this order they are those of `Conversation.images`."""
+"""Stands for an image in the text of a turn; `Conversation.images` has the images in the order of their marks."""
 _SHOWN = "<image>"
 _NUMBERS = ("F", "I")
-"""Modes of Pillow that it cuts off at 0 and 255 where it makes them RGB: of floats from 0 to 1 all becomes black."""
+"""Pillow's modes whose values it clips to 0 and 255 when it converts them to RGB: floats from 0 to 1 become black."""
 _GREY_OF_16_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _BITS_PER_SAMPLE = 258
-"""Tag of a TIFF: Pillow opens grey values of 12 bits as `I;16` too."""
+"""Number of TIFF's tag BitsPerSample: Pillow opens grey values of 12 bits as `I;16` too."""
 _PROGRAMS = ("EPS",)
-"""Formats that are programs: Pillow has Ghostscript run them."""
+"""Formats that are programs, which Pillow lets Ghostscript run."""
 MAX_FILE_BYTES = 512 << 20
-"""An image file with as many pixels as are accepted is smaller, even uncompressed."""
+"""Most bytes of an image file: with the most pixels that are accepted it is smaller, even uncompressed."""
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 _NO_FILE = "a folder, a pipe or a device, not a file"
 _KEYS = ("image", "path", "url", "base64", "image_url")
-"""Of a part of type "image", in which transformers looks for the image; and OpenAI's, of type "image_url"."""
+"""Keys of a part that may hold its image: those that transformers reads in a part of type "image", and OpenAI's, in a
+part of type "image_url"."""
 _EXPECTED = (
     'expected {"type": "text", "text": ...} or {"type": "image", "image": ...}, the image a path, bytes or a PIL image'
 )
@@ -44,7 +45,7 @@ class Picture:
     """An image that a task gave: a file's path, a file's bytes, or a PIL image.
 
     Args:
-        number: its place among the example's, from 1, which names it in messages where no path does.
+        number: its place among the example's images, from 1, which names it in messages if it has no path.
     """
 
     def __init__(self, given: Any, number: int = 1) -> None:
@@ -64,12 +65,12 @@ class Picture:
             return hashlib.sha256(self._file()).hexdigest()
         image = self.given
         shape = f"{image.mode} {image.size} "
-        if palette := image.getpalette():  # of which the pixels are places
+        if palette := image.getpalette():  # the pixels are indices into it
             shape += f"{palette} {image.info.get('transparency')} "
         return hashlib.sha256(shape.encode() + image.tobytes()).hexdigest()
 
     def opened(self) -> Any:
-        """The image as transformers opens it: upright and in RGB if it is a file, a PIL image as it is.
+        """The image as transformers opens it: a file upright and in RGB, a PIL image as it is (16-bit grey as 8-bit).
 
         Raises:
             UserError: it cannot be read, or Pillow is missing.
@@ -95,14 +96,14 @@ class Picture:
             raise
         except PIL.UnidentifiedImageError as error:
             raise UserError(f"{self} cannot be read: it is in no format of images that Pillow knows") from error
-        except Exception as error:  # decoders fail on what is in a file in ways of their own
+        except Exception as error:  # a decoder may raise anything on a file's content
             raise UserError(f"{self} cannot be read: {one_line(str(error), LONGEST_ERROR)}") from error
 
     def _of_eight_bits(self, image: Any) -> Any:
-        """The image, with 8 bits a channel if it is grey with 16, before Pillow decodes its pixels.
+        """The image, 16-bit grey scaled to 8 bits; called before Pillow decodes the pixels, which may be too many.
 
         Raises:
-            UserError: it has pixels of 32 bits, or too many.
+            UserError: it has pixels of 32 bits, or too many pixels.
         """
         import PIL.Image
 
@@ -123,13 +124,13 @@ class Picture:
         return image
 
     def file(self) -> tuple[bytes, str]:
-        """The bytes of an image's file, and the end of such a file's name; a PIL image as a PNG.
+        """The bytes of an image file, and the suffix of its name; a PIL image is written as PNG.
 
         Raises:
-            UserError: it cannot be read, or training would not take it for an image.
+            UserError: it cannot be read, or is not an image that training accepts.
         """
         if isinstance(self.given, (str, bytes)):
-            self._decoded(content := self._file())  # a row may name any file
+            self._decoded(content := self._file())  # raises if it is no image: a row may name any file
             return content, Path(self.given).suffix.lower() if isinstance(self.given, str) else ""
         image, file = self.opened(), io.BytesIO()
         (image if image.mode in _PNG_MODES else image.convert("RGB")).save(file, "png")
@@ -142,7 +143,7 @@ class Picture:
         if isinstance(self.given, bytes):
             return self.given
         try:
-            # it may have become a pipe since the row was read: to open one does not wait for its writer
+            # it may have become a pipe since the row was read: with O_NONBLOCK, opening it does not wait for a writer
             with open(os.open(self.given, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise UserError(f"{self}: {_NO_FILE}")
@@ -155,7 +156,7 @@ class Picture:
 
 
 def _scaled(grey: Any) -> Any:
-    """A grey image of 16 bits with 8, black and white kept: Pillow's `convert` cuts off all that is above 255."""
+    """A 16-bit grey image scaled to 8 bits, with black and white kept: Pillow's `convert` clips values above 255."""
     import numpy as np
     import PIL.Image
     import PIL.ImageOps
@@ -170,7 +171,7 @@ def read_parts(content: Sequence[Any], what: str) -> tuple[str, list[Picture]]:
     """The text of a content that is a list of parts, with MARK for each image, and the images.
 
     Raises:
-        UserError: it begins with `what`; a part is neither text nor image, or its image is not there.
+        UserError: a part is neither text nor image, or its image does not exist; the message begins with `what`.
     """
     text, pictures = [], []
     for part in content:
@@ -186,10 +187,10 @@ def read_parts(content: Sequence[Any], what: str) -> tuple[str, list[Picture]]:
 
 
 def unmarked(text: str, what: str) -> str:
-    """The text.
+    """Check a text, which is returned unchanged.
 
     Raises:
-        UserError: it has MARK, which would be taken for an image.
+        UserError: it contains MARK, which would be taken for an image.
     """
     if MARK in text:
         raise UserError(f"{what} gave a text with the characters U+E006 U+E007, which mean an image here; remove them")
@@ -237,17 +238,17 @@ def _file_or_bytes(value: str, what: str, *, encoded: bool) -> str | bytes:
 
 
 def marks(turns: Sequence[dict[str, Any]]) -> int:
-    """How many images stand in turns."""
+    """Number of images in turns."""
     return sum(turn["content"].count(MARK) for turn in turns)
 
 
 def parted(turns: list[dict[str, Any]], pictures: Sequence[Picture]) -> list[dict[str, Any]]:
-    """Turns as a chat template takes them: contents with images as lists of parts; without pictures as they are."""
+    """Turns as a chat template takes them: contents with images are lists of parts; unchanged without pictures."""
     return [{**turn, "content": _as_parts(turn["content"])} for turn in turns] if pictures else turns
 
 
 def _as_parts(content: Any) -> Any:
-    """A text, or a list of one text part, with its images between its texts."""
+    """A content (a text, or a list of one text part) as a list of parts, if it has images."""
     text = content[0]["text"] if isinstance(content, list) else content
     if MARK not in text:
         return content
@@ -259,5 +260,5 @@ def _as_parts(content: Any) -> Any:
 
 
 def shown(text: str) -> str:
-    """A turn's text for people."""
+    """A turn's text for people, with `<image>` for each image."""
     return text.replace(MARK, _SHOWN)

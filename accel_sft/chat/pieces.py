@@ -14,7 +14,7 @@ class PieceTokenizer:
 
     A fast tokenizer cuts a text at its special tokens before it does anything else, so the tokens of a text are those
     of its pieces, each of which begins with a special token. Pieces that texts have in common are tokenized once. The
-    longest text of a chat is tokenized whole too: where that gives other tokens, so are all texts of the chat.
+    longest text of a chat is tokenized whole too: if that gives other tokens, all texts of the chat are.
     """
 
     def __init__(self, control: ControlTokens) -> None:
@@ -26,9 +26,10 @@ class PieceTokenizer:
         """The ids of each text.
 
         Args:
-            chats: places of texts that begin alike, the longest last; other texts are tokenized whole.
+            chats: indices of the texts of each chat, which begin alike, the longest last; other texts are tokenized
+                whole.
         """
-        # those of one chat: a vocabulary may have thousands, of which a template writes a few
+        # the special tokens in one chat: a vocabulary may have thousands, and a template writes a few
         written = [token for token in self._special if chats and token in texts[chats[0][-1]]]
         if not written:
             chats = []

@@ -1,4 +1,4 @@
-"""How a chat template is asked for prompts and answers: decided by probes, once for each order of roles."""
+"""Decides by probes, once for each order of roles, how a chat template is asked for prompts and answers."""
 
 import dataclasses
 import functools
@@ -20,15 +20,16 @@ from accel_sft.io.text import one_line
 _ANSWER, _THOUGHT, _TURN = "\ue000\ue001", "\ue002\ue003", "\ue004{}\ue005"
 """Probes, which stand for an answer, its thinking and a turn: characters that no template strips or splits."""
 _ESCAPED_GUARD = GUARD.encode("unicode_escape").decode()
-"""As a template has it that prints a list or an object as Python does: `{{ tools }}`."""
+"""GUARD as it appears if a template prints a list or an object as Python does: `{{ tools }}`."""
 
 Tools = list[dict[str, Any]] | None
 
 
 class Rendered(NamedTuple):
-    """A conversation as text: what generation begins with, and what is learnt behind it (None: see `whole`).
+    """A conversation as text: the prompt that generation begins with, and the rest, which is learnt after it.
 
-    `whole` is the template's own rendering of prompt and answer, for messages.
+    `rest` is None if the prompt does not begin the rendering with the answer. `whole` is the template's own rendering
+    of prompt and answer, for messages.
     """
 
     prompt: str
@@ -37,15 +38,15 @@ class Rendered(NamedTuple):
 
 
 class Rendering:
-    """A tokenizer's chat template, asked alike in training and evaluation: `--thinking` and the day are settled.
+    """A tokenizer's chat template, used alike in training and evaluation, with `--thinking` and the day fixed.
 
-    What is decided follows from the tokenizer, the two settings and the order of roles in a conversation: it is the
-    same on every rank. `notes` says in one line each what was done beyond the template's own way.
+    Its decisions depend only on the tokenizer, the settings and the order of roles in a conversation, so they are the
+    same on every rank. `notes` has a line for each thing done beside what the template does itself.
 
     Args:
         thinking: "off", "template" or "keep".
         day: YYYY-MM-DD that the template is told; None: the day on which it is rendered.
-        control_tokens: "text", or "tokens": what control tokens in texts are read as. `control` does it.
+        control_tokens: "text" or "tokens": what `control` reads control tokens in texts as.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Rendering:
         self.control = ControlTokens(tokenizer, control_tokens != "tokens")
         try:
             self.template = dated(tokenizer.get_chat_template(), day)
-        except ValueError as error:  # several by name, and none is the default
+        except ValueError as error:  # it has several named templates and no default
             raise UserError(f"the model's chat template cannot be chosen: {one_line(str(error))}") from error
         on = {"off": False, "keep": True}.get(self.thinking)
         names = () if on is None else ("enable_thinking", "thinking")
@@ -73,7 +74,7 @@ class Rendering:
             self.notes.append(line)
 
     def examples(self, chats: Sequence[Conversation], split: str) -> list[Rendered]:
-        """Each conversation's prompt and what is learnt behind it: its answer; guarded, as `control.ids` takes them.
+        """Each conversation's prompt and the answer that is learnt after it, as guarded texts for `control.ids`.
 
         Raises:
             UserError: the template rejects the messages, or fails.
@@ -104,7 +105,7 @@ class Rendering:
         Raises:
             UserError: the template rejects the messages, or fails.
         """
-        # a turn that only calls says nothing in the probe either: templates ask for that
+        # a turn with calls and no text has no text in the probe either: templates check for that
         silent = ["tool_calls" in turn and not turn["content"] for turn in turns]
         called = ("tool_calls" in turn for turn in turns)
         shape = (tools is not None, *zip((turn["role"] for turn in turns), called, silent, strict=True))
@@ -112,14 +113,14 @@ class Rendering:
             probes = [{**turn, "content": "" if silent[at] else _TURN.format(at)} for at, turn in enumerate(turns)]
             try:
                 self._forms[shape] = self._decided(probes, split, tools)
-            except Rejected:  # some templates read contents, JSON of tools among them
+            except Rejected:  # some templates parse contents, such as a tool's JSON
                 self._forms[shape] = self._decided(turns, split, tools)
         return self._forms[shape]
 
     def _joined(
         self, form: Form, asked: str, whole: str, head: str | None, thinking: str | None, answer: str
     ) -> Rendered:
-        """`head`: the rendering up to the answer, where the system text moves."""
+        """`head` is the rendering up to the answer if the system text moves, else None."""
         if form.thinking_as == "written" and thinking is not None and (form.sound or form.system_moves):
             opening, mark = ("", form.closing_mark) if form.closing_mark else ("<think>", "</think>")
             return Rendered(asked, f"{opening}{thinking}{mark}{answer}{form.tail}", whole)
@@ -140,16 +141,16 @@ class Rendering:
         return Rendered(asked, rest, whole)
 
     def closing(self, form: Form) -> str:
-        """What is put behind prompts: under `--thinking off` the end of a block that the template opens there."""
+        """What is appended to prompts: under `--thinking off`, the end of a block that the prompt opens; else ""."""
         return form.closing or form.closed_by_template if self.thinking == "off" else ""
 
     def tail(self, form: Form) -> str:
-        """What stands behind an answer as text: what the template writes there up to its first control token."""
+        """What follows an answer as plain text: the template's text there, up to its first control token."""
         end = self.control.pattern.search(form.tail)
         return form.tail[: end.start()] if end else form.tail
 
     def lead(self, form: Form) -> str:
-        """What is learnt between a prompt and its answer."""
+        """The text between a prompt and its answer, which is learnt too."""
         if self.closing(form):
             return (form.lead or "").removeprefix(form.closed_by_template)
         return form.closing + (form.lead or "")
@@ -161,7 +162,7 @@ class Rendering:
             return dataclasses.replace(form, lead=None)
         at = parting(asked, head)
         unwritten, lead, instead = asked[at:], head[at:], ""
-        # what differs must lie behind the last turn, and may be blocks, but no words such as another header
+        # the difference must lie after the last turn, and may be marks, but no words such as another header
         sound = not unwritten or (turns[-1]["content"] in asked[:at] and not MARK.sub("", lead).strip())
         others, moves = [turn for turn in turns if turn["role"] != "system"], False
         if not sound and not form.folds_system and 0 < len(others) < len(turns):
@@ -186,7 +187,8 @@ class Rendering:
         return form
 
     def _accepted(self, turns: Turns, split: str, tools: Tools) -> tuple[Form, str, str]:
-        """The first way of giving turns in which the template keeps every text; the prompt, and that with an answer."""
+        """The first way of giving turns in which the template keeps every text, or else the first that it accepts; with
+        the prompt, and the rendering with an answer."""
         folds = (False, True) if any(turn["role"] == "system" for turn in turns) else (False,)
         refused, first = None, None
         for form in (Form(folds_system=folds_system, parts=parts) for parts in (False, True) for folds_system in folds):
@@ -197,7 +199,7 @@ class Rendering:
                 refused = refused or error
                 continue
             first = first or (form, asked, whole)
-            told = (turn["content"].strip() for turn in turns if "tool_calls" not in turn)  # else often left out
+            told = (turn["content"].strip() for turn in turns if "tool_calls" not in turn)  # often left out
             kept = _ANSWER in whole and all(text in asked for text in told)
             if kept and not (form.parts and re.search(r"'text'|\"text\"", whole)):  # the list itself, printed
                 return form, asked, whole
@@ -206,7 +208,7 @@ class Rendering:
         return first
 
     def _with_thinking(self, form: Form, turns: Turns, asked: str, split: str, tools: Tools) -> Form:
-        """The first way of giving a target's thinking in which the template keeps it."""
+        """`form` with the first way of giving a target's thinking in which the template keeps it."""
         begins = "" if form.system_moves else form.before_lead(asked)
         try:
             (field,) = self._rendered([form.with_answer(turns, _ANSWER, _THOUGHT)], split, False, [tools])
@@ -224,7 +226,7 @@ class Rendering:
         return form if kept else dataclasses.replace(form, thinking_as="written")
 
     def _rendered(self, conversations: Sequence[Turns], split: str, prompt: bool, tools: Sequence[Tools]) -> list[str]:
-        """Each conversation as the template writes it with its tools; those that stand together have one batch."""
+        """Each conversation as the template writes it with its tools; neighbours with the same tools form a batch."""
         texts: list[str] = []
         for offered, group in itertools.groupby(zip(conversations, tools, strict=True), key=itemgetter(1)):
             given = self.arguments if offered is None else {**self.arguments, "tools": offered}

@@ -1,5 +1,7 @@
-"""Asks a chat template for text: on one day, within a time limit, its failures told in one line; and refuses answers
-that it drops."""
+"""Renders text with a chat template, on a fixed day and within a time limit; its failures are errors of one line.
+
+Here are also the errors for answers that a template drops.
+"""
 
 import contextlib
 import datetime
@@ -13,21 +15,22 @@ import jinja2
 
 from accel_sft.api.errors import UserError
 from accel_sft.chat.conversation import Turns
+from accel_sft.io.prefix import common_length
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
 SECONDS = 60
-"""Of computing after which a template is taken to have no end; a thousand conversations take one."""
+"""Seconds of computing after which a template is taken to be endless; a thousand conversations take one second."""
 MARK = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷\s]+▷")
 """What templates write around blocks: `<think>`, `<|channel|>`, `[/THINK]`, `◁/think▷`."""
 _DIRECTIVES = "aAbBcdDeFGgHIjmMpSuUVwWxXyYZ"
-"""Of strftime; a day has the time 00:00:00."""
+"""Letters of strftime's directives; the time of the day is 00:00:00."""
 
 
 def dated(template: str, day: str | None) -> str:
     """A template whose `strftime_now` gives this day (YYYY-MM-DD), whenever it is rendered.
 
-    It is a macro before the template: a function that apply_chat_template is given is not passed on to the template
-    (transformers 5.23), which gets plain data only. The line break behind the macro is taken off by Jinja.
+    `strftime_now` becomes a macro in front of the template, because apply_chat_template passes plain data on to the
+    template, and no function (transformers 5.23). Jinja removes the line break after the macro.
     """
     if not day or "strftime_now" not in template:
         return template
@@ -51,17 +54,17 @@ class TextDropped(UserError):
 
 
 class NotAPrefix(UserError):
-    """A prompt does not begin the prompt with its answer."""
+    """A prompt is not a prefix of the same prompt with its answer."""
 
 
 class _NoEnd(BaseException):
-    """A template computes on and on. Not an Exception: Jinja swallows those while it folds constants."""
+    """A template does not finish. Not an Exception: Jinja swallows those while it folds constants."""
 
 
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    """Raises _NoEnd after SECONDS of this process's own computing. Signals reach the main thread only: no limit in
-    others. Python looks for them between two steps of a loop, and within the power of a large number."""
+    """Raises _NoEnd after SECONDS of this process's own computing, in the main thread only, as signals reach no other.
+    Python handles signals between two steps of a loop, and within the power of a large number."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -70,7 +73,7 @@ def _limited() -> Iterator[None]:
         raise _NoEnd
 
     before = signal.signal(signal.SIGVTALRM, ring)
-    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, 1)  # again and again: what a destructor raises is swallowed
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, 1)  # repeats, because what a destructor raises is swallowed
     try:
         yield
     finally:
@@ -84,11 +87,11 @@ def rendered(
     """Each conversation as the template writes it.
 
     Args:
-        prompt: write what begins the answer too.
+        prompt: also write what begins the answer (the generation prompt).
         given: the template's own variables.
     Raises:
         Rejected: the template rejects the messages, or fails on them.
-        UserError: it does not come to an end.
+        UserError: the template does not finish.
     """
     if not conversations:
         return []
@@ -106,7 +109,7 @@ def rendered(
             f"{split}: the model's chat template computed for {SECONDS} seconds on {len(conversations)} conversations "
             f"(roles {roles}) and came to no end; {mend}"
         ) from None
-    except Exception as error:  # a template is a program of the model's: it may raise anything
+    except Exception as error:  # a template is the model's own program, and may raise anything
         told, cause = "rejects", str(error)
         if not isinstance(error, jinja2.exceptions.TemplateError):
             told, cause = "fails on", f"{type(error).__name__}: {error}"
@@ -119,8 +122,8 @@ def rendered(
 def holds(prompt: str, rest: str, target: str) -> bool:
     """Whether what follows a rendered prompt has the answer; white space does not count.
 
-    Templates strip white space around an answer, and move it around a thinking block, whose opening mark may be the
-    prompt's last word. Text is compared, not tokens: how the tokenizer normalises makes no difference.
+    Templates strip white space around an answer, and move it around a thinking block, whose opening mark may end the
+    prompt. Text is compared, not tokens, so the tokenizer's normalization makes no difference.
     """
     if target.strip() in rest:
         return True
@@ -130,15 +133,9 @@ def holds(prompt: str, rest: str, target: str) -> bool:
     return "".join(target.split()) in "".join(rest.split())
 
 
-def common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How many of the first characters, or tokens, are the same."""
-    pairs = zip(a, b, strict=False)
-    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(a), len(b)))
-
-
 def refusal(split: str, index: int, prompt: str, whole: str, target: str, *, thinks: bool) -> AnswerDropped:
-    """The error for a template that drops or cuts an answer; `thinks`: --thinking keep could mend it."""
-    made, answer = one_line(whole[common_length(prompt, whole) :]), one_line(target)
+    """The error for a template that drops or cuts an answer; `thinks` says that --thinking keep could mend it."""
+    made, answer = one_line(whole[common_length([prompt, whole]) :]), one_line(target)
     mend = "learn the thinking with --thinking keep, or " if thinks else ""
     return AnswerDropped(
         f'{split} example {index}: the answer would not be trained on: the chat template makes "{made}" of "{answer}"; '
@@ -148,9 +145,9 @@ def refusal(split: str, index: int, prompt: str, whole: str, target: str, *, thi
 
 
 def not_a_prefix(tokenizer: Any, split: str, index: int, asked: str, answered: str) -> NotAPrefix:
-    """The error for a prompt that does not begin the prompt with its answer, with the first difference."""
+    """The error for a prompt that is not a prefix of the same prompt with its answer; it shows the first difference."""
     prompt, whole = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (asked, answered))
-    at = common_length(prompt, whole)
+    at = common_length([prompt, whole])
     return NotAPrefix(
         f"{split} example {index}: the prompt is not a prefix of prompt + answer; they part at token {at}: "
         f"...{tokenizer.decode(prompt[max(at - 3, 0) : at + 3])!r} against "

@@ -1,4 +1,4 @@
-"""Calls of tools as a chat template takes them, which is found out by a probe; and whether a rendering has them."""
+"""Finds out by a probe how a chat template takes tool calls, and whether a rendering contains them."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ _AS_PYTHON = str(_PROBE["function"]["arguments"])
 
 
 def with_text_arguments(turns: Turns) -> Turns:
-    """The turns with the arguments of calls as JSON in a text."""
+    """The turns with the arguments of tool calls as JSON text."""
     return [
         {**turn, "tool_calls": [_with_text(call) for call in turn["tool_calls"]]} if "tool_calls" in turn else turn
         for turn in turns
@@ -25,8 +25,8 @@ def _with_text(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def takes_text_only(render: Callable[[Turns], list[str]]) -> bool:
-    """Whether a template writes the arguments of a call only if they are given as a text: of an object it writes
-    nothing, or what Python prints, or it fails (DeepSeek's add a text to them)."""
+    """Whether a template writes the arguments of a call only if they are given as text. For an object it then writes
+    nothing, or what Python prints, or it fails (DeepSeek's templates add a text to the arguments)."""
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [_PROBE]}]
 
     def writes(given: Turns) -> bool:
@@ -40,7 +40,7 @@ def takes_text_only(render: Callable[[Turns], list[str]]) -> bool:
 
 
 def lost(calls: list[dict[str, Any]], rest: str) -> str | None:
-    """The first name of a tool, or of an argument, that stands nowhere in what follows a prompt."""
+    """The first name of a called tool or of an argument that is missing after the prompt; None if all are there."""
     functions = [call["function"] for call in calls]
     names = [name for function in functions for name in (function["name"], *function["arguments"])]
     return next((name for name in names if name not in rest), None)

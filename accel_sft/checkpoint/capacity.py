@@ -14,10 +14,10 @@ from accel_sft.launch.collectives import Team, decided_by_main
 from accel_sft.launch.info import Launch
 
 MOST_SPARE_BYTES = 64 << 20
-"""The most that is kept free on the disk beside a checkpoint, for the other files of a run. Beside a small checkpoint a
-third of its size is enough, which is what exported weights take."""
+"""Most bytes that are kept free on the disk beside a checkpoint, for the other files of a run. Beside a small
+checkpoint a third of its size is enough, which is what exported weights take."""
 COPY, GRADIENT = 4, 4
-"""Bytes of a trained parameter's element in float32: a copy of the weight, its gradient."""
+"""Bytes per trained parameter in float32: a copy of the weight, and its gradient."""
 
 
 def check_disk(accelerator: Accelerator, model: torch.nn.Module, run_dir: RunDir) -> None:
@@ -39,10 +39,11 @@ def check_host_memory(
     accelerator: Accelerator, model: torch.nn.Module, launch: Launch, optimizer: str = "adamw"
 ) -> None:
     """Check that host memory is enough for the least that this machine's ranks will put there: optimizer states, where
-    they are offloaded or the device is a CPU, and the copy of a checkpoint's file. The optimizer has no states yet.
+    they are offloaded or the device is a CPU, and the copy of one checkpoint file. Call it before the optimizer has
+    states.
 
     Args:
-        optimizer: its name, as `--optimizer` has it.
+        optimizer: the value of `--optimizer`.
 
     Raises:
         UserError: on every rank, if some machine has too little.
@@ -58,7 +59,7 @@ def check_host_memory(
         states = sum(sizes) * share * (moments + copy + GRADIENT)
     elif accelerator.device.type == "cpu" and launch.offload("optimizer") == "none":
         states = sum(sizes) * share * (moments + (COPY if launch.backend == "deepspeed" else 0))
-    largest = max(sizes) * (share if launch.stage == 3 or launch.backend == "fsdp" else 1 / launch.local_world_size)
+    largest = max(sizes) * (share if launch.shards_weights else 1 / launch.local_world_size)
     file = min(sum(sizes) / launch.world_size * shards.BYTES, shards.FILE_BYTES + largest * shards.BYTES)
     needed = (states + file) * launch.local_world_size
 
@@ -75,7 +76,7 @@ def check_host_memory(
 
 
 def _sizes(model: torch.nn.Module) -> list[int]:
-    """Elements of each trained parameter, whole."""
+    """Number of elements of each trained parameter, counted whole where ranks hold shards."""
     return [getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints, complete or not there: saved, found whole after a kill, loaded; and the export of weights."""
+"""Saves checkpoints that are complete or not there, finds them whole after a kill, loads them; and exports weights."""
 
 import contextlib
 import shutil
@@ -23,7 +23,7 @@ from accel_sft.launch.describe import parallelism
 
 @contextlib.contextmanager
 def replacing(accelerator: Accelerator, target: Path) -> Iterator[Path]:
-    """A folder beside `target` to fill from all ranks; it replaces `target` once it is complete and on the disk.
+    """A folder beside `target`, for all ranks to fill; it replaces `target` once it is complete and on the disk.
 
     `settle` repairs what a kill leaves behind.
     """
@@ -39,7 +39,7 @@ def replacing(accelerator: Accelerator, target: Path) -> Iterator[Path]:
 
 
 def settle(run_dir: RunDir) -> None:
-    """Repair what a kill during `replacing` left: the old folder comes back if the new one was not there yet, and
+    """Repair what a kill during `replacing` left: the old folder comes back if the new one was not in place yet, and
     half-written files and folders are removed."""
     for folder in (run_dir.path, run_dir.checkpoints, run_dir.samples):
         for temporary in abandoned(folder):
@@ -65,9 +65,9 @@ def save(
 ) -> Path:
     """Write the trained parameters, their Adam state and `state` as the step's checkpoint; keep the newest `keep`.
 
-    Frozen weights are left out, since the run's source has them. There is no random state to save: a step's is made
-    from the seed, the step and the rank. `state` is JSON-able and has the key `step`; `extra` are tensors that training
-    needs besides, equal on all ranks.
+    Frozen weights are left out, since the run's source has them. There is no random state to save: a step's random
+    state is made from the seed, the step and the rank. `state` is JSON-able and has the key `step`; `extra` are further
+    tensors that training needs, equal on all ranks.
     """
     target = run_dir.checkpoint(state["step"])
     check_disk(accelerator, model, run_dir)
@@ -79,9 +79,9 @@ def save(
             manifest.write(partial, about)
     if accelerator.is_main_process:
         write_atomically(run_dir.latest, target.name + "\n")
-        # Later ones are damaged, or the run was resumed from before them: they do not count.
+        # Later checkpoints are damaged, or the run was resumed from before them: they do not count.
         for old in [path for path in run_dir.all_checkpoints() if step_of(path) <= state["step"]][:-keep]:
-            if old.is_symlink() or not old.is_dir():  # of someone who put it on another disk
+            if old.is_symlink() or not old.is_dir():  # a user put it on another disk
                 old.unlink()
             else:
                 shutil.rmtree(old)
@@ -116,7 +116,7 @@ def newest(run_dir: RunDir, resume: str) -> tuple[Path | None, list[str]]:
 
 
 def undo_after(run_dir: RunDir, step: int) -> list[Path]:
-    """Rename the checkpoints of later steps, which a run resumed at `step` makes again; returns their new paths."""
+    """Rename the checkpoints after `step`, which the resumed run makes again; returns their new paths."""
     moved = []
     for path in run_dir.all_checkpoints():
         if step_of(path) > step:
@@ -132,7 +132,7 @@ def load(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, path:
     `shards.read_extra` reads the `extra` tensors.
 
     Raises:
-        UserError: it was written under another precision, or is of another model.
+        UserError: the checkpoint was written under another precision, or is of another model.
     """
     state = manifest.read(path)
     if not all(isinstance(state.get(key), dict) for key in ("layout", "loss_scale")):
@@ -157,11 +157,14 @@ def export(
     beside: Sequence[Path] = (),
     start: Path | None = None,
 ) -> None:
-    """Write weights for plain transformers (all) or peft (the adapter alone), with tokenizer and model card, and copies
-    of the files `beside` them. If there is a file `start`, the adapter began as what it holds, a part of its base's
-    weights, and is exported for the original ones.
+    """Write weights for plain transformers (all) or peft (the adapter alone), with tokenizer and model card.
 
-    Gathers from all ranks under ZeRO-3 and FSDP; for an adapter only its own weights.
+    Weights are gathered from all ranks under ZeRO-3 and FSDP; for an adapter only its own.
+
+    Args:
+        beside: files that are copied into the folder, too.
+        start: the file of the adapter's first values, if it began as a part of its base's weights. It is then exported
+            for the original weights.
     """
     unwrapped = accelerator.unwrap_model(model)
     adapter = hasattr(unwrapped, "peft_config")
@@ -170,7 +173,7 @@ def export(
     for name, parameter in unwrapped.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(parameter), name)
         if first != name and weights and first in weights and (adapter or name in weights):
-            weights[name] = weights[first]  # FSDP gathers tied weights as often as they are named; peft looks for each
+            weights[name] = weights[first]  # FSDP gathers tied weights once per name; peft looks for each
     with replacing(accelerator, target) as partial:
         if accelerator.is_main_process:
             unwrapped.save_pretrained(str(partial), state_dict=weights)

@@ -1,4 +1,4 @@
-"""Which slice of each parameter and of its Adam state this rank owns, under ZeRO 0-3, DDP and FSDP."""
+"""Finds which slice of each parameter and of its Adam state this rank owns, under ZeRO 0-3, DDP and FSDP."""
 
 import itertools
 from collections.abc import Iterator
@@ -9,15 +9,17 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state of an element."""
+"""AdamW's state for each element."""
 MUON, IN_8_BITS = ("momentum_buffer",), ("state1", "state2")
-"""Muon's, and that of bitsandbytes' AdamW, in float32 for tensors below 4,096 elements."""
+"""Muon's state for each element, and that of bitsandbytes' 8-bit AdamW, which is float32 in tensors below 4,096
+elements.
+"""
 SCALES = ("absmax1", "absmax2")
-"""Of blocks of its 8-bit states: not of elements, and so for whole parameters only."""
+"""Scales of the 8-bit states. bitsandbytes keeps one per block of elements, so a parameter is only saved as a whole."""
 
 
 class Span(NamedTuple):
-    """Elements `start` to `start + size` of the flattened parameter `name`, which begin at `offset` in their tensor."""
+    """Elements `start` to `start + size` of the flattened parameter `name`; they begin at `offset` in their tensor."""
 
     name: str
     start: int
@@ -26,7 +28,7 @@ class Span(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """A tensor that the optimizer steps, and the spans of parameters that are in it."""
+    """A tensor that the optimizer updates, and the spans of parameters that are in it."""
 
     tensor: torch.Tensor
     spans: list[Span]
@@ -35,19 +37,19 @@ class Partition(NamedTuple):
 
     @property
     def state(self) -> dict[str, Any]:
-        """The optimizer's state of this tensor; empty before the first step."""
+        """The optimizer's state for this tensor; empty before the first step."""
         return self.optimizer.state[self.tensor]
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The names of what the optimizer keeps of each element."""
+        """The names of the optimizer's states that have a value for each element."""
         if hasattr(self.optimizer, "init_state"):
             return IN_8_BITS
         group = next((group for group in self.optimizer.param_groups if group.get("of_muon")), {"params": ()})
         return MUON if any(each is self.tensor for each in group["params"]) else MOMENTS
 
     def begin_state(self, step: int) -> None:
-        """Make a state of zeros, as the optimizer does in its first step, but with this count of steps."""
+        """Make a state of zeros, as the optimizer does in its first step, but counted as `step` steps."""
         if self.kinds == IN_8_BITS:
             return self._begin_8_bits(step)
         if self.kinds == MOMENTS:
@@ -69,7 +71,7 @@ class Partition(NamedTuple):
 def partitions(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, writing: bool = False
 ) -> Iterator[Partition]:
-    """This rank's partitions. With `writing`, changes made between two items are copied to the weights that compute."""
+    """This rank's partitions. With `writing`, changes to one are copied to the computing weights before the next."""
     names = {id(p): name for name, p in accelerator.unwrap_model(model).named_parameters() if p.requires_grad}
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     if deepspeed and model.zero_optimization_stage() == 3:
@@ -83,8 +85,8 @@ def partitions(
 def _of_parameters(
     accelerator: Accelerator, optimizer: Any, names: dict[int, str], writing: bool
 ) -> Iterator[Partition]:
-    """A torch optimizer steps the parameters themselves, whole or as FSDP's shards of their first dimension; in half
-    precision DeepSpeed's stage 0 steps a float32 copy of each."""
+    """A torch optimizer updates the parameters themselves, whole or as FSDP's shards of their first dimension; in half
+    precision DeepSpeed's stage 0 updates a float32 copy of each."""
     inner = getattr(optimizer, "optimizer", optimizer)
     parameters = stepped = [p for group in inner.param_groups for p in group["params"]]
     if hasattr(optimizer, "fp32_groups"):
@@ -115,7 +117,7 @@ def _of_first_copy(parameter: Any) -> bool:
 
 
 def _of_stages_1_and_2(zero: Any, names: dict[int, str], writing: bool) -> Iterator[Partition]:
-    """A rank steps one contiguous part of each group of flattened, concatenated parameters."""
+    """A rank updates one contiguous part of each group of flattened, concatenated parameters."""
     for parameters, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
         spans = []
         for parameter in parameters:
@@ -128,7 +130,7 @@ def _of_stages_1_and_2(zero: Any, names: dict[int, str], writing: bool) -> Itera
 
 
 def _of_stage_3(accelerator: Accelerator, zero: Any, names: dict[int, str], writing: bool) -> Iterator[Partition]:
-    """A rank steps its part of every parameter, padded to the same size on each; with NVMe offload it is on disk."""
+    """A rank updates its part of every parameter, padded to one size on all ranks; NVMe offload keeps it on disk."""
     if writing:
         zero._partition_all_parameters()
     for number, parameters in enumerate(zero.fp16_groups):

@@ -1,4 +1,4 @@
-"""Turns an exported PiSSA or OLoRA adapter into a plain LoRA, for the weights as they were before it took its part."""
+"""Turns an exported PiSSA or OLoRA adapter into a plain LoRA for the original weights, before it took its part."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ from pathlib import Path
 def convert(folder: Path, start: Path) -> None:
     """Rewrite the adapter saved in `folder` as what it has learnt since `start`, at twice its rank.
 
-    What is added to the original weights is B A - B0 A0 = [B, -B0] [A; A0]. peft's own conversion loads the start into
-    the model as a second adapter, beside weights that DeepSpeed or FSDP may have shared out; this one reads files.
+    The difference to the original weights is B A - B0 A0 = [B, -B0] [A; A0]. peft's own conversion loads the start into
+    the model as a second adapter, beside weights that DeepSpeed or FSDP may have sharded; this one reads files.
 
     Args:
         start: the file that `models.adapter_start.keep` wrote.

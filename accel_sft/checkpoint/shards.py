@@ -1,9 +1,9 @@
 """A checkpoint's files: trained weights and optimizer state by parameter, read under any number of ranks or ZeRO stage.
 
-Under every backend each rank owns spans of flattened parameters, in float32, and AdamW's two moments of the same
-elements, or what another optimizer keeps of them. It writes them under the parameters' names, each with its place:
-nothing is gathered, and a rank under another parallelism reads the elements that it owns there. Files are safetensors;
-numbers come back to the bit (law 3).
+Under every backend each rank owns spans of flattened parameters, in float32, and AdamW's two moments (or another
+optimizer's state) of the same elements. It writes them under the parameters' names, each with its place. Nothing is
+gathered, and a rank under another parallelism reads the elements that it owns. Files are safetensors; numbers come back
+to the bit (law 3).
 """
 
 import math
@@ -22,15 +22,15 @@ from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
 BYTES = 4 * (1 + len(MOMENTS))
-"""Of a trained parameter's element in a checkpoint, at most: AdamW's."""
+"""Most bytes per trained parameter in a checkpoint: the weight and AdamW's moments, in float32."""
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""Of DeepSpeed's scaler, what changes while it trains."""
+"""Attributes of DeepSpeed's loss scaler that change during training."""
 FILE_BYTES = 1 << 30
-"""A file above this size gets no more tensors; as much is copied to host memory at once."""
+"""Bytes above which a file gets no further tensor; about as much is copied to host memory at once."""
 
 
 Extra = Mapping[str, Mapping[str, torch.Tensor]]
-"""Tensors that are neither a parameter nor of the optimizer, and equal on all ranks: kind -> name -> tensor."""
+"""Tensors that are neither a parameter nor optimizer state, and equal on all ranks: kind -> name -> tensor."""
 
 
 def write(
@@ -55,7 +55,7 @@ def write(
             moments = {key: partition.state[key] for key in partition.kinds if key in partition.state}
             for kind, tensor in {"weights": partition.tensor, **moments}.items():
                 part = flat(tensor)[span.offset : span.offset + span.size]
-                # copied: it may be swapped in from NVMe for a moment only, or not be in host memory
+                # copied, because it may be swapped in from NVMe only for a moment, or not be in host memory
                 parts[_key(kind, span)] = part.to("cpu", copy=True)
                 size += part.nbytes
             for key in SCALES:
@@ -72,10 +72,10 @@ def write(
 
 
 def read(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, folder: Path) -> None:
-    """Read what `write` wrote, under any parallelism, into a folder with a manifest; all ranks together.
+    """Read what `write` wrote under any parallelism from `folder`, which has a manifest; all ranks together.
 
     Raises:
-        UserError: it does not have all of this model's trained parameters.
+        UserError: the files do not have all of this model's trained parameters.
     """
     stored, counted = _Stored(folder), set()
     for partition in partitions(accelerator, model, optimizer, writing=True):
@@ -108,12 +108,12 @@ def read_extra(folder: Path) -> Extra:
 
 
 def _count_up(optimizer: Any, steps: int) -> None:
-    """Have DeepSpeed's Adam for host memory make as many steps on a tensor of zeros.
+    """Have DeepSpeed's Adam for host memory make this many steps on a tensor of zeros.
 
-    For bias correction it multiplies its betas step by step; set to a later step, it takes powers, whose last bit
+    For bias correction it multiplies its betas step by step; set to a later step, it would take powers, whose last bit
     differs.
     """
-    # not those of its defaults, for which accelerate leaves the library's own
+    # the group's betas; accelerate leaves the library's own in the optimizer's defaults
     (beta1, beta2), nothing = optimizer.param_groups[0]["betas"], [torch.zeros(1) for _ in range(4)]
     for step in range(1, steps + 1):
         optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 0.0, beta1, beta2, 1e-8, 0.0, True, *nothing)
@@ -128,7 +128,7 @@ def loss_scale(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, fl
 
 
 def set_loss_scale(accelerator: Accelerator, model: torch.nn.Module, found: dict[str, float]) -> None:
-    """Restore it. A scaler of another library starts its search anew, which leaves out some steps."""
+    """Restore the loss scaler. One of another library searches its scale anew, and skips some steps meanwhile."""
     if accelerator.scaler is not None:
         if found.keys() == accelerator.scaler.state_dict().keys():
             accelerator.scaler.load_state_dict(found)
@@ -153,7 +153,7 @@ class _Stored:
 
         self.folder = folder
         self.places: dict[tuple[str, str], dict[int, tuple[int, Any, str]]] = {}
-        for path in manifest.files(folder):  # no others, whatever they are called
+        for path in manifest.files(folder):  # not files that only lie there
             try:
                 file = safe_open(path, framework="pt")
                 for key in file.keys():  # noqa: SIM118, not a mapping
@@ -168,7 +168,7 @@ class _Stored:
                 ) from None
 
     def copy(self, kind: str, span: Span, into: torch.Tensor) -> None:
-        """Into the span's place in a tensor."""
+        """Copy the span's elements of this kind to the span's place in the tensor `into`."""
         heartbeat()
         target, found = flat(into)[span.offset : span.offset + span.size], 0
         for start, (size, file, key) in self.places.get((kind, span.name), {}).items():
@@ -184,16 +184,16 @@ class _Stored:
             )
 
     def has(self, kind: str, span: Span) -> bool:
-        """Whether there is anything of this kind of the span's parameter."""
+        """Whether anything of this kind is stored for the span's parameter."""
         return (kind, span.name) in self.places
 
     def whole(self, kind: str, span: Span) -> torch.Tensor:
-        """What belongs to the span's parameter as a whole."""
+        """The tensor of this kind that is stored for the span's parameter as a whole."""
         ((_, file, key),) = self.places[(kind, span.name)].values()
         return file.get_tensor(key)
 
     def step(self, span: Span) -> float | None:
-        """How often the optimizer had stepped the parameter; None if never."""
+        """How often the optimizer had updated the parameter; None if never."""
         places = self.places.get(("step", span.name), {}).values()
         return max((file.get_tensor(key).item() for _, file, key in places), default=None)
 

@@ -22,7 +22,7 @@ from accel_sft.resilience.exit import ExitHandler
 from accel_sft.rows.rows import absent_rows
 
 _SHORT_HEADINGS = {ADAPTER: MODEL, DATA: "Training", OPTIM: "Training", EVAL: "Training"}
-"""Under which `--help` lists the few options of these sections."""
+"""The heading under which `--help` lists the few options of a section; `--help-all` has each section's own."""
 
 
 class TaskCommand(click.Command):

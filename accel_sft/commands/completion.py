@@ -4,14 +4,14 @@ import click
 from click.shell_completion import get_completion_class
 
 NAME, VARIABLE = "accel-sft", "_ACCEL_SFT_COMPLETE"
-"""The program, and the variable by which the script asks it for completions."""
+"""The program's name, and the environment variable with which the script asks it for completions."""
 _INSTALLED = {
     "bash": "echo 'eval \"$(accel-sft completion bash)\"' >> ~/.bashrc",
     "zsh": "echo 'eval \"$(accel-sft completion zsh)\"' >> ~/.zshrc",
     "fish": "accel-sft completion fish > ~/.config/fish/completions/accel-sft.fish",
 }
 _BEFORE = {"zsh": "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }"}
-"""What a shell runs first: a plain zsh completes nothing until it is told to."""
+"""Lines that a shell must run before the script: a plain zsh has its completion system switched off."""
 EPILOG = "\b\nOnce, for every shell that is started from then on:\n" + "\n".join(f"  {c}" for c in _INSTALLED.values())
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
 from rich.console import Console
 
@@ -14,7 +13,8 @@ from accel_sft.api.config import EvaluateConfig, TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import recorded_name
-from accel_sft.batching.autotune import Trial
+from accel_sft.batching.autotune import choose_batching
+from accel_sft.batching.trial import Trial
 from accel_sft.chat.conversation import read_split
 from accel_sft.evaluation import vllm
 from accel_sft.evaluation.evaluator import Evaluation
@@ -24,7 +24,7 @@ from accel_sft.io.files import write_json_lines
 from accel_sft.io.heartbeat import heartbeats_only
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import printable
-from accel_sft.launch.accelerator import shard_for_evaluation
+from accel_sft.launch.accelerator import shard_for_evaluation, shards_weights
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, largest
 from accel_sft.launch.precision import recorded
 from accel_sft.launch.start import start
@@ -37,10 +37,10 @@ from accel_sft.training.prepare import Assembly
 
 
 def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
-    """Score `--model`, and `--base` before it, on any launch; print them side by side, and write `--output-dir`.
+    """Score `--base`, if given, and `--model` on any launch; print them side by side, and write `--output-dir`.
 
     Raises:
-        UserError: anything the person at the terminal can mend.
+        UserError: the user must mend something.
     """
     if config.model == "tiny":
         raise UserError("--model: name what to evaluate: a run's folder, saved weights, an adapter or a hub id")
@@ -49,10 +49,10 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
             "--base tiny: the built-in model is made for a run, from the task's text; name the run's folder base/, "
             "which holds it as it was before training"
         )
-    if trained := RunDir.record_around(config.model):  # as it was trained and evaluated, unless asked otherwise
+    if trained := RunDir.record_around(config.model):  # the run's own settings hold, unless asked otherwise
         own = {"max_length": trained["config"].get("max_length")}
         own["max_new_tokens"] = trained["config"].get("max_new_tokens") or trained.get("max_new_tokens")
-        later = "thinking", "template_date", "control_tokens"  # not in records of 0.1
+        later = "thinking", "template_date", "control_tokens"  # version 0.1 did not record them
         own |= {key: trained["config"].get(key) for key in later}
         config = dataclasses.replace(config, **{key: n for key, n in own.items() if getattr(config, key) is None})
         if found := config.problems():
@@ -69,7 +69,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     for source in sources if config.generate_with == "vllm" else ():
         vllm.check(source)
     with Watchdog(config.hang_timeout):
-        # in another precision than the run's it may answer otherwise
+        # in another precision than the run's, the model may answer differently
         accelerator, _ = start(config, task, train=False, began_with=recorded(trained) if trained else None)
         if config.generate_with == "vllm":
             decided_by_main(accelerator, vllm.find_python)
@@ -119,7 +119,7 @@ def _publish(
 
 
 def _differences(model: str, task_name: str, precision: str) -> list[str]:
-    """Notes on how this evaluation differs from the one that the run made of itself."""
+    """Notes on how this evaluation differs from the run's own."""
     if (run := RunDir.record_around(model)) is None:
         return []
     found, trained = [], recorded(run) or precision
@@ -144,7 +144,7 @@ def _claim(folder: Path) -> None:
 
 
 def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, source: Source) -> Evaluation:
-    """Load a model, evaluate it, and free it. ZeRO-3 and FSDP shard it; otherwise every rank has all of it."""
+    """Load a model, evaluate it, and free it. ZeRO-3 and FSDP shard it; otherwise every rank holds all of it."""
     reset_peak_memory(accelerator.device)
     examples = read_split(task, "validation")
     by_each_rank(lambda: check_scoring(task, examples, config.thinking))
@@ -153,12 +153,13 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, source: 
     if accelerator.is_main_process:
         for line in encoding.lines():
             print(line, file=terminal.terminal())
-    loaded, plugin = assembly.load_model(encoding), accelerator.state.deepspeed_plugin
-    sharded = accelerator.distributed_type == DistributedType.FSDP or (plugin is not None and plugin.zero_stage == 3)
-    prepared = shard_for_evaluation(accelerator, loaded) if sharded else loaded.to(accelerator.device)
+    loaded = assembly.load_model(encoding)
+    whole = not shards_weights(accelerator)
+    prepared = loaded.to(accelerator.device) if whole else shard_for_evaluation(accelerator, loaded)
     load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
     some = encoding.kept.some()
-    batching, _ = Trial(accelerator, prepared, config, some, assembly.tokenizer.pad_token_id, train=False).choose()
+    trial = Trial(accelerator, prepared, config, some, assembly.tokenizer.pad_token_id, train=False)
+    batching, _ = choose_batching(trial)
     prepared.eval()
     evaluator = assembly.evaluator(prepared, examples, encoding)
     with heartbeats_only():
@@ -174,9 +175,9 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, source: 
 
 
 def _release(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Free a model but for the caller's own reference."""
+    """Free a model's memory; only the caller's own reference to it is left."""
     accelerator.free_memory()
     for parameter in model.parameters():
-        if hasattr(parameter, "ds_tensor"):  # DeepSpeed keeps its engine for good, and the engine its model
+        if hasattr(parameter, "ds_tensor"):  # DeepSpeed never frees its engine, which holds the model
             for tensor in (parameter, parameter.ds_tensor):
                 tensor.data = tensor.data.new_empty(0)

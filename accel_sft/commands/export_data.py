@@ -1,4 +1,4 @@
-"""The command `export-data`: a task's rows as chat files, for other trainers."""
+"""The command `export-data`: writes a task's rows as chat files, for other trainers."""
 
 import hashlib
 import json
@@ -21,11 +21,12 @@ IMAGES = "images"
 
 
 def run(task: Task, out: str) -> None:
-    """Write train.jsonl and validation.jsonl, and the images of their rows, into `out`, a new folder, whole or not at
-    all; print how many rows each has.
+    """Write train.jsonl, validation.jsonl and the rows' images into the new folder `out`, and print the number of rows.
+
+    The folder appears only when it is complete.
 
     Raises:
-        UserError: an example that training would refuse, or a folder that cannot be written.
+        UserError: training would refuse an example, or the folder cannot be written.
     """
     if problems := one_process("export-data"):
         raise UserError(*problems)
@@ -36,13 +37,14 @@ def run(task: Task, out: str) -> None:
 
 
 def chat_row(chat: Conversation, folder: Path) -> dict[str, Any]:
-    """A conversation in the form of chat files: every turn in order, `"weight": 0` in those of an assistant that carry
-    no loss, and schemas of tools if it has any.
+    """A conversation as a row of a chat file: its turns in order, and the schemas of its tools if it has any.
+
+    An assistant's turn that carries no loss has `"weight": 0`.
 
     Args:
-        folder: the row's images are copied into its `images/`, each once, by their hash; the row has paths in it.
+        folder: gets the row's images in `images/`, each once, named by its hash; the row holds their relative paths.
     Raises:
-        UserError: an image that training would not take either: a row may name any file of this machine.
+        UserError: training would refuse an image too; a row may name any file of this machine.
     """
     paths = iter([_copied(picture, folder) for picture in chat.images])
     messages = [

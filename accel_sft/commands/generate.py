@@ -1,4 +1,4 @@
-"""`accel-sft generate`: answers of a trained model to a prompt, a file of prompts, or a person at the terminal."""
+"""`accel-sft generate`: answers a prompt, a file of prompts, or a person at the terminal with a trained model."""
 
 import dataclasses
 import os
@@ -11,10 +11,10 @@ import click
 from accel_sft.api.errors import UserError
 
 LONGEST_ANSWER = 512
-"""Tokens of an answer where neither the command line nor a run says."""
+"""Most tokens of an answer, unless the command line or the run says otherwise."""
 _LIMITS = {"temperature": (0, 100), "top_p": (0, 1), "top_k": (0, 2**31), "repetition_penalty": (0.01, 100)}
 _LIMITS |= {"seed": (0, 2**31)}
-_FILE = {"type": click.Path(), "metavar": "FILE"}  # which a shell completes
+_FILE = {"type": click.Path(), "metavar": "FILE"}  # a shell completes paths for this type
 EXAMPLES = """\b
 For example:
   accel-sft generate runs/math-20261120-101500 "365="
@@ -62,7 +62,7 @@ def generate(ctx: click.Context, model: str, **options: Any) -> None:
 
 
 def _problems(options: dict[str, Any]) -> list[str]:
-    """What is wrong with the options, one line each; those that training has too are checked with the run's."""
+    """The problems of the options, one line each; options that training has too are checked in `_as_trained`."""
     asked = [name for name in ("prompt", "file", "interactive") if options[name] not in (None, False)]
     found = []
     if len(asked) != 1:
@@ -84,7 +84,7 @@ def _problems(options: dict[str, Any]) -> list[str]:
 
 
 def one_process(command: str) -> list[str]:
-    """A line that refuses several ranks, which would all do the same; empty if this is one process."""
+    """A line that refuses a launch of several ranks, which would all do the same work; empty for one process."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return []
     return [f"{command} runs in one process: start it as `accel-sft {command}`, without accelerate launch"]
@@ -149,8 +149,10 @@ def _run(model: str, options: dict[str, Any]) -> None:
 
 
 def _as_trained(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any] | None, str]:
-    """The settings, of which those that are not given are the run's own; the run's record, if there is one; and the
-    folder of the weights."""
+    """The settings, the run's record if there is one, and the folder of the weights.
+
+    Settings that are not given are the run's own.
+    """
     from accel_sft.api.config import EvaluateConfig
     from accel_sft.io.run_dir import RunDir
 
@@ -173,13 +175,13 @@ def _as_trained(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any
 
 
 def _system_of(record: dict[str, Any] | None) -> str | None:
-    """The system message that a run recorded, which may be a stranger's."""
+    """The system message in a run's record; None if it is no text, since the record may be someone else's."""
     found = (record or {}).get("system_prompt")
     return found if isinstance(found, str) else None
 
 
 def _sources(config: Any, folder: str, record: dict[str, Any] | None, base: str | None) -> dict[str, Any]:
-    """What is to be loaded, the base first, by the name of its side."""
+    """The sources of the models to load, by side ("base" comes first, if asked for)."""
     from accel_sft.models.source import began_with, find_source
 
     source = find_source(config, folder)
@@ -191,7 +193,7 @@ def _sources(config: Any, folder: str, record: dict[str, Any] | None, base: str 
 
 
 def _write(output: str, chats: list[Any], told: dict[str, list[Any]], most: int) -> None:
-    """The answers as JSONL: of one model `generated`, of two also `base`."""
+    """Write the answers as JSONL: the model's as `generated`, the base's, if asked for, as `base`."""
     from accel_sft.io.files import expanded, write_json_lines
 
     rows = []

@@ -1,4 +1,4 @@
-"""`accel-sft install`: tasks into this environment by pip, and which of them came."""
+"""`accel-sft install`: installs a task's package into this environment by pip, and lists the tasks that are new."""
 
 import importlib
 import importlib.util
@@ -60,10 +60,10 @@ def install(name: str, pip_options: Sequence[str]) -> None:
 
 
 def requirement(name: str) -> str:
-    """What pip is asked for: `mytask` is accel-sft-mytask; a path, URL or git address is itself.
+    """The requirement for pip: accel-sft-mytask for `mytask`; a path, URL or git address stays as it is.
 
     Raises:
-        UserError: a name that is none of these.
+        UserError: the name is none of these.
     """
     if name.startswith("-") or not name.strip():
         raise UserError(f"NAME {name!r}: not a task's name; pip's own options stand behind --")

@@ -1,4 +1,4 @@
-"""`accel-sft launch-file`: prints a shipped launch file for `accelerate launch`, for whoever has no checkout."""
+"""`accel-sft launch-file`: prints a shipped launch file for `accelerate launch`, so that no checkout is needed."""
 
 import click
 

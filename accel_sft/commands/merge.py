@@ -1,4 +1,4 @@
-"""`accel-sft merge`: an adapter added to its base, as weights that need no adapter."""
+"""`accel-sft merge`: adds an adapter to its base, and writes weights that need no adapter."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.commands.generate import one_process
 
 MERGED = click.Choice(["bf16", "bfloat16", "float32"])
-"""Types of merged weights; the first two are one."""
+"""Types of merged weights; bf16 and bfloat16 are the same."""
 
 
 @click.command()
@@ -48,10 +48,10 @@ def merge(ctx: click.Context, run: str, out: str, dtype: str | None, trust_remot
 
 
 def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code: bool) -> list[str]:
-    """Write the merged weights of an adapter's folder into the empty folder `target`; lines that say what was done.
+    """Write an adapter's merged weights into the empty folder `target`; returns lines that say what was done.
 
     Raises:
-        UserError: it cannot be merged, and why.
+        UserError: the adapter cannot be merged; the message says why.
     """
     import shutil
 

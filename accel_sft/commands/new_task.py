@@ -1,4 +1,4 @@
-"""`accel-sft new-task`: writes a plugin, which is a small task that learns and its test, to change into one's own."""
+"""`accel-sft new-task`: writes a plugin (a small task that learns, and its test) for the user to change."""
 
 import importlib.util
 import json
@@ -125,7 +125,7 @@ def test_the_task_is_found_by_its_name():
 
 
 def _sample() -> dict[str, str]:
-    """Rows of the sample, by split."""
+    """The sample's rows as JSON lines, by split."""
     rows = [{"question": f"Is {n} even or odd?", "answer": ("even", "odd")[n % 2]} for n in range(1000)]
     random.Random(0).shuffle(rows)
     splits = {"train": rows[100:], "validation": rows[:100]}

@@ -1,4 +1,4 @@
-"""`accel-sft push`: a run's weights, tokenizer and model card to a hub, and nothing else unless it is asked for."""
+"""`accel-sft push`: uploads a run's weights, tokenizer and model card to a hub, and other files only if asked for."""
 
 import json
 import re
@@ -86,7 +86,7 @@ def _folder(run: str, what: str | None) -> str:
     """The folder of the weights.
 
     Raises:
-        UserError: it is not there, or holds no weights.
+        UserError: the folder does not exist, or holds no weights.
     """
     from accel_sft.io.files import expanded
     from accel_sft.io.run_dir import RunDir
@@ -106,10 +106,12 @@ def _folder(run: str, what: str | None) -> str:
 
 
 def _stage(source: Path, staged: Path, base_model: str | None) -> list[str]:
-    """Link the shipped files of a folder into a new one, an adapter's base named by its hub id; the names of others.
+    """Link the model's files into the new folder `staged`; returns the names of the other files in `source`.
+
+    The configuration and the card of an adapter get the hub id of its base.
 
     Raises:
-        UserError: an adapter whose base others cannot find.
+        UserError: the adapter's base is a local folder, which others do not have.
     """
     from accel_sft.models.shipped_files import shipped_files
 
@@ -144,14 +146,14 @@ def _stage(source: Path, staged: Path, base_model: str | None) -> list[str]:
 
 
 def hub_id(base: str) -> str | None:
-    """The hub id of what an adapter's base is called, also where that is a folder of the hub's cache; None: unknown."""
+    """The hub id of an adapter's base, whose name may also be a folder in the hub's cache; None if unknown."""
     if found := _SNAPSHOT.search(base):
         return "/".join(found.groups())
     return base if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base) and not Path(base).exists() else None
 
 
 def _stage_also(run: Path, staged: Path, patterns: tuple[str, ...]) -> None:
-    """Link the run's files that were asked for, under their names in its folder."""
+    """Link the run's files that match the patterns into `staged`, under their paths within the run's folder."""
     for pattern in patterns:
         inside = not Path(pattern).is_absolute() and ".." not in Path(pattern).parts
         found = [path for path in run.glob(pattern) if path.is_file()] if inside and pattern else []
@@ -176,7 +178,7 @@ def _check_name(name: str, what: str) -> None:
 
 
 def _check_repo(repo: str) -> None:
-    """Raises UserError if it cannot be a repository's name, or there is no token to write to it with."""
+    """Raises UserError if `repo` is no valid repository name, or there is no token."""
     from huggingface_hub import get_token
 
     _check_name(repo, "REPO")
@@ -185,7 +187,7 @@ def _check_repo(repo: str) -> None:
 
 
 def _upload(staged: Path, repo: str, private: bool, message: str) -> str:
-    """Make the repository unless it is there, and upload the folder; its address.
+    """Make the repository unless it exists, and upload the folder; returns the repository's address.
 
     Raises:
         UserError: the hub refuses, or cannot be reached.
@@ -207,7 +209,7 @@ def _upload(staged: Path, repo: str, private: bool, message: str) -> str:
             404: f"has no {repo} for this token; see that the name is right and the token may write there",
         }.get(status, f"answers {status}: {one_line(error.server_message or str(error), 200)}")
         raise UserError(f"the hub {api.endpoint} {why}") from error
-    except (ValueError, KeyError) as error:  # of what a server of another kind answers
+    except (ValueError, KeyError) as error:  # raised for the answer of a server that is no hub
         cause = one_line(str(error), 200)
         raise UserError(f"the hub {api.endpoint} answers as huggingface_hub does not understand ({cause})") from error
     except (HTTPError, OSError) as error:

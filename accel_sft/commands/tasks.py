@@ -1,4 +1,4 @@
-"""`accel-sft tasks`: lists the installed tasks, their versions, and the broken ones and why."""
+"""`accel-sft tasks`: lists the installed tasks with their versions, and why a task is broken."""
 
 import json
 

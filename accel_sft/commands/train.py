@@ -1,4 +1,4 @@
-"""Trains a task's model: a run from its launch to its result, and the message with which each failure ends it."""
+"""Trains a task's model: makes a run from its launch to its result, and explains each failure that ends it."""
 
 import contextlib
 import shutil
@@ -34,14 +34,14 @@ from accel_sft.training.trainer import OnStep, Trainer
 
 
 def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | None = None) -> None:
-    """Train `task` as `config` says, in the processes that `accelerate launch` started; in their main threads.
+    """Train `task` as `config` says; call it in the main thread of every process that `accelerate launch` started.
 
     Args:
         on_step: called on every rank after each optimizer step, with the step's line of metrics.jsonl (`step`, `epoch`,
             `loss`, `grad_norm`, `learning_rate`, `supervised_tokens`, `tokens`, `seconds`) and the batching of its
-            rows. The benchmarks measure there. What it raises ends the run.
+            rows. Benchmarks use it. An exception that it raises ends the run.
     Raises:
-        UserError: anything the person at the terminal can mend.
+        UserError: the user must mend something.
     """
     if config.generate_with == "vllm":
         raise UserError(
@@ -84,14 +84,14 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
 
 
 def _began_with(config: TrainConfig) -> str | None:
-    """The precision that the run began with which is resumed, and which it keeps where the launch names none."""
+    """The precision that a resumed run began with, and keeps if the launch names none; None for a new run."""
     run_dir = RunDir(expanded(config.output_dir or ""))
     resumes = config.output_dir and config.resume != "off" and run_dir.record.is_file() and run_dir.has_trained()
     return recorded(run_dir.read_record()) if resumes else None
 
 
 def _warnings(accelerator: Accelerator, task_name: str, prepared: Prepared) -> list[str]:
-    """What the audit's quick part finds in the tokens, from rank 0, which alone prints it."""
+    """The lines of the quick check of the tokens; empty on all ranks but rank 0, which alone prints them."""
     if not accelerator.is_main_process:
         return []
     assembly = prepared.assembly
@@ -101,15 +101,18 @@ def _warnings(accelerator: Accelerator, task_name: str, prepared: Prepared) -> l
 
 @contextlib.contextmanager
 def _ending(accelerator: Accelerator, run_dir: RunDir, config: TrainConfig, signals: StopSignals) -> Iterator[None]:
-    """result.json says how the run ended, whatever happens."""
+    """While inside, an exception is explained and written to result.json before it is raised again.
+
+    If a UserError comes before the run has a record, a folder that the user did not name is deleted instead.
+    """
     try:
         yield
     except BaseException as raised:
-        signals.failing()  # ranks whose launcher is gone lose each other; their errors are no causes
+        signals.failing()  # if the launcher is gone, ranks lose each other: their errors are not the cause
         error = _explained(run_dir, signals, raised)
         begun = run_dir.record.exists() or config.output_dir is not None
         if not begun and isinstance(error, UserError) and accelerator.is_main_process:
-            shutil.rmtree(run_dir.path, ignore_errors=True)  # nobody named it, and nothing in it is needed
+            shutil.rmtree(run_dir.path, ignore_errors=True)  # the user did not name it, and it holds nothing of use
         else:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
             run_dir.write_ended(status, str(error) or type(error).__name__)
@@ -119,8 +122,8 @@ def _ending(accelerator: Accelerator, run_dir: RunDir, config: TrainConfig, sign
 
 
 def _explained(run_dir: RunDir, signals: StopSignals, error: BaseException) -> BaseException:
-    """A UserError that says what can be done, where the cause is known; otherwise the error itself."""
-    if isinstance(error, SystemExit):  # the other ranks would wait for a rank that left with status 0
+    """A UserError that says what to do, if the cause is known; otherwise the error itself."""
+    if isinstance(error, SystemExit):  # the other ranks would wait for a rank that exits with status 0
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return UserError(
             f"{frame.filename}:{frame.lineno}: sys.exit({error.code!r}) during the run; raise an error instead"

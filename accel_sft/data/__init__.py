@@ -1,1 +1,1 @@
-"""From rows on a disk to token ids in an order of steps."""
+"""Keeps the token ids of examples in files, and decides which examples each step learns from."""

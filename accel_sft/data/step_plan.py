@@ -10,9 +10,9 @@ import numpy as np
 class StepPlan:
     """A pure function of (data, seed, global batch size): the examples of every optimizer step.
 
-    The examples are read as an endless stream, one permutation per epoch; step k takes its `global_batch_size` next
-    ones, across an epoch's end if need be, so each example is seen exactly once per epoch. The last step ends with the
-    last epoch. There is no state: a resumed run asks for the next step.
+    The examples are read as an endless stream, one permutation per epoch; step k takes the next `global_batch_size`
+    examples, across an epoch's end if need be, so each example is seen exactly once per epoch. The last step ends with
+    the last epoch. There is no state: a resumed run asks for the next step.
 
     Args:
         lengths, supervised: tokens, and tokens with a loss, of each example; shape (examples,).
@@ -58,11 +58,11 @@ class StepPlan:
         return min(step * self.global_batch_size, end) / len(self.lengths)
 
     def ends_epoch(self, step: int) -> bool:
-        """Whether the step after which `step` steps are done is the one that finishes an epoch."""
+        """Whether the last of the first `step` steps finishes an epoch."""
         return math.floor(self.epoch(step)) > math.floor(self.epoch(step - 1))
 
     def is_due(self, setting: str, step: int) -> bool:
-        """Whether `--eval-every` or `--save-every` with this value asks for it after `step` steps."""
+        """Whether `--eval-every` or `--save-every`, with this value, is due after `step` steps."""
         if setting == "epoch":
             return self.ends_epoch(step)
         every = math.ceil(self.total_steps / 4) if setting == "auto" else int(setting) if setting != "off" else 0

@@ -18,14 +18,14 @@ from accel_sft.rows.fingerprint import code_fingerprint
 
 
 def token_key(decided: list[Any], task: Task, examples: Sequence[Any], split: str, *, read: bool) -> str:
-    """The first 32 digits of a SHA-256, which are enough to be unique.
+    """A split's key: the first 32 hex digits of a SHA-256, which are enough to be unique.
 
-    Of the examples it has the fingerprints of the sequence and of the task's code where both are known, else every
+    For the examples it hashes the fingerprints of the sequence and of the task's code if both are known, else every
     message and target.
 
     Args:
         decided: what `decided_without_examples` gave.
-        read: read every message and target, whether or not a fingerprint stands for them.
+        read: hash every message and target even if the fingerprints are known.
     """
     of_datasets = type(examples).__module__.partition(".")[0] == "datasets"
     fingerprint = getattr(examples, "_fingerprint" if of_datasets else "fingerprint", None)
@@ -45,11 +45,11 @@ def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
         UserError: accel_sft's own files cannot be read.
     """
     own = code_fingerprint(encode_parts)
-    if own is None:  # without it, tokens that an earlier version made would be taken for this one's
+    if own is None:  # without it, tokens that an earlier version made would be used
         raise UserError("accel_sft's own files cannot all be read, or are not plain files; install it again")
     cls, template = type(tokenizer), json.dumps(tokenizer.chat_template)
     model_code = None
-    if not cls.__module__.startswith("transformers."):  # it came with the model
+    if not cls.__module__.startswith("transformers."):  # its code came with the model
         model_code = _files(Path(sys.modules[cls.__module__].__file__ or "").parent.glob("*.py"))
     return [
         {name: importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")},
@@ -57,7 +57,7 @@ def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
         [cls.__qualname__, model_code, _vocabulary(tokenizer), tokenizer.eos_token_id],
         [template, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}],
         getattr(tokenizer, "split_special_tokens", None),
-        (rules.day or datetime.date.today().isoformat()) if "strftime_now" in template else None,  # Llama's writes it
+        (rules.day or datetime.date.today().isoformat()) if "strftime_now" in template else None,  # Llama's has it
         [sorted(rules.eos_ids), rules.max_length, rules.truncation, rules.thinking, rules.control_tokens],
     ]
 

@@ -20,13 +20,13 @@ _IDS = pa.list_(pa.int32())
 _SCHEMA = pa.schema(
     [("index", pa.int32()), ("prompt_length", pa.int32()), ("input_ids", _IDS), ("earlier", _IDS), ("images", _IDS)]
 )
-"""`earlier` has begin, end, begin, end, ...; `images`, where a row has any, their number and digest."""
+"""`earlier` has begin, end, begin, end, ...; `images` has the number of a row's images and their digest, if any."""
 _IMAGES_INTS = 5
 
 
 class Columns(NamedTuple):
-    """Of some examples, arrays of int32. The `ids` of row k are those from `offsets[k]` to `offsets[k + 1]`; so are
-    begin and end of its `earlier` answers, by offsets of their own."""
+    """The columns of some rows, arrays of int32. Row k has `ids[offsets[k] : offsets[k + 1]]`; begin and end of its
+    earlier answers are `earlier[earlier_offsets[k] : earlier_offsets[k + 1]]`."""
 
     prompts: Any
     indices: Any
@@ -37,17 +37,17 @@ class Columns(NamedTuple):
 
 
 class TokenStore(Sequence[Encoded]):
-    """The examples of a file that `merge` wrote, each made when it is asked for; a slice is a list of them.
+    """The rows of a file that `merge` wrote, each read when it is asked for; a slice is a list of rows.
 
     Args:
         path: the file; it may be removed once it is open.
         fingerprint: as `merge` gave it.
-        source: of the rows' images.
+        source: gives the rows' images.
     Attributes:
         lengths: tokens of each row, int32.
-        supervised, answers: of each row, int32; see `Encoded.supervised_tokens` and `Encoded.answer_tokens`.
-        examples: of which the rows are; fewer than rows where some are several rows.
-        pictured: places of the rows that have images, in order, int64.
+        supervised, answers: `Encoded.supervised_tokens` and `Encoded.answer_tokens` of each row, int32.
+        examples: number of examples, which is smaller than the number of rows if some examples have several rows.
+        pictured: indices of the rows that have images, in order, int64.
     """
 
     def __init__(self, path: Path, fingerprint: str, source: ImageSource | None = None) -> None:
@@ -77,7 +77,7 @@ class TokenStore(Sequence[Encoded]):
         return self.take(rows) if isinstance(rows, range) else self.take([rows])[0]
 
     def take(self, rows: Iterable[int]) -> list[Encoded]:
-        """The examples at these places, from 0; quicker than one by one."""
+        """The rows with these indices (from 0); quicker than asking for one at a time."""
         found = []
         for row in rows:
             number = bisect_right(self._starts, row) - 1
@@ -91,9 +91,9 @@ class TokenStore(Sequence[Encoded]):
         return found
 
     def _release_pages(self) -> None:
-        """Release the pages that were read: one access may map two megabytes, a few hundred the whole file.
+        """Release the pages that were read: one access may map two megabytes, a few hundred may map the whole file.
 
-        The system keeps the file in what memory it has to spare, so that the next access costs some microseconds.
+        The system keeps the file in memory that it can spare, so the next access costs some microseconds.
         """
         self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -110,7 +110,7 @@ class TokenStore(Sequence[Encoded]):
             yield self[row]
 
     def text_with(self, ids: Sequence[int]) -> int | None:
-        """The index of the first example whose row has no images and one of these tokens; None if none is so."""
+        """The index of the first example with a row that has one of these tokens and no images; None if none has."""
         for start, columns in zip(self._starts, self.columns(), strict=False):
             places = np.flatnonzero(np.isin(columns.ids, ids))
             rows = np.unique(np.searchsorted(columns.offsets, places, side="right") - 1)
@@ -120,16 +120,16 @@ class TokenStore(Sequence[Encoded]):
         return None
 
     def image_hashes(self) -> np.ndarray:
-        """64 bits of each row's images, of rows that have any, uint64."""
+        """For each row with images, 64 bits of its images' digest, uint64."""
         return np.ascontiguousarray(self._images[:, 1:3]).view(np.uint64)[:, 0]
 
     def of(self, index: int) -> list[Encoded]:
-        """The rows of the example with this index in its split, none if it was left out."""
+        """The rows of the example with this index in its split; none if it was left out."""
         first, behind = (side(self, index, key=attrgetter("index")) for side in (bisect_left, bisect_right))
         return self[first:behind]
 
     def columns(self) -> Iterator[Columns]:
-        """Some megabytes at a time: views of the file, to be read only until the next are asked for."""
+        """The columns of all rows, some megabytes at a time: views of the file, valid until the next are asked for."""
         for batch in self._batches:
             yield Columns(*map(np.asarray, batch))
             self._release_pages()
@@ -141,7 +141,7 @@ class TokenStore(Sequence[Encoded]):
         return largest
 
     def some(self, count: int = 4096) -> list[Encoded]:
-        """All examples, or about `count` of them: the first ones, others from all over the data, the longest, and the
+        """All rows, or about `count` of them: the first ones, others spread over all the data, the longest, and the
         first with images."""
         if len(self) <= count:
             return self[:]
@@ -163,14 +163,14 @@ def _columns(batch: Any) -> Columns:
 
 
 def _images(batch: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of a record batch that have images, and what each keeps of them, (rows, 5); copied."""
+    """Indices of a record batch's rows with images, and a copy of what each keeps of them, shape (rows, 5)."""
     column = batch.column("images")
     values = column.values.to_numpy().reshape(-1, _IMAGES_INTS).copy()
     return np.flatnonzero(np.diff(column.offsets.to_numpy())), values
 
 
 def _earlier_tokens(columns: Columns) -> np.ndarray:
-    """Tokens with a loss in front of each row's last answer."""
+    """Number of tokens with a loss before each row's last answer."""
     sums = np.concatenate([[0], np.cumsum(columns.earlier[1::2] - columns.earlier[::2])])
     return np.diff(sums[columns.earlier_offsets // 2]).astype(np.int32)
 
@@ -182,7 +182,7 @@ def _stored(example: Encoded) -> dict[str, Any]:
 
 
 def write_part(path: Path, parts: Iterable[Encoding], split: str) -> Encoding:
-    """Write examples as they come, for `merge` to take in; what was left out and cut."""
+    """Write examples as they come, for `merge`; returns what was left out and cut."""
     left_out = Encoding(split)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, _SCHEMA) as writer:
         for part in parts:
@@ -192,7 +192,7 @@ def write_part(path: Path, parts: Iterable[Encoding], split: str) -> Encoding:
 
 
 def merge(parts: Sequence[Path], path: Path) -> str:
-    """Write one file of all parts, in their order; SHA-256 of its tokens, however they are divided into parts."""
+    """Write all parts, in order, to one file; returns the SHA-256 of its tokens, however they are split into parts."""
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
         for batches in _enough(parts):
             for batch in pa.Table.from_batches(batches).combine_chunks().to_batches():  # one, or none
@@ -214,7 +214,7 @@ def fingerprint_of(path: Path) -> str:
                 digest.update(np.ascontiguousarray(column, dtype="<i4"))
             answers += len(earlier)
             pictured.update(np.ascontiguousarray(_images(batch)[1], dtype="<i4"))
-    # rows with one answer each have the sum that versions without `earlier` made, whose runs may be resumed
+    # without earlier answers the hash equals that of versions without `earlier`, whose runs may be resumed
     deciding = digests if answers else digests[:3]
     if pictured.digest() != hashlib.sha256().digest():
         deciding = [*deciding, pictured]
@@ -222,7 +222,7 @@ def fingerprint_of(path: Path) -> str:
 
 
 def _enough(parts: Sequence[Path]) -> Iterator[list[Any]]:
-    """The record batches of all parts, to be joined: an open store takes some kilobytes of memory for each."""
+    """The record batches of all parts, in lists to be joined: an open store takes some kilobytes for each batch."""
     waiting, size = [], 0
     for part in parts:
         with pa.OSFile(str(part), "rb") as file, pa.ipc.open_stream(file) as reader:

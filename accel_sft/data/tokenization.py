@@ -32,11 +32,11 @@ _ANNOUNCED = 50_000
 class SplitEncoder:
     """Encodes a task's splits as `encode_parts` does, on all ranks of a machine together, and once for all runs.
 
-    What is kept is a TokenStore, so memory does not grow with the data. Where the cache cannot be written, the tokens
-    are in a temporary file for this run alone. Making and calling one are collectives.
+    The tokens are in a TokenStore, so memory does not grow with the data. If the cache cannot be written, they are in a
+    temporary file for this run alone. Both the constructor and a call are collectives.
 
     Args:
-        processor: gives the model's processor, or raises UserError; asked when an example has images.
+        processor: gives the model's processor, or raises UserError; called when an example has images.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class SplitEncoder:
         return self._noted(encoding, notes)
 
     def _noted(self, encoding: Encoding, notes: list[str]) -> Encoding:
-        """With the notes of the examples, and what the rendering has to say that the split before it had not."""
+        """The encoding with the notes of its examples, and with the rendering's notes since the last split."""
         encoding.notes[:0] = notes
         encoding.notes += self.rendering.notes[self._told :]
         self._told = len(self.rendering.notes)
@@ -104,13 +104,13 @@ class SplitEncoder:
         return encoding
 
     def key(self, examples: Sequence[Any], split: str, *, read: bool = False) -> str:
-        """The entry's name in the cache; `read`: every message and target is read, no fingerprint is used."""
+        """The entry's name in the cache; with `read`, every message and target is read and no fingerprint is used."""
         return token_key(self._decided, self.task, examples, split, read=read)
 
     def parts(
         self, examples: Sequence[Any], indices: Sequence[int], split: str, rules: Rules | None = None
     ) -> Iterator[Encoding]:
-        """Some of a split's examples, as `encode_parts` gives them; by other rules than the run's if there are any."""
+        """Some of a split's examples, as `encode_parts` gives them; by the run's rules unless `rules` are given."""
         return encode_parts(self.rendering, self.task, examples, indices, split, rules or self.rules, self.images)
 
     def _agrees(self, encoding: Encoding, examples: Sequence[Any]) -> bool:
@@ -120,7 +120,7 @@ class SplitEncoder:
         return [row for part in self.parts(examples, some, encoding.split) for row in part.kept] == stored
 
     def _sees_the_same(self, encoding: Encoding) -> bool:
-        """Whether every image in this rank's share of the rows is what it was; files may change below their names."""
+        """Whether no image in this rank's share of the rows has changed: a file may, and keep its name."""
         ranks, place = len(self.team.here), self.team.rank - self.team.first
         pictured = encoding.kept.with_images(place, ranks)
         return all(row.images.source.is_as_before(row) for row in pictured)
@@ -140,7 +140,7 @@ class SplitEncoder:
         return encodings[0]
 
     def _made(self, examples: Sequence[Any], split: str, key: str) -> Encoding:
-        """Tokenized into the cache or, where a machine's cannot be written, into temporary files."""
+        """Tokenize into the cache or, if a machine's cache cannot be written, into temporary files."""
         try:
             return self._made_in_folders(examples, split, key)
         except _Unwritable as problem:
@@ -153,7 +153,7 @@ class SplitEncoder:
         return encoding
 
     def _made_in_folders(self, examples: Sequence[Any], split: str, key: str | None) -> Encoding:
-        """Tokenized into each machine's cache under this key; None: into folders that are gone when they are open."""
+        """Tokenize into each machine's cache under this key; None: into temporary folders, removed once read."""
         team = self.team
         with contextlib.ExitStack() as stack:
 
@@ -179,7 +179,7 @@ class SplitEncoder:
             return self._opened(*_written(team.firsts, merged)[team.rank], examples, split)
 
     def _share(self, folder: Path, examples: Sequence[Any], split: str) -> Encoding:
-        """Write this rank's contiguous share; what was left out of it, and cut."""
+        """Write this rank's contiguous share; returns what was left out and cut in it."""
         ranks, place = len(self.team.here), self.team.rank - self.team.first
         indices = range(len(examples) * place // ranks, len(examples) * (place + 1) // ranks)
 
@@ -198,8 +198,8 @@ class SplitEncoder:
 
 
 def _kept(key: str) -> tuple[Path, dict[str, Any]] | None:
-    """The cache's entry. The run's record of its data (`data_sha256`) is of the tokens that are there, whatever the
-    entry says of itself."""
+    """The cache's entry, None without one. Its fingerprint is computed from the tokens in it, not read from the entry,
+    so that the run's record of its data (`data_sha256`) is true of the tokens that are used."""
     with contextlib.suppress(OSError):  # it may be removed by now
         if found := cache.find(KIND, key):
             folder, about = found
@@ -212,7 +212,7 @@ class _Unwritable(Exception):
 
 
 def _written(collective: Callable[..., list[Any]], work: Callable[[], Any]) -> list[Any]:
-    """What `collective` gathers of `work`; raises _Unwritable on every rank if one of them could not write."""
+    """What `collective` gathers from `work`; raises _Unwritable on every rank if one of them could not write."""
 
     def tried() -> Any:
         try:

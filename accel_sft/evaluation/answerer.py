@@ -1,4 +1,4 @@
-"""Answers conversations that belong to no task: a model with its tokenizer and template, asked as it was trained."""
+"""Answers conversations that belong to no task, by a model with its tokenizer and template, asked as it was trained."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -27,9 +27,9 @@ class Answer:
     """What a model said.
 
     Attributes:
-        text: without thinking, and without what the template writes around answers.
-        tokens: that were generated, the end-of-turn token included.
-        ended: whether the model ended it; if not, it was cut.
+        text: the answer without thinking, and without what the template writes around answers.
+        tokens: number of generated tokens, the end-of-turn token included.
+        ended: whether the model ended the answer; if not, it was cut.
     """
 
     text: str
@@ -38,12 +38,12 @@ class Answer:
 
 
 class Answerer:
-    """A loaded model that answers conversations, many at once or one token by token. In one process.
+    """A loaded model that answers conversations, many at once or one token by token. It runs in one process.
 
-    `notes` has a line on each thing that the chat template is not asked in its own way.
+    `notes` has a line for each case in which the chat template is not used in its own way.
 
     Args:
-        config: `thinking`, `template_date`, `eval_batch_size`, and what says how weights are loaded.
+        config: `thinking`, `template_date`, `eval_batch_size`, and the settings that say how weights are loaded.
     Raises:
         UserError: the model cannot be loaded, or has no chat template.
     """
@@ -67,7 +67,7 @@ class Answerer:
         return self.rendering.notes
 
     def encode(self, turns: Turns, max_new_tokens: int, index: int = 0) -> Encoded:
-        """A conversation as the tokens of its prompt, tokenized as in training, and one that ends its answer.
+        """A conversation as the tokens of its prompt, tokenized as in training, and one end-of-turn token.
 
         Raises:
             UserError: the template rejects it; the prompt has no tokens, tokens that the model does not know, or more
@@ -94,9 +94,9 @@ class Answerer:
         """An answer to each conversation, in their order.
 
         Args:
-            names: of the conversations, with which errors about them begin.
+            names: names of the conversations, with which errors about them begin.
         Raises:
-            UserError: as `encode`, every conversation's problem in a line.
+            UserError: as `encode`, with a line for each conversation's problem.
         """
         encoded, problems = [], []
         for index, turns in enumerate(chats):
@@ -114,7 +114,7 @@ class Answerer:
     def stream(self, turns: Turns, max_new_tokens: int, write: Callable[[str], None]) -> Answer:
         """The answer to one conversation, whose text goes to `write` as it is generated, thinking included.
 
-        KeyboardInterrupt ends it; then what there is of it is the answer.
+        KeyboardInterrupt ends it; the answer is then what there is so far.
         """
         prompt = self.encode(turns, max_new_tokens).input_ids[:-1]
         said = _Said(self.tokenizer, write)
@@ -129,7 +129,7 @@ class Answerer:
 
 
 class _Said(TextStreamer):
-    """Hands on text as soon as it is whole words, and keeps the ids of the answer."""
+    """Passes text on as soon as it makes whole words, and keeps the ids of the answer."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -145,7 +145,7 @@ class _Said(TextStreamer):
 
 
 def expected_of(turns: Any) -> str | None:
-    """What was expected where something is not a conversation that can be answered, in a phrase; None: it is one."""
+    """A phrase that says what was expected, if `turns` is no conversation that can be answered; None if it is one."""
     if not isinstance(turns, list) or not turns:
         return 'a list of {"role": ..., "content": ...}'
     for turn in turns:

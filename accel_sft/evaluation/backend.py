@@ -1,4 +1,4 @@
-"""What the evaluator asks of whatever generates answers: the decoder, transformers' `generate` or vLLM."""
+"""The interface of what generates answers for the evaluator: the decoder, transformers' `generate` or vLLM."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ class Generated:
 
     Attributes:
         answers: this rank's share of the examples, each with its answer's token ids, the end-of-turn token included.
-        seconds: that generating took, without loading or checking anything.
-        peaks: largest memory in GiB of what generated, by the names of `tracking.system.peak_memory_gib`.
+        seconds: seconds that generating took, without loading or checking anything.
+        peaks: peak memory of generating in GiB, by the names of `tracking.system.peak_memory_gib`.
     """
 
     answers: list[tuple[Encoded, list[int]]]
@@ -26,7 +26,7 @@ class AnswerBackend(Protocol):
     """Generates greedy answers. Every rank calls it with the same examples; together they answer each one once.
 
     Attributes:
-        uses_model: whether it generates with the caller's model; if not, the caller releases the model before.
+        uses_model: whether it generates with the caller's model; if not, the caller releases its model first.
     """
 
     uses_model: bool

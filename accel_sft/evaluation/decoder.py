@@ -14,9 +14,9 @@ from accel_sft.models.architecture import arguments
 from accel_sft.models.prefix_attention import Prefix, install
 
 GROWTH = 32
-"""Tokens that the cache grows by: to grow for every token would copy all of it every time."""
+"""Tokens that the cache grows by; growing for every token would copy all of it every time."""
 DROPPED_AT = 8
-"""Ended rows are dropped once they are one row in so many: dropping them copies the cache of the others."""
+"""Ended rows are dropped once they are at least one in this many rows; dropping them copies the others' cache."""
 
 
 class Decoder:
@@ -44,7 +44,7 @@ class Decoder:
             self.shared["prefix"] = Prefix(keys, values)
 
     def start(self, rows: Sequence[Sequence[int]], forwards: int = 1) -> torch.Tensor:
-        """Read the rows' tokens behind the prefix, at least one each; logits of the next token, (B, vocabulary).
+        """Read the rows' tokens after the prefix, at least one each; returns logits of the next token, (B, vocabulary).
 
         Args:
             forwards: number of forwards that the rows are divided among; sort the rows by length.
@@ -71,14 +71,14 @@ class Decoder:
         return self._forward(ids, (self.length + column - padding).clamp(min=0), mask, cache), cache
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Read one more token of each row, (B,); logits of the next token, (B, vocabulary)."""
+        """Read one more token of each row, (B,); returns logits of the next token, (B, vocabulary)."""
         self.seen = torch.cat([self.seen, self.seen.new_ones(len(tokens), 1)], dim=1)
         logits = self._forward(tokens[:, None], self.position, self.seen[:, None], self.cache)
         self.position = self.position + 1
         return logits
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """Logits behind the last of the tokens, (B, T); the mask is (B, T, P + keys)."""
+        """Logits after the last of the tokens, whose ids are (B, T); the mask is (B, T, P + keys)."""
         where = {"position_ids": positions, "attention_mask": mask[:, None], "past_key_values": cache}
         return self.model(input_ids=ids, **where, **self.shared).logits[:, -1]
 
@@ -100,8 +100,8 @@ class Decoder:
         """Each row's most likely tokens, up to the first of `ends`, which is part of the answer.
 
         Args:
-            anyone: takes whether this rank has rows left; returns whether any rank has. Ranks that share weights go on
-                together.
+            anyone: takes whether this rank has rows left, and returns whether any rank has: ranks that share weights go
+                on together.
         """
         answers: list[list[int]] = [[] for _ in rows]
         ended = [False] * len(rows)
@@ -126,8 +126,8 @@ class Decoder:
 
 
 def as_attended(states: torch.Tensor) -> torch.Tensor:
-    """Keys or values in the type that attention computes in. Rotary positions leave keys float32 under autocast, which
-    would cast the whole cache again for every token."""
+    """Keys or values in the type that attention computes in. Under autocast rotary positions leave keys in float32, and
+    the whole cache would be cast again for every token."""
     kind = states.device.type
     return states.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else states
 
@@ -141,8 +141,8 @@ class _Columns(DynamicLayer):
     """A layer's keys and values in buffers with spare columns, so that a new token is written without a copy.
 
     Args:
-        parts: the layers of rows that were read in separate forwards; their tensors are freed.
-        longest: columns of the longest part.
+        parts: this layer's caches of rows that were read in separate forwards; their tensors are freed.
+        longest: number of columns of the longest part.
     """
 
     def __init__(self, parts: Sequence[DynamicLayer], longest: int) -> None:
@@ -154,14 +154,14 @@ class _Columns(DynamicLayer):
         self._show()
 
     def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        # filled up with zeros: uninitialised memory may hold NaN, which a mask does not remove
+        # padded with zeros: uninitialised memory may hold NaN, which a mask does not remove
         return torch.cat([pad(as_attended(part), (0, 0, self.length - part.shape[2], GROWTH)) for part in parts])
 
     def _show(self) -> None:
         self.keys, self.values = (buffer[:, :, : self.length] for buffer in self._buffers)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Write the columns of new tokens; keys and values of all."""
+        """Write the columns of new tokens; returns keys and values of all tokens."""
         new = slice(self.length, self.length + key_states.shape[2])
         if new.stop > self._buffers[0].shape[2]:
             self._buffers = [pad(buffer, (0, 0, 0, GROWTH)) for buffer in self._buffers]

@@ -19,7 +19,7 @@ def talk(sides: Mapping[str, Answerer], system: str | None, max_new_tokens: int)
     """Answer what is typed until the end of the input. Each side keeps a history of its own.
 
     Args:
-        sides: the models by the names under which their answers stand; a single one's stand under none.
+        sides: the models, by the names that are printed above their answers; a single model's name is not printed.
         system: the system message; None: there is none.
     """
     with contextlib.suppress(ImportError):
@@ -51,7 +51,7 @@ def talk(sides: Mapping[str, Answerer], system: str | None, max_new_tokens: int)
 
 
 def _answer(side: Answerer, history: Turns, line: str, system: str | None, max_new_tokens: int) -> None:
-    """Print an answer and add both turns to the history; a prompt that cannot be answered leaves it as it was."""
+    """Print an answer and add both turns to the history; a prompt that cannot be answered does not change it."""
     asked = [*history, {"role": "user", "content": line}]
     if expected := expected_of(asked):
         print(wrapped(f"expected {expected}"))

@@ -35,7 +35,9 @@ from accel_sft.tracking.system import reset_peak_memory
 class Evaluation:
     """One evaluation, the same on every rank.
 
-    `metrics`: the task's, with `eval_loss` and generation speed. `samples`: index, prompt, expected, generated, scores.
+    Attributes:
+        metrics: the task's metrics, with `eval_loss` and generation speed.
+        samples: index, prompt, expected, generated and scores of each example.
     """
 
     metrics: dict[str, float]
@@ -51,10 +53,10 @@ def answer_backend(
     between: Callable[[], None] = lambda: None,
     log: Callable[[str], None] | None = None,
 ) -> AnswerBackend:
-    """What generates the answers, as `--generate-with` asks.
+    """The backend that generates the answers, as `--generate-with` says.
 
     Args:
-        model: prepared, if the accelerator shards it.
+        model: the model, prepared if the accelerator shards it.
         between: called by every rank between two batches of answers; may end the evaluation by raising.
         log: takes the line that says how answers are generated; by default it goes to the terminal, from rank 0.
     """
@@ -71,10 +73,10 @@ class Evaluator:
     """Evaluates a model at any stage, on any number of ranks, without touching training's random state.
 
     Attributes:
-        encoded: the rows of the validation examples that can be used, by their index in `examples`.
-        answered: the last row of each, whose last answer is generated and scored.
+        encoded: the rows of the validation examples that can be used; `index` is their place in `examples`.
+        answered: the last row of each example, whose last answer is generated and scored.
         backend: what generates the answers.
-        max_new_tokens: tokens generated at most; None: the longest answer's, its end-of-turn token included.
+        max_new_tokens: most tokens generated; None: as many as the longest answer has, its end-of-turn token included.
     """
 
     accelerator: Accelerator
@@ -95,7 +97,7 @@ class Evaluator:
         self.answered = list({row.index: row for row in self.encoded}.values())
 
     def __call__(self, model: torch.nn.Module, batching: Batching) -> Evaluation:
-        """`loss`, then `score_answers`; for a backend that generates with this model."""
+        """Run `loss`, then `score_answers`; for a backend that generates with this model."""
         was_training = model.training
         model.eval()
         try:
@@ -104,7 +106,7 @@ class Evaluator:
             model.train(was_training)
 
     def loss(self, model: torch.nn.Module, batching: Batching) -> float:
-        """Validation loss in nats a supervised token, over all ranks.
+        """Validation loss in nats per supervised token, over all ranks.
 
         Args:
             model: in eval mode.
@@ -124,8 +126,8 @@ class Evaluator:
         return nll / tokens
 
     def score_answers(self, eval_loss: float) -> Evaluation:
-        """Greedy answers by the backend, each scored on the rank that has it, and gathered once; none where the task's
-        main metric is the loss.
+        """Have the backend answer greedily, score each answer on the rank that has it, and gather each once. No answers
+        are generated where the task's main metric is the loss.
 
         Raises:
             UserError: out of device memory; or the task's score() or aggregate() returned something unusable.
@@ -137,7 +139,7 @@ class Evaluator:
         with torch.no_grad(), _out_of_memory_explained():
             generated = self.backend(self.answered, most)
         costs = largest({"seconds": generated.seconds, **generated.peaks}, "generate_")
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # afterwards as before, whatever the task's code sets
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the mode, whatever the task's code sets
             every = by_each_rank(lambda: [self._sample(*answer) for answer in generated.answers])
             samples = sorted(itertools.chain.from_iterable(every), key=lambda sample: sample["index"])
             scores = [sample["scores"] for sample in samples]
@@ -166,7 +168,7 @@ class Evaluator:
 
 
 def _first_examples(rows: Sequence[Encoded], count: int | None) -> list[Encoded]:
-    """The rows of the first examples; all rows, where `count` is None."""
+    """The rows of the first `count` examples; all rows where it is None."""
     if count is None:
         return list(rows[:])
     indices: set[int] = set()

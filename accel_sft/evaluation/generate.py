@@ -1,4 +1,4 @@
-"""Generates with the model in memory: by the decoder where that is exact, else by `generate`; equal work per rank."""
+"""Generates with the model in memory, by the decoder where it is exact, else by `generate`; equal work per rank."""
 
 import contextlib
 import math
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 
 from accel_sft.api.errors import first_line
 from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
@@ -17,19 +16,21 @@ from accel_sft.chat.encoding import Encoded, end_of_turn_ids
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.decoder import Decoder
 from accel_sft.evaluation.left_padded import GREEDY, Sampling, generate, nats_apart, padding_changes
+from accel_sft.io.prefix import common_length
+from accel_sft.launch.accelerator import shards_weights
 from accel_sft.launch.collectives import any_rank, first_reason
 from accel_sft.models.adapters import merged, reason_unmergeable
 from accel_sft.models.architecture import REFUSALS, arguments, attentions, limited_layers
 from accel_sft.tracking.system import peak_memory_gib
 
 SHORTEST_PREFIX = 8
-"""Common tokens below which sharing them saves nothing."""
+"""Number of common tokens below which sharing them saves nothing."""
 READ_TOKENS = 2048
-"""Tokens, padding included, that one forward over prompts takes."""
+"""Tokens, padding included, that one forward over prompts reads at most where rows allow."""
 FEWEST_ROWS, MOST_ROWS, CACHED_TOKENS = 64, 256, 16384
-"""Without a batch size a batch has the fewest rows, or up to the most if their cache stays within so many tokens."""
+"""Without a batch size, a batch has FEWEST_ROWS rows, or up to MOST_ROWS if their cache stays within CACHED_TOKENS."""
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
-"""The decoder is compared with single rows on a few of the first rows."""
+"""The decoder is compared with single rows on CHECKED_ROWS of the first CHECKED_AMONG rows."""
 
 
 class Generator:
@@ -42,7 +43,7 @@ class Generator:
         batch_size: rows answered at once on one rank; None: by their length.
         between: called by every rank before each batch of answers.
         log: takes `message` once, on rank 0.
-        sampling: how tokens are chosen; whatever is not greedy is left to transformers' generate.
+        sampling: how tokens are chosen; all but greedy choice is left to transformers' generate.
     """
 
     uses_model = True
@@ -60,9 +61,7 @@ class Generator:
         self.accelerator, self.tokenizer, self.sampling = accelerator, tokenizer, sampling
         self.model: Any = accelerator.unwrap_model(model)
         self.batch_size, self.between, self.log = batch_size, between, log
-        plugin = accelerator.state.deepspeed_plugin
-        zero3 = plugin is not None and plugin.zero_stage == 3
-        self.sharded = zero3 or accelerator.distributed_type == DistributedType.FSDP
+        self.sharded = shards_weights(accelerator)
         self.message = ""
 
     def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
@@ -101,7 +100,7 @@ class Generator:
             self.log(self.message)
 
     def stream(self, prompt: list[int], max_new_tokens: int, streamer: Any) -> list[int]:
-        """One answer by transformers' generate, token by token to its `streamer`; on one rank, with all weights."""
+        """Generate one answer by transformers' generate, each token to `streamer`; on one rank, with all weights."""
         ends = end_of_turn_ids(self.tokenizer, self.model.generation_config)
         how = max_new_tokens, ends, self.tokenizer.pad_token_id, self.accelerator.device, self.sampling, streamer
         return generate(self.model, [prompt], *how)[0]
@@ -120,7 +119,7 @@ class Generator:
             rows = ranks[self.accelerator.process_index]
             if not (rows or self.sharded):
                 continue
-            # a rank that has run out of rows answers any, for the ranks share their weights
+            # a rank without rows left answers any row, because ranks share their weights
             prompts = [row.input_ids[: row.prompt_length] for row in rows or next(filter(None, ranks))[:1]]
             if self.plain:
                 how = max_new_tokens, ends, self.tokenizer.pad_token_id, device, self.sampling
@@ -133,7 +132,7 @@ class Generator:
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[str | None]:
-        """Inside, the adapter is merged where that changes no answer; yields the reason why it is not."""
+        """Within this context, the adapter is merged if that changes no answer; else yields the reason why not."""
         model = self.model
         with contextlib.ExitStack() as stack:
             if hasattr(model, "_original_forward"):  # autocast: casts of the weights are kept from forward to forward
@@ -144,14 +143,14 @@ class Generator:
                 yield "the weights are shared out"
             elif self.accelerator.mixed_precision != "no":
                 yield "its sum with the weights would be rounded"
-            else:  # where memory is short on one rank, all leave it, so that all answer alike
+            else:  # if memory is short on one rank, none merges, so that all answer alike
                 reason = first_reason(reason_unmergeable(model))
                 if not reason:
                     stack.enter_context(merged(model))
                 yield reason
 
     def _reason_inexact(self, examples: Sequence[Encoded], prefix: int) -> str | None:
-        """How the decoder's predictions for a few rows differ from those of each row alone; None if they do not."""
+        """How the decoder's predictions for a few rows differ from those for each row alone; None if they do not."""
         among = sorted(examples[:CHECKED_AMONG], key=lambda example: (-example.prompt_length, example.index))
         rows = among[:: max(len(among) // CHECKED_ROWS, 1)][:CHECKED_ROWS]
         prompts = [row.input_ids[: row.prompt_length] for row in rows]
@@ -175,7 +174,7 @@ class Generator:
         return None
 
     def _reason_unpadded(self, examples: Sequence[Encoded]) -> str | None:
-        """How predictions for left-padded prompts differ from those of each alone; None if they do not."""
+        """How predictions for left-padded prompts differ from those for each prompt alone; None if they do not."""
         ordered = sorted(examples, key=lambda example: (-example.prompt_length, example.index))
         rows = [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
         if rows[0].prompt_length == rows[-1].prompt_length:
@@ -192,10 +191,9 @@ class Generator:
 
 
 def common_prefix(examples: Sequence[Encoded]) -> int:
-    """The number of tokens that all prompts begin with, less than any prompt has; 0 if below SHORTEST_PREFIX."""
+    """Number of tokens that all prompts begin with, fewer than any prompt has; 0 if below SHORTEST_PREFIX."""
     prompts = [example.input_ids[: example.prompt_length] for example in examples]
-    first, last, most = min(prompts), max(prompts), min(map(len, prompts)) - 1
-    length = next((at for at in range(most) if first[at] != last[at]), most)
+    length = min(common_length(prompts), min(map(len, prompts)) - 1)
     return length if length >= SHORTEST_PREFIX else 0
 
 
@@ -204,11 +202,11 @@ def divide(
 ) -> list[list[list[Encoded]]]:
     """Batches of similar work, longest first, each as a list of rows per rank; the same on every rank.
 
-    The work of a row is its number of tokens, with those of the expected answer. Within a batch the ranks' numbers of
-    rows differ by one at most, and the longest row goes to another rank than in the batch before.
+    The work of a row is its number of tokens, the expected answer's included. Within a batch the ranks' numbers of rows
+    differ by one at most, and the longest row goes to another rank than in the batch before.
 
     Args:
-        equal_lengths: whether all prompts of a batch have the same number of tokens.
+        equal_lengths: whether all prompts of a batch must have the same number of tokens.
     """
     ordered = sorted(examples, key=lambda example: (-len(example.input_ids), example.index))
     groups: dict[int, list[Encoded]] = {}

@@ -1,4 +1,4 @@
-"""Answers to prompts with images: by transformers' `generate`, one prompt at a time; to others as without any."""
+"""Answers prompts with images by transformers' `generate`, one at a time, and other prompts by another generator."""
 
 import time
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from accel_sft.tracking.system import peak_memory_gib
 
 
 class ImageGenerator:
-    """A generator that takes prompts with images too. Says once how it answers them.
+    """A generator that also takes prompts with images. It logs once how it answers them.
 
     Args:
-        generator: answers the other prompts.
+        generator: answers the prompts without images.
     """
 
     uses_model = True

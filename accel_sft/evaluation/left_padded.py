@@ -1,4 +1,4 @@
-"""Answers by transformers' `generate` from left-padded prompts, and how far padding changes what it predicts."""
+"""Answers left-padded prompts by transformers' `generate`, and measures how far padding changes its predictions."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from accel_sft.io.heartbeat import heartbeat
 
 CHECKED_TOKENS = 3
-"""Of each answer, by which prompts in one batch are compared with each alone."""
+"""Tokens of each answer that are generated to compare prompts in one batch with each prompt alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Sampling:
     """How the next token is chosen.
 
     Attributes:
-        temperature: by which logits are divided before one is drawn; 0: the most likely one is taken.
+        temperature: logits are divided by it before a token is drawn; 0: the most likely token is taken.
         top_p: tokens are drawn from the most likely ones that together have this probability.
-        top_k: tokens are drawn from so many of the most likely ones; 0: from all.
-        repetition_penalty: by which the logits of tokens that were there before are made smaller; 1: they are not.
+        top_k: tokens are drawn from this many of the most likely ones; 0: from all.
+        repetition_penalty: factor that makes the logits of earlier tokens smaller; 1: no change.
     """
 
     temperature: float = 0.0
@@ -31,7 +31,7 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def settings(self) -> dict[str, Any]:
-        """For a GenerationConfig, in which they override the model's own."""
+        """Arguments of a GenerationConfig that override the model's own settings."""
         chosen = {"do_sample": self.temperature > 0, "num_beams": 1, "repetition_penalty": self.repetition_penalty}
         if self.temperature > 0:
             chosen |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": None}
@@ -52,7 +52,7 @@ def generate(
     streamer: Any = None,
     more: Mapping[str, torch.Tensor] | None = None,
 ) -> list[list[int]]:
-    """Answers, up to the first of `ends`, which is part of them.
+    """The answers to the prompts, each up to and including the first of `ends`.
 
     Args:
         streamer: transformers' BaseStreamer, which gets a single prompt's tokens, then each token of its answer.
@@ -70,7 +70,7 @@ def generate(
 def padding_changes(
     model: Any, prompts: Sequence[list[int]], ends: Collection[int], pad_token_id: int, device: torch.device
 ) -> float:
-    """By how many nats the predictions for prompts in one batch differ from those for each alone, at most.
+    """Largest difference, in nats, between the predictions for prompts in one batch and those for each prompt alone.
 
     Recurrent layers and compressed caches may take padding for text.
     """
@@ -118,7 +118,7 @@ def _output(
             pad_token_id=pad_token_id,
             use_cache=True,
             return_dict_in_generate=True,
-            output_logits=max_new_tokens <= CHECKED_TOKENS,  # of long answers they would fill the memory
+            output_logits=max_new_tokens <= CHECKED_TOKENS,  # a long answer's would fill the memory
         ),
         stopping_criteria=StoppingCriteriaList([_heartbeat_criterion]),
     )

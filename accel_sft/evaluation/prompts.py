@@ -1,4 +1,4 @@
-"""Reads a file of prompts that belong to no task: a line of text each, or rows with messages or a prompt."""
+"""Reads a file of prompts that belong to no task: one per line of text, or rows with messages or a prompt."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ def read_prompts(file: str, system: str | None) -> tuple[list[Turns], list[str]]
     Args:
         system: the system message of conversations that have none of their own.
     Raises:
-        UserError: the file cannot be read, or has rows of something else: the first of them by line.
+        UserError: the file cannot be read, or has rows of another form; the error names the first by line.
     """
     if Path(file).suffix in (".json", ".jsonl"):
         rows = read_rows(file, _parse)
@@ -37,7 +37,7 @@ def read_prompts(file: str, system: str | None) -> tuple[list[Turns], list[str]]
 
 
 def with_system(turns: Turns, system: str | None) -> Turns:
-    """The turns, behind a system message if there is one to put there and they have none."""
+    """The turns, after the system message `system` if it is not empty and they have none of their own."""
     if not system or any(turn["role"] == "system" for turn in turns):
         return turns
     return [{"role": "system", "content": system}, *turns]

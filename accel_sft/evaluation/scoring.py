@@ -1,4 +1,4 @@
-"""Scores of answers and the metrics made of them, checked as they come from the task."""
+"""Has the task score answers and make metrics of the scores, and checks what it returns."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,27 +16,27 @@ from accel_sft.tracking.run_report import COSTS
 EVAL_LOSS = "eval_loss"
 """The main metric of a task whose answers are neither generated nor scored."""
 _TRIED = 8
-"""Validation examples whose own targets are scored before anything is loaded."""
+"""Number of validation examples whose own targets are scored before anything is loaded."""
 
 
 def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = None) -> None:
-    """Score the targets of the first validation examples, or a mistake in the task would end the first evaluation.
+    """Score the targets of the first validation examples, so that a mistake in the task is found before training.
 
     Args:
-        thinking: `--thinking`, which decides what of a target is scored.
+        thinking: the value of `--thinking`, which decides which part of a target is scored.
     Raises:
-        UserError: as `scored` and `aggregated`. An aggregate() that fails on so few scores is not refused: some
-            metrics need more.
+        UserError: as `scored` and `aggregated`. An aggregate() that fails on so few scores is accepted: some metrics
+            need more.
     """
     if task.main_metric == EVAL_LOSS:
         return
     chats = {index: conversation(task, examples, "validation", index) for index in range(min(len(examples), _TRIED))}
-    # how a call of a tool is written, the chat template decides
+    # the chat template decides how a tool call is written
     targets = {index: wanted(chat, thinking) for index, chat in chats.items() if not chat.calls}
     if not targets:
         return
     scores = []
-    with heartbeats_only():  # as later, or a score() without an end would be taken for a start that works
+    with heartbeats_only():  # as in training; else an endless score() would count as progress
         for index, text in targets.items():
             scores.append(scored(task, examples, index, text))
             heartbeat()
@@ -77,7 +77,7 @@ def scored(task: Task, examples: Sequence[Any], index: int, text: str, split: st
 
 
 def aggregated(task: Task, scores: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The task's metrics of all examples' scores.
+    """The task's metrics for all examples' scores.
 
     Raises:
         UserError: aggregate() failed, or gave something else than numbers by name, the main metric among them.

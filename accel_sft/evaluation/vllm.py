@@ -1,4 +1,4 @@
-"""Answers by vLLM, which pins its own torch and transformers: `vllm_script` is run by the Python of its environment."""
+"""Answers by vLLM, which pins its own torch and transformers: the Python of its environment runs `vllm_script`."""
 
 import dataclasses
 import json
@@ -25,9 +25,9 @@ from accel_sft.models.source import Source
 PROGRAM, OPTIONS = "ACCEL_SFT_VLLM", "ACCEL_SFT_VLLM_OPTIONS"
 """Environment variables: the `vllm` or `python` of vLLM's environment; arguments of vllm.LLM as a JSON object."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM takes for `max_lora_rank`."""
+"""Values that vLLM accepts for `max_lora_rank`."""
 CPU_CACHE_GIB = "4"
-"""For keys and values where vLLM runs on a CPU; by itself it would take nearly all of the machine's memory."""
+"""GiB for keys and values where vLLM runs on a CPU; by default it would take nearly all of the machine's memory."""
 MEMORY_SHARE, MEMORY_SPARE = 0.9, 0.03
 """Shares of a GPU's memory: what vLLM may take, and what it leaves of what is free."""
 
@@ -41,11 +41,11 @@ _LAUNCHER = re.compile(
 class VllmBackend:
     """Answers prompts on rank 0, from the weights on disk; the other ranks wait.
 
-    The caller's model must have left the device before: vLLM takes what memory it finds free on rank 0's.
+    The caller's model must have left the device before: vLLM takes the memory that it finds free on rank 0's device.
 
     Attributes:
-        dtype: that transformers computes in.
-        stop_token_ids: each ends an answer and is part of it.
+        dtype: the type that transformers computes in.
+        stop_token_ids: tokens that each end an answer and are part of it.
     """
 
     accelerator: Accelerator
@@ -59,7 +59,7 @@ class VllmBackend:
         """Greedy answers to all examples on rank 0 and to none on the others; every rank calls it.
 
         Raises:
-            UserError: there is no vLLM, or its script failed; with the last lines of its log; a prompt has images.
+            UserError: there is no vLLM; its script failed, with the last lines of its log; or a prompt has images.
         """
         if pictured := next((example for example in examples if example.images), None):
             where = pictured.images.source.of(pictured)
@@ -92,7 +92,11 @@ class VllmBackend:
 
 
 def find_python() -> str:
-    """The Python beside the program that `$ACCEL_SFT_VLLM` names, or beside the `vllm` on PATH; UserError if none."""
+    """The Python beside the program that `$ACCEL_SFT_VLLM` names, or beside the `vllm` on PATH.
+
+    Raises:
+        UserError: there is none.
+    """
     named = os.environ.get(PROGRAM)
     found = shutil.which(named or "vllm")
     if not found and named:
@@ -120,7 +124,7 @@ def find_python() -> str:
 
 
 def check(source: Source) -> None:
-    """UserError if the adapter is not LoRA, or `$ACCEL_SFT_VLLM_OPTIONS` no JSON object; nothing is loaded for it."""
+    """Raise UserError if vLLM cannot serve the adapter, or `$ACCEL_SFT_VLLM_OPTIONS` is no JSON object."""
     _options()
     for key, what in {"use_dora": "DoRA", "modules_to_save": "modules trained in full"}.items():
         if source.adapter and _adapter(source).get(key):
@@ -140,11 +144,11 @@ def llm_arguments(
 
     Args:
         max_model_len: tokens of the longest prompt with its answer.
-        share: of the GPU's memory; None on a CPU.
+        share: share of the GPU's memory that vLLM may take; None on a CPU.
     """
     arguments = {
         "model": source.weights,
-        "dtype": str(dtype).removeprefix("torch."),  # without one vLLM would halve float32
+        "dtype": str(dtype).removeprefix("torch."),  # by default vLLM would halve float32
         "generation_config": "vllm",  # the model's own settings may hold a repetition penalty
         "max_model_len": max_model_len,
         "skip_tokenizer_init": True,
@@ -175,13 +179,13 @@ def _adapter(source: Source) -> dict[str, Any]:
 
 
 def memory_share(free: int, total: int) -> float:
-    """The share of a GPU's memory that vLLM may take, of which `free` of `total` bytes are free."""
+    """The share of a GPU's memory that vLLM may take, if `free` of its `total` bytes are free."""
     return min(MEMORY_SHARE, free / total - MEMORY_SPARE)
 
 
 def environment() -> dict[str, str]:
-    """This process's variables without its launch's: vLLM would take itself for a rank and wait for others."""
+    """This process's variables without its launch's, by which vLLM would take itself for a rank and wait for others."""
     kept = {name: value for name, value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
-    if kept.get(GAPS[0]) == GAPS[1]:  # not for vLLM, whose own pools of memory may not take it
+    if kept.get(GAPS[0]) == GAPS[1]:  # vLLM's own pools of memory may not take it
         del kept[GAPS[0]]
     return {"VLLM_CPU_KVCACHE_SPACE": CPU_CACHE_GIB, **kept}

@@ -22,13 +22,14 @@ from accel_sft.tracking.system import GIB
 
 SCRIPT, PREFIX = Path(__file__).with_name("vllm_script.py"), "accel-sft-vllm-"
 POLL_SECONDS = 0.5
-"""Between two looks at the script."""
+"""Seconds between two looks at the script."""
 LEAST_CPU_SECONDS, LEAST_BYTES = 0.02, 4096
-"""CPU time and bytes from or to files between two looks. Below both, the script makes no progress: no heartbeat."""
+"""Seconds of CPU and bytes from or to files between two looks. Below both, the script makes no progress, and no
+heartbeat is sent."""
 END_SECONDS = 8.0
-"""For the script's process group to be gone; the group is killed five seconds after standard input is closed."""
+"""Seconds until the script's process group must be gone; it is killed five seconds after standard input is closed."""
 LAST_LINES, LONGEST_LINE = 10, 400
-"""Of the log, in an error."""
+"""Lines of the log that an error shows, and characters of each."""
 
 
 def run_script(
@@ -40,8 +41,8 @@ def run_script(
 
     Args:
         request: what `vllm_script` reads.
-        log: what it prints is appended to it; None: a temporary file, kept if the script fails.
-        device: whose memory is measured.
+        log: file to which the script's output is appended; None: a temporary file, kept if the script fails.
+        device: device whose memory is measured.
     Raises:
         UserError: the script failed or wrote no usable answers.
     """
@@ -72,8 +73,9 @@ def run_script(
 def _watched(
     words: list[str], environment: Mapping[str, str], log: Any, device: torch.device
 ) -> tuple[int, dict[str, float]]:
-    """Exit status of the process once its group is gone, and the largest memory of its processes in two samples a
-    second. It has a session of its own: an interrupt at the terminal is for this process, which then ends it."""
+    """Run the script; returns its exit status, once its process group is gone, and the largest memory of its processes,
+    sampled twice a second. The script has a session of its own, so that an interrupt at the terminal reaches only this
+    process, which then ends it."""
     pipes = {"stdin": subprocess.PIPE, "stdout": log, "stderr": subprocess.STDOUT}
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     process = subprocess.Popen(words, **pipes, env=dict(environment), start_new_session=True)
@@ -92,7 +94,7 @@ def _watched(
             time.sleep(POLL_SECONDS)
         return process.returncode, peaks
     finally:
-        process.stdin.close()  # whereupon the script's process group is ended
+        process.stdin.close()  # this ends the script's process group
         process.wait()
         until = time.monotonic() + END_SECONDS
         with contextlib.suppress(ProcessLookupError, PermissionError):  # none left, or on macOS zombies only
@@ -104,7 +106,7 @@ def _watched(
 def _resident_bytes(process: psutil.Process) -> int:
     """Host memory of a process and those below it; pages that they share count for each."""
     total = 0
-    with contextlib.suppress(psutil.Error):  # one that ends meanwhile spoils a sample, not the largest of them
+    with contextlib.suppress(psutil.Error):  # a process that ends meanwhile spoils only this sample
         for each in (process, *process.children(recursive=True)):
             total += each.memory_info().rss
     return total
@@ -120,10 +122,10 @@ def _check(answers: Any, count: int, most: int) -> None:
 
 
 def _failure(what: str, log: Path, earlier: int) -> str:
-    """`what` with the log's last lines, and above them what exceptions said: the cause is often far before."""
+    """`what` with the log's last lines, and above them earlier messages of exceptions, which often name the cause."""
     with log.open(encoding="utf-8", errors="replace", newline="\n") as file:
         file.seek(earlier)
-        # of a progress bar only the last state
+        # only the last state of a progress bar
         lines = [line.rstrip().rsplit("\r")[-1][:LONGEST_LINE] for line in file if line.strip()]
     last = lines[-LAST_LINES:]
     causes = [line for line in lines[:-LAST_LINES] if re.search(r"\b[A-Za-z]+(Error|Exception): ", line)]

@@ -6,7 +6,7 @@ this process group: a thread of this process could not while C code holds the in
 
 The request holds `prompts` (lists of token ids), `llm` (arguments of vllm.LLM), `sampling` (of vllm.SamplingParams) and
 `adapter` (the folder of a LoRA adapter, or null). The result holds `answers` (lists of token ids, in the order of the
-prompts) and `seconds` (that generating took, without loading).
+prompts) and `seconds` (the time that generating took, without loading).
 """
 
 import json
@@ -22,7 +22,7 @@ kill -s TERM -- -$1 2> /dev/null
 for tenth in $(seq 50); do kill -s 0 -- -$1 2> /dev/null || exit 0; sleep 0.1; done
 kill -s KILL -- -$1
 """
-"""A shell's words: once standard input is closed, the group has five seconds to clean up before it is killed."""
+"""Shell script: once standard input is closed, the process group has five seconds to clean up before it is killed."""
 
 
 def main(request_file: str, result_file: str) -> None:

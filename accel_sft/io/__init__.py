@@ -1,1 +1,1 @@
-"""The terminal, and files that are whole or not there."""
+"""Output to the terminal, and files that are written whole or not at all."""

@@ -1,8 +1,8 @@
 """The cache: folders found by a hash of their content, complete or absent, and verified when they are opened.
 
-An entry is made under another name, written through to the disk and renamed, so that runs at the same time, or one
-that is killed, leave no partial entry. A folder in which others could put entries is not used: a manifest shows damage,
-not intent. Standard library only.
+An entry is made under another name, synced to the disk and renamed, so that neither concurrent nor killed runs leave a
+partial entry. A folder in which other users could put entries is not used: a manifest shows damage, not intent.
+Standard library only.
 """
 
 import contextlib
@@ -28,7 +28,10 @@ UNUSED_DAYS = 30
 
 
 def folder() -> Path:
-    """`$ACCEL_SFT_CACHE`, else `$XDG_CACHE_HOME/accel_sft`, else `~/.cache/accel_sft`; with no home it is not used."""
+    """`$ACCEL_SFT_CACHE`, else `$XDG_CACHE_HOME/accel_sft`, else `~/.cache/accel_sft`.
+
+    Without a home folder the result is a relative path, and the cache is not used.
+    """
     if named := os.environ.get("ACCEL_SFT_CACHE"):
         return expanded(named, "ACCEL_SFT_CACHE").absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "accel_sft")
@@ -41,7 +44,7 @@ def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
         if not path.is_absolute() or not path.exists() or _foreign(path):
             return None
         about = manifest.verify(path)
-        with contextlib.suppress(OSError):  # of a cache that may be read only
+        with contextlib.suppress(OSError):  # the cache may be read-only
             os.utime(path)
         return path, about
     except manifest.Damaged as defect:
@@ -52,7 +55,7 @@ def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _foreign(entry: Path) -> str:
-    """Why others may have written an entry; "" if only this user and root can write the folders that it is in."""
+    """Why other users may have written an entry; "" if only this user and root can write the two folders above it."""
     for place in (entry.parent, entry.parent.parent):
         found = place.stat()
         if found.st_uid not in (os.getuid(), 0):
@@ -64,7 +67,9 @@ def _foreign(entry: Path) -> str:
 
 @contextlib.contextmanager
 def partial(kind: str) -> Iterator[Path]:
-    """A new folder to fill and to `publish`, removed at the end otherwise; so are abandoned and long unused ones.
+    """Make a folder to fill and `publish`; at the end it is removed unless it was published.
+
+    Abandoned folders, and entries that were unused for UNUSED_DAYS, are removed first.
 
     Raises:
         OSError: the cache cannot be written.
@@ -72,7 +77,7 @@ def partial(kind: str) -> Iterator[Path]:
     base, prefix = folder() / kind, f".{socket.gethostname()}-"
     if not base.is_absolute():
         raise FileNotFoundError(2, "no home folder, and ACCEL_SFT_CACHE is not set", str(base))
-    base.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # `mode` is not that of the parents it makes
+    base.parent.mkdir(parents=True, exist_ok=True, mode=0o700)  # `mode` does not apply to the parents it makes
     base.mkdir(exist_ok=True, mode=0o700)
     if reason := _foreign(base / "any"):
         raise PermissionError(errno.EPERM, reason, str(base))
@@ -94,8 +99,8 @@ def partial(kind: str) -> Iterator[Path]:
 
 
 def publish(made: Path, kind: str, key: str, about: dict[str, Any]) -> Path:
-    """Give a folder its manifest, with `about` in it, and its name, in place of a damaged entry; an entry that another
-    run made stays."""
+    """Write a folder's manifest, with `about` in it, and rename the folder to the entry's name. A damaged entry is
+    replaced; an intact one, which another run made, stays and is returned."""
     manifest.write(made, about)
     target = folder() / kind / key
     while True:
@@ -131,7 +136,7 @@ def discard(kind: str, key: str) -> None:
 
 
 def _remove(entry: Path) -> None:
-    """Remove an entry as a whole: no run finds a part of it."""
+    """Remove an entry as a whole, so that no run finds a part of it."""
     with partial(entry.parent.name) as aside:
         entry.rename(aside / "removed")
 

@@ -1,4 +1,4 @@
-"""Files and folders that are replaced as a whole or not at all, JSON written and read. Standard library only."""
+"""Replaces files and folders as a whole or not at all, and reads and writes JSON. Standard library only."""
 
 import contextlib
 import errno
@@ -17,7 +17,7 @@ from accel_sft.io.manifest import sync
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text`; whenever the process or the machine dies, the old or the new file is there."""
+    """Replace `path` by `text`; if the process or the machine dies, either the old or the new file is there."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -34,7 +34,7 @@ def write_json_lines(path: Path, rows: Iterable[Any]) -> None:
 
 
 def begin_folder(target: Path) -> Path:
-    """An empty folder beside `target`, to be filled and then put in its place by `put_in_place`."""
+    """Make an empty folder beside `target`, to fill and then move to `target` with `put_in_place`."""
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -55,19 +55,19 @@ def put_in_place(partial: Path, target: Path) -> None:
 
 def _sync_all(folder: Path) -> None:
     for path in (*folder.rglob("*"), folder):
-        if path.suffix == ".safetensors":  # the library lets nobody but the owner read them: here the umask decides
+        if path.suffix == ".safetensors":  # safetensors lets only the owner read them; here the umask decides
             path.chmod(folder.stat().st_mode & 0o666)
         sync(path)
 
 
 @contextlib.contextmanager
 def new_folder(name: str, what: str) -> Iterator[Path]:
-    """A folder to fill, which becomes `name` when the block ends, and is gone if it raises.
+    """Make a folder to fill: it becomes `name` when the block ends, and is removed if the block raises.
 
     Args:
         what: names the argument or option in errors.
     Raises:
-        UserError: there is something already, or it cannot be written.
+        UserError: `name` is not empty, another process writes it, or it cannot be written.
         Exception: what the block raises.
     """
     target = Path(os.path.realpath(expanded(name, what)))  # a link stays, and the folder that it names is filled
@@ -101,14 +101,14 @@ def new_folder(name: str, what: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _own_partial(target: Path) -> Iterator[Path]:
-    """An empty folder beside `target`, of this process alone and locked while it is filled; removed at the end unless
-    it has another name by then."""
-    import fcntl  # here, for Windows has none and is refused in a line by the command line
+    """Make an empty folder beside `target` for this process alone, locked while it is filled. At the end it is removed
+    unless it was renamed."""
+    import fcntl  # imported here because Windows has none: the command line refuses Windows in one line
 
     while True:
         partial = target.with_name(f".{target.name}.{os.urandom(4).hex()}.partial")
         partial.mkdir()
-        with contextlib.suppress(FileNotFoundError):  # before it is locked, another process may take it for abandoned
+        with contextlib.suppress(FileNotFoundError):  # until it is locked, another process may remove it as abandoned
             descriptor = os.open(partial, os.O_RDONLY)
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -123,7 +123,7 @@ def _own_partial(target: Path) -> Iterator[Path]:
 
 
 def _others_at_work(target: Path) -> bool:
-    """Whether a living process fills an `_own_partial` of `target`; those of dead ones are removed."""
+    """Whether a living process fills an `_own_partial` folder of `target`; folders of dead processes are removed."""
     import fcntl
 
     alive = False
@@ -143,9 +143,9 @@ def _others_at_work(target: Path) -> bool:
 
 
 def trouble_of_writing(error: Exception, folder: Path) -> str:
-    """What is wrong with a folder in which writing failed, and what to do; "" if nothing is known to be.
+    """What is wrong with a folder in which writing failed, and what to do; "" if no cause is found.
 
-    The folder is looked at too: writers in C++, in Rust and in threads do not pass on the system's error number.
+    The folder itself is examined: writers in C++, in Rust and in threads do not pass on the system's error number.
     """
     if not folder.is_dir():
         return "the folder is gone; put it back"
@@ -161,7 +161,7 @@ def trouble_of_writing(error: Exception, folder: Path) -> str:
 
 
 def expanded(name: str, what: str = "--model") -> Path:
-    """The path `name`, in which ~ stands for a home folder; raises UserError, naming the setting, if there is none."""
+    """The path `name` with ~ expanded; raises UserError, naming the setting `what`, if there is no such home folder."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
@@ -187,16 +187,16 @@ MOST_BYTES = 2**29
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """The text of a regular file of at most MOST_BYTES; a folder of others may have a pipe or a device, without an end.
+    """The text of a regular file of at most MOST_BYTES: a stranger's folder may hold an endless pipe or device.
 
     Raises:
-        OSError: it is none, or cannot be read.
-        UnicodeDecodeError: it is no UTF-8, unless `errors` says what to do then.
+        OSError: it is not a regular file, is too large, or cannot be read.
+        UnicodeDecodeError: it is not UTF-8, and `errors` is "strict".
     """
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    with path.open("rb") as file:  # some of /proc have no size
+    with path.open("rb") as file:  # some files of /proc report size 0
         content = file.read(MOST_BYTES + 1) if about.st_size <= MOST_BYTES else None
     if content is None or len(content) > MOST_BYTES:
         raise OSError(errno.EFBIG, f"it is larger than {MOST_BYTES >> 20} MiB", str(path))

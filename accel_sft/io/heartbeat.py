@@ -1,4 +1,4 @@
-"""What a program tells the watchdog: a heartbeat wherever it makes progress, and where it waits for other ranks.
+"""Tells the watchdog about a program: a heartbeat wherever it makes progress, and where it waits for other ranks.
 
 Standard library only.
 """
@@ -18,7 +18,7 @@ def heartbeat() -> None:
 
 
 def heartbeat_count() -> int:
-    """Heartbeats so far; only that the number changes has a meaning."""
+    """Number of heartbeats so far; only a change of it has a meaning."""
     return _beats
 
 
@@ -41,7 +41,7 @@ def activity_counts() -> bool:
 
 @contextlib.contextmanager
 def exchange() -> Iterator[None]:
-    """Inside, the main thread waits for other ranks, or for a device that does; also a decorator."""
+    """Inside, the main thread waits for other ranks, or for a device that waits for them; also a decorator."""
     global _waiting
     _waiting += 1
     try:

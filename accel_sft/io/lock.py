@@ -1,4 +1,4 @@
-"""The lock of a run's or a comparison's folder: of several processes one works in it. Standard library only."""
+"""Locks the folder of a run or a comparison, so that one process at a time works in it. Standard library only."""
 
 import fcntl
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from accel_sft.api.errors import UserError
 
 LOCK_SECONDS = 8
-"""To wait for a folder whose owner may be ending: a rank that lost its launcher takes some seconds."""
+"""Seconds to wait for a locked folder, whose owner may be ending: a rank that lost its launcher needs some seconds."""
 _locked: list[int] = []
 """Descriptors of the folders that this process locked."""
 
@@ -16,8 +16,8 @@ _locked: list[int] = []
 def lock(path: Path) -> None:
     """Lock the folder itself until this process ends, however it ends; nothing is written into it.
 
-    The system drops such a lock with the last process that has the descriptor, so a forked child closes its copy:
-    otherwise a task's process pool that outlives a killed run would lock the folder for every resume.
+    The system drops the lock when the last process closes its descriptor, so a forked child closes its copy:
+    otherwise a task's process pool that outlives a killed run would keep the folder locked for every resume.
 
     Raises:
         UserError: a living process has locked it.
@@ -57,7 +57,7 @@ def is_locked(path: Path) -> bool:
 
 
 def release() -> None:
-    """Unlock the folder that this process claimed."""
+    """Unlock every folder that this process locked."""
     while _locked:
         os.close(_locked.pop())
 

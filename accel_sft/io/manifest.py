@@ -1,4 +1,4 @@
-"""Folders known to be complete or damaged: a manifest, written last, has each file's size and SHA-256.
+"""Tells a complete folder from a damaged one: a manifest, written last, has each file's size and SHA-256.
 
 Standard library only.
 """
@@ -16,7 +16,7 @@ from accel_sft.io.heartbeat import heartbeat
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 20
 _THREADS = 8
-"""Files that are read at once: hashing releases the interpreter, and one core hashes slower than disks read."""
+"""Files hashed at once: hashing releases the interpreter's lock, and one core hashes slower than disks read."""
 
 
 class Damaged(Exception):
@@ -39,7 +39,7 @@ def write(folder: Path, about: dict[str, Any]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What `write` was given as `about`; the folder's files are not checked.
+    """The `about` that `write` was given; the folder's files are not checked.
 
     Raises:
         Damaged: the manifest is missing or was changed.
@@ -57,7 +57,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """What `write` was given as `about`, after checking every byte of the folder.
+    """Check every byte of the folder; returns the `about` that `write` was given.
 
     Raises:
         Damaged: a file is missing, was changed, or is not in the manifest.
@@ -94,7 +94,7 @@ def sync(path: Path) -> None:
 
 
 def _names(folder: Path) -> list[str]:
-    """Every file below a folder, by its path in it; not what a network file system keeps of deleted files (.nfs*)."""
+    """Relative paths of all files below a folder, without those a network file system keeps of deleted ones (.nfs*)."""
     found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted(str(path.relative_to(folder)) for path in found if not path.name.startswith(".nfs"))
 
@@ -125,7 +125,7 @@ def _written(path: Path) -> list[Any]:
 
 
 def _digest(path: Path, size: int) -> str:
-    """SHA-256 of a file of this size, without mapping it into memory; of one that grows, not much more is read."""
+    """SHA-256 of a file of this size, read block by block; if it grows meanwhile, at most one more block is read."""
     digest, block, left = hashlib.sha256(), memoryview(bytearray(_BLOCK)), size
     with path.open("rb", buffering=0) as file:
         while left >= 0 and (count := file.readinto(block)):

@@ -1,4 +1,4 @@
-"""Where a command writes its page: a file that is not there yet, or an older page, never anything else."""
+"""Checks where a command may write its HTML page: to a new file or over an older page, never over anything else."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.files import expanded
 
 MARK = '<meta name="generator" content="accel-sft '
-"""By which a page of a command of this package is known; its template has it in its head."""
+"""Identifies a page that a command of this package wrote: every page's template has it in the head."""
 _HEAD_CHARACTERS = 20_000
 
 
@@ -14,7 +14,7 @@ def page_file(name: str, flag: str, usual: str) -> Path:
     """The file that `flag` names for a page.
 
     Args:
-        usual: what such a page is called, for the line on a folder.
+        usual: the usual name of such a page, which the error about a folder suggests.
     Raises:
         UserError: the page would replace something else, or lie in a folder that is not there.
     """
@@ -29,7 +29,7 @@ def page_file(name: str, flag: str, usual: str) -> Path:
 
 
 def _is_page(path: Path) -> bool:
-    if not path.is_file():  # a pipe or a terminal, which waits for who reads it
+    if not path.is_file():  # reading a pipe or a terminal could block
         return False
     with path.open(encoding="utf-8", errors="replace") as file:
         return MARK in file.read(_HEAD_CHARACTERS)

@@ -1,4 +1,4 @@
-"""The files of a run's folder: every name, and how the small ones are read and written. Standard library only."""
+"""Names every file of a run's folder, and reads and writes the small ones. Standard library only."""
 
 import contextlib
 import dataclasses
@@ -11,9 +11,9 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.files import abandoned, expanded, json_safe, read_json, read_text, write_atomically
 
 _RECORD = {"task": str, "config": dict, "task_options": dict}
-"""What every version's run.json has, and by which it is known."""
+"""Keys and types of run.json in every version; a file without them is not taken for a run's record."""
 _BEFORE_RECORD = {"result.json", "logs", "base", ".base.partial", ".base.outgoing"}
-"""What a run that was killed before it wrote its record may have left."""
+"""Names that a run may have left if it was killed before it wrote its record."""
 
 
 def _inside(*names: str) -> property:
@@ -31,9 +31,9 @@ class RunDir:
     settings = _inside("run.yaml")
     """Task and settings, with which `--config` starts the run again."""
     launch = _inside("launch.yaml")
-    """What `accelerate launch` read of the run's launch."""
+    """The launch file's content, with the launcher's flags that decide the run's numbers."""
     deepspeed = _inside("deepspeed.json")
-    """The DeepSpeed JSON that the launch file named."""
+    """A copy of the DeepSpeed JSON that the launch file named."""
     result = _inside("result.json")
     """The run's status and, once complete, its summary."""
     report = _inside("report.md")
@@ -43,11 +43,11 @@ class RunDir:
     batching = _inside("batching.json")
     """The batching that was chosen before step 1."""
     most_tokens = _inside("most-tokens.json")
-    """The most tokens of a forward after an out-of-memory whose step could not be repeated."""
+    """The limit of tokens per forward, set after a step ran out of memory and could not be repeated."""
     base = _inside("base")
     """The built-in model as it was before training."""
     adapter_start = _inside("adapter-start.safetensors")
-    """What an adapter that begins as a part of its base's weights was before training."""
+    """The initial weights of an adapter that begins as a part of its base's weights."""
     best = _inside("best")
     final = _inside("final")
     profile = _inside("profile")
@@ -62,19 +62,19 @@ class RunDir:
 
     @classmethod
     def record_around(cls, model: str) -> dict[str, Any] | None:
-        """The run.json of the run that the folder `model` is, or lies directly in; None if there is none."""
+        """The run.json of the folder `model`, or else of the folder above it; None if neither has one."""
         folder = expanded(model)
         run = next((run for run in map(cls, (folder, folder.parent)) if run.record.is_file()), None)
         return run.read_record() if run else None
 
     @classmethod
     def weights_in(cls, model: str) -> str:
-        """If the folder `model` is a run: its best/, or final/ where there is none; else `model` as it is.
+        """The best/ of the run in the folder `model`, or else its final/; `model` itself if it is not a run.
 
         Commands that use a trained model take these; training from an earlier run takes its final/ (`find_source`).
 
         Raises:
-            UserError: a run without either.
+            UserError: the run has neither.
         """
         run = cls(expanded(model))
         if not run.record.is_file():
@@ -86,7 +86,7 @@ class RunDir:
 
     @classmethod
     def choice_in(cls, model: str) -> list[str]:
-        """A line that says which weights `weights_in` takes; none if `model` is no run, or a run with one kind."""
+        """A line that says which weights `weights_in` takes; empty if it had no choice between best/ and final/."""
         run = cls(expanded(model))
         if not (run.record.is_file() and run.best.is_dir() and run.final.is_dir()):
             return []
@@ -115,7 +115,7 @@ class RunDir:
         return _by_step(self.checkpoints, "")
 
     def all_answers(self) -> list[Path]:
-        """The files of answers, of the earliest step first."""
+        """The files of answers, the earliest step's first."""
         return _by_step(self.samples, ".jsonl")
 
     def has_trained(self) -> bool:
@@ -123,17 +123,17 @@ class RunDir:
         return bool(self.all_checkpoints()) or self.final.is_dir()
 
     def read_record(self) -> dict[str, Any]:
-        """Raises UserError if run.json cannot be read, or is none of this package's."""
+        """The content of run.json; raises UserError if it cannot be read, or is not a record of this package."""
         record = read_json(self.record)
         if not isinstance(record, dict) or any(type(record.get(key)) is not kind for key, kind in _RECORD.items()):
             raise UserError(f"{self.record}: not the record of a run of accel_sft; name another folder")
         return record
 
     def is_run(self) -> bool:
-        """Whether the folder is a run's: it has a record, or nothing but what a run writes before its record.
+        """Whether the folder is a run's: it has a record, or only what an unfinished run writes before its record.
 
         Raises:
-            UserError: there is a record that is none, or cannot be read.
+            UserError: run.json cannot be read, or is not a record of this package.
         """
         if self.record.exists():
             return bool(self.read_record())
@@ -146,8 +146,8 @@ class RunDir:
         return self.result
 
     def write_ended(self, status: str, error: str) -> None:
-        """Write why a run ended that was under way. A finished run's result stays, and so does the first of several
-        causes. A disk that is full or gone must not hide the cause itself."""
+        """Record why a running run ended. A finished run's result stays, and so does the first of several causes.
+        Errors of a full or missing disk are suppressed: they must not hide the cause."""
         if self.read_status() == "running":
             with contextlib.suppress(OSError):
                 self.write_result({"status": status, "error": error})
@@ -166,7 +166,7 @@ class RunDir:
             UserError: the file was damaged.
         """
         path = self.answers(step)
-        try:  # not splitlines(): an answer may hold the other characters at which that breaks lines
+        try:  # not splitlines(), which breaks lines at other characters too: an answer may hold them
             return [json.loads(line) for line in read_text(path).split("\n") if line]
         except FileNotFoundError:
             return []
@@ -175,7 +175,7 @@ class RunDir:
 
 
 def _by_step(folder: Path, suffix: str) -> list[Path]:
-    """What is called as a step's is; others may have put a copy beside it."""
+    """The entries of `folder` with exactly a step's name, by step: other names are copies that a user put there."""
     found = folder.glob(f"step-*{suffix}")
     mine = (path for path in found if path.name.removeprefix("step-").removesuffix(suffix).isdecimal())
     return sorted(mine, key=step_of)

@@ -16,14 +16,14 @@ from typing import Any, TextIO
 from accel_sft.api.errors import UserError
 
 SECONDS_OF_SILENCE = 5.0
-"""Before `waiting` says what is waited for."""
+"""Seconds before `waiting` says what is waited for."""
 _terminal: TextIO | None = None
 _dispensable = False
 _refused: str | None = None
 
 
 class _Output(io.FileIO):
-    """Standard output, whose disk may be full or whose reader gone."""
+    """Standard output, whose disk may be full and whose reader may be gone."""
 
     def write(self, data: Any) -> int | None:
         global _refused
@@ -50,7 +50,7 @@ def _output(descriptor: int, encoding: str = "utf-8") -> TextIO:
 def use_utf8() -> None:
     """Print any character: an ASCII terminal gets UTF-8, another gets an escape for what it cannot show.
 
-    Standard output that cannot be written is a UserError from now on, but for a reader that is gone: BrokenPipeError.
+    From now on a failed write to standard output raises UserError, or BrokenPipeError if the reader is gone.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -63,9 +63,9 @@ def use_utf8() -> None:
 
 @contextlib.contextmanager
 def dispensable_output() -> Iterator[None]:
-    """Inside, what standard output does not take goes to standard error, which inside `quiet` is a file.
+    """Inside, lines that cannot be written to standard output go to standard error, which inside `quiet` is a file.
 
-    So a run whose log's disk is full, or whose reader is gone, goes on: its folder holds all that it found.
+    A run whose log's disk is full, or whose reader is gone, therefore continues: its folder holds all its results.
     """
     global _dispensable
     _dispensable = True
@@ -87,8 +87,9 @@ def quiet(log_file: Path | None, debug: bool = False, shown_on: int = 1) -> Iter
     inner file takes over. With `debug` nothing is redirected.
 
     Args:
-        log_file: appended to, its folder is made; None: a temporary file, shown on the terminal if the block raises.
-        shown_on: file descriptor that our own lines reach; 2 where standard output is kept for a command's result.
+        log_file: it is appended to, and its folder is made; None: a temporary file, which is printed to standard error
+            if the block raises anything but UserError.
+        shown_on: file descriptor of our own lines; 2 where standard output is kept for a command's result.
     """
     global _terminal
     if debug:
@@ -111,7 +112,7 @@ def quiet(log_file: Path | None, debug: bool = False, shown_on: int = 1) -> Iter
         try:
             yield terminal()
         except BaseException as error:
-            failed = not isinstance(error, UserError)  # which says all that is needed
+            failed = not isinstance(error, UserError)  # a UserError says all that is needed
             raise
         finally:
             sys.stdout.flush()
@@ -132,9 +133,9 @@ def terminal() -> TextIO:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Inside, a line says what is waited for and for how long: after 5 seconds, then after twice as many each time.
+    """Inside, a line says what is waited for and for how long, after 5 seconds and then at doubling intervals.
 
-    Of several ranks rank 0 says it.
+    Only rank 0 prints it.
     """
     done, began, stream = threading.Event(), time.monotonic(), terminal()
 
@@ -156,7 +157,7 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def columns() -> int:
-    """Cells of the terminal's line, inside `quiet` too, where standard output is a file; 80 where there is none."""
+    """The terminal's width in cells, also inside `quiet`, where standard output is a file; 80 without a terminal."""
     with contextlib.suppress(OSError, ValueError):
         return int(os.environ.get("COLUMNS", "0")) or os.get_terminal_size(terminal().fileno()).columns or 80
     return 80

@@ -5,22 +5,22 @@ from collections.abc import Sequence
 from typing import Any
 
 CELL_CHARACTERS = 300
-"""The most in a markdown cell; the rest is counted."""
+"""Most characters of a value in a markdown cell; the cell then says how many more there are."""
 LINE_CHARACTERS = 60
 LONGEST_ERROR = 300
 """The most characters of a task's or library's error that a message repeats."""
 _MARKUP = re.compile(r"[&<>|*`\\~$]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(\[:]")
-"""Markup that takes effect inside a cell: no underscore within a word, no bracket without a target behind it."""
+"""Markup that takes effect inside a cell: not an underscore within a word, nor a bracket without a link target."""
 
 
 def one_line(text: str, length: int = LINE_CHARACTERS) -> str:
-    """At most `length` characters, control characters spelt out: generated text must not steer a terminal."""
+    """The first `length` characters, control characters escaped: generated text must not steer a terminal."""
     shortened = text if len(text) <= length else text[:length] + "..."
     return "".join(mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in shortened)
 
 
 def printable(text: str) -> str:
-    """`text` with control characters spelt out but for line breaks: a file's content must not steer a terminal."""
+    """`text` with all control characters but line breaks escaped: a file's content must not steer a terminal."""
     return "\n".join(one_line(line, len(line)) for line in text.split("\n"))
 
 

@@ -1,1 +1,1 @@
-"""What this launch is, and the Accelerator made from it."""
+"""Reads and audits the launch, and builds the Accelerator from it."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
 from torch.distributed import PrefixStore, TCPStore, register_rendezvous_handler
 
 from accel_sft.api.config import TrainConfig
@@ -56,7 +56,7 @@ def create_accelerator(
         register_rendezvous_handler("attempt", _rendezvous_of_this_attempt)
         group["init_method"] = "attempt://"
     if launch.world_size > 1:
-        # The watchdog names a hung rank before this timeout, whose error would not; a rank may be downloading a model.
+        # The watchdog names a hung rank before this timeout, whose error names none; a rank may be downloading a model.
         group["timeout"] = datetime.timedelta(seconds=max(config.hang_timeout + 300, 3600))
     plugin = None
     if launch.backend == "deepspeed":
@@ -66,7 +66,7 @@ def create_accelerator(
             spare_unused_operator()
         plugin = DeepSpeedPlugin()
         _write_deepspeed_config(plugin.deepspeed_config, launch, config, devices)
-    # DDP's buckets, in which ranks exchange gradients, are the gradients: a second copy would take 4 bytes a parameter
+    # gradients are views of DDP's buckets, in which ranks exchange them: a second copy takes 4 bytes a parameter
     handlers = [InitProcessGroupKwargs(**group), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     cpu = launch.backend == "ddp" and not devices
     state = PartialState(cpu, **handlers[0].to_kwargs())  # ranks form their group, and agree on the precision
@@ -79,7 +79,7 @@ def create_accelerator(
         parallelism_config=parallelism_config(launch, train=train),
     )
     if accelerator.is_fsdp2 and (policy := accelerator.state.fsdp_plugin.mixed_precision_policy):
-        # computing is reduced; what a model gives out, each token's loss, and gradients as they are averaged are not
+        # precision is reduced for computing, but not for the output (each token's loss) and for averaging gradients
         policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy
     if accelerator.num_processes != launch.world_size:
@@ -91,7 +91,7 @@ def create_accelerator(
 
 
 def _repeat_every_bit() -> None:
-    """Before CUDA starts: choose kernels that add in one order, attention's backwards included, or raise an error."""
+    """Before CUDA starts, choose kernels that add in one order, also in attention's backward, or raise an error."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # one workspace for each stream, which cuBLAS then keeps to
     os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # transformers hands it to the flash-attn package
     torch.use_deterministic_algorithms(True)
@@ -99,7 +99,7 @@ def _repeat_every_bit() -> None:
 
 
 def _rendezvous_of_this_attempt(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """The rendezvous of restarted ranks: the launcher's store still has the addresses of the attempt before."""
+    """The rendezvous of restarted ranks: the launcher's store still has the addresses of the previous attempt."""
     environment = os.environ
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), world_size, is_master=False)
@@ -172,6 +172,13 @@ def prepare_model(
         optimizer.optimizer.optimizer.state.clear()
     verify_engine(accelerator, launch, model, config)
     return model, optimizer
+
+
+def shards_weights(accelerator: Accelerator) -> bool:
+    """`Launch.shards_weights`, of the launch that this Accelerator was made for."""
+    plugin = accelerator.state.deepspeed_plugin
+    stage = plugin.zero_stage if plugin else 0
+    return accelerator.distributed_type == DistributedType.FSDP or stage == 3
 
 
 def shard_for_evaluation(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:

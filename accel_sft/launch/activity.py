@@ -1,4 +1,4 @@
-"""CPU seconds and bytes of files that a process and its children have used: what counts as being at work."""
+"""Measures whether a process is at work: CPU seconds and bytes of files that it and its children have used."""
 
 import contextlib
 import os
@@ -10,8 +10,8 @@ import psutil
 def work(process: psutil.Process) -> tuple[float, int]:
     """CPU seconds that a process and its children have used, without the calling thread's, and bytes of files.
 
-    The bytes are those written, and those read from a disk: this function itself reads files that are on none. Bytes
-    from a socket do not count, for a process computes with them or writes them.
+    The bytes are those written, and those read from a disk (this function itself reads /proc, which is on none). Bytes
+    read from a socket do not count, because a process computes with them or writes them.
     """
     seconds, count, children = 0.0, 0, []
     with contextlib.suppress(psutil.Error):

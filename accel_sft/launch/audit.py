@@ -19,9 +19,9 @@ from accel_sft.launch.parallelism import KEYS, audit_parallelism
 from accel_sft.launch.precision import cpu_flags
 
 _ACCELERATE = (1, 15)
-"""The version of accelerate whose keys these are. A newer one may read others too."""
+"""The version of accelerate that reads the keys below. A newer one may read others too."""
 NVIDIA = Path("/dev/nvidiactl")
-"""There where the NVIDIA driver runs and has given this machine, or this container, a GPU."""
+"""Exists if the NVIDIA driver runs and has given this machine, or this container, a GPU."""
 _YAML_DEEPSPEED = """
     deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter
     deepspeed_moe_layer_cls_names deepspeed_multinode_launcher gradient_accumulation_steps gradient_clipping
@@ -71,7 +71,7 @@ def refuse(findings: Iterable[Finding]) -> None:
     """Raise all errors among the findings together.
 
     Raises:
-        UserError: one line an error.
+        UserError: one line for each error.
     """
     errors = [str(finding) for finding in findings if finding.level == "error"]
     if errors:
@@ -79,7 +79,7 @@ def refuse(findings: Iterable[Finding]) -> None:
 
 
 def _keys(launch: Launch) -> Iterator[Finding]:
-    """Keys that no library reads: the launcher drops them in silence, and the run is not the one described."""
+    """Keys that no library reads: the launcher drops them silently, and the run is not the one that they describe."""
     if launch.config_file is None and launch.environment.get(PRECISION):
         what = "the launcher's yaml could not be found, so its keys were not checked"
         yield note(what, "start with accelerate launch --config_file FILE")

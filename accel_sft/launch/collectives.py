@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 def by_each_rank(work: Callable[[], Result]) -> list[Result]:
-    """Every rank's result of `work`, by rank; the UserError of the lowest rank that has one, on all of them."""
+    """Every rank's result of `work`, by rank; if ranks raise UserError, all ranks raise that of the lowest one."""
     mine: tuple[Any, Any]
     try:
         mine, wrong = (work(), None), None
@@ -27,7 +27,7 @@ def by_each_rank(work: Callable[[], Result]) -> list[Result]:
     every = gather_object([mine])
     for _, problems in every:
         if problems:
-            raise UserError(*problems) from wrong  # which `--debug` shows with its traceback
+            raise UserError(*problems) from wrong  # `--debug` shows it with its traceback
     return [result for result, _ in every]
 
 
@@ -55,17 +55,17 @@ def long_work_by_main(accelerator: Accelerator, work: Callable[[], Result]) -> R
 
 
 def first_reason(mine: str | None) -> str | None:
-    """The reason that the lowest rank with one gives against something; None where no rank has one."""
+    """The reason of the lowest rank that has one; None if no rank has one."""
     return next(filter(None, gather_object([mine])), None)
 
 
 def any_rank(mine: bool) -> bool:
-    """Whether it is so on at least one rank."""
+    """Whether `mine` is true on at least one rank."""
     return bool(largest_of_ranks(mine))
 
 
 def all_ranks(mine: bool) -> bool:
-    """Whether it is so on every rank."""
+    """Whether `mine` is true on every rank."""
     return not any_rank(not mine)
 
 
@@ -82,9 +82,9 @@ def largest(readings: dict[str, float | None], prefix: str = "") -> dict[str, fl
 
 @exchange()
 def gather_numbers(mine: list[float]) -> list[list[float]]:
-    """Every rank's numbers, by rank: as many of each. One exchange between devices, cheap enough for every step.
+    """Every rank's numbers, by rank; all ranks give equally many. It takes one exchange, cheap enough for every step.
 
-    In float64, in which integers up to 2**53 are exact.
+    The numbers are exchanged as float64, in which integers up to 2**53 are exact.
     """
     state = PartialState()
     if state.num_processes == 1:
@@ -105,6 +105,6 @@ class Team:
     all = staticmethod(by_each_rank)
 
     def firsts(self, work: Callable[[], Result]) -> list[Result]:
-        """What the first rank of each machine gets from `work`; for every rank its own machine's, by rank."""
+        """Call `work` on the first rank of each machine; returns, by rank, the result on that rank's machine."""
         every = self.all(lambda: (self.first, work() if self.rank == self.first else None))
         return [every[first][1] for first, _ in every]

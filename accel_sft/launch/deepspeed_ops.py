@@ -20,14 +20,15 @@ OPERATORS = {
     "cpu_adam": "the optimizer on the host, 1-4 minutes",
     "async_io": "NVMe offload, 1-3 minutes",
 }
-"""DeepSpeed operators that our configurations need, compiled on first use and kept per user."""
+"""DeepSpeed operators that our configurations need, compiled on first use and kept per user; each with its purpose and
+the time that compiling takes."""
 
 _UNUSED = "deepspeed_shm_comm"
-"""Operator that DeepSpeed compiles for every group of CPU ranks; only its sum for inference (`inference_all_reduce`)
-runs it, and training never calls that."""
+"""Operator that DeepSpeed compiles for every group of CPU ranks. Only `inference_all_reduce` runs it, which training
+never calls."""
 
 _LOCAL = {"apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "hfs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
-"""File systems of which this machine alone writes the files."""
+"""Types of file systems whose files only this machine writes."""
 
 
 def operators(launch: Launch, devices: int) -> list[str]:
@@ -43,10 +44,10 @@ def operators(launch: Launch, devices: int) -> list[str]:
 
 
 def spare_unused_operator() -> None:
-    """Has DeepSpeed form its group of CPU ranks without an operator that training does not use.
+    """Make DeepSpeed form its group of CPU ranks without an operator that training does not use.
 
-    Compiling it takes half a minute to a minute, a C++ compiler and Python's headers. DeepSpeed loads it where its own
-    table (the one that `ds_report` prints) calls it compatible with this machine.
+    Compiling it takes half a minute to a minute, a C++ compiler and Python's headers. DeepSpeed loads it if its own
+    table (the one that `ds_report` prints) says that it is compatible with this machine.
     """
     import deepspeed
 
@@ -100,9 +101,9 @@ def audit_compilation(launch: Launch, devices: int) -> Iterator[Finding]:
 
 
 def audit_locks(name: str) -> Iterator[Finding]:
-    """Whether another process compiles this operator.
+    """A warning if another process compiles this operator.
 
-    The lock of a compilation that was killed is removed: torch would wait for it for ever.
+    The lock of a compilation that was killed is removed: torch would wait for it forever.
     """
     lock = library(name).with_name("lock")
     if _abandoned(lock):
@@ -114,13 +115,13 @@ def audit_locks(name: str) -> Iterator[Finding]:
 
 
 def compiling(launch: Launch, devices: int) -> contextlib.AbstractContextManager[None]:
-    """Inside, DeepSpeed may compile what this launch needs and is not there yet: how long it takes is told."""
+    """Inside, DeepSpeed may compile the operators that this launch lacks; a line says how long that takes."""
     names = [name for name in operators(launch, devices) if not library(name).is_file()]
     return waiting(f"DeepSpeed compiles {', '.join(names)}") if names else contextlib.nullcontext()
 
 
 def library(name: str) -> Path:
-    """The compiled operator; torch keeps it beside the lock of its compilation, in a folder that is made here."""
+    """The file of the compiled operator. torch keeps it beside its lock, in a folder that this call makes."""
     from torch.utils.cpp_extension import _get_build_directory
 
     try:
@@ -133,14 +134,14 @@ def library(name: str) -> Path:
 
 
 def _abandoned(lock: Path) -> bool:
-    """Whether nobody compiles behind this lock: its maker would hold it open, and ninja would run in its folder.
+    """Whether no process compiles under this lock: its owner would hold it open, and ninja would run in its folder.
 
     False for another user's lock, and for one that a process on another machine may have made.
     """
     import psutil
 
     folder = lock.parent.resolve()
-    for pause in (0, 1):  # its maker closes it a moment before it removes it
+    for pause in (0, 1):  # its owner closes it a moment before removing it
         time.sleep(pause)
         try:
             mine = lock.stat().st_uid == os.getuid()

@@ -21,7 +21,7 @@ from accel_sft.launch.ulysses import sequence_ranks
 
 
 def describe(accelerator: Accelerator, launch: Launch, config: TrainConfig) -> list[tuple[str, str]]:
-    """The resolved launch as (name, value) rows, for the table printed once."""
+    """The resolved launch as (name, value) rows, for the table that is printed at the start."""
     value, why = launch.precision
     places = [(what, launch.offload(what)) for what in ("optimizer", "param")]
     offload = "".join(f", {what} to {place}" for what, place in places if place != "none")
@@ -41,7 +41,7 @@ def describe(accelerator: Accelerator, launch: Launch, config: TrainConfig) -> l
 
 
 def _groups(launch: Launch) -> str:
-    """Groups of ranks, in words; empty where all of them are one."""
+    """How ranks are grouped, in words; "" if all ranks form one group."""
     if launch.sequence_ranks > 1:
         return f", rows shared by {launch.sequence_ranks} ranks"
     copies = launch.world_size // launch.shard_ranks if launch.backend == "fsdp" else 1
@@ -71,7 +71,7 @@ def launch_record(accelerator: Accelerator, launch: Launch) -> dict[str, Any]:
 
 
 def device_name(accelerator: Accelerator) -> str:
-    """The kind of device that this rank computes on, and of a CPU how many cores."""
+    """The name of the device that this rank computes on; for a CPU with its number of cores."""
     if accelerator.device.type == "cuda":
         return torch.cuda.get_device_name(accelerator.device)
     return f"{accelerator.device.type} ({usable_cores()} cores)" if accelerator.device.type == "cpu" else "mps"
@@ -80,7 +80,7 @@ def device_name(accelerator: Accelerator) -> str:
 def started_by() -> list[str]:
     """The words of the command line that this process was started with, as its user gave them."""
     words = launcher_command()[0] or torchrun_command() or sys.orig_argv
-    if Path(words[0]).name.startswith("python") and not words[1].startswith("-"):  # of a script on PATH
+    if Path(words[0]).name.startswith("python") and not words[1].startswith("-"):  # the interpreter of a script
         words = words[1:]
     return list(words)
 
@@ -100,12 +100,12 @@ def resume_command(run_dir: Path, config: TrainConfig) -> str:
 
 
 def shown_folder(folder: Path) -> str:
-    """A folder as commands name it: relative where it lies below the one that this process was started in."""
+    """A folder as commands name it: relative if it is below the folder that this process was started in."""
     return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
 
 
 def parallelism(accelerator: Accelerator) -> dict[str, Any]:
-    """How this launch shares the run out between processes, and in which precision it computes."""
+    """How this launch divides the run between processes, and in which precision it computes."""
     plugin, sequence = accelerator.state.deepspeed_plugin, sequence_ranks(accelerator)
     return {
         "ranks": accelerator.num_processes,
@@ -117,7 +117,7 @@ def parallelism(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """In what two layouts differ, in words."""
+    """The differences between two results of `parallelism`, in words."""
     words = {None: "none", "NO": "one process", "DEEPSPEED": "DeepSpeed", "zero_stage": "ZeRO stage"}
     words |= {"MULTI_CPU": "data parallel", "MULTI_GPU": "data parallel"}
     different = [(key, before.get(key), now) for key, now in here.items() if before.get(key) != now]

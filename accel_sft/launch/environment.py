@@ -36,19 +36,19 @@ def prepare_environment(debug: bool = False) -> None:
         UserError: the variables of a rank have values that no launcher gives.
     """
     _check_ranks()
-    # importing torch and transformers makes 400,000 objects that stay: looking through them so often is 10% of a start
+    # importing torch and transformers makes 400,000 objects that stay: collecting as often as usual is 10% of a start
     gc.set_threshold(10_000, 20, 20)
     os.environ["OMP_NUM_THREADS"] = str(threads_per_process())  # DeepSpeed's CPU Adam has an OpenMP of its own
     if "OMP_WAIT_POLICY" not in os.environ:
-        # OpenMP's threads wait for each other spinning, by default for so long that any other program on a core makes
-        # small products a hundred times slower; this long costs a quiet machine nothing
+        # OpenMP's threads spin while they wait for each other, by default for so long that any other program on a core
+        # makes small products a hundred times slower; spinning this long costs nothing on a quiet machine
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     _keep_freed_memory()
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # the variable's newer name
         os.environ.setdefault(*GAPS)
     scripts = sysconfig.get_path("scripts")
     if Path(scripts, "ninja").is_file():
-        # the one beside this Python before the system's: a ninja of another version compiles all operators anew
+        # this Python's ninja comes before the system's: a ninja of another version compiles all operators anew
         os.environ["PATH"] = os.pathsep.join((scripts, os.environ.get("PATH", "")))
     for name, value in ({} if debug else _QUIET).items():
         os.environ.setdefault(name, value)
@@ -70,7 +70,7 @@ def _keep_freed_memory() -> None:
     """Let glibc keep what is freed for the next step, instead of giving it back and having each page zeroed again.
 
     Tensors of a few megabytes otherwise cost a fifth to a half of a training step on a CPU. Other C libraries have no
-    such call, and an allocator loaded in glibc's place pays it no attention. Numbers: <malloc.h>'s M_*.
+    such call, and an allocator loaded in glibc's place ignores it. The options' numbers are <malloc.h>'s M_*.
     """
     mmap_threshold, trim_threshold, top_pad = -3, -1, -2
     with contextlib.suppress(AttributeError, OSError, TypeError):
@@ -82,8 +82,8 @@ def _keep_freed_memory() -> None:
 def threads_per_process() -> int:
     """Compute threads of one rank: this machine's usable cores shared among its ranks, at least one.
 
-    The launcher gives each of several ranks a single thread, which leaves cores idle. A number that was asked for is
-    kept: `--num_cpu_threads_per_process`, or OMP_NUM_THREADS, which under a launcher must be above 1, its own number.
+    The launcher gives each of several ranks a single thread, which leaves cores idle. A number that the user asked for
+    is kept: `--num_cpu_threads_per_process`, or OMP_NUM_THREADS (under a launcher, which sets it to 1, only above 1).
     """
     asked = launcher_flags(launcher_command()[0]).get("num_cpu_threads_per_process")
     named = asked or os.environ.get("OMP_NUM_THREADS", "")

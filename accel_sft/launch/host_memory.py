@@ -1,4 +1,4 @@
-"""Free host memory, of the machine and of every container around this process. No torch."""
+"""Free memory of the host, as limited by the machine and by every container around this process. No torch."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ SYSTEM = Path("/")
 
 
 def free_bytes() -> int:
-    """What may be taken before the machine or a container has none left, with what the system would give back."""
+    """Bytes that can be allocated before the machine or a container has none left, reclaimable memory included."""
     import psutil
 
     return min([psutil.virtual_memory().available, *(limit - used for limit, used in _containers())])
@@ -22,7 +22,7 @@ def describe() -> str:
     now = psutil.virtual_memory()
     words = f"{now.available / 2**30:.1f} of {now.total / 2**30:.1f} GiB free"
     for limit, used in _containers():
-        if limit < now.total:  # version 1 writes no limit as a number above all memory
+        if limit < now.total:  # version 1 of control groups writes "no limit" as a number above all memory
             words += f", {used / 2**30:.1f} of the container's {limit / 2**30:.1f} GiB used"
     kills = sum(_field(folder / "memory.events", "oom_kill") for folder in _folders())
     return f"{words}, {kills} processes killed for it so far" if kills else words
@@ -50,7 +50,7 @@ def _folders() -> Iterator[Path]:
                 continue
             base = root / "memory" if controllers else root
             own = base / path.strip("/")
-            # in a container the path may be the host's, of which only the root is to be seen
+            # in a container the path may be the host's, of which only the root is visible
             yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(base) and folder.is_dir())
 
 

@@ -120,6 +120,11 @@ class Launch:
             raise UserError(f"{self.json_file or self.config_file}: ZeRO stage {one_line(str(stage))}: 0, 1, 2 or 3")
         return int(stage)
 
+    @property
+    def shards_weights(self) -> bool:
+        """Whether no rank holds the whole model: under ZeRO-3 and FSDP a forward gathers each layer's weights."""
+        return self.backend == "fsdp" or self.stage == 3
+
     def offload(self, what: str) -> str:
         """Where `optimizer` or `param` is offloaded to: none, cpu or nvme. FSDP offloads both or neither."""
         if self.backend == "fsdp":
@@ -140,7 +145,7 @@ class Launch:
 
     @property
     def parallelism(self) -> dict[str, int]:
-        """Sizes in ranks of the dimensions of Accelerate's `ParallelismConfig`; {} where the launch names none.
+        """Sizes in ranks of the dimensions of Accelerate's `ParallelismConfig`; {} if the launch names none.
 
         Raises:
             UserError: a variable set by hand is no number.
@@ -157,7 +162,7 @@ class Launch:
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks that share one copy of the model out among them, where it is shared out; fewer than all under HSDP."""
+        """Number of ranks that one copy of the model is sharded over, if it is sharded; fewer than all under HSDP."""
         copies = self.parallelism.get("dp_replicate", 1) if self.backend == "fsdp" else 1
         return max(self.world_size // copies, 1)
 
@@ -178,17 +183,17 @@ class Launch:
 
     @property
     def precision(self) -> tuple[str, str]:
-        """(`bf16`, `fp16`, `fp8` or `no`, what decided it)."""
+        """The precision (`bf16`, `fp16`, `fp8` or `no`), and what decided it."""
         if named := self.named_precision:
             return named[0], f"from {named[1]}"
         return self.resolved or ("no", "the default")
 
     @property
     def named_precision(self) -> tuple[str, str] | None:
-        """(`bf16`, `fp16`, `fp8` or `no`, where it is named); None where the launch names none.
+        """The precision (`bf16`, `fp16`, `fp8` or `no`), and where it is named; None if the launch names none.
 
-        A JSON with true or false wins over the command line. The `no` that the launcher hands a rank where nothing was
-        named is no name.
+        A JSON with true or false wins over the command line. The `no` that the launcher gives a rank if nothing was
+        named does not count.
         """
         for name in ("bf16", "fp16"):
             if self.json_enabled(name) == "true":
@@ -201,7 +206,7 @@ class Launch:
 
     @property
     def asked_precision(self) -> tuple[str, str] | None:
-        """What the command line, the yaml or the user's variable names, and which of them; None where none does."""
+        """The precision that the command line, the yaml or the user's variable names, and which; None if none does."""
         value = self.environment.get(PRECISION, "no").lower()
         if "mixed_precision" in self.arguments:
             return value, "--mixed_precision"
@@ -223,8 +228,9 @@ def read_launch(
     """Read the launch this process is a rank of.
 
     Args:
-        environment: instead of `os.environ`.
-        command: of a launcher started in this folder, instead of that of the nearest one above this process.
+        environment: the variables of this process; by default `os.environ`.
+        command: the command line of a launcher started in this folder; by default that of the nearest one above this
+            process.
         launchers: the environment of that launcher; by default that of the nearest one above, or {} with a `command`.
     Raises:
         UserError: the yaml, or the DeepSpeed JSON that it names, cannot be read.
@@ -280,7 +286,7 @@ def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _check_sections(where: str, content: Any, names: Iterable[str]) -> None:
-    """Raise UserError unless `content` and what has these names in it are mappings, or not there."""
+    """Raise UserError unless `content` is a mapping, and its values under these names are mappings or absent."""
     if not isinstance(content, dict):
         raise UserError(f"{where}: expected keys with values")
     for name in names:

@@ -10,11 +10,11 @@ from typing import Any
 _ACCELERATE = re.compile(r"accelerate([-_.]|$)")
 _TORCHRUN = re.compile(r"(torchrun|torch\.distributed\.run)$")
 PRECISION = "ACCELERATE_MIXED_PRECISION"
-"""The variable in which `accelerate launch` always hands a rank a precision, `no` where nothing named one."""
+"""The variable in which `accelerate launch` always gives a rank a precision; it is `no` if none was named."""
 
 
 def launcher_command() -> tuple[list[str], Path]:
-    """Command line and folder of the `accelerate launch` that started this process; an empty one without it."""
+    """Command line and folder of the `accelerate launch` that started this process; both empty without one."""
     if "LOCAL_RANK" in os.environ or PRECISION in os.environ:
         return _command(_above(_ACCELERATE))
     return [], Path()
@@ -52,7 +52,7 @@ def restarts() -> int:
 
 
 def _above(program: re.Pattern[str]) -> Any:
-    """The nearest process above this one that runs this program, as psutil has it; None without one."""
+    """The nearest process above this one that runs this program, as a `psutil.Process`; None without one."""
     import psutil
 
     for process in psutil.Process().parents():
@@ -63,7 +63,7 @@ def _above(program: re.Pattern[str]) -> Any:
 
 
 def _command(process: Any) -> tuple[list[str], Path]:
-    """Command line and folder of a process; empty ones without it, or where it has just ended."""
+    """Command line and folder of a process; both empty for None, and if the process has just ended."""
     import psutil
 
     with contextlib.suppress(psutil.Error):

@@ -1,5 +1,7 @@
-"""Accelerate's `parallelism_config`: the dimensions that are run here (HSDP, sequence parallelism), and the others'
-refusal. No torch at import."""
+"""Accelerate's `parallelism_config`: runs HSDP and sequence parallelism, and refuses the other dimensions.
+
+No torch at import.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ KEYS = """
     parallelism_config_sp_backend parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable
     parallelism_config_sp_size parallelism_config_tp_size
 """
-"""Of the yaml's section of that name, as accelerate 1.15 reads them: the prefix belongs to them."""
+"""Keys of the yaml's section `parallelism_config`, as accelerate 1.15 reads them: the prefix is part of each key."""
 _REFUSED = {
     "tp": ("tensor parallelism", "fsdp2.yaml or z3.yaml share every weight out over the ranks, too"),
     "cp": ("context parallelism", "z3_sp.yaml shares out the tokens of each row (sequence parallelism)"),
@@ -26,7 +28,7 @@ _REFUSED = {
 
 
 def audit_parallelism(config: TrainConfig, launch: Launch, where: str) -> Iterator[Finding]:
-    """Errors where a launch names parallelism that would not be run, or sizes that do not fit its processes."""
+    """Errors for parallelism that would not be run, and for sizes that do not fit the number of processes."""
     named, sizes = [name for name in launch.arguments if name in KEYS.split()], launch.parallelism
     if named and not sizes:
         what = f"--{named[0]} would be ignored in silence: {where} has no parallelism_config"
@@ -48,10 +50,10 @@ def audit_parallelism(config: TrainConfig, launch: Launch, where: str) -> Iterat
 
 
 def parallelism_config(launch: Launch, *, train: bool) -> ParallelismConfig | None:
-    """What Accelerate is to be built with; None where the launch names no sizes.
+    """What the Accelerator is to be built with; None if the launch names no sizes.
 
-    How many ranks share a copy, or train on other rows, follows from the number of processes, so that
-    `--num_processes` needs no second number.
+    The number of ranks that share a copy of the model, or train on different rows, follows from the number of
+    processes, so that `--num_processes` needs no second number.
 
     Args:
         train: if False, ranks share no rows.

@@ -1,7 +1,7 @@
-"""The precision of a launch that names none: bf16 where all ranks have instructions for it, float32 elsewhere.
+"""Chooses the precision of a launch that names none: bf16 if all ranks have instructions for it, else float32.
 
-Decided by what devices and processors say of themselves, never by a measurement, so that the same machine decides the
-same again.
+The choice follows from what devices and processors report, never from a measurement, so that the same machine chooses
+the same again.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import PRECISION
 
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
-"""Names in /proc/cpuinfo of instructions that multiply bf16: Intel's, Intel's and AMD's, ARM's. oneDNN takes AVX-512
-alone for enough, with which bf16 is emulated, many times slower than float32."""
+"""Names in /proc/cpuinfo of instructions that multiply bf16: Intel's, Intel's and AMD's, ARM's. oneDNN accepts AVX-512
+alone too, and then emulates bf16 many times slower than float32."""
 _CAPABILITY = 8
 """Major compute capability from which NVIDIA's GPUs compute bf16: Ampere."""
 
 
 def cpu_flags() -> list[str]:
-    """This processor's instructions for bf16, by name; none where the system does not tell."""
+    """This processor's instructions for bf16, by name; none if the system does not list them."""
     file = host_memory.SYSTEM / "proc/cpuinfo"
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
     given = next((line.split() for line in lines if line.lower().startswith(("flags", "features"))), [])
@@ -43,7 +43,7 @@ def computes_bf16(device: Any) -> tuple[bool, str]:
 
 
 def recorded(run: Mapping[str, Any]) -> str | None:
-    """The precision that a run's record names, which may be a stranger's; None where it names none."""
+    """The precision that a run's record names; None if it names none, or (in a stranger's record) something else."""
     launch = run.get("launch")
     found = launch.get("precision") if isinstance(launch, dict) else None
     return found if found in ("no", "bf16", "fp16") else None
@@ -61,11 +61,11 @@ class _Rank(NamedTuple):
 
 
 def settled(launch: Launch, device: Any, began_with: str | None = None) -> Launch:
-    """The launch with its precision, the same on all ranks, which call this together once they form a group.
+    """The launch with its precision, the same on all ranks. All ranks call this together once they form a group.
 
     Args:
-        device: this rank's.
-        began_with: the precision of the run that is resumed or evaluated. Rank 0's counts.
+        device: this rank's device.
+        began_with: the precision of the run that is resumed or evaluated. Rank 0's value counts.
     Raises:
         UserError: on every rank, if the launches of different machines name different precisions.
     """
@@ -94,7 +94,7 @@ def settled(launch: Launch, device: Any, began_with: str | None = None) -> Launc
 
 
 def _lack(rank: _Rank, ranks: list[_Rank]) -> str:
-    """In words, what a rank's device lacks, with the machine's name where others have it."""
+    """What a rank's device lacks, in words; with the machine's name if other ranks have it."""
     what = rank.device if rank.kind == "cpu" else f"{rank.device} has no bf16"
     return f"{rank.host}: {what}" if any(other.computes_bf16 for other in ranks) else what
 
@@ -107,7 +107,10 @@ def expected(launch: Launch, bf16: bool) -> Launch:
 
 
 def this_machine_computes_bf16(*, with_gpus: bool = True) -> bool:
-    """Whether ranks started here would: on NVIDIA's GPUs as the driver tells, else on the CPU. Imports no torch."""
+    """Whether ranks started here have instructions for bf16: on NVIDIA GPUs by the driver's word, else on the CPU.
+
+    Imports no torch.
+    """
     import pynvml
 
     if with_gpus and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):

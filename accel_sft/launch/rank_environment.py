@@ -1,4 +1,4 @@
-"""The variables that `accelerate launch` hands to a rank and `Launch` reads, computed without importing accelerate.
+"""Computes the variables that `accelerate launch` gives a rank and `Launch` reads, without importing accelerate.
 
 accelerate's own parser imports torch, which takes seconds. The rules here are those of accelerate 1.15, with the yaml's
 oddity that a section's key applies whatever the backend; a test compares the two.
@@ -18,21 +18,21 @@ CONFIG_KEYS = """
     deepspeed_config fsdp_config parallelism_config megatron_lm_config mpirun_config downcast_bf16 tpu_name tpu_zone
     tpu_use_cluster tpu_use_sudo command_file commands tpu_vm tpu_env dynamo_config
 """
-"""Top-level keys of a launch file. The launcher refuses all others but two:"""
+"""Top-level keys of a launch file. The launcher refuses all others except `_OLD_KEYS`."""
 _OLD_KEYS = ("fp16", "dynamo_backend")
 _SECTIONS = ("deepspeed_config", "parallelism_config", "megatron_lm_config", "mpirun_config")
-"""Those whose keys count as if they stood outside of them; in the other sections keys have a prefix."""
+"""Sections of a launch file whose keys count as top-level keys; in the other sections keys have a prefix."""
 _BACKENDS = {"DEEPSPEED": "use_deepspeed", "FSDP": "use_fsdp", "MEGATRON_LM": "use_megatron_lm"} | {
     f"MULTI_{device}": "multi_gpu" for device in ("GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
 }
-"""The flag that a `distributed_type` stands for, first the ones that win over others."""
+"""The launcher's flag for each `distributed_type`; an earlier flag wins over later ones."""
 _ONE_PROCESS = ("NO", "MULTI_CPU")
 DIMENSIONS = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-"""Of Accelerate's ParallelismConfig, each with a size in ranks."""
+"""Dimensions of Accelerate's ParallelismConfig; each has a size in ranks."""
 _MOST = 1_000_000
 """Largest number of processes, machines or ranks that is accepted."""
 _PREFIXED = ("fsdp_config",)
-"""Of the sections whose keys have a prefix, which they may go without, those that are read here."""
+"""Sections that are read here and whose keys have the section's prefix, which a file may leave out."""
 _DEEPSPEED = {
     "zero_stage": "DEEPSPEED_ZERO_STAGE",
     "gradient_accumulation_steps": "GRADIENT_ACCUMULATION_STEPS",
@@ -48,7 +48,7 @@ def rank_environment(content: Mapping[str, Any], flags: Mapping[str, str], where
     """The variables that the launcher sets for the first rank of a machine, as far as this package reads them.
 
     Args:
-        content: of the launch file.
+        content: the launch file's content.
         flags: the launcher's own, by name without dashes; they win over the file. The value of a switch is not read.
         where: the file, for errors.
     Raises:
@@ -92,7 +92,7 @@ def rank_environment(content: Mapping[str, Any], flags: Mapping[str, str], where
 def launcher_flags(command: list[str]) -> dict[str, str]:
     """The launcher's own `--name value` flags, by name without dashes.
 
-    Those before `-m` or `--module`; a script's flags with other names do no harm.
+    Words from `-m` or `--module` on are not read. A script's own flags are, which does no harm under other names.
     """
     found: dict[str, str] = {}
     for index, word in enumerate(command):
@@ -110,7 +110,7 @@ def own_words(command: list[str], without: Collection[str] = ()) -> list[str]:
     """The launcher's flags as they were typed, up to the module that it starts; none if it starts a script.
 
     Args:
-        without: flags with a value, by name without dashes, that are left out with it.
+        without: flags, by name without dashes, that are left out together with their values.
     """
     begin = next((at + 1 for at, word in enumerate(command[:3]) if is_launcher(word)), len(command))
     begin += command[begin : begin + 1] == ["launch"]
@@ -127,7 +127,7 @@ def own_words(command: list[str], without: Collection[str] = ()) -> list[str]:
 
 
 def _arguments(content: Mapping[str, Any], flags: Mapping[str, str], where: str) -> dict[str, Any]:
-    """Flags over the file's sections over its other keys, as the launcher merges them."""
+    """The settings as the launcher merges them: flags win over the file's sections, and these over its other keys."""
     known = CONFIG_KEYS.split()
     for key in content:
         if key not in known and key not in _OLD_KEYS:
@@ -151,7 +151,7 @@ def _arguments(content: Mapping[str, Any], flags: Mapping[str, str], where: str)
 
 
 def _names_parallelism(content: Mapping[str, Any], flags: Mapping[str, str]) -> bool:
-    """Whether the launcher hands over sizes of dimensions: a backend by flag hides the file's section."""
+    """Whether the launcher hands over sizes of dimensions; a flag for a backend hides the file's section."""
     if any(flag in flags for flag in _BACKENDS.values()):
         return "use_parallelism_config" in flags
     return content.get("parallelism_config", {}) != {}

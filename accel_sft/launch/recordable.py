@@ -1,4 +1,4 @@
-"""What a record may hold: values as JSON has them, no secrets, and the versions of the libraries. No torch."""
+"""Makes values fit for a record (valid in JSON, without secrets), and reads the libraries' versions. No torch."""
 
 import contextlib
 import importlib.metadata
@@ -15,7 +15,7 @@ import yaml
 from accel_sft.api.options import HIDDEN
 
 _SECRET = re.compile(r"key|(?<!control.)token|secret|passw|passphrase|credential", re.IGNORECASE)
-"""Names of secrets; --control-tokens is none."""
+"""Found in names of secrets, but not in --control-tokens, which is none."""
 _COUNT = re.compile(r"tokens", re.IGNORECASE)
 _ASSIGNED = re.compile(rf"(?i)([\w-]*(?:{_SECRET.pattern})[\w-]*\s*[=: ]\s*)\S.*")
 """A secret within a text of a launch file: `export HF_TOKEN=...`, `--api-key ...`."""
@@ -30,12 +30,12 @@ _IN_TEXT = tuple(
         (r"\b(?:hf_|gh[opsru]_|pypi-|sk-)(?=[\w-]*[A-Z\d])[\w-]*?[A-Za-z\d]{16}[\w-]*", HIDDEN),
     )
 )
-"""Patterns of what is a secret by its form, in any text, each with what is shown instead."""
+"""Patterns that recognise secrets in any text by their form, each with what is shown instead."""
 
 
 def recordable(value: Any, name: str = "") -> Any:
-    """`value` as JSON can hold it, at any depth. A value of any type that has the name of a secret is left out, but for
-    numbers of tokens; texts are `masked`."""
+    """`value` as JSON can hold it, at any depth. HIDDEN replaces a value of any type under the name of a secret, except
+    a number of tokens; texts are `masked`."""
     counts = isinstance(value, (int, float)) and _COUNT.search(name)
     if value is not None and _SECRET.search(name) and not counts:
         return HIDDEN
@@ -49,15 +49,15 @@ def recordable(value: Any, name: str = "") -> Any:
 
 
 def masked(text: str) -> str:
-    """`text` without what is a secret by its form: credentials of a URL, values of variables, access tokens."""
+    """`text` with HIDDEN for what looks like a secret: credentials of a URL, values of variables, access tokens."""
     for secret, shown in _IN_TEXT:
         text = secret.sub(shown, text)
     return text
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-    """The words of a command line, without the values of options and variables that name secrets, and `masked`."""
-    shown, name = [], ""  # of the option whose value comes next
+    """The words of a command line, `masked`, with HIDDEN for the values of options and variables named as secrets."""
+    shown, name = [], ""  # the name of the option whose value comes next
     for word in words:
         flag, equals, value = word.partition("=")
         if name:
@@ -76,7 +76,7 @@ def _is_secret(name: str, text: str) -> bool:
 
 
 def without_secrets(content: Mapping[str, Any]) -> str | None:
-    """A launch file's content as YAML: comments are gone, and what has the name of a secret, within texts too."""
+    """A launch file's content as YAML, without comments, and with HIDDEN for values named as secrets, in texts too."""
 
     def within(value: Any) -> Any:
         if isinstance(value, dict):

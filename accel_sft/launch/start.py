@@ -27,7 +27,7 @@ def start(
 ) -> tuple[Accelerator, Launch]:
     """Read the launch, audit it, build its Accelerator, and print the resolved launch and settings once.
 
-    The launch is read here alone, and what is recorded of it is what is returned: its file may be edited meanwhile.
+    The launch is read only here. Record the returned one: the launch file may be edited meanwhile.
 
     Args:
         train: if False, only the settings that an evaluation uses are shown.
@@ -60,7 +60,7 @@ def start(
 
 
 def _settings_line(config: TrainConfig, train: bool) -> str:
-    """The settings that differ from the trainer's defaults, model and seed always."""
+    """The settings that differ from the trainer's defaults, and model and seed in any case."""
     usual, values = TrainConfig(), config.as_dict()
     if not train:
         used = {setting.name for setting in settings(TrainConfig) if setting.section in (MODEL, EVAL)}
@@ -71,12 +71,12 @@ def _settings_line(config: TrainConfig, train: bool) -> str:
 
 
 def _rows_of(task: Task) -> list[str]:
-    """The names of the user's own rows."""
+    """The files, folders or data sets with rows that the user named in the task's options."""
     return [name for setting in settings(type(task)) if setting.rows and (name := getattr(task, setting.name))]
 
 
 def _task_line(task: Task) -> str:
-    """The task's settings that differ from its defaults; when a run is evaluated, the run's count as given."""
+    """The task's settings that differ from its defaults; when a run is evaluated, the run's settings count."""
     mine = [setting for setting in settings(type(task)) if getattr(task, setting.name) != setting.default]
     values = recordable({setting.name: getattr(task, setting.name) for setting in mine})
     shown = {name: f"{value:g}" if isinstance(value, float) else value for name, value in values.items()}

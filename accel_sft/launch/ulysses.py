@@ -1,7 +1,7 @@
-"""Sequence parallelism by DeepSpeed's Ulysses: ranks that share the tokens of each row, and in attention its heads.
+"""Sequence parallelism by DeepSpeed's Ulysses: ranks share the tokens of each row and, in attention, its heads.
 
 Each rank of a group computes with its part of a row's tokens. Around attention they exchange queries, keys and values,
-so that there each has all tokens, for its part of the heads (Jacobs et al., 2023, arXiv 2309.14509; for models of
+so that in attention each has all tokens for its part of the heads (Jacobs et al., 2023, arXiv 2309.14509; for models of
 transformers: Bekman et al., 2025, arXiv 2506.13996).
 """
 
@@ -25,11 +25,11 @@ def sequence_ranks(accelerator: Accelerator) -> int:
 
 
 def prepare(accelerator: Accelerator, model: Any, *more: Any) -> Any:
-    """`accelerator.prepare`; under sequence parallelism attention of whole rows stays as it was, with its masks, and
-    that over a group is there within `shared_rows`.
+    """`accelerator.prepare`. Under sequence parallelism, attention over a group is active only inside `shared_rows`;
+    outside, attention of whole rows stays as it was, with its masks.
 
     Raises:
-        UserError: the model cannot be trained so.
+        UserError: the model cannot be trained with sequence parallelism.
     """
     if (ranks := sequence_ranks(accelerator)) == 1:
         return accelerator.prepare(model, *more)
@@ -39,10 +39,10 @@ def prepare(accelerator: Accelerator, model: Any, *more: Any) -> Any:
     accelerator.parallelism_config.sp_handler.sp_attn_implementation = name
     try:
         prepared = accelerator.prepare(model, *more)
-    except ValueError as error:  # so DeepSpeed and Accelerate say that heads cannot be divided, or layers not be cut
+    except ValueError as error:  # DeepSpeed or Accelerate cannot divide the heads or cut the layers
         line = first_line(error)
         raise UserError(f"sequence parallelism over {ranks} ranks: {line}; train with z3.yaml instead") from error
-    # DeepSpeed puts its attention, which knows no mask, in the place of every forward's
+    # DeepSpeed replaces the attention of every forward by its own, which knows no mask
     _shared[name] = ALL_ATTENTION_FUNCTIONS[name]
     del ALL_ATTENTION_FUNCTIONS[name]
     return prepared
@@ -50,8 +50,8 @@ def prepare(accelerator: Accelerator, model: Any, *more: Any) -> Any:
 
 @contextlib.contextmanager
 def shared_rows() -> Iterator[None]:
-    """Within, forwards in training mode and their backwards are of parts of rows; without sequence parallelism nothing
-    changes. Outside, and in evaluation mode, each rank's forwards are of whole rows of its own."""
+    """Inside, forwards in training mode and their backwards take parts of rows; without sequence parallelism nothing
+    changes. Outside, and in evaluation mode, each rank's forwards take whole rows of its own."""
     ALL_ATTENTION_FUNCTIONS.update(_shared)
     try:
         yield

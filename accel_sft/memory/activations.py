@@ -1,11 +1,12 @@
 """Bytes that a forward keeps for its backward: activations of the blocks, and logits.
 
-`forward_bytes` and `logits_bytes` are what is there in all: on a CPU, whose heap keeps what was freed, they add up. A
-GPU's allocator uses it again, and there `peak_bytes` is the most at one time, gradients on their way included; its
-terms were read off the simulation, and benchmarks/plan_simulation.py compares.
+`forward_bytes` and `logits_bytes` count everything that is held at some time: on a CPU the heap keeps freed memory, so
+the parts add up. A GPU's allocator reuses freed memory, so there `peak_bytes` gives the most that is held at one
+moment, gradients in flight included; its terms were read off the simulation, and benchmarks/plan_simulation.py compares
+both.
 
 What autograd saves was counted tensor by tensor (`saved_tensors_hooks`) on small models of transformers 5.23 in
-bfloat16, float32 and float32 under autocast, full and with an adapter; the formulas below meet it to 1%, and
+bfloat16, float32 and float32 under autocast, full and with an adapter; the formulas below agree with it within 1%, and
 tests/tools/test_plan.py counts again.
 """
 
@@ -13,30 +14,31 @@ from accel_sft.memory.job import MOST_LOGITS, Job
 from accel_sft.memory.shape import Block
 
 _CAPPED = ("gemma2",)
-"""Families that cap scores and logits softly, for which transformers 5.23 has no fused attention: scores are kept."""
+"""Families with soft caps on scores and logits. transformers 5.23 has no fused attention for them: scores are kept."""
 _SCORE, _SCORE_BACKWARD = 8, 6
-"""Bytes of a score of attention that is not fused: capped, its softmax in float32 and in the type that computes; and of
-its backward besides."""
+"""Bytes per attention score where attention is not fused. The forward keeps the first: the capped score, and its
+softmax in float32 and in the computing type. The backward needs the second on top."""
 _FLOAT32_NORMS = ("gemma",)
-"""Families whose norms multiply by their weight in float32, and keep that."""
+"""Families whose norms multiply by their weight in float32 and keep the float32 values for the backward."""
 LOGIT = 12
-"""Bytes of a logit in the loss's backward: its log-softmax, that one's gradient and its own, in float32; logits in a
-narrower type are gone by then."""
+"""Bytes per logit in the loss's backward: the log-softmax, its gradient and the logit's gradient, all in float32.
+Logits in a narrower type are freed by then."""
 _NORM_BACKWARD = 16
-"""Bytes an element of a norm's backward, besides what it has kept; half as many where autocast keeps more."""
+"""Bytes per element that a norm's backward adds to what the norm has kept; half as many under autocast, which keeps
+more."""
 _INNER_NORM = 8
-"""Bytes an element of a norm behind which no matrix stands: its input and what it was normed to, in float32."""
+"""Bytes per element of a norm that no matrix follows: its input and its normed values, both in float32."""
 
 
 def block_bytes(job: Job, block: Block) -> float:
-    """Kept by one block for one token, without recomputation."""
+    """Bytes that one block keeps for one token, without recomputation."""
     e, hidden = job.computes_bytes, job.shape.hidden_size
     by_group = {
         group: [m for m in block.matrices if m.group == group] for group in ("attention", "feed_forward", "experts")
     }
     kept = _norms(job, block)
     if attention := by_group["attention"]:
-        *into, out = attention  # queries, keys and values, then the way out
+        *into, out = attention  # queries, keys and values, then the output projection
         kept += e * (sum(matrix.outputs for matrix in into) + out.inputs)
     for group in ("feed_forward", "experts"):
         inner = [m for m in by_group[group] if m.outputs == hidden and m.name != "gate"]
@@ -44,7 +46,7 @@ def block_bytes(job: Job, block: Block) -> float:
         for last in inner[:1]:
             copies = last.active
             out = sum(m.outputs for m in wide if m.copies == last.copies)
-            gated = 2 if out >= 2 * last.inputs else 1  # what the gate passes, and before it
+            gated = 2 if out >= 2 * last.inputs else 1  # the activated gate, and its product with up
             kept += e * copies * (out + gated * last.inputs)
             if last.copies > 1:  # a token's hidden state goes to each of its experts, and comes back
                 kept += 2 * e * copies * hidden
@@ -57,14 +59,14 @@ def _norms(job: Job, block: Block) -> float:
     hidden, e, each = job.shape.hidden_size, job.computes_bytes, _norm_bytes(job)
     count = block.vectors // hidden
     kept = hidden * (2 * each + max(count - 2, 0) * _INNER_NORM)
-    if block.vectors % hidden == 2 * job.shape.head_dim:  # of each head's queries and keys
+    if block.vectors % hidden == 2 * job.shape.head_dim:  # each head's queries and keys are normed
         heads = job.shape.heads + job.shape.key_value_heads
         kept += heads * job.shape.head_dim * (4 + (e if not job.autocast else 2))
     return kept
 
 
 def _norm_bytes(job: Job) -> int:
-    """Of an element of a norm in front of a matrix, the matrix's input included."""
+    """Bytes per element of a norm that a matrix follows, the matrix's input included."""
     autocast, e = job.autocast and not job.is_frozen, job.computes_bytes
     if job.is_frozen:
         return 9 if job.autocast else 4 + e  # the input in float32, and the matrices' input
@@ -74,7 +76,8 @@ def _norm_bytes(job: Job) -> int:
 
 
 def _adapter(job: Job, block: Block) -> float:
-    """What an adapter keeps besides: the narrow states, and with dropout its masks and the inputs behind them."""
+    """Bytes that an adapter adds for one token of a block: its rank-r states, and with dropout the masks and the
+    dropped-out inputs."""
     e, kept = job.computes_bytes, 0.0
     mask = e if job.on_cpu else 1
     adapted = {matrix for *_, matrix in job.shape.adapted(job.adapter, job.target_modules)}
@@ -89,18 +92,19 @@ def _adapter(job: Job, block: Block) -> float:
 
 
 def _merged_bytes(job: Job, block: Block) -> float:
-    """Of a block's fused experts that an adapter stands on: peft adds it to a copy of their weights, which is kept."""
+    """Bytes of a block's fused experts under an adapter: peft adds the adapter to a copy of their weights, and the copy
+    is kept."""
     adapted = {matrix for *_, matrix in job.shape.adapted(job.adapter, job.target_modules)} if job.is_frozen else set()
     return job.computes_bytes * sum(m.parameters for m in block.matrices if m.copies > 1 and m in adapted)
 
 
 def _scores(job: Job) -> float:
-    """Of queries and keys in all heads of one block, where attention keeps them; rows are padded then."""
+    """Number of attention scores in all heads of one block, rows padded to one length; 0 where attention is fused."""
     return job.shape.heads * job.tokens**2 / max(job.rows, 1) if job.shape.family.startswith(_CAPPED) else 0.0
 
 
 def forward_bytes(job: Job) -> float:
-    """Kept by all blocks for the largest forward, at its end."""
+    """Bytes that all blocks keep at the end of the largest forward."""
     scores = _SCORE * _scores(job)
     if not job.gradient_checkpointing:
         kept = sum(
@@ -119,7 +123,8 @@ def forward_bytes(job: Job) -> float:
 
 
 def logits_bytes(job: Job) -> float:
-    """Held at once by head and loss: logits as they are computed, in float32, their softmax and its gradient."""
+    """Bytes that head and loss hold at once: `LOGIT` and a soft cap's for each logit, and the head's inputs where it is
+    fused or works in pieces."""
     each = LOGIT + _cap_bytes(job)
     vocabulary, e, hidden = job.shape.vocab_size, job.computes_bytes, job.shape.hidden_size
     if job.head == "fused":
@@ -133,13 +138,16 @@ def logits_bytes(job: Job) -> float:
 
 
 def peak_bytes(job: Job) -> dict[str, float]:
-    """`activations` and `logits` at the peak of the largest forward and backward, whichever of its moments that is:
-    in the head, in the last norm's backward, in a block's, or when a tied head's gradient meets the embedding's."""
+    """Bytes of `activations` and `logits` at the peak of the largest forward and backward.
+
+    The peak is the largest of four moments: in the head, in the last norm's backward, in a block's backward, and where
+    a tied head's gradient is added to the embedding's.
+    """
     shape, t, e, frozen = job.shape, job.tokens, job.computes_bytes, job.is_frozen
     cast = job.autocast and not frozen
     stream = t * shape.hidden_size * (4 if cast else e)
     head_weights = shape.vocab_size * shape.hidden_size
-    held = 0 if frozen or not shape.tied else (4 if cast else e) * head_weights  # from the head to the embedding
+    held = 0 if frozen or not shape.tied else (4 if cast else e) * head_weights  # a tied head's gradient
     inside = e * sum(block.count * block.parameters for block in shape.blocks) if cast else 0  # weights that were cast
     casts = {"forward": inside, "backward": inside}
     if job.gradient_checkpointing:
@@ -170,8 +178,8 @@ def peak_bytes(job: Job) -> dict[str, float]:
 
 
 def _head_bytes(job: Job, gradient: float) -> tuple[float, float]:
-    """Of head and loss in the forward, and in the backward with its weights' `gradient` of so many bytes. Those of
-    the first two pieces are added into a third tensor, and the others to that."""
+    """Bytes of head and loss in the forward, and in the backward together with the `gradient` bytes of the head's
+    weights. A head in pieces adds the gradients of its first two pieces into a third tensor, and later ones to that."""
     vocabulary, e, s = job.shape.vocab_size, job.computes_bytes, job.supervised_tokens
     narrow = e if e < 4 else 0
     most = max(MOST_LOGITS // vocabulary, 1)
@@ -186,7 +194,7 @@ def _head_bytes(job: Job, gradient: float) -> tuple[float, float]:
 
 
 def _cap_bytes(job: Job) -> int:
-    """What a soft cap keeps of a logit."""
+    """Bytes that a soft cap keeps per logit."""
     return job.computes_bytes if job.shape.family.startswith(_CAPPED) else 0
 
 
@@ -195,7 +203,7 @@ def _in_pieces(job: Job) -> bool:
 
 
 def _block_backward(job: Job, block: Block) -> float:
-    """Gradients of the widest part of a block, besides what it keeps."""
+    """Bytes of gradients in the backward of a block's widest part, besides what the block keeps."""
     e, hidden = job.computes_bytes, job.shape.hidden_size
     adapts_in_float32 = job.is_frozen and job.autocast
     wide = copied = 0.0
@@ -210,7 +218,8 @@ def _block_backward(job: Job, block: Block) -> float:
 
 
 def _experts_gradient(job: Job, block: Block) -> float:
-    """Of a block's largest fused experts, also where an adapter is in a copy of them; the others' copies are gone."""
+    """Bytes of the gradient of a block's largest fused experts, or of their copy under an adapter; the copies of the
+    block's other fused experts are freed by then."""
     sizes = sorted(job.computes_bytes * m.parameters for m in block.matrices if m.copies > 1)
     if not sizes or (job.is_frozen and not _merged_bytes(job, block)):
         return 0.0

@@ -11,20 +11,20 @@ from accel_sft.memory.states import Placed, placed, weights_bytes
 
 GIB = 2**30
 CHECKPOINT = 12
-"""Bytes of a trained parameter in a checkpoint, copied to host memory a file at a time."""
+"""Bytes per trained parameter in a checkpoint, which is copied to host memory one file at a time."""
 FILE_BYTES = 2**30
-"""A checkpoint's file gets no more tensors above this size: `checkpoint.shards.FILE_BYTES`; a test compares them."""
+"""Bytes above which a checkpoint file gets no further tensor: `checkpoint.shards.FILE_BYTES`; a test compares them."""
 
 CUDA_BYTES = 1.0 * GIB
-"""On a GPU outside of torch's allocator: the context, NCCL, the libraries' workspaces."""
+"""Bytes of a GPU's memory outside of torch's allocator: the CUDA context, NCCL and the libraries' workspaces."""
 GAPS = 0.08
-"""Share of what comes and goes in a step that torch's GPU allocator loses to gaps and rounding, expandable segments on;
-others measured 0.08 to 0.41 without them."""
+"""Share of a step's transient memory that torch's GPU allocator loses to gaps and rounding, with expandable segments
+on. Others measured 0.08 to 0.41 without them."""
 PROCESS_BYTES = {
     "cpu": {"ddp": 0.39 * GIB, "deepspeed": 0.42 * GIB},
     "cuda": {"ddp": 1.5 * GIB, "deepspeed": 1.7 * GIB},
 }
-"""Resident memory of a rank before its model is loaded: Python, torch, the libraries of its device."""
+"""Resident bytes of a rank before its model is loaded, by device and backend: Python, torch, the device's libraries."""
 
 
 def estimate(job: Job) -> Estimate:
@@ -41,7 +41,7 @@ def estimate(job: Job) -> Estimate:
 
 
 def _unknown(job: Job) -> Iterator[str]:
-    """What this job takes that the closed form leaves out."""
+    """Say what memory this job needs that the closed form leaves out."""
     if job.use_dora:
         yield "DoRA makes the updated weights of a layer whole in each forward: left out, --simulate counts them"
     if job.lora_init != "default":
@@ -53,13 +53,13 @@ def _unknown(job: Job) -> Iterator[str]:
 
 
 def assemble(job: Job, states: tuple[Placed, Placed], forward: Mapping[str, float], method: str) -> Estimate:
-    """The phases of a job.
+    """Combine model states and activations into the phases of a job.
 
     Args:
         states: what a rank keeps on its device and in host memory.
-        forward: bytes of `activations` and `logits` at the peak of its largest forward and backward, on a GPU with
-            gradients on their way and weights that autocast has cast; on a CPU of all that is there at some time.
-        method: by which these were found.
+        forward: bytes of `activations` and `logits`. On a GPU: at the peak of the largest forward and backward, with
+            gradients in flight and weights that autocast has cast. On a CPU: everything that is held at some time.
+        method: how these were found, as `Estimate.method` names it.
     """
     device, host = states
     on_gpu = {} if job.on_cpu else _on_gpu(job, device, forward)
@@ -118,7 +118,7 @@ def _beside_gpu(job: Job, at: Placed) -> dict[str, dict[str, float]]:
     backend = "deepspeed" if job.launch.backend == "deepspeed" else "ddp"
     base = {"overhead": PROCESS_BYTES["cuda"][backend]}
     none = dict.fromkeys(_resident(at, False), 0.0)
-    # files are mapped, and their pages given back when memory is short: what is converted needs memory of its own
+    # mapped files give their pages back when memory is short; converted weights need memory of their own
     converts = job.loaded_bytes != job.stored_bytes and job.launch.stage < 3
     loading = weights_bytes(job) if converts else 0.0
     phases = {
@@ -132,13 +132,13 @@ def _beside_gpu(job: Job, at: Placed) -> dict[str, dict[str, float]]:
         phases["evaluate"] = after
     if job.saves:
         phases["save"] = _add(after, buffers=_file_bytes(job))
-    # rank 0 has them all; divided here, so that the ranks of a machine add up
+    # rank 0 alone holds the exported weights; divided here, so that the sum over a machine's ranks is right
     phases["export"] = _add(after, buffers=job.computes_bytes * _exported(job) / job.local_ranks)
     return phases
 
 
 def _generating_bytes(job: Job) -> float:
-    """Keys and values of the answers generated at once, and the logits of their next tokens."""
+    """Bytes of the keys and values of the answers generated at once, and of the logits of their next tokens."""
     shape, e = job.shape, job.computes_bytes
     length = job.eval_tokens or max(job.tokens // max(job.rows, 1), 1)
     cache = 2 * shape.layers * shape.key_value_heads * shape.head_dim * e * length
@@ -146,12 +146,12 @@ def _generating_bytes(job: Job) -> float:
 
 
 def _file_bytes(job: Job) -> float:
-    """Of a checkpoint's file, copied to host memory before it is written."""
+    """Bytes of one checkpoint file, which is copied to host memory before it is written."""
     return min(CHECKPOINT * job.trained / job.ranks, FILE_BYTES + CHECKPOINT * job.shape.largest_tensor)
 
 
 def _exported(job: Job) -> int:
-    """Elements of the weights that rank 0 writes as best/ and final/."""
+    """Number of weights that rank 0 writes as best/ and final/."""
     return job.trained if job.is_frozen else job.shape.parameters
 
 

@@ -1,9 +1,9 @@
 """Host memory of a rank that trains on a CPU: the states, and what its process, heap and collectives take besides.
 
-The trainer has glibc keep freed blocks of up to 32 MiB (launch/environment.py), so that what a forward, an engine's
-building or an exchange once took stays resident: phases add up where a GPU's allocator would use memory again. What
-stays so was measured by benchmarks/plan_accuracy.py; the constants below are fitted to the cases that it names so, and
-hold for the others within what it prints.
+The trainer has glibc keep freed blocks of up to 32 MiB (launch/environment.py), so memory that a forward, an engine's
+building or an exchange once took stays resident: phases add up, where a GPU's allocator would reuse the memory.
+benchmarks/plan_accuracy.py measured what stays. The constants below are fitted to the cases that it calls fitted; it
+prints their error on the others.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from accel_sft.memory.states import Placed
 
 GIB = 2**30
 PROCESS_BYTES = {"deepspeed": 0.412 * GIB, "ddp": 0.387 * GIB}
-"""Resident memory of a rank before its model is loaded: Python, torch and the libraries, which ranks share in part."""
+"""Resident bytes of a rank before its model is loaded: Python, torch and the libraries, which ranks share in part."""
 GROWTH_BYTES = 0.12 * GIB
-"""By what is imported, compiled and cached until the first step has ended."""
+"""Bytes by which a rank grows until its first step has ended: imports, compiled code and caches."""
 HEAP = 1.3
-"""What a forward and its backward leave in the heap, of what the forward keeps: gradients of activations come with it,
-and blocks of one size do not all fit where others were."""
+"""What a forward and its backward leave in the heap, as a multiple of what the forward keeps: the gradients of
+activations are added, and a freed block does not fit every later request."""
 KEPT_FULL = {
     "ddp": (0.04, 3.0),
     0: (0.08, 0.5),
@@ -37,17 +37,17 @@ KEPT_ADAPTER = {
     "offload": (0.11, 0.45),
     "offload 3": (0.42, 2.4),
 }
-"""What heap and collectives keep, in GiB, and in bytes of a parameter, trained in full or frozen below an adapter:
-DDP's first buckets once it has ordered them anew, weights from before they were flattened or sharded, gathered ones,
-merged ones, buffers of exchange."""
+"""What heap and collectives keep, in GiB and in bytes per parameter, by backend or ZeRO stage: when all weights are
+trained, and when they are frozen below an adapter. It is made of DDP's first buckets, which DDP replaces by ones in
+another order, weights from before they were flattened or sharded, gathered and merged weights, and exchange buffers."""
 BEFORE_MOMENTS = 0.5
-"""Share of AdamW's moments that finds freed blocks in the first step, behind whose backward they are made."""
+"""Share of AdamW's moments that reuses freed blocks in the first step: the moments are allocated after its backward."""
 SAVED_ANEW = 0.25
-"""Share of a checkpoint's copies that finds no freed block to use again."""
+"""Share of a checkpoint's copies that needs new memory, because no freed block fits."""
 
 
 def kept_bytes(job: Job) -> float:
-    """What a rank's heap keeps of what was freed, once training goes on."""
+    """Bytes of freed memory that a rank's heap keeps while training goes on."""
     table, stage = (KEPT_ADAPTER if job.is_frozen else KEPT_FULL), job.launch.stage
     key: str | int = "ddp" if job.launch.backend != "deepspeed" else stage
     if job.launch.offload("optimizer") != "none":
@@ -57,8 +57,13 @@ def kept_bytes(job: Job) -> float:
 
 
 def on_cpu(job: Job, at: Placed, forward: Mapping[str, float], checkpoint_bytes: float) -> dict[str, dict[str, float]]:
-    """The phases of a rank whose device and host are one memory, `at` having both; `forward` as `closed.assemble` has
-    it."""
+    """Bytes by phase and component of a rank that trains on a CPU.
+
+    Args:
+        at: model states; device and host are one memory and are added up.
+        forward: as in `closed.assemble`.
+        checkpoint_bytes: of one checkpoint file.
+    """
     backend = "deepspeed" if job.launch.backend == "deepspeed" else "ddp"
     start = PROCESS_BYTES[backend]
     converts = job.loaded_bytes != job.stored_bytes

@@ -4,27 +4,27 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 PHASES = ("load", "shard", "first_step", "step", "evaluate", "save", "export")
-"""Of a run, in their order. `first_step` is from the first forward to the first update; `step` any later one."""
+"""Phases of a run, in order. `first_step` is from the first forward to the first update; `step` is any later step."""
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
-"""`buffers`: what is exchanged, gathered, copied or staged, and pinned rounding; `overhead`: the process itself, its
-libraries and contexts, and what the allocator wastes."""
+"""Parts of a rank's memory. `buffers`: what is exchanged, gathered, copied or staged, and the rounding of pinned
+memory; `overhead`: the process itself, its libraries and contexts, and what the allocator wastes."""
 
 Memory = Mapping[str, Mapping[str, float]]
-"""phase -> component -> bytes. A phase or component that is not there was not estimated; one of no bytes is 0."""
+"""phase -> component -> bytes. A missing phase or component was not estimated; one that takes no memory is 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a rank of a job takes at its most within each phase.
+    """The most memory that a rank of a job takes within each phase.
 
     Attributes:
         method: `closed form`, `simulation` or `probe`.
         device: memory of one rank's accelerator; {} where ranks train on the CPU.
         host: memory of one rank's process; for `method` closed form the private part of it (USS), since ranks share
             their libraries' code.
-        local_ranks: on one machine, for `host_peak_bytes`.
-        notes: on what the numbers rest, a sentence each.
-        failure: why a probe measured nothing: then nothing is known to fit.
+        local_ranks: ranks on one machine, for `host_peak_bytes`.
+        notes: what the numbers rest on, one sentence each.
+        failure: why a probe measured nothing. The job then counts as one that does not fit.
     """
 
     method: str
@@ -36,26 +36,26 @@ class Estimate:
 
     @property
     def device_peak_bytes(self) -> float:
-        """The most on one accelerator."""
+        """Bytes of the largest phase on one accelerator."""
         return max(totals(self.device).values(), default=0.0)
 
     @property
     def host_peak_bytes(self) -> float:
-        """The most on one machine, over its ranks, which are taken to be in the same phase."""
+        """Bytes of the largest phase on one machine, summed over its ranks, which are taken to be in the same phase."""
         return self.local_ranks * max(totals(self.host).values(), default=0.0)
 
     @property
     def tightest(self) -> str | None:
-        """The phase with the most memory where ranks train: on the accelerator, else on the host."""
+        """The phase that takes the most memory of the accelerator, or of the host where ranks train on the CPU."""
         found = totals(self.device or self.host)
         return max(found, key=found.__getitem__) if found else None
 
     def fits(self, gpu_memory: float | None, host_memory: float | None) -> bool:
-        """Whether a machine with these bytes of an accelerator and of host memory is enough; None: not known."""
+        """Whether these bytes of an accelerator and of host memory are enough; None: unknown, not compared."""
         return not self.failure and not self.over(gpu_memory, host_memory)
 
     def over(self, gpu_memory: float | None, host_memory: float | None) -> tuple[str, ...]:
-        """Which of `device` and `host` are not enough."""
+        """Which of `device` and `host` has too little memory; a memory of None is not compared."""
         pairs = ("device", self.device_peak_bytes, gpu_memory), ("host", self.host_peak_bytes, host_memory)
         return tuple(name for name, needed, there in pairs if there is not None and needed > there)
 
@@ -66,7 +66,7 @@ def totals(memory: Memory) -> dict[str, float]:
 
 
 def largest(memories: Iterable[Memory]) -> dict[str, dict[str, float]]:
-    """Of several ranks' memory the phases in which a rank has most."""
+    """Merge several ranks' memory: each phase is taken from the rank that needs most in it."""
     found: dict[str, dict[str, float]] = {}
     for memory in memories:
         for phase, components in memory.items():

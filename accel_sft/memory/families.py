@@ -13,16 +13,16 @@ from accel_sft.memory.shape import Block, Matrix, ModelShape
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """How a family's blocks differ from Llama's. A bias is given by the key of the configuration that asks for it.
+    """How a family's blocks differ from Llama's.
 
     Attributes:
-        qkv_bias, o_bias, mlp_bias: True, False, or a key of config.json.
-        norms: as wide as the hidden state, in a block.
+        qkv_bias, o_bias, mlp_bias: True, False, or the key of config.json that says whether there is a bias.
+        norms: how many norms of the hidden state's width a block has.
         qk_norm: whether each head's queries and keys are normed.
-        fused: whether one matrix makes queries, keys and values, and one gate and up.
+        fused: whether one matrix makes queries, keys and values, and one makes gate and up.
         tied: whether the head is the embedding where config.json does not say.
-        lora_in_experts: whether LoRA on all linear layers stands on experts and router too.
-        defaults: of keys that published files leave out.
+        lora_in_experts: whether LoRA on all linear layers also adapts experts and router.
+        defaults: values of keys that published files leave out.
     """
 
     qkv_bias: bool | str = False
@@ -84,12 +84,12 @@ def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
 
 
 def count(config: Mapping[str, Any], stored: int | None = None) -> ModelShape | None:
-    """The shape of a model with this configuration; None if its family is not among FAMILIES, or keys are
-    missing or no numbers.
+    """The shape of a model with this configuration; None if its family is not among FAMILIES, or if keys are missing or
+    are not numbers.
 
     Args:
         config: the content of config.json.
-        stored: parameters in the weight files, where known: what they have beside the language model is `other`.
+        stored: parameters in the weight files, where known. Those beyond the language model are counted as `other`.
     """
     text, multimodal = text_config(config)
     name = str(text.get("model_type"))
@@ -99,7 +99,7 @@ def count(config: Mapping[str, Any], stored: int | None = None) -> ModelShape | 
     text = {**family.defaults, **{key: value for key, value in text.items() if value is not None}}
     try:
         shape = _counted(name, family, text)
-    except (KeyError, TypeError, ValueError):  # transformers, which is asked then, says what is wrong
+    except (KeyError, TypeError, ValueError):  # the caller asks transformers next, which says what is wrong
         return None
     if multimodal:
         beyond = stored - shape.parameters if stored else _vision(config.get("vision_config") or {})
@@ -175,7 +175,7 @@ def _experts(family: Family, text: Mapping[str, Any], hidden: int) -> list[Matri
 
 
 def _is_sparse(text: Mapping[str, Any], layer: int) -> bool:
-    """Whether this block, from 0, has experts."""
+    """Whether the block of this index, from 0, has experts."""
     experts = text.get("num_experts") or text.get("num_local_experts")
     dense = layer in (text.get("mlp_only_layers") or ())
     return bool(experts) and not dense and (layer + 1) % int(text.get("decoder_sparse_step", 1)) == 0
@@ -186,7 +186,7 @@ def _given(bias: bool | str, text: Mapping[str, Any]) -> bool:
 
 
 def _vision(vision: Mapping[str, Any]) -> int:
-    """About the parameters of a vision tower: attention and two matrices of a feed-forward in each block."""
+    """Approximate parameters of a vision tower: attention and a feed-forward of two matrices in each block."""
     width = int(vision.get("embed_dim") or vision.get("hidden_size") or 0)
     depth = int(vision.get("depth") or vision.get("num_hidden_layers") or 0)
     inner = int(vision.get("intermediate_size") or width * vision.get("mlp_ratio", 4))

@@ -1,4 +1,4 @@
-"""`Job`: what is to be trained, on what, how. Every answer of `plan` (closed form, simulation, probe) is about one."""
+"""`Job`: what is trained, on what, and how. Each answer of `plan` (closed form, simulation, probe) is about a job."""
 
 import dataclasses
 
@@ -7,17 +7,18 @@ from accel_sft.launch.info import Launch
 from accel_sft.memory.shape import ALL_LINEAR, ModelShape
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Of an element, by the name of its type."""
+"""Bytes of one element, by the name of its type."""
 REDUCED = {"bf16": 2, "fp16": 2}
-"""Bytes of a number that computes, by the launch's precision; 4 for any other."""
+"""Bytes of one element in the computing type, by the launch's precision; 4 for any other precision."""
 IN_4_BITS = 0.5 + (1 + 4 / 256) / 64
-"""Bytes of an element in NF4: its scale, one for 64 of them, is in 8 bits, with another scale for 256 of these."""
+"""Bytes of one element in NF4: half a byte, plus an 8-bit scale for every 64 elements and a 4-byte scale for every 256
+of those scales."""
 AS_CONFIGURED = ("adapter", "lora_r", "lora_dropout", "use_dora", "lora_init", "lora_modules_to_save")
 AS_CONFIGURED += ("lora_target_parameters", "load_in_4bit", "optimizer", "dtype", "gradient_checkpointing")
-"""Attributes of a job that are settings of the same name."""
+"""Attributes of a job that have the name and the value of a setting."""
 MOST_LOGITS = 2**25
-"""Logits that a head in pieces holds at once: `batching.loss.MOST_LOGITS`, which is behind torch's import; a test
-compares them."""
+"""Most logits that a head in pieces holds at once. A copy of `batching.loss.MOST_LOGITS`, whose module imports torch; a
+test compares them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,22 +26,22 @@ class Job:
     """A training run, as far as memory and speed depend on it.
 
     Attributes:
-        shape: of the model.
+        shape: the model's shape.
         launch: backend, ZeRO stage, offload, precision and ranks; `Launch.from_yaml` reads one without starting it.
         device: `cuda`, or `cpu`, where ranks train in host memory.
-        dtype: as `--dtype` has it.
-        stored_bytes: of an element in the weight files.
+        dtype: the value of `--dtype`.
+        stored_bytes: bytes of one element in the weight files.
         adapter, lora_r, lora_dropout, use_dora, lora_init, lora_modules_to_save, lora_target_parameters, load_in_4bit,
-            optimizer: as the options of these names have them.
-        target_modules: as `--lora-target-modules` has it.
+            optimizer: the values of the options of these names.
+        target_modules: the value of `--lora-target-modules`.
         gradient_checkpointing: whether blocks' activations are computed again in the backward.
-        tokens: computed in the largest forward of a rank, padding included.
-        supervised_tokens: of these, how many have a loss: rows of the logits.
-        rows: examples in that forward.
-        head: `labelled`, `everywhere`, `pieces` or `fused`, as `batching.loss.HEADS` has them.
+        tokens: tokens in the largest forward of a rank, padding included.
+        supervised_tokens: how many of these tokens have a loss; the logits have as many rows.
+        rows: rows in that forward.
+        head: `labelled`, `everywhere`, `pieces` or `fused`, as in `batching.loss.HEADS`.
         dense_mask: whether attention takes a mask of tokens by tokens, as the layouts `shared` and `packed` give sdpa.
-        eval_rows: answers generated at once during the run; 0: none are.
-        eval_tokens: of the longest of them, its prompt included; 0: as many as a row of the forward has.
+        eval_rows: answers generated at once during the run; 0: none are generated.
+        eval_tokens: tokens of the longest of them, its prompt included; 0: as many as a row of the forward has.
         saves: whether checkpoints are written.
     """
 
@@ -71,12 +72,12 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        """Over all machines."""
+        """Ranks over all machines."""
         return self.launch.world_size
 
     @property
     def local_ranks(self) -> int:
-        """On one machine."""
+        """Ranks on one machine."""
         return self.launch.local_world_size
 
     @property
@@ -94,23 +95,23 @@ class Job:
 
     @property
     def autocast(self) -> bool:
-        """Whether float32 weights compute in a reduced precision: one process and DDP train so. Under DeepSpeed and
-        FSDP2 a forward's weights are of that precision."""
+        """Whether float32 weights compute in a reduced precision, as with one process and DDP. Under DeepSpeed and
+        FSDP2 the forward's weights are in that precision themselves."""
         return self.launch.backend not in ("deepspeed", "fsdp") and self.computes_bytes < 4
 
     @property
     def computes_bytes(self) -> int:
-        """Of a number in the matrix products."""
+        """Bytes of one element in the matrix products."""
         return REDUCED.get(self.precision, 4)
 
     @property
     def trained(self) -> int:
-        """Parameters that learn."""
+        """Number of parameters that are trained."""
         return self._in_matrices + self._beside_matrices
 
     @property
     def _in_matrices(self) -> int:
-        """Of these, those that Muon would step: of matrices within the blocks, or of an adapter."""
+        """Trained parameters that Muon would update: those of matrices within the blocks, or of an adapter's."""
         if self.adapter == "none":
             return self.shape.block_matrices
         besides = self.lora_target_parameters, self.lora_modules_to_save
@@ -126,23 +127,23 @@ class Job:
 
     @property
     def parameters(self) -> int:
-        """All, an adapter's included."""
+        """Number of all parameters, an adapter's included."""
         return self.shape.parameters + (self.trained if self.is_frozen else 0)
 
     def weights_bytes(self, each: int) -> float:
-        """Of all, where an element that is not in 4 bits takes `each`."""
+        """Bytes of all weights, where one that is not in 4 bits takes `each` bytes."""
         quantized = self.shape.linear if self.load_in_4bit else 0
         return each * (self.parameters - quantized) + IN_4_BITS * quantized
 
     def moments_bytes(self, each: int) -> float:
-        """Of the optimizer's state, for trained weights of `each` bytes."""
+        """Bytes of the optimizer's state, where a trained weight takes `each` bytes."""
         kind = OPTIMIZERS[self.optimizer]
         size = kind.matrix_bytes * self._in_matrices + kind.other_bytes * self._beside_matrices
         return size if self.optimizer == "adamw-8bit" else size * each / 4
 
     @property
     def loaded_bytes(self) -> int:
-        """Of an element of the base's weights as they are loaded: `models.load._dtype` decides it in the run."""
+        """Bytes of one element of the base's weights as they are loaded; in the run, `models.load._dtype` decides."""
         if self.dtype != "auto":
             return BYTES[self.dtype]
         reduced = self.launch.backend == "deepspeed" or self.adapter != "none"

@@ -1,4 +1,4 @@
-"""How long a task's tokenized examples are: each training run keeps it in the cache, and `plan` reads it. No torch."""
+"""Lengths of a task's tokenized examples: each training run keeps them in the cache, `plan` reads them. No torch."""
 
 import contextlib
 import dataclasses
@@ -20,9 +20,9 @@ class Lengths:
     """Tokens of a task's training examples.
 
     Attributes:
-        longest: of one example.
-        longest_supervised: of one example, with a loss.
-        mean, mean_supervised: over all examples.
+        longest: most tokens in one example.
+        longest_supervised: most tokens with a loss in one example.
+        mean, mean_supervised: the same two, as means over all examples.
         source: what they were taken from, in words.
     """
 
@@ -34,8 +34,8 @@ class Lengths:
 
 
 def keep(task: Task, config: TrainConfig, lengths: Any, supervised: Any) -> None:
-    """Keep what a run has tokenized, in place of what an earlier one left under the same settings. A cache that cannot
-    be written is passed over: nothing depends on it.
+    """Keep the lengths of a run's examples, in place of those that an earlier run kept under the same settings. A cache
+    that cannot be written is ignored: nothing depends on it.
 
     Args:
         lengths, supervised: tokens of each training example, and those with a loss, as arrays.
@@ -58,8 +58,8 @@ def keep(task: Task, config: TrainConfig, lengths: Any, supervised: Any) -> None
 
 
 def read(task: Task, config: TrainConfig) -> Lengths:
-    """Lengths of the task's examples under these settings, which must be resolved: as its last run here tokenized
-    them, else `--max-length`, of which every token may be supervised."""
+    """Lengths of the task's examples under these settings, which must be resolved: those that the last run here kept,
+    else `--max-length` for every example, with a loss on every token."""
     found = cache.find(_KIND, _key(task, config))
     if found:
         return Lengths(**found[1], source="of the data as it was tokenized here last")

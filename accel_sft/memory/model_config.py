@@ -1,4 +1,5 @@
-"""Reads the configuration of the model that `--model` names, without its weights; unknown families by building them."""
+"""Reads the shape of the model that `--model` names from its configuration, without its weights; a model of an unknown
+family is built without memory."""
 
 import json
 from pathlib import Path
@@ -15,11 +16,11 @@ _INDEX = "model.safetensors.index.json"
 _MOST_LAYERS, _MOST_WIDE = 10_000, 2**31
 _SIZES = {"num_hidden_layers": _MOST_LAYERS, "hidden_size": _MOST_WIDE, "vocab_size": _MOST_WIDE}
 _SIZES |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), _MOST_WIDE)
-"""The largest value of sizes that config.json names; with more layers no model can be built in any time."""
+"""Largest value that config.json may give each size; a model with more layers could not be built in reasonable time."""
 
 
 class UnusableModel(UserError):
-    """config.json has sizes of which there can be no model."""
+    """config.json has sizes that no model can have."""
 
 
 def read_shape(config: dict[str, Any], name: str, folder: Path | None = None) -> ModelShape:
@@ -37,7 +38,7 @@ def read_shape(config: dict[str, Any], name: str, folder: Path | None = None) ->
 
 
 def stored_parameters(folder: Path) -> int | None:
-    """Parameters in the weight files of a folder, from their headers; None without any in safetensors."""
+    """Parameters in a folder's safetensors files, from their headers; None if there are none or a header is damaged."""
     index = folder / _INDEX
     files = sorted(folder.glob("*.safetensors"))
     if index.is_file() and not files:
@@ -63,7 +64,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         UserError: it cannot be read, or is no object.
-        UnusableModel: it has sizes of which there can be no model.
+        UnusableModel: it has sizes that no model can have.
     """
     content = read_json(folder / "config.json")
     if not isinstance(content, dict):
@@ -87,7 +88,7 @@ def stored_bytes(config: dict[str, Any]) -> int:
 
 
 def on_meta_device(config: dict[str, Any], name: str) -> ModelShape:
-    """The shape of a model of any family that transformers knows: built without memory, in seconds. Imports torch.
+    """The shape of a model of any family that transformers knows, built without memory in seconds. Imports torch.
 
     Raises:
         UserError: transformers is not there, or cannot build it.

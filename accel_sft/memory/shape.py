@@ -1,4 +1,4 @@
-"""`ModelShape`: a model's parameters by group and by block, as memory needs to know them. Standard library only."""
+"""`ModelShape`: a model's parameters by group and by block, for the model of memory. Standard library only."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from accel_sft.api.adapters import names_of
 from accel_sft.api.errors import UserError
 
 GROUPS = ("embeddings", "attention", "feed_forward", "experts", "norms", "head", "other")
-"""Where parameters are; `other` are those that no text reaches, a vision tower, which are never trained."""
+"""Groups of a model's parameters. `other` are those that text does not reach (a vision tower's), which stay frozen."""
 ALL_LINEAR = "all-linear"
 """The value of --lora-target-modules that stands for every linear layer but the head."""
 
@@ -17,13 +17,13 @@ class Matrix:
     """A matrix of a block that tokens are multiplied by.
 
     Attributes:
-        name: of its module within the block, such as `q_proj`.
+        name: name of its module within the block, such as `q_proj`.
         group: one of GROUPS.
-        copies: equal ones in the block (experts).
-        active: of these, how many a token is multiplied by.
-        is_linear: whether it is a linear layer of its own, on which an adapter can stand.
-        lora_ranks: what LoRA on all linear layers gives each copy, in multiples of --lora-r; peft 0.21 has a way for
-            the fused experts and the router of some families.
+        copies: how many equal matrices the block has (experts).
+        active: how many of the copies a token is multiplied by.
+        is_linear: whether it is a linear layer of its own, which an adapter can be put on.
+        lora_ranks: ranks that LoRA on all linear layers gives each copy, in multiples of --lora-r; peft 0.21 adapts the
+            fused experts and the router of some families.
     """
 
     name: str
@@ -43,10 +43,10 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """Equal blocks of the model.
+    """A kind of block, of which the model has `count` equal ones.
 
     Attributes:
-        count: how many there are.
+        count: how many such blocks there are.
         vectors: elements of one block's norms, which are in no matrix.
     """
 
@@ -56,7 +56,7 @@ class Block:
 
     @property
     def parameters(self) -> int:
-        """Of one block."""
+        """Number of parameters of one block."""
         return self.vectors + sum(matrix.parameters for matrix in self.matrices)
 
 
@@ -66,11 +66,11 @@ class ModelShape:
 
     Attributes:
         family: `model_type` of its configuration.
-        heads, key_value_heads, head_dim: of attention.
+        heads, key_value_heads, head_dim: sizes of the attention.
         tied: whether the head is the embedding itself.
         vectors: elements outside of the blocks that are in neither embedding nor head (the last norm, the head's bias).
         positions: rows of a learned embedding of positions; 0 without one.
-        other: parameters that no text reaches; always frozen.
+        other: parameters that text does not reach; always frozen.
         source: what the parameters were counted from, in words.
         moe: whether it has experts.
     """
@@ -102,12 +102,12 @@ class ModelShape:
 
     @property
     def head(self) -> int:
-        """0 where it is tied to the embedding."""
+        """Number of the head's own parameters: 0 where it is tied to the embedding."""
         return 0 if self.tied else self.vocab_size * self.hidden_size
 
     @property
     def by_group(self) -> dict[str, int]:
-        """Parameters of each of GROUPS."""
+        """Number of parameters in each of GROUPS."""
         found = dict.fromkeys(GROUPS, 0)
         found |= {"embeddings": self.embeddings, "head": self.head, "norms": self.vectors, "other": self.other}
         for block in self.blocks:
@@ -118,12 +118,12 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All of them, tied ones once."""
+        """Number of all parameters, tied ones counted once."""
         return sum(self.by_group.values())
 
     @property
     def active_parameters(self) -> int:
-        """Those of blocks and head that a token is multiplied by: of experts, the chosen ones."""
+        """Number of parameters in blocks and head that a token is multiplied by; of the experts, the chosen ones."""
         inside = sum(block.count * _active(block) for block in self.blocks)
         return inside + self.vocab_size * self.hidden_size
 
@@ -140,12 +140,12 @@ class ModelShape:
 
     @property
     def linear(self) -> int:
-        """Elements of the matrices of the blocks' linear layers: what a base in 4 bits has in 4 bits."""
+        """Elements of the matrices of the blocks' linear layers: those that a 4-bit base keeps in 4 bits."""
         return sum(b.count * m.copies * m.inputs * m.outputs for b in self.blocks for m in b.matrices if m.is_linear)
 
     @property
     def block_matrices(self) -> int:
-        """Elements of the blocks' matrices, but for experts in one tensor."""
+        """Elements of the blocks' matrices, without experts that are fused into one tensor."""
         every = [(block.count * m.copies, m) for block in self.blocks for m in block.matrices]
         return sum(count * m.inputs * m.outputs for count, m in every if m.is_linear or m.copies == 1)
 
@@ -157,11 +157,11 @@ class ModelShape:
         target_parameters: str | None = None,
         modules_to_save: str | None = None,
     ) -> int:
-        """Parameters that learn: all but `other`, or those of an adapter's matrices.
+        """Number of parameters that are trained: all but `other`, or those of an adapter's matrices.
 
         Args:
-            adapter, lora_r, target_modules, target_parameters, modules_to_save: as `--adapter`, `--lora-r`,
-                `--lora-target-modules`, `--lora-target-parameters` and `--lora-modules-to-save` have them.
+            adapter, lora_r, target_modules, target_parameters, modules_to_save: the values of `--adapter`, `--lora-r`,
+                `--lora-target-modules`, `--lora-target-parameters` and `--lora-modules-to-save`.
         Raises:
             UserError: a target module or parameter that no block has.
         """
@@ -176,7 +176,7 @@ class ModelShape:
         return sum(count * ranks * rank * (matrix.inputs + matrix.outputs + extra) for count, ranks, matrix in on)
 
     def lengths(self, target_modules: str = ALL_LINEAR, modules_to_save: str | None = None) -> int:
-        """Of DoRA: the length of each row of the adapted matrices."""
+        """Number of lengths that DoRA trains: one for each row of the adapted matrices."""
         saved = set(names_of(modules_to_save))
         on = self.adapted("lora", target_modules)
         return sum(count * matrix.outputs for count, _, matrix in on if matrix.name not in saved)
@@ -185,7 +185,7 @@ class ModelShape:
         """Parameters of the modules that `--lora-modules-to-save` names.
 
         Raises:
-            UserError: one that is not counted apart.
+            UserError: a named module whose parameters are not counted by themselves.
         """
         ends = {"embed_tokens": self.vocab_size * self.hidden_size, "lm_head": self.vocab_size * self.hidden_size}
         named = {name.rpartition(".")[2] for name in names_of(modules_to_save)}
@@ -208,7 +208,7 @@ class ModelShape:
         return found
 
     def adapted(self, adapter: str, target_modules: str = ALL_LINEAR) -> Iterator[tuple[int, int, Matrix]]:
-        """The matrices that an adapter stands on, each with how often the model has it and its ranks in multiples of
+        """The matrices that an adapter is put on, each after its count in the model and its ranks in multiples of
         --lora-r.
 
         Raises:

@@ -1,9 +1,9 @@
-"""Where a backend keeps weights, gradients and AdamW's state, in bytes a rank: what DeepSpeed 0.19.8, DDP and FSDP2 do
-under this trainer, read from their code and measured (benchmarks/plan_accuracy.py).
+"""Bytes of weights, gradients and AdamW's state that a backend keeps on each rank, and where: what DeepSpeed 0.19.8,
+DDP and FSDP2 do under this trainer, read from their code and measured (benchmarks/plan_accuracy.py).
 
-P are all parameters, T the trained ones, N the ranks, e the bytes of a number that computes. DeepSpeed's own estimators
-say 2P + 18T/N of ZeRO-2 and 18P/N + 4 * the largest layer of ZeRO-3, and nothing of stages 0 and 1; what is different
-here, and why, stands beside each.
+P is the number of all parameters, T of the trained ones, N of the ranks; e is the bytes of one element in the computing
+type. DeepSpeed's own estimators give 2P + 18T/N for ZeRO-2 and 18P/N + 4 * the largest layer for ZeRO-3, and nothing
+for stages 0 and 1; each function below says what differs here, and why.
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ from typing import Any
 from accel_sft.memory.job import Job
 
 MASTER, MOMENTS, FLOAT32 = 4, 8, 4
-"""Bytes of a trained parameter: its float32 copy, AdamW's two moments, its gradient as AdamW takes it."""
+"""Bytes per trained parameter: its float32 copy, AdamW's two moments, and its gradient as AdamW takes it."""
 _TRAINERS_BUCKET, _ZERO_BUCKET = 2e8, 5e8
-"""Elements exchanged at once: as launch/accelerator.py sets them for stages 1 and 2, and DeepSpeed's default."""
+"""Elements exchanged at once: what launch/accelerator.py sets for stages 1 and 2, and DeepSpeed's default."""
 _MAX_LIVE, _PREFETCH, _SUB_GROUP = 1e9, 5e7, 1e9
 """DeepSpeed's defaults at stage 3, in elements."""
 _SWAP_BUFFERS = 5 * 1e8
@@ -27,16 +27,16 @@ class Placed:
     """One rank's bytes in one place, device or host, between forwards unless another moment is named.
 
     Attributes:
-        weights: that compute, or their shard.
-        master: float32 copies of the trained ones.
-        moments: AdamW's, from the first step on.
+        weights: the weights that compute, or their shard.
+        master: float32 copies of the trained weights.
+        moments: AdamW's moments, from the first step on.
         held: gradients that outlive the update (DDP's buckets, offloaded partitions).
-        gradients: of one step, at the end of its last backward, besides `held`.
-        in_flight: of the largest tensor, before it has gone where gradients are kept.
+        gradients: gradients of one step at the end of its last backward, besides `held`.
+        in_flight: the largest tensor's gradient, before it has gone where gradients are kept.
         update: further gradients while the optimizer steps: copies, casts, flattened ones.
-        gathered: whole weights that a forward or backward has collected, or cast.
-        buffers: for exchange, staging and swapping, allocated once.
-        sharding: what only the building of the engine takes.
+        gathered: whole weights that a forward or backward has gathered or cast.
+        buffers: buffers for exchange, staging and swapping, allocated once.
+        sharding: what is needed only while the engine is built.
     """
 
     weights: float = 0.0
@@ -65,20 +65,20 @@ def placed(job: Job) -> tuple[Placed, Placed]:
 
 
 def least_bytes(job: Job) -> tuple[float, float]:
-    """A lower bound of a rank's training on its device and on the host: model states alone."""
+    """Lower bounds of the bytes that a rank needs on its device and on the host: those of the model states alone."""
     device, host = placed(job)
     return tuple(each.weights + each.master + each.moments + each.held for each in (device, host))
 
 
 def weights_bytes(job: Job) -> float:
-    """Of the whole model as it is loaded; an adapter's are float32 until DeepSpeed casts them."""
+    """Bytes of the whole model as it is loaded; an adapter's weights are float32 unless DeepSpeed casts them."""
     adapter = job.trained if job.is_frozen else 0
     e = job.computes_bytes if job.launch.backend == "deepspeed" else 4
     return job.weights_bytes(job.loaded_bytes) + (e - job.loaded_bytes) * adapter
 
 
 def _data_parallel(job: Job) -> Placed:
-    """DDP, or one process: float32 weights that are cast in each forward, and gradients that are DDP's buckets."""
+    """DDP, or one process: autocast casts float32 weights in each forward, and DDP's buckets hold the gradients."""
     trained, several = job.trained, job.ranks > 1
     each = FLOAT32 if job.is_frozen else job.loaded_bytes
     cast = job.computes_bytes * trained if job.autocast and each == 4 else 0
@@ -93,8 +93,8 @@ def _data_parallel(job: Job) -> Placed:
 
 
 def _stage_0(job: Job) -> tuple[Placed, Placed]:
-    """DeepSpeed without sharding. In half precision the bf16 gradients are cast whole to float32 for the update, and
-    building the optimizer makes a step of zeros: a gradient and both moments, freed again."""
+    """DeepSpeed without sharding. In half precision all gradients are cast to float32 for the update, and building the
+    optimizer steps once on zeros: that takes a gradient and both moments, which are freed again."""
     trained, e = job.trained, job.computes_bytes
     if e == 4:
         gradients = FLOAT32 * trained
@@ -113,13 +113,13 @@ def _stage_0(job: Job) -> tuple[Placed, Placed]:
 
 
 def _stages_1_and_2(job: Job) -> tuple[Placed, Placed]:
-    """Gradients are reduced through a bucket, and a rank keeps its part in the type that computes; for the update the
-    part is flattened and cast (20T/N in all, where DeepSpeed's estimator has 18). Stage 1 has whole gradients until the
-    last micro-batch's."""
+    """Gradients are reduced through a bucket, and a rank keeps its part in the computing type. For the update the part
+    is flattened and cast: 20T/N in all, where DeepSpeed's estimator has 18T/N. Stage 1 keeps whole gradients until
+    those of the last micro-batch are reduced, unless it overlaps exchange and backward."""
     trained, e, share = job.trained, job.computes_bytes, job.trained / job.ranks
     bucket = _zero(job, "reduce_bucket_size", _TRAINERS_BUCKET)
     overlaps = not job.on_cpu and bool(_zero(job, "overlap_comm", True))
-    # an empty bucket on a CPU takes memory only where it is written
+    # on a CPU, the unwritten part of a bucket takes no memory
     buffers = e * (min(bucket, trained) if job.on_cpu else bucket * (1 + overlaps))
     largest = e * min(job.shape.largest_tensor, trained)
     whole = job.launch.stage == 1 and not overlaps
@@ -139,9 +139,9 @@ def _stages_1_and_2(job: Job) -> tuple[Placed, Placed]:
 
 
 def _stage_3(job: Job) -> tuple[Placed, Placed]:
-    """Parameters are sharded, and gathered ones stay while they are used again within `stage3_max_reuse_distance`: a
-    model of up to half a billion parameters stays whole, whatever its largest layer (DeepSpeed's estimator: 4 bytes of
-    the largest layer)."""
+    """Parameters are sharded, and a gathered one stays if it is used again within `stage3_max_reuse_distance`. So a
+    model of up to half a billion parameters stays whole, whatever its largest layer; DeepSpeed's estimator counts 4
+    bytes per parameter of the largest layer only."""
     trained, e, n = job.trained, job.computes_bytes, job.ranks
     share = trained / n
     bucket = _zero(job, "reduce_bucket_size", _ZERO_BUCKET)
@@ -171,10 +171,10 @@ def _stage_3(job: Job) -> tuple[Placed, Placed]:
 
 
 def live_parameters(job: Job) -> float:
-    """Elements that stage 3 has gathered at once, at most: those that the rest of the step uses again soon.
+    """Most elements that stage 3 keeps gathered at once: those that the step uses again soon.
 
-    The distance from a layer's forward to its backward counts the layers between twice, so that half of
-    `stage3_max_reuse_distance` stays; with recomputation they are counted three times.
+    The distance from a layer's forward to its backward counts the layers in between twice, so half of
+    `stage3_max_reuse_distance` stays gathered; recomputation counts them three times, so a third stays.
     """
     reuse = _zero(job, "stage3_max_reuse_distance", _MAX_LIVE)
     passes = 3 if job.gradient_checkpointing else 2
@@ -184,8 +184,8 @@ def live_parameters(job: Job) -> float:
 
 
 def _fsdp(job: Job) -> tuple[Placed, Placed]:
-    """Shards in float32; a block is gathered in the type that computes, with the next one behind it, and its gradient
-    is exchanged in float32."""
+    """FSDP2: every rank keeps a shard. A block is gathered in the computing type, together with the next one, and its
+    gradient is exchanged in float32."""
     n, e, trained = job.launch.shard_ranks, job.computes_bytes, job.trained
     each = job.loaded_bytes if not job.is_frozen else 4
     group = max(job.shape.largest_block, (1 if job.shape.tied else 2) * job.shape.vocab_size * job.shape.hidden_size)
@@ -202,7 +202,7 @@ def _fsdp(job: Job) -> tuple[Placed, Placed]:
 
 
 def _zero(job: Job, key: str, default: Any) -> float:
-    """A number of the DeepSpeed JSON; `auto` as Accelerate fills it from the hidden size, else the default."""
+    """A number of the DeepSpeed JSON. `auto` is what Accelerate fills in from the hidden size, else the default."""
     zero: Mapping[str, Any] = job.launch.zero
     value, hidden = zero.get(key, default), job.shape.hidden_size
     if value == "auto":

@@ -1,7 +1,8 @@
-"""PiSSA and OLoRA: a LoRA that begins as a part of its base's weights, which are trained without that part.
+"""PiSSA and OLoRA: a LoRA that begins as a part of its base's weights, while the base keeps the rest.
 
-What it began as is in a file of the run. A resumed run takes the same bits out of the same weights again, where another
-decomposition might give others; an export subtracts it, so that plain peft adds the rest to the original base.
+A file of the run holds the adapter's first values. A resumed run subtracts the same bits from the same weights, which a
+new decomposition might not give; an export subtracts them from the adapter, so that plain peft adds the difference to
+the original base.
 """
 
 from pathlib import Path
@@ -12,18 +13,18 @@ import torch
 from accel_sft.api.errors import UserError
 
 _NAME = "default"
-"""Of the adapter, as peft calls the only one."""
+"""Name that peft gives to the only adapter."""
 
 
 def split(adapted: Any, kind: str, start: Path | None) -> None:
-    """Have an untrained LoRA begin as the part of the weights that `kind` names, and take it out of these.
+    """Make an untrained LoRA begin as the part of the weights that `kind` names, and subtract that part from them.
 
     Args:
         kind: `pissa` (Meng et al., 2024: the largest singular values) or `olora` (Büyükakyüz, 2024: the first columns
             of a QR decomposition).
-        start: the file that `keep` wrote, whose matrices are taken; None to decompose the weights.
+        start: the file that `keep` wrote, to take the matrices from; None: decompose the weights.
     Raises:
-        UserError: the adapter stands on something else than plain linear layers, or has more directions than they have.
+        UserError: the adapter is on other layers than plain linear ones, or its rank is larger than theirs.
     """
     from peft.tuners.lora import Linear
     from safetensors.torch import load_file
@@ -45,7 +46,7 @@ def split(adapted: Any, kind: str, start: Path | None) -> None:
         base, matrices = layer.get_base_layer(), _matrices(name, layer)
         original = base.weight.data
         if stored is None:
-            base.weight.data = original.clone()  # peft takes the part out of it, in float32 and by another order
+            base.weight.data = original.clone()  # peft subtracts in place, and rounds otherwise than below
             layer.pissa_init(_NAME, kind) if kind == "pissa" else layer.olora_init(_NAME)
         else:
             for key, parameter in matrices.items():
@@ -54,7 +55,7 @@ def split(adapted: Any, kind: str, start: Path | None) -> None:
 
 
 def keep(adapted: Any, file: Path) -> None:
-    """Write what an untrained adapter begins as, by the names that its saved weights will have."""
+    """Write an untrained adapter's matrices to `file`, under the names that its saved weights will have."""
     from safetensors.torch import save_file
 
     parts = [_matrices(name, layer) for name, layer in adapted.named_modules() if _NAME in getattr(layer, "lora_A", {})]

@@ -17,16 +17,17 @@ from accel_sft.models.adapter_start import split
 from accel_sft.models.targets import ALL_LINEAR, besides, left_out, targets
 
 SPARE = 2
-"""Merged weights are made only where so many times their memory is free."""
+"""Merged weights are made only where this many times their memory is free."""
 
 ExtraState = Mapping[str, Mapping[str, torch.Tensor]]
 """Tensors of a training run that are neither weights nor the optimizer's: kind -> name -> tensor."""
 
 
 class Adapter:
-    """The peft part of an adapter type. As it stands: a model without an adapter, or with one of an unknown type.
+    """The peft part of an adapter type. The base class serves models without an adapter, or with one of an unknown
+    type.
 
-    A type whose layers can be added up also has them in `_layers`.
+    A type that can be added to the weights also has its class of layers in `_layers`.
     """
 
     def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
@@ -58,7 +59,7 @@ class AdaLora(Adapter):
     """AdaLoRA (Zhang et al., 2023): ranks shrink from 1.5 r to r between a tenth and two thirds of the run."""
 
     KINDS = ("ipt", "exp_avg_ipt", "exp_avg_unc")
-    """The importance of each parameter's directions, as the allocator's attributes."""
+    """The allocator's attributes that hold the importance of each parameter's directions."""
 
     def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
         from peft import AdaLoraConfig
@@ -87,7 +88,7 @@ class AdaLora(Adapter):
 
 
 TYPES: dict[str, Adapter] = {"lora": Lora(), "adalora": AdaLora()}
-"""By the same names as `api.adapters.ADAPTERS`."""
+"""The peft part of each adapter type, by the names of `api.adapters.ADAPTERS`."""
 
 
 def type_of(model: Any) -> str | None:
@@ -98,7 +99,7 @@ def type_of(model: Any) -> str | None:
 
 
 def adapter_of(model: Any) -> Adapter:
-    """The peft part of the model's adapter type; hooks that do nothing where there is no adapter of ours."""
+    """The peft part of the model's adapter type; its hooks do nothing where the model has no adapter of ours."""
     return TYPES.get(type_of(model) or "", Adapter())
 
 
@@ -111,10 +112,10 @@ def new_adapter(
     *,
     images: bool = False,
 ) -> Any:
-    """The model with a new adapter of the type that `--adapter` names; what it leaves out is told to `log`.
+    """The model with a new adapter of the type that `--adapter` names; `log` gets a line on layers that it leaves out.
 
     Args:
-        start: the file in which `adapter_start.keep` put an adapter that began as a part of the base's weights.
+        start: the file that `adapter_start.keep` wrote, for an adapter that began as a part of the base's weights.
         images: whether the model is to read images.
     Raises:
         UserError: the settings name a module or parameter that the model does not have, or that peft does not adapt.
@@ -144,19 +145,19 @@ def new_adapter(
 
 
 def is_mergeable(model: Any) -> bool:
-    """What `ADAPTERS` says; for other types, whether peft can do it."""
+    """Whether the model's adapter can be added to the weights: as `ADAPTERS` says, or for other types as peft can."""
     kind = ADAPTERS.get(type_of(model) or "")
     return kind.mergeable if kind else hasattr(model, "merge_and_unload")
 
 
 @contextlib.contextmanager
 def merged(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, each linear layer with a mergeable adapter multiplies once, by the sum of its weight and the adapter.
+    """Within this context, each linear layer with a mergeable adapter multiplies once: by its weight plus the adapter.
 
-    No weight is written (law 3): the sums are tensors of their own, and nothing is to be undone.
+    No weight is written (law 3): the sums are tensors of their own, so nothing has to be undone.
 
     Args:
-        model: one for which `reason_unmergeable` gives None.
+        model: one for which `reason_unmergeable` returns None.
     """
     layers = _layers(model)
     try:
@@ -175,7 +176,7 @@ def _active(layer: Any) -> list[str]:
 
 
 def _layers(model: torch.nn.Module) -> list[Any]:
-    """Layers whose sum is a plain linear layer; others stay as they are, which is exact as well."""
+    """Layers that together with their adapter are one linear layer; others stay as they are, which is exact as well."""
     from peft.tuners.adalora import SVDLinear
     from peft.tuners.lora import Linear
 
@@ -192,7 +193,7 @@ def _layers(model: torch.nn.Module) -> list[Any]:
 
 
 def reason_unmergeable(model: torch.nn.Module) -> str | None:
-    """Why `merged` should not be used: the type cannot, sums would be rounded, or memory is short; None if it can.
+    """Why `merged` should not be used: the type cannot be added, sums would be rounded, or memory is short; else None.
 
     Args:
         model: whole, not sharded.

@@ -1,4 +1,4 @@
-"""What a model's classes and configuration tell: its forward's arguments, its attention, which weights text reaches."""
+"""Reads from a model's classes and configuration: its forward's arguments, its attention, what weights text reaches."""
 
 import inspect
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 REFUSALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a model's forward raises where it does not take rows laid out in some way."""
+"""Errors that a model's forward raises where it does not support a layout of rows."""
 
 
 def without_adapter(model: Any) -> Any:
@@ -22,10 +22,11 @@ def arguments(model: torch.nn.Module) -> set[str]:
 
 
 def limited_layers(model: torch.nn.Module, longest: int) -> str | None:
-    """Names the layers without full causal attention at this length (sliding window, recurrent); None without any.
+    """Names the layers without full causal attention at this length (sliding window, recurrent); None if there are
+    none.
 
-    The names are those of the caches that transformers makes for them. A layer that keeps nothing ("dummy"), as an MLP
-    alone, looks at no other token.
+    The names are those of the caches that transformers makes for them. A layer whose cache is empty ("dummy"), such as
+    a plain MLP, attends to no other token.
     """
     try:
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
@@ -42,7 +43,7 @@ def limited_layers(model: torch.nn.Module, longest: int) -> str | None:
 
 
 def attentions(model: torch.nn.Module, *names: str) -> list[str]:
-    """Those of sdpa and flex_attention among `names` that the model can be loaded with."""
+    """Which of `names` (sdpa, flex_attention) the model can be loaded with."""
     has = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}
     return [name for name in names if getattr(without_adapter(model), has[name], False)]
 
@@ -50,7 +51,7 @@ def attentions(model: torch.nn.Module, *names: str) -> list[str]:
 def beyond_text(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Parameters of a multimodal model outside its language model and head, which no text reaches, by name.
 
-    They get no gradient, for which data parallelism would wait.
+    Text gives them no gradient, and data parallelism would wait for one.
     """
     base = without_adapter(model)
     if base.config.get_text_config(decoder=True) is base.config:
@@ -61,5 +62,5 @@ def beyond_text(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def parts_of(names: Iterable[str]) -> list[str]:
-    """The parts of a multimodal model that parameters are in, such as `vision_tower`."""
+    """The parts of a multimodal model that these parameters are in, such as `vision_tower`."""
     return list(dict.fromkeys(name.removeprefix("model.").split(".")[0] for name in names))

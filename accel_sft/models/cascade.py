@@ -1,8 +1,9 @@
 """A CPU kernel for attention of many rows to one prefix, without a copy of the prefix for each row.
 
-Both parts are computed by themselves, each with the logarithm of its weights' sum, and added up in those proportions
-("cascade", as in Ye et al., FlashInfer, 2024). With the proportions of the whole, each part's gradient is its part of
-the whole's ("ring", as in Liu et al., 2023, arXiv 2310.01889), so nothing but the whole's output is kept.
+Attention to the prefix and attention within the row are computed apart, each with its log-sum-exp, and added up in
+these proportions ("cascade", as in Ye et al., FlashInfer, 2024). In the backward, given the log-sum-exp of the whole,
+each part yields its share of the whole's gradient ("ring", as in Liu et al., 2023, arXiv 2310.01889), so only the
+whole's output is kept.
 """
 
 import functools
@@ -12,30 +13,30 @@ import torch
 from torch.nn import functional
 
 _TOLERANCE = 1e-4
-"""Relative difference to plain attention above which torch's kernels are not those that this module builds on."""
+"""Largest difference from plain attention, as a share of its norm; above it, torch's kernels are not the known ones."""
 _known: bool | None = None
 
 
 def usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether these tensors may be given to `cascade`, and torch has the kernels it is made of."""
+    """Whether `cascade` takes these tensors, and torch has the kernels that it is made of."""
     return (
         query.device.type == "cpu"
         and query.dtype == key.dtype == value.dtype
         and query.shape[-1] == value.shape[-1]
-        and not (torch.is_autocast_enabled("cpu") and query.dtype == torch.float32)  # which would reduce them
+        and not (torch.is_autocast_enabled("cpu") and query.dtype == torch.float32)  # autocast would reduce them
         and _known
     )
 
 
 class _Cascade(torch.autograd.Function):
-    """Causal attention in a sequence of a prefix, which all that follows sees, and rows, which do not see each other.
+    """Causal attention over a prefix and the rows that follow it: each row sees the prefix and itself, no other row.
 
     Args:
         query: (1, heads, P + N, D), as are key and value: the prefix, then the N tokens of all rows.
-        prefix: its tokens, P, at least one.
-        own: which of the N tokens stand in each of the R * L places of rows filled up to the longest, L.
-        back: in which of these places each of the N tokens stands.
-        scale: of the products; None: 1 / sqrt(D).
+        prefix: number of the prefix's tokens, P, at least one.
+        own: for each of the R * L places of rows padded to the longest, L: which of the N tokens stands there.
+        back: for each of the N tokens: in which of these places it stands.
+        scale: factor on the products of queries and keys; None: 1 / sqrt(D).
     Returns:
         (1, P + N, heads, D).
     """
@@ -79,7 +80,7 @@ class _Cascade(torch.autograd.Function):
         alone = kernel(*before, is_causal=True)
         first = kernel(*behind[:2], *before[2:4], *behind[4:], is_causal=False)
         cut = [cut_rows(tensor, own, ctx.longest) for tensor in behind[1:]]
-        # places that only fill a row up are given no gradient, so they give none
+        # padding gets a gradient of zero, so it contributes none
         filled = behind[0].new_zeros(len(own), query.shape[1], query.shape[3])
         filled[back] = behind[0][0].transpose(0, 1)
         second = kernel(filled.unflatten(0, (-1, ctx.longest)).transpose(1, 2), *cut, is_causal=True)
@@ -101,7 +102,7 @@ def _parts(prefix: int, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], lis
 
 
 def cut_rows(tensor: torch.Tensor, own: torch.Tensor, longest: int) -> torch.Tensor:
-    """Rows filled up to the longest, L: (1, heads, N, ...) -> (R, heads, L, ...); `own` as `cascade` has it."""
+    """Rows padded to the longest, L: (1, heads, N, ...) -> (R, heads, L, ...); `own` as in `cascade`."""
     return tensor[0].transpose(0, 1).index_select(0, own).unflatten(0, (-1, longest)).transpose(1, 2)
 
 
@@ -111,7 +112,7 @@ def _back(rows: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
 
 
 def probe_kernels() -> None:
-    """Find out, once, whether torch has the kernels and they give the attention and gradients of a small example.
+    """Find out, once, whether torch has the kernels and they compute attention and gradients of a small example right.
 
     Call it outside any forward, where no compiler, autograd mode or default device of the model is in effect.
     """
@@ -124,7 +125,7 @@ def probe_kernels() -> None:
 def _kernels_are_known() -> bool:
     drawn, cpu = torch.Generator("cpu").manual_seed(0), {"dtype": torch.float32, "device": "cpu"}
     tensors = [torch.randn(1, 2, 8, 8, generator=drawn, requires_grad=True, **cpu) for _ in range(3)]
-    row = torch.tensor([-1, -1, -1, 0, 0, 0, 1, 1], device="cpu")  # three tokens that all see, three and two more
+    row = torch.tensor([-1, -1, -1, 0, 0, 0, 1, 1], device="cpu")  # a prefix of three, rows of three and of two
     seen = ((row[None] == -1) | (row[:, None] == row[None])).tril()
     own, back = torch.tensor([0, 1, 2, 3, 4, 4], device="cpu"), torch.tensor([0, 1, 2, 3, 4], device="cpu")
     try:
@@ -132,7 +133,7 @@ def _kernels_are_known() -> bool:
         expected = [plain, *torch.autograd.grad(plain.square().sum(), tensors)]
         ours = cascade(*tensors, 3, own, back, 3, None)
         found = [ours, *torch.autograd.grad(ours.square().sum(), tensors)]
-    # another torch may lack them or call them otherwise: rows are copied then, which is as exact
+    # another torch may lack the kernels or take other arguments: the prefix is copied then, which is as exact
     except (AttributeError, RuntimeError, TypeError, ValueError, IndexError, AssertionError):
         return False
     return all(bool((a - b).norm() <= _TOLERANCE * b.norm()) for a, b in zip(found, expected, strict=True))

@@ -10,7 +10,7 @@ from accel_sft.launch.info import device_count
 
 _FLAG = "--use-liger-kernel"
 _LEFT_OUT = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-"""Liger's losses: the loss here is a sum over the supervised tokens of a whole step (batching/loss.py)."""
+"""Liger's losses are not used: the loss here is a sum over a whole step's supervised tokens (batching/loss.py)."""
 
 
 def liger() -> Any:
@@ -30,12 +30,12 @@ def liger() -> Any:
 
 
 def put_kernels_in(model: torch.nn.Module) -> int:
-    """Have Liger's kernels compute the model's layers from now on, in place, also below an adapter's.
+    """Replace the forwards of the model's layers by Liger's kernels, in place, also below an adapter.
 
     Returns:
-        the number of layers whose forward is a kernel's; functions that its kernels replace are not counted.
+        the number of layers whose forward is now a kernel's; functions that kernels replace are not counted.
     Raises:
-        UserError: Liger has none for this family of models, or they do not go with the installed transformers.
+        UserError: Liger has no kernels for this family of models, or none that fit the installed transformers.
     """
     package = liger()
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model

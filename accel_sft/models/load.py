@@ -19,10 +19,10 @@ from accel_sft.models.source import Source, errors_explained
 
 
 def load_tokenizer(source: Source, config: TrainConfig) -> Any:
-    """The tokenizer, with a pad token (its end-of-turn token if it has none of its own).
+    """The tokenizer, with a pad token (its eos token if it has no pad token of its own).
 
     Raises:
-        UserError: it cannot be loaded, or has no vocabulary, chat template or end-of-turn token.
+        UserError: it cannot be loaded, or has no vocabulary, chat template or eos token.
     """
     from transformers import AutoTokenizer
 
@@ -75,11 +75,11 @@ def load_model(
     Args:
         precision: the launch's mixed precision, "no", "bf16" or "fp16".
         deepspeed: whether DeepSpeed keeps the float32 copy (then weights are loaded in `precision`).
-        total_steps: optimizer steps to come; 0 to evaluate only: an adapter stays frozen, and none is started.
-        largest_id: of all tokens that the model will read.
+        total_steps: optimizer steps to come; 0 to evaluate only: a saved adapter stays frozen, and no new one is made.
+        largest_id: the largest token id that the model will read.
         log: takes lines on what is not loaded or not trained.
-        adapter_start: the file of what the run's adapter began as, if it took a part of its base's weights.
-        images: whether it is to read images.
+        adapter_start: the file of the adapter's first values, if it began as a part of its base's weights.
+        images: whether the model is to read images.
     Raises:
         UserError: it cannot be loaded, its files lack weights, or the adapter's settings do not fit it.
     """
@@ -113,7 +113,7 @@ def load_model(
 
 
 def _refuse_kernels(name: str) -> None:
-    """Raises UserError if the model's configuration names code of a hub, as ORG/REPO, to compute attention with."""
+    """Raise UserError if the model's configuration names code on a hub, as ORG/REPO, to compute attention with."""
     from transformers import PreTrainedConfig
 
     def named(value: Any, key: str = "") -> Iterator[str]:
@@ -132,7 +132,7 @@ def _refuse_kernels(name: str) -> None:
 
 
 def compile_blocks(model: Any) -> None:
-    """Have torch compile each of the model's repeated blocks, in place, on their first forwards.
+    """Have torch compile each of the model's repeated blocks, in place; it does so on their first forwards.
 
     Raises:
         UserError: the model does not say which blocks it repeats.
@@ -146,7 +146,7 @@ def compile_blocks(model: Any) -> None:
 
 
 def trouble_of_compiling(error: BaseException) -> str:
-    """What is wrong where torch could not compile the blocks on their first forward; "" for another error."""
+    """The message for an error of torch's compiler on the blocks' first forward; "" for any other error."""
     compiler = sys.modules.get("torch._dynamo.exc")  # imported by what compiles
     if compiler is None or not isinstance(error, compiler.BackendCompilerFailed):
         return ""
@@ -172,17 +172,17 @@ def _dtype(config: TrainConfig, precision: str, deepspeed: bool, train: bool) ->
 
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
-    """Number of weights that learn, and of all (whole tensors, also where ZeRO-3 holds only a shard)."""
+    """Numbers of trained weights and of all weights (whole tensors, also where ZeRO-3 holds only a shard)."""
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
     return sum(size for size, learns in sizes if learns), sum(size for size, _ in sizes)
 
 
 def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules:
-    """The rules of tokenization besides the tokenizer: ids that end a turn, and what happens to long examples."""
+    """The rules of tokenization besides the tokenizer: ids that end a turn, what happens to long examples."""
     from transformers import GenerationConfig
     from transformers.utils import cached_file
 
-    generation = None  # a model need not have any settings; the tokenizer's eos then stands alone
+    generation = None  # a model may have no such settings; then the tokenizer's eos is the only end
     with errors_explained(source.weights):
         if cached_file(source.weights, "generation_config.json", **OR_NONE):
             generation = GenerationConfig.from_pretrained(source.weights)

@@ -1,4 +1,4 @@
-"""Adds an adapter to its base's weights, and measures that the sum predicts what the two predict apart."""
+"""Adds an adapter to its base's weights, and measures whether the sum predicts what the two predict apart."""
 
 import dataclasses
 from typing import Any
@@ -14,19 +14,21 @@ from accel_sft.models.source import Source
 
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 _TOLERANCE = 1e-3
-"""Of the largest logit: by less a float32 sum predicts otherwise for rounding; a wrong one is far beyond."""
+"""Allowed difference between merged and unmerged logits, as a share of the largest logit (or of 1 where all logits are
+smaller). Float32 rounding stays below it; a wrong merge is far above."""
 _PROBE = "How much is 12 + 34? Say it in one word: forty-six. Und wie heißt das auf Deutsch, 中文呢？"
 
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-    """A model without an adapter, and how far its logits for a probe are from those of base and adapter apart.
+    """A merged model, and how far its logits for a probe are from those of base and adapter apart.
 
     Attributes:
-        dtype: of its weights, as in DTYPES.
-        difference: the largest, of the sum in float32; `rounded`: of the weights as they are, computed in their type.
+        dtype: type of its weights, a name in DTYPES.
+        difference: largest difference of a logit, with the sum in float32.
+        rounded: largest difference of a logit, with weights rounded to `dtype` and computed in it.
         largest: the largest logit by absolute value.
-        same, tokens: how many of the probe's next tokens the weights as they are predict alike, and of how many.
+        same, tokens: how many of the probe's next tokens the rounded weights predict alike, and of how many.
     """
 
     model: Any
@@ -38,7 +40,7 @@ class Merged:
     tokens: int
 
     def describe(self) -> str:
-        """The measurement in a line."""
+        """The measurement in one line."""
         line = f"in float32 logits are off by {self.difference:.1e} at most (the largest is {self.largest:.3g})"
         if self.dtype != "float32":
             line += f", in {self.dtype} by {self.rounded:.1e}; {self.same} of {self.tokens} next tokens the same"
@@ -49,10 +51,10 @@ def merge(source: Source, config: TrainConfig, tokenizer: Any, dtype: str | None
     """The base of `source` with its adapter added, on the CPU; summed in float32 and rounded once.
 
     Args:
-        dtype: of DTYPES; None: bf16 if the base's weights are stored so, else float32.
+        dtype: a name in DTYPES; None: bf16 if the base's weights are stored so, else float32.
     Raises:
-        UserError: there is no adapter, its type cannot be added to weights, the base is quantized, or the sum would
-            predict otherwise, and why.
+        UserError: there is no adapter, its type cannot be added to weights, the base is quantized, or the merged model
+            would predict something else, with the reason.
     """
     if source.adapter is None:
         raise UserError(f"{source.weights}: full weights, no adapter: there is nothing to merge; use them as they are")
@@ -75,7 +77,7 @@ def merge(source: Source, config: TrainConfig, tokenizer: Any, dtype: str | None
         model.tie_weights()
         difference = _off(model(input_ids=ids).logits[0], apart)
         largest = apart.abs().max().item()
-        if not difference <= _TOLERANCE * max(largest, 1.0):  # NaN is not
+        if not difference <= _TOLERANCE * max(largest, 1.0):  # also true of NaN
             why = f"the adapter changes {shared}" if shared else "see that its weights are finite, and of this base"
             raise UserError(
                 f"{source.adapter}: cannot be merged: the sum's logits would be off by {difference:.2g} (the largest "
@@ -100,7 +102,7 @@ def _off(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _tied_and_adapted(model: Any) -> str:
-    """Names tied weights of which the adapter changes one, in a phrase; empty: there are none."""
+    """A phrase that names a layer of the adapter whose weights are tied to another layer's; "" if there is none."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter.data_ptr(), []).append(name)

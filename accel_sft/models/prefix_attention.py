@@ -12,19 +12,19 @@ from accel_sft.models import cascade as kernels
 from accel_sft.models.cascade import cascade, cut_rows, usable
 
 _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Masks as numbers, by the mask."""
+"""Additive masks, by the boolean mask that each was made of."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class PrefixedRows:
     """Where the rows of a sequence stand: `prefix` tokens seen by all, then each row's own tokens, one after another.
 
     Attributes:
-        longest: tokens L of the longest row.
-        own: which token behind the prefix stands in each place of R rows filled up to the longest, (R * L,); a shorter
-            row repeats its last one.
-        back: where in `own` each token behind the prefix stands, (T - prefix,).
-        seen: which of prefix and own tokens a row's token sees, (L, prefix + L); None without a prefix.
+        longest: own tokens of the longest row, L.
+        own: for each place of the R rows padded to L: which token after the prefix stands there, (R * L,); a shorter
+            row repeats its last token.
+        back: for each token after the prefix: its place in `own`, (T - prefix,).
+        seen: which prefix tokens and own tokens each of a row's tokens sees, (L, prefix + L); None without a prefix.
     """
 
     prefix: int
@@ -36,7 +36,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """What a prefix left in the cache, one copy for all rows: each layer's keys and values, (1, key heads, P, D)."""
+    """Keys and values of a prefix in each layer, (1, key heads, P, D): one copy for all rows."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
@@ -45,8 +45,8 @@ class Prefix:
 def install() -> None:
     """Let every model with sdpa attention take `rows` or `prefix` among its arguments; without them nothing changes.
 
-    It changes transformers' attention of the whole process, so it is called where a model is prepared for such
-    arguments, and nowhere else.
+    It changes transformers' attention for the whole process, so call it only where a model is prepared for such
+    arguments.
     """
     kernels.probe_kernels()
     AttentionInterface.register("sdpa", rows_attention)
@@ -64,18 +64,18 @@ def rows_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *args: Any,
-    rows: Rows | None = None,
+    rows: PrefixedRows | None = None,
     prefix: Prefix | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """sdpa by rows: the prefix sees itself, each row sees the prefix and itself; none sees another.
+    """sdpa by rows: the prefix sees itself, each row sees the prefix and itself; rows do not see each other.
 
-    Rows are cut out of the sequence into a batch, the prefix's keys and values are put before each, and the answers go
-    back to where the queries stood. Short rows are filled up at the end, which causality keeps from being seen.
+    Rows are cut out of the sequence into a batch, the prefix's keys and values are put before each, and the outputs go
+    back to where the queries stood. Short rows are padded at the end, where causality hides the padding.
 
     Args:
         query: (1, heads, T, D); key and value may have fewer heads.
-        prefix: what rows of a batch, (B, heads, T, D), stand behind; the mask, (B, 1, T, P + keys), is of both.
+        prefix: what precedes each row of a batch, (B, heads, T, D); the mask, (B, 1, T, P + keys), covers both.
     Returns:
         (1, T, heads, D), and None for the weights, as all attention functions of transformers do.
     """
@@ -110,9 +110,9 @@ def rows_attention(
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The mask as numbers to add, made once a forward: sdpa would make one in each layer, for the backward to keep.
+    """The mask as numbers to add, made once per forward: sdpa would make one in each layer, kept for the backward.
 
-    Its rows begin at multiples of 8, or GPUs would copy it in each layer to the same end.
+    Its rows begin at multiples of 8; otherwise GPUs would copy the mask in each layer to align it.
     """
     made = _made.get(mask)
     if made is None or made.dtype != dtype:
@@ -131,8 +131,8 @@ def _one_query(
     seen: torch.Tensor,
     scaling: float | None,
 ) -> torch.Tensor:
-    """A single query of each row meets the prefix's one copy in one matrix product over all rows; copies of it for
-    every row would have to be read from memory for every token."""
+    """Attention of one query per row. One matrix product over all rows uses the prefix's only copy; copies for every
+    row would have to be read from memory for every token."""
     count, heads, _, size = query.shape
     key_heads, before = before_keys.shape[1:3]
     query = (query * (size**-0.5 if scaling is None else scaling)).reshape(count, key_heads, -1, size)

@@ -1,4 +1,4 @@
-"""Loads saved weights as a model that reads text: all of them, and those of a multimodal model too."""
+"""Loads saved weights, also those of a multimodal model, as a model that reads text; incomplete files are refused."""
 
 import math
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from accel_sft.models.targets import READ_IMAGES
 
 _NAMED = 4
 _DEQUANTIZED = ("mxfp4", "fp8", "compressed-tensors")
-"""Kinds of quantized checkpoints that transformers can make whole as it loads them, so that they can be trained."""
+"""Kinds of quantized checkpoints that transformers can dequantize as it loads them, so that they can be trained."""
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 OR_NONE = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-"""Arguments of transformers' cached_file for files that a model need not have."""
+"""Arguments of transformers' cached_file that make it return None for a file that the model does not have."""
 
 
 def pretrained(
@@ -35,7 +35,7 @@ def pretrained(
     """The model of a folder or a hub id, without an adapter.
 
     Args:
-        images: whether it is to read images; else its language model alone is enough.
+        images: whether the model is to read images; else its language model alone is enough.
     Raises:
         UserError: it has no embedding for the largest token id; its files lack weights, or have them in another shape.
     """
@@ -54,7 +54,7 @@ def pretrained(
         dtype=dtype,
         attn_implementation=config.attn_implementation,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # to be named below, and not as a table
+        ignore_mismatched_sizes=True,  # the error below names them
         trust_remote_code=config.trust_remote_code,
         **(in_4bit(name, settings, dtype) if config.load_in_4bit else {}),
     )
@@ -63,9 +63,9 @@ def pretrained(
         log("the base's linear layers are in 4 bits (NF4)")
     _refuse_incomplete(name, found)
     if quantized and not hasattr(model.config, "quantization_config"):
-        # what remains of the conversion would write whole weights under the names of quantized ones
+        # what is left of the conversion would save dequantized weights under the names of quantized ones
         vars(model).pop("_weight_conversions", None)
-        if dtype == torch.float32:  # transformers 5.21 leaves experts in the type in which it made them whole
+        if dtype == torch.float32:  # transformers 5.21 leaves experts in the type it dequantized them to
             model.float()
     if text is not settings and not isinstance(model.config, type(settings)):
         log("multimodal weights are loaded as their language model alone; what is exported, an adapter too, fits that")
@@ -75,7 +75,7 @@ def pretrained(
 
 
 def vocabulary_problem(name: str, text: Any, largest_id: int) -> str | None:
-    """Why a model of this text configuration has no embedding for some token up to `largest_id`; None: it has."""
+    """Why a model of this text configuration has no embedding for some token up to `largest_id`; None if it has all."""
     largest_id, size = max(largest_id, getattr(text, "pad_token_id", None) or 0), getattr(text, "vocab_size", math.inf)
     if largest_id < size:
         return None
@@ -106,7 +106,8 @@ def auto_class(model: torch.nn.Module) -> Any:
 
 
 def class_of(settings: Any, *, images: bool = False) -> Any:
-    """Of a multimodal model without a causal class, or one that is to read images, the one for images and text."""
+    """The transformers class that loads a model of this configuration: the causal one, or the one for images and text
+    if there is no causal one or the model is to read images."""
     classes = _classes()
     known = [auto for auto in (classes[::-1] if images else classes) if type(settings) in auto._model_mapping]
     return (*known, classes[0])[0]
@@ -119,9 +120,9 @@ def _classes() -> tuple[Any, Any]:
 
 
 def _refuse_incomplete(name: str, found: dict[str, Any]) -> None:
-    """Weights that are not in the files start random, of which transformers says no more than a warning.
+    """Raise UserError for weights that are not in the files: they would start random, and transformers only warns.
 
-    Tied weights, and those that their model declares as not needed, are not among the missing.
+    Tied weights, and those that the model declares as not needed, do not count as missing.
     """
     shapes = [f"{key} {tuple(there)} for {tuple(here)}" for key, there, here in found["mismatched_keys"]]
     defects = {"lack": sorted(found["missing_keys"]), "have in another shape than config.json says": sorted(shapes)}
@@ -140,7 +141,7 @@ def _named(keys: list[str]) -> str:
 
 
 def freeze_beyond_text(model: torch.nn.Module, log: Callable[[str], None], *, images: bool = False) -> None:
-    """Let nothing be trained that no text reaches. Images pass through it as it is."""
+    """Freeze the parameters that no text reaches. Images pass through them as they are."""
     beyond = {name: weights for name, weights in beyond_text(model).items() if weights.requires_grad}
     for weights in beyond.values():
         weights.requires_grad_(False)
@@ -150,7 +151,7 @@ def freeze_beyond_text(model: torch.nn.Module, log: Callable[[str], None], *, im
 
 
 def processor_files(name: str, model: torch.nn.Module) -> list[Path]:
-    """The files beside a multimodal model that say how images and the like are made its input."""
+    """The files beside a multimodal model that say how images and the like become its input."""
     from transformers.utils import cached_file
 
     if not beyond_text(model):

@@ -1,4 +1,4 @@
-"""Loads what makes images a model's input: its own processor."""
+"""Loads a model's own processor, which turns images into its input."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from accel_sft.models.source import Source, errors_explained
 def load_processor(source: Source, config: TrainConfig) -> Any:
     """The processor of a model that reads images.
 
-    Where torchvision is not installed, which transformers asks for to read videos, it is made without that part; images
-    are then made input by Pillow.
+    Transformers needs torchvision to read videos. Where it is not installed, the processor is made without its part for
+    videos, and Pillow reads the images.
 
     Raises:
         UserError: Pillow is missing, or the model has no processor for images, or one that cannot be used here.
@@ -30,7 +30,7 @@ def load_processor(source: Source, config: TrainConfig) -> Any:
     if has_torchvision := is_torchvision_available():
         try:
             import torchvision  # noqa: F401
-        except (ImportError, OSError, RuntimeError) as error:  # what PyPI holds is for CUDA, and fails without
+        except (ImportError, OSError, RuntimeError) as error:  # PyPI's build is for CUDA, and fails without
             cause = one_line(str(error), LONGEST_ERROR)
             raise UserError(
                 f"torchvision is installed and cannot be loaded ({cause}); install the build for this torch, or "

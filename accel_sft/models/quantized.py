@@ -1,4 +1,4 @@
-"""What bitsandbytes does: a base whose linear layers are in 4 bits (QLoRA), and its presence, for the optimizer too."""
+"""Imports bitsandbytes, for the 8-bit optimizer too, and loads a base whose linear layers are in 4 bits (QLoRA)."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from accel_sft.api.errors import UserError
 
 
 def bitsandbytes(flag: str) -> Any:
-    """The package.
+    """The package bitsandbytes.
 
     Raises:
-        UserError: it is not installed, or does not work here; naming the `flag` that needs it.
+        UserError: it is not installed, or does not work here; the error names the `flag` that needs it.
     """
     try:
         import bitsandbytes as package
@@ -25,7 +25,7 @@ def in_4bit(name: str, settings: Any, compute: torch.dtype) -> dict[str, Any]:
 
     Args:
         settings: the model's configuration.
-        compute: the type that weights are made whole in for each product.
+        compute: the type that weights are dequantized to for each product.
     Raises:
         UserError: bitsandbytes is not there, or the checkpoint is quantized already.
     """
@@ -41,8 +41,8 @@ def in_4bit(name: str, settings: Any, compute: torch.dtype) -> dict[str, Any]:
 def keep_as_trained(model: torch.nn.Module) -> None:
     """Have a CPU evaluate the 4-bit weights in the form in which it trains on them.
 
-    In evaluation bitsandbytes 0.50 packs them anew where a CPU multiplies bfloat16, rounds what they are multiplied by,
-    and cannot train on them afterwards.
+    In evaluation, on a CPU that multiplies bfloat16, bitsandbytes 0.50 repacks the weights, rounds their inputs, and
+    cannot train on the weights afterwards.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -1,4 +1,4 @@
-"""Puts a saved adapter onto its base: to train it on as it is, to evaluate it, or merged, to train all weights."""
+"""Puts a saved adapter onto its base, to train it further or to evaluate it; or merges it, to train all weights."""
 
 import warnings
 from pathlib import Path
@@ -49,7 +49,7 @@ def is_of_whole(folder: str) -> bool:
 def _with_adapter(model: Any, folder: str, train: bool) -> Any:
     from peft import PeftModel
 
-    with warnings.catch_warnings():  # what is missing would be as a new adapter's
+    with warnings.catch_warnings():  # missing weights would start as a new adapter's
         warnings.filterwarnings("error", "Found missing adapter keys")
         return PeftModel.from_pretrained(model, folder, is_trainable=train)
 
@@ -73,6 +73,6 @@ def _check_shape(folder: str, settings: TrainConfig) -> None:
 
 
 def _comparable(value: Any) -> Any:
-    """A value of adapter_config.json or of a setting: names in order, however they are listed; None for nothing."""
+    """A value of adapter_config.json or of a setting in one form: names as a sorted list, None for nothing."""
     found = names_of(value) if isinstance(value, str) else value
     return (sorted(found) if isinstance(found, list) else found) or None

@@ -1,4 +1,4 @@
-"""Which files of a folder of exported weights make the model up, and which only happen to lie there."""
+"""Tells the files that make up a model from others in its folder of exported weights."""
 
 import fnmatch
 from pathlib import Path
@@ -11,7 +11,7 @@ _SHIPPED += ("config.json", "adapter_config.json", "generation_config.json", "to
 _SHIPPED += ("*processor_config.json", "tokenizer.json", "added_tokens.json", "special_tokens_map.json", "tekken.json")
 _SHIPPED += ("vocab.*", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece*.model", "*.tiktoken")
 _TEMPLATES = "additional_chat_templates"
-"""The one folder within, as transformers names it."""
+"""The only folder within that belongs to a model; transformers gives it this name."""
 
 
 def shipped_files(source: Path) -> tuple[list[Path], list[str]]:
@@ -46,7 +46,7 @@ def _own_code(source: Path) -> set[Path]:
             for name in value if isinstance(value, (list, tuple)) else (value,):
                 module = str(name).partition(".")[0]
                 file = source / f"{module}.py"
-                if not (module.isidentifier() and file.is_file()):  # None, or "org/name--module.Class": of the hub
+                if not (module.isidentifier() and file.is_file()):  # None, or on the hub: "org/name--module.Class"
                     continue
                 try:
                     found |= {file, *map(Path, get_relative_import_files(file))}

@@ -22,7 +22,7 @@ _SAMPLES, _SAMPLE_BYTES = 1 << 14, 1 << 12
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What to load: full weights with their tokenizer, and the adapter that stands on them, if any."""
+    """What to load: full weights with their tokenizer, and the adapter on them, if any."""
 
     weights: str
     tokenizer: str
@@ -35,7 +35,7 @@ def find_source(config: TrainConfig, model: str | None = None) -> Source:
     A folder may hold full weights, an adapter (its base is read from `adapter_config.json`), or a run.
 
     Raises:
-        UserError: a folder that is not there or holds neither.
+        UserError: the folder is not there, or holds none of these.
     """
     name = config.init_from or config.model if model is None else model
     folder = expanded(name)
@@ -74,12 +74,12 @@ def find_source(config: TrainConfig, model: str | None = None) -> Source:
 
 
 def began_with(source: Source, record: Mapping[str, Any] | None) -> str:
-    """What `--base auto` means: what a run's weights were trained from, or an adapter's base; a folder or a hub id.
+    """The folder or hub id that `--base auto` means: what a run's weights were trained from, or an adapter's base.
 
     Args:
-        record: of the run that the weights are of; None if they are of no run.
+        record: the record of the run that wrote the weights; None if no run did.
     Raises:
-        UserError: they are of no run, and no adapter.
+        UserError: no run wrote the weights, and they are no adapter.
     """
     began = record["config"].get("init_from") or record["config"].get("model") if record else None
     if source.adapter:
@@ -116,7 +116,7 @@ def weights_identity(source: Source) -> str | None:
 
 
 def is_tiny(config: TrainConfig) -> bool:
-    """Whether what is trained is the built-in model, fresh or from an earlier run of it."""
+    """Whether the model to train is the built-in one, fresh or from an earlier run of it."""
     model, init_from, seen = config.model, config.init_from, set()
     while isinstance(init_from, str) and init_from:
         run = RunDir(expanded(init_from, "--init-from"))
@@ -130,7 +130,7 @@ def is_tiny(config: TrainConfig) -> bool:
 
 @contextlib.contextmanager
 def errors_explained(name: str) -> Iterator[None]:
-    """Inside, what `name` is loaded from may fail as libraries fail: the error says what cannot be loaded, and why."""
+    """Turn libraries' errors in loading `name` into a UserError that says what cannot be loaded, and why."""
     try:
         with contextlib.nullcontext() if Path(name).exists() else waiting(f"waiting for {name} from the hub"):
             yield
@@ -139,7 +139,7 @@ def errors_explained(name: str) -> Iterator[None]:
     except Exception as error:  # files may hold anything, and libraries fail on it in ways of their own
         of_file = isinstance(error, RecursionError) or "PytorchStreamReader" in str(error)
         if isinstance(error, RuntimeError) and not of_file:
-            raise  # of memory, or of a rank that was lost
+            raise  # out of memory, or a lost rank
         cause = first_line(error)
         if not isinstance(error, (OSError, ValueError, ImportError, UserWarning, SafetensorError)):
             cause = one_line(" ".join(what_and_where(error).split()), LONGEST_ERROR)

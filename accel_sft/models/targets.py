@@ -1,4 +1,4 @@
-"""Which layers an adapter stands on: those that text reaches, and that compute by being called."""
+"""Chooses the layers that get an adapter: those that text reaches, and that compute by being called."""
 
 import inspect
 import re
@@ -14,17 +14,17 @@ from accel_sft.models.architecture import beyond_text, parts_of
 
 ALL_LINEAR = "all-linear"
 READ_IMAGES = "for images pass through it as it is"
-"""Why what no text reaches is not trained where images do."""
+"""Reason, in messages, why weights that only images reach are not trained."""
 
 
 def targets(model: torch.nn.Module, settings: TrainConfig) -> dict[str, Any]:
     """peft's arguments for `--lora-target-modules`.
 
-    peft takes for linear, in a multimodal model, layers that no text reaches, and layers that it then refuses or beside
-    which an adapter does nothing; they are excluded.
+    By `all-linear`, peft would also choose layers that no text reaches (in a multimodal model), layers that it then
+    refuses, and layers beside which an adapter does nothing; these are excluded.
 
     Raises:
-        UserError: a name that no module which text reaches has.
+        UserError: a name that no module reached by text has.
     """
     names = names_of(settings.lora_target_modules)
     beyond = beyond_text(model)
@@ -48,7 +48,7 @@ def besides(model: torch.nn.Module, settings: TrainConfig) -> dict[str, Any]:
     """peft's arguments for `--lora-target-parameters` and `--lora-modules-to-save`.
 
     Raises:
-        UserError: a name that nothing which text reaches has, or that `--lora-target-modules` has too.
+        UserError: a name that nothing reached by text has, or that `--lora-target-modules` has too.
     """
     parameters, saved = names_of(settings.lora_target_parameters), names_of(settings.lora_modules_to_save)
     beyond = beyond_text(model)
@@ -74,12 +74,12 @@ def besides(model: torch.nn.Module, settings: TrainConfig) -> dict[str, Any]:
         tied = None not in ends and ends[0].weight is ends[1].weight
         named = (name for name, module in model.named_modules() if any(module is end for end in ends))
         if tied and any(_ends_any([end], name) for end in named for name in saved):
-            found["ensure_weight_tying"] = True  # one matrix goes on being both
+            found["ensure_weight_tying"] = True  # embedding and head stay one matrix
     return found
 
 
 def left_out(adapted: Any, *, images: bool = False) -> list[str]:
-    """What an adapter on all linear layers does not stand on, each with the reason; `images`: the data has some."""
+    """The layers that an adapter on all linear layers leaves out, with the reason; `images`: the data has some."""
     from peft.tuners.lora.layer import ParamWrapper
 
     model = adapted.get_base_model()
@@ -96,9 +96,9 @@ def left_out(adapted: Any, *, images: bool = False) -> list[str]:
 
 
 def _unfit(model: Any) -> dict[str, list[str]]:
-    """Linear layers that have a forward of their own, or whose weights are used without it, by the reason.
+    """Linear layers that have a forward of their own, or whose weights are used without a call of it, by the reason.
 
-    Kernels of state-space layers are handed the weights of their projections, beside which an adapter does nothing.
+    Kernels of state-space layers take the weights of their projections directly, so that an adapter does nothing there.
     """
     found: dict[str, list[str]] = {}
     beyond = beyond_text(model)
@@ -117,7 +117,7 @@ def _unfit(model: Any) -> dict[str, list[str]]:
 
 
 def _of_model(kind: type) -> bool:
-    """Whether a class comes with a model, and not with a library of layers that peft may know."""
+    """Whether a class comes with a model, not with a library of layers that peft may know."""
     return kind.__module__.startswith(("transformers.models.", "transformers_modules."))
 
 
@@ -130,5 +130,5 @@ def _has_any(name: str, module: torch.nn.Module, parameters: dict[str, Any]) -> 
 
 
 def _in_block(name: str) -> str:
-    """A name without the number of its block and what stands before it."""
+    """A name without its block's number and all before that: `mlp.up_proj` for `model.layers.3.mlp.up_proj`."""
     return re.split(r"\.\d+\.", name)[-1]

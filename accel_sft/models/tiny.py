@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_sft.api.errors import UserError
+from accel_sft.io.prefix import common_length
 
 if TYPE_CHECKING:
     from transformers import Qwen2Tokenizer
@@ -33,9 +34,9 @@ TINY_SHAPE: dict[str, Any] = {
     "num_key_value_heads": 4,
     "tie_word_embeddings": True,
 }
-"""Of its Qwen2Config; its vocabulary is the data's."""
+"""The tiny model's arguments of Qwen2Config; the size of its vocabulary comes from the data."""
 TINY_VOCABULARY = 1024
-"""About as many tokens it has."""
+"""Approximate number of tokens in the tiny model's vocabulary."""
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -51,7 +52,7 @@ _PIECES = rf"\p{{N}}|[{_CHARACTER_SCRIPTS}]|[\p{{L}}&&[^{_CHARACTER_SCRIPTS}]]{{
 """Pieces have at most 64 letters: no word has more, and training takes the square of their length."""
 _MAX_LENGTH = 4096
 _MAX_TEXT = 1 << 14
-"""Characters of a text that the tokenizer is made from: rows that are much longer are left out anyway."""
+"""Characters of each text that the tokenizer is made from; rows that are much longer are left out anyway."""
 _MAX_CHARACTERS = 4096
 _MAX_MERGES = 768
 _MERGE_SHARE = 0.01
@@ -68,7 +69,7 @@ def build_tiny(directory: Path, texts: Sequence[str], seed: int) -> None:
     Args:
         directory: created if missing.
         texts: the training examples' own text: each message's content and each answer, one string each.
-        seed: of the initial weights.
+        seed: seed of the initial weights.
     Raises:
         UserError: there is no text to make a tokenizer from.
     """
@@ -104,14 +105,14 @@ def train_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
     One token per digit and per Chinese or Japanese character, so that positions can be counted; words and runs of
     punctuation merge only where many texts have them, so that a name never seen is spelt by the same well-trained
     pieces as one in training. Openings shared by many texts (the system prompt, an answer's fixed prefix) are one
-    token. Characters that are not in `texts` are their UTF-8 bytes: any text in Unicode's NFC round-trips (as with
+    token. Characters that are not in `texts` become their UTF-8 bytes: any text in Unicode's NFC round-trips (as with
     Qwen2's own tokenizer, whose class transformers insists on for a Qwen2 model, normaliser included).
     """
     from tokenizers import AddedToken, pre_tokenizers
     from transformers import Qwen2Tokenizer
 
     openings = common_openings(texts)
-    opening = re.compile("|".join([*map(re.escape, openings), ""]))  # the longest that a text has
+    opening = re.compile("|".join([*map(re.escape, openings), ""]))  # matches a text's longest opening
     corpus = [text[opening.match(text).end() :][:_MAX_TEXT] for text in sorted(set(texts))]
     characters, merges = _characters_and_merges(corpus)
     pairs: dict[tuple[str, str], None] = {}  # ordered, each once
@@ -175,14 +176,9 @@ def common_openings(texts: Sequence[str]) -> list[str]:
     for text in texts:
         groups.setdefault(text[:_OPENING_CHARACTERS], []).append(text)
     enough = max(_MIN_COUNT, _OPENING_SHARE * len(texts))
-    shared = (_common_prefix(group) for group in groups.values() if len(group) >= enough)
+    shared = (group[0][: common_length(group)] for group in groups.values() if len(group) >= enough)
     found = {re.sub(r"\d+$", "", opening) for opening in shared}
     # An added token is decoded as if byte-level: Latin-1 letters alone would be taken for bytes.
     decode = decoders.ByteLevel().decode
     usable = [each for each in found if len(each) >= _OPENING_CHARACTERS and decode([each]) == each]
     return sorted(usable, key=lambda opening: (-len(opening), opening))
-
-
-def _common_prefix(texts: Sequence[str]) -> str:
-    first, last = min(texts), max(texts)
-    return first[: next((at for at, char in enumerate(first) if char != last[at]), len(first))]

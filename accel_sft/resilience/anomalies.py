@@ -1,4 +1,4 @@
-"""NaN or infinite losses and gradients, which are never applied, and loss spikes: reported with their examples."""
+"""Reports NaN or infinite losses and gradients, which are never applied, and loss spikes, with their examples."""
 
 import collections
 import json
@@ -15,14 +15,15 @@ from accel_sft.io.run_dir import RunDir
 MOST_IN_A_ROW = 10
 """Skipped steps in a row after which `--on-nonfinite skip` gives up."""
 WINDOW, FEWEST, DEVIATIONS = 64, 16, 10.0
-"""A loss is a spike if it stands so many median absolute deviations above the median of the losses before it."""
+"""A loss is a spike if it is DEVIATIONS median absolute deviations above the median of the last WINDOW losses; at least
+FEWEST must be there."""
 _SHOWN = 8
 
 
 class Anomalies:
-    """Checks loss and gradient norm of every step, which are the same on every rank; one of them `writes` the file.
+    """Checks loss and gradient norm of every step, which are the same on every rank; one rank `writes` the file.
 
-    Under the launch's `precision` fp16 gradients overflow while the scale of the loss is found.
+    Under `precision` fp16 an infinite gradient is no anomaly: gradients overflow while the loss scale is found.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class Anomalies:
         self._in_a_row = 0
 
     def rewind(self, step: int) -> None:
-        """Drop the records of later steps, which are repeated."""
+        """Drop the records of steps after `step`, which are repeated."""
         if self.writes and self.file.exists():
             lines = self.file.read_text(encoding="utf-8", errors="replace").splitlines()
             write_atomically(self.file, "".join(f"{line}\n" for line in lines if _step_in(line) <= step))
@@ -44,10 +45,10 @@ class Anomalies:
         return len(self.file.read_text(encoding="utf-8").splitlines()) if self.file.exists() else 0
 
     def look(self, step: int, loss: float, grad_norm: float, examples: Sequence[Any]) -> None:
-        """Check step `step` (from 1) and its examples; one whose loss or gradient is NaN or infinite was not applied.
+        """Check step `step` (from 1) and its examples; a step whose loss or gradient is not finite was not applied.
 
         Raises:
-            UserError: it is NaN or infinite, and the run is to stop, or has skipped too many.
+            UserError: the loss or gradient is not finite, and the run is to stop or has skipped too many steps.
         """
         if not math.isfinite(loss) or (not math.isfinite(grad_norm) and self.precision != "fp16"):
             self._not_finite(step, loss, grad_norm, examples)
@@ -81,7 +82,7 @@ class Anomalies:
 
 
 def _step_in(line: str) -> float:
-    """The step of a record; of one that was cut off, none that is kept."""
+    """The step of a record; infinity if the record is broken, so that it is dropped."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):

@@ -1,4 +1,4 @@
-"""How a command that failed ends: its message, the rank that prints it, its exit status, torchrun's record of it."""
+"""Ends a command that failed: its message, the rank that prints it, its exit status, torchrun's record of it."""
 
 import atexit
 import contextlib
@@ -21,21 +21,24 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import one_line, printable
 
 _REPEATED = "as another rank of this machine says"
-"""What the ranks record that fail alike, but for the first."""
+"""Message that ranks record whose failure is the same as an earlier rank's."""
 DISK_SECONDS = 3.0
-"""Time for a disk to take the last line of a run that is ended from a thread."""
+"""Seconds that a disk gets to take the last line of a run that is ended from a thread."""
 
 
 class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
-    """Ends the process when its body raises: a user's mistake in a line each, our own or a plugin's with a traceback.
+    """Ends the process when its body raises.
 
-    Under torchrun the ranks of a machine that fail alike print it once, a rank that fails alone prints its own, and
-    the launcher's summary carries the message. Set `debug` for tracebacks everywhere.
+    A UserError gets a line for each problem; an interrupt, an error of click and a lost rank get one line; any other
+    error gets a traceback.
+
+    Under torchrun, ranks of a machine that fail alike print the message once, a rank that fails alone prints its own,
+    and the launcher's summary carries the message. Set `debug` for tracebacks everywhere.
     """
 
     def __init__(self) -> None:
         self.debug = self._succeeded = False
-        atexit.register(self._skip_teardown)  # early: the first that is registered runs last
+        atexit.register(self._skip_teardown)  # early, because the first that is registered runs last
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, click.exceptions.Exit):  # --help and --version
@@ -67,14 +70,14 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
         _leave(1)
 
     def _unexpected(self, error: BaseException, trace: str) -> tuple[str, str]:
-        """The text to print and the message to record of an error that no user can mend."""
+        """The text to print and the message to record for an error that no user can mend."""
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place, summary = f"{frame.filename}:{frame.lineno}", f"{type(error).__name__}: {error}".rstrip(": \n")
         message = f"{summary} ({place})"
         if not self.debug and (lost := lost_peers()):
             return f"Error: {lost}", lost
         if not self.debug and {text for _, text in _earlier_failures()} - {message, _REPEATED}:
-            # a peer's death breaks the collectives of this rank: no cause to show
+            # another rank's death breaks this rank's collectives: its error is not the cause
             rank = os.environ.get("RANK", "0")
             return f"Error: rank {rank} ended after another rank had failed ({one_line(summary, 100)})", message
         return f"{trace}Error: unexpected in {place}: {summary}", message
@@ -89,13 +92,13 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
 
 
 def _record_file() -> Path | None:
-    """Where torchrun looks for this rank's error; two folders up are those of all its ranks on this machine."""
+    """The file in which torchrun looks for this rank's error; two folders up are those of all ranks on this machine."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(file) if file else None
 
 
 def lost_peers() -> str:
-    """A sentence about ranks of this machine that ended, if none has recorded an error; "" if there are none."""
+    """A sentence about ranks of this machine that ended; "" if there are none, or if a rank has recorded an error."""
     from accel_sft.resilience.ranks import lost_ranks
 
     own = _record_file()
@@ -108,7 +111,7 @@ def a_peer_failed() -> bool:
 
 
 def record_end(run_dir: RunDir, message: str) -> None:
-    """Write into the run's result why this rank is ended from a thread; the disk may hang too."""
+    """Write into the run's result why a thread ends this rank. Waits DISK_SECONDS at most: the disk may hang too."""
     recording = threading.Thread(target=run_dir.write_ended, args=("failed", message), daemon=True)
     recording.start()
     recording.join(DISK_SECONDS)
@@ -148,7 +151,7 @@ def report(text: str, message: str, file: TextIO | None = None) -> None:
 
 
 def _is_first(text: str) -> bool:
-    """Whether no other rank of this machine has claimed this text; from now on this one has. Raises OSError."""
+    """Claim this text; whether no other rank of this machine has claimed it before. Raises OSError."""
     own = _record_file()
     if own and own.parent.parent.is_dir():
         claim = own.parent.parent / f"said-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:16]}"
@@ -168,7 +171,7 @@ def _print(text: str, file: TextIO | None = None) -> None:
 
 
 def _stdout_is_closed() -> bool:
-    """Whether the reader of our output has closed it, as `head` does. A failed flush would show that only once."""
+    """Whether the reader of our output has closed it, as `head` does. (A failed flush would show that only once.)"""
     poll = select.poll()
     poll.register(1, 0)
     return any(event & (select.POLLERR | select.POLLHUP | select.POLLNVAL) for _, event in poll.poll(0))
@@ -177,8 +180,8 @@ def _stdout_is_closed() -> bool:
 def leave_together() -> None:
     """Wait until all ranks are done.
 
-    The process group is left as it is, for `ExitHandler` to skip: to destroy it holds Python's lock while gloo's
-    threads end, and one of them that drops a tensor waits for that lock (seen with torch 2.6).
+    The process group is not destroyed; `ExitHandler` skips that. Destroying it holds Python's lock while gloo's threads
+    end, and a thread that drops a tensor waits for that lock (seen with torch 2.6).
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -186,7 +189,7 @@ def leave_together() -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit at once on several ranks: destructors there wait for collectives that no other rank will join."""
+    """Exit; with several ranks at once, because destructors would wait for collectives that no other rank joins."""
     try:
         sys.stdout.flush()
     except (OSError, UserError):  # Python would complain about unwritten output as it exits

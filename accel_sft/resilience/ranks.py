@@ -1,4 +1,4 @@
-"""The ranks of this machine: what a main thread is doing, whether it waits for others there, how a lost rank ended."""
+"""Finds out, for ranks of this machine, what a main thread does, if it waits for other ranks, how a lost rank ended."""
 
 import contextlib
 import itertools
@@ -17,8 +17,8 @@ from accel_sft.io.heartbeat import in_exchange
 from accel_sft.launch import host_memory
 
 _WAITING = re.compile(r"/torch/(distributed|cuda)/|/torch/autograd/graph\.py|/deepspeed/(comm|runtime)/")
-"""Files of functions in which a rank waits for others: gradients are reduced within a backward, and a GPU is waited for
-that waits itself."""
+"""Files of functions in which a rank waits for others: a backward reduces gradients, and a synchronized GPU may itself
+wait for other ranks."""
 _LIBRARIES = re.compile(
     r"/site-packages/(torch|deepspeed|accelerate|transformers|huggingface_hub|tokenizers|datasets|numpy|pyarrow|safetensors"
     r"|psutil|regex|rich|requests|httpx|urllib3)/"
@@ -26,7 +26,7 @@ _LIBRARIES = re.compile(
 
 
 def waits(frame: FrameType) -> bool:
-    """Whether the main thread waits for other ranks: in a collective, or for its result where a device is behind."""
+    """Whether the main thread waits for other ranks: in a collective, or for its result on a device."""
     for each, _ in itertools.islice(traceback.walk_stack(frame), 8):
         if _WAITING.search(each.f_code.co_filename):
             return True
@@ -34,7 +34,7 @@ def waits(frame: FrameType) -> bool:
 
 
 def place(frame: FrameType) -> str:
-    """The innermost line that is neither Python's own nor a known library's; a task may be installed as those are."""
+    """The innermost line that is neither Python's own nor a known library's; a task may lie in site-packages, too."""
     standard = sysconfig.get_path("stdlib")
     for each, line in traceback.walk_stack(frame):
         file = each.f_code.co_filename
@@ -69,9 +69,9 @@ def state(rank: int, host: str) -> str:
 
 
 def lost_ranks(attempt: Path) -> str:
-    """A sentence about the ranks of this machine that ended without an error of their own; "" if there are none.
+    """A sentence about the ranks of this machine that ended without recording an error; "" if there are none.
 
-    In `attempt` torchrun's ranks of this machine record their errors, by local rank.
+    `attempt` is the folder in which torchrun's ranks of this machine record their errors, by local rank.
     """
     alive, signals = set(), set()
     for process in _beside():

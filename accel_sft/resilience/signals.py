@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and a lost launcher: a signal lets the run write a checkpoint, a lost launcher ends it at once."""
+"""Handles SIGTERM, SIGINT and a lost launcher: a signal lets the run write a checkpoint, a lost launcher ends it."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ from accel_sft.launch.launcher import under_launcher
 from accel_sft.resilience.exit import a_peer_failed, lost_peers, record_end, report
 
 WATCH_SECONDS = 1.0
-"""Between looks at whether the launcher is still there."""
+"""Seconds between two checks that the launcher is still there."""
 ECHO_SECONDS = 5.0
-"""Under a launcher, after a signal, in which another is the same one: Slurm sends it to every process of a job, and the
-launcher passes on to its ranks what it gets itself."""
+"""Seconds after a signal in which a second one counts as the same, under a launcher: Slurm sends a signal to every
+process of a job, and the launcher passes its own on to its ranks."""
 UNHANDLED_SECONDS = 4.0
-"""After a signal that the main thread has not handled: it is in C, and may wait there for a rank that has ended. The
-launcher kills after 30."""
+"""Seconds after which a signal counts as not handled by the main thread, which is then in C and may wait there for a
+rank that has ended. The launcher kills after 30 seconds."""
 
 
 class Interruption(KeyboardInterrupt):
-    """The run ends because of a signal, and has written a checkpoint."""
+    """Raised when a signal has ended the run, after it wrote a checkpoint."""
 
     def __init__(self, number: int, step: int, command: str) -> None:
         name = signal.Signals(number).name
         super().__init__(f"stopped by {name} after step {step}, with a checkpoint; to continue: {command}")
-        self.status = 128 + number  # which a shell reports for the signal
+        self.status = 128 + number  # as a shell reports the signal
 
 
 class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
-    """Inside, SIGTERM and SIGINT end the process, or are noted while `deferred`; a second signal ends it at once.
+    """Within this context, SIGTERM and SIGINT end the process, or are noted while `deferred`; a second one ends it at
+    once.
 
-    A rank whose launcher has ended does so too within two seconds and writes no file: a later run may already write
-    there. One that got a signal before may still write its checkpoint. A main thread that waits for other ranks in C
-    handles no signal: the watching thread ends the process then, during start-up or if a rank was lost.
+    A rank whose launcher has ended also ends within two seconds and writes no file, because a later run may already
+    write there; but if it got a signal before, it may still write its checkpoint. A main thread that waits for other
+    ranks in C handles no signal: then the watching thread ends the process, during start-up or if a rank was lost.
 
-    SIGINT stays ignored where it was ignored at the start, as a shell has it for a script's commands in the background.
+    SIGINT stays ignored where it was ignored at the start, as in a script's background commands.
     """
 
     def __init__(self) -> None:
         self.asked = 0  # number of the signal that came while `deferred`
         self._asked_at = 0.0
-        self.deferred = False  # whether signals are noted, for a loop that looks at `asked`
-        self.run_dir: RunDir | None = None  # whose result says why the watching thread ended this rank
-        self.to_continue = ""  # the command that does, once there is a folder
+        self.deferred = False  # whether signals are only noted, for a loop that checks `asked`
+        self.run_dir: RunDir | None = None  # its result says why the watching thread ended this rank
+        self.to_continue = ""  # the command that continues the run, once it has a folder
         self._launcher = PARENT if under_launcher() else None
         self._before: dict[int, object] = {}
         self._ended = threading.Event()
@@ -59,7 +60,7 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
         ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
         numbers = (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGINT)
         self._before = {number: signal.signal(number, self._on_signal) for number in numbers}
-        # a process that a task forks, to run an answer with a timeout, say, handles signals as if there were no run
+        # a process that a task forks (to run an answer with a timeout, say) handles signals as if there were no run
         os.register_at_fork(after_in_child=self._leave_alone)
         if self._launcher is not None:
             arriving, writing = os.pipe()  # the system writes each signal's number, whatever the main thread is doing
@@ -82,15 +83,15 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
             signal.signal(*self._before.popitem())
 
     def exit_if_orphaned(self) -> None:
-        """End now if the launcher has ended; call this before anything is written."""
+        """End the process if the launcher has ended; call this before anything is written."""
         if self._launcher is not None and os.getppid() != self._launcher and not self.asked:
             _log("the launcher has ended: this rank ends without writing anything more\n")
             os._exit(1)
 
     def failing(self) -> None:
-        """This rank ends with an error: at once if the launcher has ended, else SIGTERM is ignored from now on.
+        """Prepare to end with an error: end at once if the launcher has ended, else ignore SIGTERM from now on.
 
-        The launcher that misses one rank sends the others SIGTERM within a tenth of a second, before they can say why.
+        When a rank has ended, the launcher sends the others SIGTERM within a tenth of a second, before they can report.
         """
         self.exit_if_orphaned()
         if self._launcher is not None:
@@ -98,7 +99,7 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def lost_peers(self) -> str:
-        """`exit.lost_peers`, with the command that continues the run."""
+        """The sentence of `exit.lost_peers`, with the command that continues the run."""
         lost = lost_peers()
         return f"{lost}; to continue: {self.to_continue}" if lost and self.to_continue else lost
 

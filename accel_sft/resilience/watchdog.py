@@ -32,31 +32,32 @@ from accel_sft.resilience import exit
 from accel_sft.resilience.ranks import place, process_beside, state, waits
 
 SILENT_SECONDS = 5.0
-"""A rank whose watching thread has published nothing for so long does not respond; it publishes every second."""
+"""Seconds without a publication after which a rank does not respond; its watching thread publishes every second."""
 GRACE_SECONDS = 3.0
-"""Time for all ranks to write their stacks before one of them ends the run."""
+"""Seconds that all ranks get to write their stacks before one of them ends the run."""
 LEAST_CPU, LEAST_BYTES = 0.005, 4096
-"""Activity per second that counts as progress during start-up: seconds of a core, bytes of files. Polling does less.
-
-One look of the watching thread takes 3 ms of a core beside 120 processes, more beside others: it does not count."""
+"""Least activity per second that counts as progress during start-up: seconds of a core, bytes of files. Polling stays
+below it. One look of the watching thread takes 3 ms of a core beside 120 processes, more beside others: it does not
+count."""
 
 
 class Sign(NamedTuple):
     """What a rank's watching thread publishes about its main thread."""
 
     tick: int  # grows with every publication
-    stalled: int  # whole seconds since it made progress
-    waiting: bool  # for other ranks
+    stalled: int  # whole seconds since the last progress
+    waiting: bool  # whether it waits for other ranks
     host: str
     place: str  # the innermost line that is not a library's
 
 
 class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
-    """Inside, the run ends if no rank makes progress for `seconds`, and the ranks that hang are named; 0: none.
+    """Within this context, ends the run if no rank makes progress for `seconds`, and names those that hang; 0: no
+    watch.
 
-    Stacks and end are written to `run_dir`; where there is none, the stack of a rank that hangs goes to the terminal.
-    `alone` it watches this rank's import of a task, and does without torch: modules that are loaded and files count as
-    progress there, and computing does not, which may be a loop without an end.
+    Stacks and result are written to `run_dir`; without one, the stack of a rank that hangs goes to the terminal. With
+    `alone` it watches this rank's import of a task, without torch: loaded modules and files count as progress there;
+    computing does not, because it may be an endless loop.
     """
 
     def __init__(self, seconds: float, run_dir: RunDir | None = None, *, alone: bool = False) -> None:
@@ -65,9 +66,9 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._store: Any = None  # the launcher's; None for one rank, or where it cannot be reached
-        self._dumped = 0  # bytes of stacks that were written and shown, which are no progress
-        self._worked: dict[int, tuple[float, int]] = {}  # of each rank, CPU seconds and bytes at the last look
-        self._heard: dict[int, tuple[int, float]] = {}  # of each rank, its last tick and when that came
+        self._dumped = 0  # bytes of stacks that were written and shown; they are no progress
+        self._worked: dict[int, tuple[float, int]] = {}  # rank -> CPU seconds and bytes at the last look
+        self._heard: dict[int, tuple[int, float]] = {}  # rank -> its last tick and when that came
         self._silent: set[int] = set()
 
     def __enter__(self) -> Watchdog:
@@ -81,7 +82,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
             self._thread.join(SILENT_SECONDS)  # a call to the store that the process's end interrupts would abort it
 
     def _watch(self) -> None:
-        path = self.run_dir.stacks(self.rank) if self.run_dir else None  # with those of an earlier attempt
+        path = self.run_dir.stacks(self.rank) if self.run_dir else None  # after those of an earlier attempt
         with path.open("a", encoding="utf-8") if path else tempfile.TemporaryFile("a+", encoding="utf-8") as stacks:
             try:
                 self._watch_main_thread(stacks)
@@ -108,8 +109,8 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
             beats = heartbeat_count(), len(sys.modules)
             if beats != seen or (active and self._has_worked(self.rank, elapsed)):
                 seen, since = beats, now
-                size = stacks.truncate(before)  # of a rank that made progress after all
-                # of its own accord and without the interpreter, which a main thread in C may be holding
+                size = stacks.truncate(before)  # the rank made progress after all
+                # faulthandler needs no interpreter lock, which a main thread in C may be holding
                 faulthandler.dump_traceback_later(self.seconds, file=stacks)
             sign = Sign(tick, int(now - since), waiting, socket.gethostname(), place(frame))
             signs = self._exchange(sign)
@@ -121,7 +122,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
                 stacks.seek(before)
                 self._dumped += len(text := stacks.read()) + 1
                 print(text, file=terminal(), flush=True)
-                shown = True  # before any rank ends, whereupon the launcher ends the others
+                shown = True  # before any rank ends: the launcher then ends the others
             if now - still >= GRACE_SECONDS:
                 self._end(signs)
 
@@ -148,9 +149,9 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         return (cpu >= LEAST_CPU * seconds and not self.alone) or count >= LEAST_BYTES * seconds
 
     def _all_hang(self, signs: dict[int, Sign], now: float, elapsed: float) -> bool:
-        """Whether no rank makes progress. One that does not respond makes none, unless it computes in C."""
+        """Whether no rank makes progress. A rank that does not respond makes none, unless it computes in C."""
         if self._store is None and self.ranks > 1 and signs[self.rank].waiting:
-            return False  # for ranks whose signs cannot be read
+            return False  # it waits for ranks whose signs cannot be read
         for rank, sign in signs.items():
             if self._heard.get(rank, (None, 0.0))[0] != sign.tick:
                 self._heard[rank] = sign.tick, now
@@ -160,7 +161,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         return all(sign.stalled >= self.seconds for rank, sign in signs.items() if rank not in self._silent)
 
     def _end(self, signs: dict[int, Sign]) -> None:
-        """End this rank; one of all ranks names the culprit before."""
+        """End this rank; before that, one of all ranks reports the culprits."""
         speaks = True
         with contextlib.suppress(RuntimeError):  # where the store has ended, this rank may be the only one left
             speaks = self._store is None or self._store.add("spoken", 1) == 1

@@ -1,1 +1,1 @@
-"""From a file to examples, each with its file, line and field."""
+"""Reads files into examples; errors name file, line and field."""

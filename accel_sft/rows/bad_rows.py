@@ -1,4 +1,4 @@
-"""Rows of a file that cannot be used: where each stands and why, and how an audit reads the others."""
+"""Rows that cannot be used: where each stands and why, and how an audit reads the other rows of the file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Place(NamedTuple):
 
 
 class BadRow(NamedTuple):
-    """A row that cannot be used, and why: `syntax` of JSON, or what the task's parser says of its content."""
+    """A row that cannot be used, and why; `syntax` is False if its content is at fault, not the file's syntax."""
 
     place: Place
     reason: str
@@ -37,7 +37,7 @@ _left_out: contextvars.ContextVar[list[BadRow] | None] = contextvars.ContextVar(
 def bad_rows_left_out(most: int) -> Iterator[list[BadRow]]:
     """Inside, `read_rows` leaves bad rows out instead of refusing their file, so that an audit sees the others too.
 
-    The rows left out are added to the list, up to `most`. Of a file that has any, nothing is kept in the cache.
+    The yielded list receives the rows left out, `most` of them at most. A file with such rows is not kept in the cache.
     """
     found: list[BadRow] = _Limited(most)
     token = _left_out.set(found)
@@ -48,7 +48,7 @@ def bad_rows_left_out(most: int) -> Iterator[list[BadRow]]:
 
 
 def left_out_rows() -> list[BadRow] | None:
-    """The list that rows are added to which are left out; None: their file is to be refused."""
+    """The list to which bad rows are to be added; None if their file is to be refused."""
     return _left_out.get()
 
 

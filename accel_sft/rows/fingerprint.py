@@ -1,7 +1,8 @@
 """Hashes a task's code and options: cached tokens are used only while neither has changed.
 
-It hashes all files of the packages that the code stands in and, if these import libraries, the versions of all that is
-installed. Where something else may decide, there is no fingerprint, and every message is read. Standard library only.
+It hashes all files of the packages that the code is in and, if these import libraries, the versions of all installed
+packages. If something else may decide what the code does, there is no fingerprint, and every message is read. Standard
+library only.
 """
 
 import ast
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 _MAX_BYTES = 64 << 20
-"""Of one package's files: reading more at every start would take longer than the fingerprint saves."""
+"""Most bytes of one package's files: reading more at every start would take longer than the fingerprint saves."""
 _INSTALLED = {"site-packages", "dist-packages"}
 _OUTSIDE = """
     open FileIO system popen environ environb getenv exec eval importlib runpy pkgutil linecache subprocess socket
@@ -27,11 +28,11 @@ _OUTSIDE = """
     read_text read_bytes read_csv read_table read_json read_parquet load loadtxt genfromtxt fromfile memmap
     from_pretrained __import__ __builtins__ __file__ __loader__ __spec__ __path__
 """
-"""Names and modules by which a source may reach files, the environment, the network or code that it does not import."""
+"""Names and modules with which a source may reach files, environment, network, or code that it does not import."""
 
 
 class _Unknown(Exception):
-    """Something decides what the code does that is neither a plain value nor in a file known here."""
+    """What the code does depends on something that is neither a plain value nor in a file known here."""
 
 
 def code_fingerprint(*values: Any) -> str | None:
@@ -52,7 +53,7 @@ def code_fingerprint(*values: Any) -> str | None:
 
 
 def _described(value: Any, own: set[str]) -> Any:
-    """`value` in JSON; the top-level packages of the classes and functions in it are added to `own`."""
+    """`value` as JSON can hold it; the top-level packages of the classes and functions in it are added to `own`."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str, bytes, type(Path())):
         return [kind.__name__, repr(value)]
@@ -120,7 +121,7 @@ def _imported(source: bytes) -> set[str]:
 
 
 def _installed(imported: set[str]) -> list[str]:
-    """If anything is imported, name and version of all that is installed: what that may import in turn."""
+    """Name and version of all installed packages, which the imported ones may import in turn; [] without imports."""
     provided = _distributions() if imported else {}
     for top in imported:  # a file beside the task, or one installed from a folder, may change and keep its version
         distributions = [metadata.distribution(name) for name in provided.get(top, ())]
@@ -133,5 +134,5 @@ def _installed(imported: set[str]) -> list[str]:
 
 @functools.cache
 def _distributions() -> Mapping[str, list[str]]:
-    """The distributions that hold each top-level module, read once: it takes a fraction of a second."""
+    """The distributions of each top-level module, read once because it takes a fraction of a second."""
     return metadata.packages_distributions()

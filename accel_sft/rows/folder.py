@@ -7,16 +7,16 @@ from accel_sft.api.errors import UserError
 from accel_sft.rows.formats import COMPRESSIONS, READERS, is_data_file
 
 _ABOUT_DATA = frozenset({"dataset_dict.json", "dataset_info.json", "dataset_infos.json"})
-"""Files of a data set of a hub that describe it, and hold none of its rows."""
+"""Files that describe a data set of the hub and hold none of its rows."""
 
 
 def data_files(folder: Path) -> list[Path]:
-    """The data files of a folder, without hidden ones and those that describe a data set.
+    """The data files of a folder and its subfolders, except hidden files and those that describe a data set.
 
-    Links are followed, each folder is read once.
+    Links are followed, and each folder is read once.
 
     Raises:
-        UserError: there are none, or a folder in it cannot be read.
+        UserError: there are no data files, or a subfolder cannot be read.
     """
 
     def failed(error: OSError) -> None:

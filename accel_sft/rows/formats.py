@@ -1,7 +1,7 @@
-"""Reads files by their suffix: JSON, CSV and Parquet, compressed or not, each as values with their places.
+"""Reads files by their suffix (JSON, CSV and Parquet, compressed or not), each as values with their places.
 
-A data format is a reader in READERS, a compression an opener in COMPRESSIONS. pyarrow is imported for the files that
-need it; all else is standard library.
+A data format is a reader in READERS, a compression is an opener in COMPRESSIONS. pyarrow is imported only for the files
+that need it; all else is standard library.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from accel_sft.api.errors import UserError
 from accel_sft.rows.json_stream import Located, located
 
 Reader = Callable[[BinaryIO, str], Iterator[Located]]
-"""Of a seekable stream and the file's name in messages: its values, as `located` yields them."""
+"""Takes a seekable stream and the file's name in messages, and yields the values as `located` does."""
 _BATCH_ROWS = 256
 _MOST_DECOMPRESSED, _MOST_TIMES = 256 << 20, 200
-"""A compressed file may hold this many bytes, or this many times its size if that is more: text has 3 to 10 times."""
+"""A compressed file may hold this many bytes, or this many times its size if that is more; text takes 3 to 10 times."""
 _FIELDS_SHOWN = 80
 
 
@@ -33,7 +33,8 @@ class Format(NamedTuple):
     """How a file is read.
 
     Attributes:
-        suffix: of what is inside, ".jsonl" of rows.jsonl.gz; "" where it is none that is known here: read as JSON.
+        suffix: the suffix without the compression, ".jsonl" for rows.jsonl.gz; "" if it is not in READERS: such a file
+            is read as JSON.
         compression: the suffix of the compression, or "".
     """
 
@@ -42,7 +43,7 @@ class Format(NamedTuple):
 
     @property
     def is_text_of_rows(self) -> bool:
-        """Whether the file's own bytes hold the rows as JSON: they are then read from there, and not converted."""
+        """Whether the file's own bytes hold the rows as JSON, which are then read from there without conversion."""
         return READERS.get(self.suffix, located) is located
 
     @property
@@ -60,7 +61,7 @@ def format_of(path: Path) -> Format:
 
 
 def is_data_file(path: Path) -> bool:
-    """Whether a file of a folder is one of its data files: it has a suffix that is known here."""
+    """Whether a file in a folder counts as a data file: its suffix is in READERS."""
     return format_of(path).suffix != ""
 
 
@@ -85,7 +86,7 @@ def decompress(stream: BinaryIO, format: Format, name: str, target: BinaryIO) ->
     except ImportError as error:  # a Python that was built without the compression's library
         raise UserError(f"{name}: this Python cannot read {format.compression} ({error}); decompress it") from None
     except _damaged() as error:
-        if isinstance(error, OSError) and error.errno:  # of the target; a damaged file's has no number
+        if isinstance(error, OSError) and error.errno:  # the target's error; a damaged file's error has no number
             raise
         raise UserError(f"{name}: cannot be decompressed ({error}); is it whole, and {format.compression}?") from None
 
@@ -118,7 +119,7 @@ COMPRESSIONS: dict[str, Callable[[BinaryIO], Any]] = {".gz": _gzip, ".bz2": _bzi
 
 
 def _damaged() -> tuple[type[Exception], ...]:
-    """What reading a damaged file raises."""
+    """The exceptions that reading a damaged file raises."""
     lzma = sys.modules.get("lzma")
     return EOFError, ValueError, zlib.error, OSError, *([lzma.LZMAError] if lzma else [])
 
@@ -129,7 +130,7 @@ def _comma_separated(stream: BinaryIO, name: str) -> Iterator[Located]:
 
 
 def _tab_separated(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """As `_comma_separated`, of a file with tabs."""
+    """Like `_comma_separated`, for a file with tabs."""
     return _delimited(stream, name, "\t")
 
 
@@ -170,7 +171,7 @@ def _header_problem(header: list[str]) -> str:
 
 
 def _doubled(columns: list[str]) -> str:
-    """What is wrong where two columns have one name; "" where none have."""
+    """What is wrong if two columns have the same name; "" if none have."""
     for column in columns:
         if columns.count(column) > 1:
             return f"the column {column[:_FIELDS_SHOWN]!r} twice; give each a name of its own"
@@ -178,7 +179,7 @@ def _doubled(columns: list[str]) -> str:
 
 
 def _parquet(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """The rows of a Parquet file; in place of a line stands the row's number, from 1."""
+    """The rows of a Parquet file, each with its number (from 1) in place of a line."""
     import pyarrow
     from pyarrow import parquet
 
@@ -198,13 +199,13 @@ def _parquet(stream: BinaryIO, name: str) -> Iterator[Located]:
 
 
 def row_as_json(row: dict[str, Any], number: int) -> Located:
-    """A row of Python values as it is read again from JSON; `number` stands in the place of a line."""
+    """A row of Python values as it would be read from JSON, with `number` in place of a line."""
     raw = json.dumps(row, default=_as_json).encode()
     return Located(json.loads(raw), number, 0, raw)
 
 
 def _as_json(value: Any) -> Any:
-    """What JSON has no form for. Bytes stay what no parser takes for text."""
+    """Stands in for a value that JSON cannot hold. Bytes become an object, so that no parser takes them for text."""
     if isinstance(value, (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)):
         return str(value)
     return {"bytes": len(value)} if isinstance(value, bytes) else {"unknown": type(value).__name__}

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub or of a mirror (HF_ENDPOINT), read by `datasets`, a library that is optional."""
+"""Reads data sets of the Hugging Face hub or a mirror (HF_ENDPOINT) with `datasets`, an optional library."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ _NAME = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+)(?=:)
 
 
 def is_dataset_name(name: str) -> bool:
-    """Whether it is ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT, and nothing that begins like it is a path."""
+    """Whether `name` is ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT, no folder ORG exists, and `name` does not
+    end like a data file."""
     path = Path(name)
     return bool(_NAME.fullmatch(name)) and not os.path.exists(path.parent) and not is_data_file(path)
 
 
 def load(name: str) -> Any:
-    """The `datasets.Dataset` of that name; its split is train where none is named.
+    """The `datasets.Dataset` called `name`; the split is train if `name` has none.
 
     Raises:
-        UserError: `datasets` is not installed, or cannot give it.
+        UserError: `datasets` is not installed, or cannot load the data set.
     """
     try:
         import datasets
@@ -47,6 +48,6 @@ def load(name: str) -> Any:
 
 
 def rows_of(dataset: Any) -> Iterator[Located]:
-    """The rows of a Dataset, by number."""
+    """The rows of a Dataset, each with its number (from 1) in place of a line."""
     for number, row in enumerate(dataset, 1):
         yield row_as_json(row, number)

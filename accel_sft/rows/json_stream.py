@@ -1,6 +1,6 @@
 """Reads the values of a JSON array or of JSON Lines one by one, each with its line and its bytes.
 
-Lines are read one at a time; of an array the text is held in memory, the values are not. Standard library only.
+Lines are read one at a time. The text of an array is held in memory, its values are not. Standard library only.
 """
 
 import codecs
@@ -14,16 +14,16 @@ from accel_sft.api.errors import UserError
 
 _MAX_DEPTH = 100  # Python's own limit moves with its version and the caller's stack
 MAX_ROW_BYTES = 64 << 20
-"""Longest line that is read: no longer row can be trained on, and a line without an end would fill the memory."""
+"""Most bytes of a line that is read: no longer row can be trained on, and an endless line would fill the memory."""
 _MAX_NAME = 80
-"""Characters of a field's name that a message repeats: a row may have as long a one as it likes."""
+"""Most characters of a field's name that a message repeats: a row's field names may be of any length."""
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
 class Located(NamedTuple):
     """One value, its first line (from 1), its first byte (from 0) and its bytes, which `json.loads` can read again.
 
-    In place of a value that cannot be used stands the ValueError that says why.
+    A value that cannot be used is replaced by the ValueError that says why.
     """
 
     value: Any
@@ -48,9 +48,9 @@ class RowProblem(ValueError):
 
 
 class RowLeftOut(Exception):
-    """Raised by the `parse` given to `read_rows`: the row is left out, counted and named, by this reason in a phrase.
+    """Raised by the `parse` given to `read_rows` to leave a row out; its text, a phrase, is reported as the reason.
 
-    A row that is malformed is RowProblem's; this is for one that is as published files have them, and of no use.
+    For a malformed row raise RowProblem; this is for a row that published files do contain, and that is of no use.
     """
 
 
@@ -58,8 +58,9 @@ class ParsedRow(NamedTuple):
     """What `parse` may return around an example.
 
     Attributes:
-        group: rows of one group, such as those with one prompt, stay together when some are held out; "": equal rows.
-        notes: what was done to the row; each is counted over all rows and told with the first places.
+        group: rows of one group, such as those with one prompt, stay together when some are held out; "": only equal
+            rows form a group.
+        notes: what was done to the row; each note is counted over all rows and reported with the first places.
     """
 
     example: Any
@@ -68,13 +69,13 @@ class ParsedRow(NamedTuple):
 
 
 def located(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """The values of an array or of lines, whichever the content is.
+    """The values of a JSON array or of JSON Lines, whichever the content is.
 
     Args:
         stream: read from its beginning; a byte-order mark is accepted.
         name: the file's name in messages.
     Raises:
-        UserError: bytes that are not UTF-8, by line.
+        UserError: a line is not UTF-8, or is too long.
     """
     stream.seek(0)
     begin = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
@@ -105,7 +106,7 @@ def _text(raw: bytes, name: str, line: int, begin: int) -> str:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any] | ValueError:
-    """An object, or the error that stands in its place, so that the rows after it are decoded too."""
+    """An object, or the error of a repeated key in its place, so that the rows after it are decoded too."""
     row: dict[str, Any] = {}
     for key, value in pairs:
         if key in row:
@@ -152,18 +153,18 @@ def _problems_in(value: Any, depth: int = 0) -> Iterator[ValueError]:
 
 
 def _array(text: str, offset: int) -> Iterator[Located]:
-    """The elements of the array; the first syntax error ends it. `offset` is that of the first byte of `text`."""
+    """The elements of the array; the first syntax error ends it. `offset` is the number of bytes before `text`."""
     at, line, mark = 0, 1, "["
 
     def move(end: int) -> bytes:
-        """Move on to the character at `end`; the bytes between."""
+        """Move on to the character at `end`; returns the bytes between."""
         nonlocal at, line, offset
         raw = text[at:end].encode()
         at, line, offset = end, line + text.count("\n", at, end), offset + len(raw)
         return raw
 
     def next_mark() -> str:
-        """Move on to the next character that is not blank; it, or nothing at the end."""
+        """Move on to the next character that is not blank, and return it; "" at the end."""
         move(_BLANK.match(text, at).end())
         return text[at : at + 1]
 

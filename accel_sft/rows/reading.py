@@ -1,6 +1,6 @@
 """Reads one file of rows: all are checked at the first reading, and the place of each is kept in the cache.
 
-Rows of JSON stay in their file; those of other formats are written to the cache as JSON Lines. Standard library only.
+JSON rows stay in their file; rows of other formats are written to the cache as JSON Lines. Standard library only.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from accel_sft.rows.row_file import PLACE, OpenFile, RowFile, Tally, named
 
 MAX_PROBLEMS = 20
 MAX_PIPED_BYTES = 1 << 30
-"""What comes through a pipe is held in memory, and may have no end."""
+"""Most bytes that are read from a pipe: they are held in memory, and a pipe may have no end."""
 IN_MEMORY_BYTES = 1 << 20
-"""Smaller files of JSON are held in memory and checked at every start: it takes no longer than to look for them in the
-cache."""
+"""JSON files of fewer bytes are held in memory and checked at every start, which takes no longer than finding them in
+the cache."""
 _ANNOUNCED_BYTES = 64 << 20
-"""Of a file from which on a line announces that its rows are being converted."""
+"""Size of a file in bytes from which on a line announces that its rows are being converted."""
 _KIND, _PLACES, _TEXT = "rows", "places.bin", "rows.jsonl"
 _FORM = 2
-"""Of an entry; another number where entries of before cannot be read."""
+"""Version of a cache entry's form; it changes when older entries can no longer be read."""
 _EXPECTED = "a JSON, JSONL, CSV or Parquet file"
 _NO_ROWS = "a JSON array of objects or one JSON object per line"
 Parse = Callable[[dict[str, Any]], Any]
 About = tuple[str, Format, str | None, str]
-"""The first fields of a RowFile."""
+"""Name, format, content and SHA-256: the first fields of a RowFile."""
 
 
 def read_file(path: Path, parse: Parse) -> RowFile:
-    """Open a file, check its rows or find in the cache that they were.
+    """Open a file, and check its rows unless the cache shows that they were checked before.
 
     Raises:
         UserError: as `read_rows`.
@@ -58,7 +58,7 @@ def read_file(path: Path, parse: Parse) -> RowFile:
         if not regular and not stat.S_ISFIFO(before.st_mode):
             raise UserError(f"{name}: a device, not a file; give {_EXPECTED}")
         converted = bool(format.compression) or not format.is_text_of_rows
-        held = not regular or (before.st_size < IN_MEMORY_BYTES and not converted)  # what is piped in is read once
+        held = not regular or (before.st_size < IN_MEMORY_BYTES and not converted)  # a pipe can be read only once
         content = stream.read(-1 if regular else MAX_PIPED_BYTES + 1) if held else OpenFile(os.dup(stream.fileno()))
         if not regular and len(content) > MAX_PIPED_BYTES:
             raise UserError(f"{name}: more than {MAX_PIPED_BYTES >> 20} MiB come through a pipe; give a file instead")
@@ -93,10 +93,10 @@ def unreadable(error: OSError) -> str:
 
 
 def read_dataset(path: Path, parse: Parse) -> RowFile:
-    """As `read_file`, of a data set of the hub.
+    """Like `read_file`, for a data set of the hub.
 
     Raises:
-        UserError: as `hub.load`, or of bad rows, by number.
+        UserError: as `hub.load`; or there are bad rows, which are named by number.
     """
     name, known = str(path), code_fingerprint(parse)
     dataset = hub.load(name)
@@ -116,12 +116,12 @@ def read_dataset(path: Path, parse: Parse) -> RowFile:
 
 
 def _key(*decides: Any) -> str:
-    """Of an entry of the cache, by all that decides what it holds."""
+    """The key of a cache entry: a hash of everything that decides what the entry holds."""
     return hashlib.sha256(" ".join(map(str, (*decides, _FORM))).encode()).hexdigest()
 
 
 def _workspace(stack: contextlib.ExitStack, keep: bool, converted: bool) -> tuple[Path, bool]:
-    """A folder to write to until the stack ends, and whether it may become an entry of the cache."""
+    """A folder to write to until the stack closes, and whether it may become an entry of the cache."""
     if keep:
         try:
             return stack.enter_context(cache.partial(_KIND)), True
@@ -141,7 +141,7 @@ class _Checked:
 
 
 def _checked(source: BinaryIO, about: About, parse: Parse, folder: Path | None) -> tuple[OpenFile | None, _Checked]:
-    """What the rows are, and the text that they were converted to, if a folder for it is given."""
+    """Check the rows, after converting them into `folder` if it is given; returns the converted text (or None) too."""
     name, format, *_ = about
     if folder is None:
         return None, _validated(located(source, name), name, format, parse)
@@ -163,7 +163,7 @@ def _checked(source: BinaryIO, about: About, parse: Parse, folder: Path | None) 
 def _validated(
     values: Iterable[Located], name: str, format: Format, parse: Parse, lines: BinaryIO | None = None
 ) -> _Checked:
-    """Parse each row; the place of each of `values`, or of its line in `lines`, to which it is written."""
+    """Parse each row and record its place: in the source, or in `lines` if the rows are written there."""
     found, problems, before, left_out = _Checked(), Tally(), 0, left_out_rows()
     for number, (value, line, begin, raw) in enumerate(values, 1):
         row = number if raw and line == before else None  # an array may stand on one line
@@ -200,7 +200,7 @@ def _validated(
 
 
 def _told(problems: Tally, name: str, format: Format, bad: int) -> Iterator[str]:
-    """A line for each problem, with the first row that has it and what others have it too."""
+    """A line for each problem, with the first row that has it and the other rows that have it too."""
     for problem, (count, ((line, row), *others)) in problems.items():
         where = f"{name}:{line}:" if format.has_lines else f"{name}: row {line}:"
         told = f"{where} row {row}: {problem}" if row else f"{where} {problem}"
@@ -211,7 +211,7 @@ def _told(problems: Tally, name: str, format: Format, bad: int) -> Iterator[str]
 
 
 def _kept(about: About, key: str, text: OpenFile | bytes | None) -> RowFile | None:
-    """The cache's entry, of rows in `text`; None: it has their text too."""
+    """The rows of a cache entry, or None if it is not there; `text` holds the rows, None: the entry holds them too."""
     if found := cache.find(_KIND, key):
         folder, tallies = found
         with contextlib.suppress(OSError):  # it may be removed by now
@@ -222,8 +222,8 @@ def _kept(about: About, key: str, text: OpenFile | bytes | None) -> RowFile | No
 
 
 def _made(folder: Path, key: str | None, about: About, text: OpenFile | bytes, checked: _Checked) -> RowFile:
-    """The file's rows. With a key their places go to the cache, beside their text if `folder` has it; if that cannot be
-    written they stay in memory, and the next start checks all rows."""
+    """The file's rows. With a key, their places (and their text, if `folder` has it) go to the cache. If the cache
+    cannot be written, the places stay in memory, and the next start checks all rows again."""
     places = bytes(checked.places)
     made = RowFile(*about, text, places, checked.left_out, checked.noted, not checked.bad)
     if key is None or checked.bad:

@@ -1,4 +1,4 @@
-"""The rows of one file as they are kept: each by its place, none in memory. Standard library only."""
+"""The rows of one file, none of them in memory: each is found by its place in the file. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from accel_sft.rows.bad_rows import Place
 from accel_sft.rows.formats import Format
 
 PLACE = struct.Struct("<qIIII")
-"""Of a row: its first byte, number of bytes, their CRC-32, line (or number, from 1), and CRC-32 of its group."""
+"""A row's place: its first byte, number of bytes, their CRC-32, line (or row number, from 1), CRC-32 of its group."""
 _PLACES_BYTES = PLACE.size << 14
-"""Read at once."""
+"""Bytes of places that are read at once."""
 _NAMED = 5
 
 
@@ -29,7 +29,7 @@ class OpenFile:
 
     @property
     def stat(self) -> os.stat_result:
-        """As it is now."""
+        """The file's status as it is now."""
         return os.fstat(self._descriptor)
 
     def __len__(self) -> int:
@@ -43,8 +43,8 @@ class OpenFile:
 
 
 class Tally(dict[str, list[Any]]):
-    """What was noted of rows, by what it is: how many, and the first of them, each as [line (or number), number if it
-    is not the first row of its line]."""
+    """Remarks about rows: by the remark, how many rows it is about, and the places of the first ones, each as [line (or
+    row number), row number if another row begins on the same line before it]."""
 
     MOST_NAMED = 1000
 
@@ -56,7 +56,7 @@ class Tally(dict[str, list[Any]]):
 
 
 def named(places: Sequence[Sequence[int | None]], count: int, has_lines: bool) -> str:
-    """The first of the places of `count` rows of one file, such as "lines 1, 2, 3, and 9 more"."""
+    """The first places of `count` rows of one file as text, such as "lines 1, 2, 3, and 9 more"."""
     first = places[:_NAMED]
     if has_lines and not any(row for _, row in first):
         shown = f"line{'s' * (count != 1)} " + ", ".join(str(line) for line, _ in first)
@@ -68,7 +68,7 @@ def named(places: Sequence[Sequence[int | None]], count: int, has_lines: bool) -
 
 
 def more(count: int) -> str:
-    """What closes a list of which so many are not shown."""
+    """The end of a list of which `count` items are not shown."""
     return f", and {count:,} more" if count else ""
 
 
@@ -77,11 +77,12 @@ class RowFile:
     """The rows of one file, none of which is in memory.
 
     Attributes:
-        content: a hash of the rows and their parser; None where the parser has none, see `code_fingerprint`.
-        sha256: of the file alone; of a data set of the hub its fingerprint.
+        content: a hash of the rows and their parser; None if the parser has no `code_fingerprint`.
+        sha256: SHA-256 of the file alone; for a data set of the hub, its fingerprint.
         text: the bytes that hold the rows as JSON.
-        complete: whether no bad row was left out, as an audit has it.
-        left_out, noted: rows that the parser leaves out, by the reason, and what it noted of others.
+        complete: False if an audit left bad rows out.
+        left_out: rows that the parser left out, by reason.
+        noted: rows that the parser kept with a note, by note.
     """
 
     name: str
@@ -98,7 +99,7 @@ class RowFile:
         return len(self.places) // PLACE.size
 
     def row(self, number: int) -> dict[str, Any]:
-        """A row by its index, as the parser takes it."""
+        """The row with this index (from 0), as the parser takes it."""
         begin, size, checksum, _, _ = self._place(number)
         raw = self.text[begin : begin + size]
         if zlib.crc32(raw) != checksum:
@@ -106,7 +107,7 @@ class RowFile:
         return json.loads(raw)
 
     def groups(self) -> Iterator[int]:
-        """Of each row in order a number that is the same for rows that the parser put into one group."""
+        """Yield a number for each row, in order: rows that the parser put into one group have the same number."""
         for at in range(0, len(self.places), _PLACES_BYTES):
             for *_, group in PLACE.iter_unpack(self.places[at : min(at + _PLACES_BYTES, len(self.places))]):
                 yield group

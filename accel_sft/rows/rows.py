@@ -1,6 +1,7 @@
 """Reads rows of files as a sequence that has none of them in memory: each is parsed when it is used.
 
-JSON, JSON Lines, CSV and Parquet, compressed or not, a file, a folder or a data set of the hub. Standard library only.
+A source is a file or a folder (JSON, JSON Lines, CSV or Parquet, compressed or not), or a data set of the hub. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from accel_sft.rows.reading import MAX_PROBLEMS, read_dataset, read_file, unread
 from accel_sft.rows.row_file import RowFile, more, named
 
 _NAMED = 5
-"""Rows that a note names."""
+"""Most rows that a note names."""
 _64_BITS = (1 << 64) - 1
 Row = TypeVar("Row")
 
@@ -76,7 +77,7 @@ class Rows(Sequence[Row]):
         return [(file.name, file.sha256) for file in self._files]
 
     def places(self, indices: Sequence[int]) -> list[Place]:
-        """Where these rows stand."""
+        """The places of the rows with these indices."""
         return [self._files[file].place(row) for file, row in map(self._file_of, indices)]
 
     def left_out(self) -> list[LeftOut]:
@@ -88,9 +89,10 @@ class Rows(Sequence[Row]):
         ]
 
     def held_out(self, rows: int, seed: int) -> tuple[Rows[Row], Rows[Row]]:
-        """The rows but for `rows` of them, and those, drawn by `seed` and the groups that the parser put them into.
+        """Split the rows in two: the ones to keep, and about `rows` held-out ones, drawn at random by `seed`.
 
-        All rows of a group are on one side, so fewer may be held out, or more where every group has more.
+        All rows of a group (`ParsedRow.group`) stay on one side. So fewer may be held out, or more if every group has
+        more rows.
 
         Raises:
             UserError: all rows are of one group.
@@ -121,14 +123,14 @@ class Rows(Sequence[Row]):
         return kept, out
 
     def _file_of(self, index: int) -> tuple[int, int]:
-        """The number of a row's file, and its index there."""
+        """The number of a row's file (from 0), and the row's index in it."""
         row = self._chosen[index]
         number = bisect.bisect_right(self._ends, row) - 1
         return number, row - self._ends[number]
 
     @property
     def fingerprint(self) -> str | None:
-        """The same for the same rows and parser; None: the parser has none, see `code_fingerprint`."""
+        """A text that is the same for the same rows and parser; None if the parser has no `code_fingerprint`."""
         contents = [file.content for file in self._files]
         if not all(contents):
             return None
@@ -167,17 +169,17 @@ def read_rows(path: str | Path, parse: Callable[..., Row | ParsedRow], *, with_f
 
     Args:
         path: .parquet, .csv or .tsv; any other suffix is a JSON array of objects or JSON Lines, told apart by content;
-            .gz, .bz2, .xz or .zst behind it is decompressed. Text is UTF-8 (a byte-order mark is accepted). Of a
-            folder, the files with these suffixes and .json, .jsonl, .ndjson, those of folders in it too, in the order
-            of their names. ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT that is no path is a data set of the
-            Hugging Face hub, read by the library `datasets`. Several, joined by commas, are read in this order.
+            .gz, .bz2, .xz or .zst behind it is decompressed. Text is UTF-8 (a byte-order mark is accepted). In a
+            folder and its subfolders, the files with these suffixes or .json, .jsonl, .ndjson are read in the order of
+            their names. ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT that is no path is a data set of the
+            Hugging Face hub, read by the library `datasets`. Several names, joined by commas, are read in this order.
         parse: turns an object into an example (or a ParsedRow), raises RowProblem for a malformed one and RowLeftOut
             for one to do without; a pure function, called again for each use. A CSV row has text in every column.
-        with_folder: `parse` takes as its argument `folder` what paths in a row are relative to: the folder that `path`
-            names, or that of its file.
+        with_folder: `parse` has an argument `folder`, to which paths in a row are relative: the folder `path`, or the
+            folder that the file `path` is in.
     Returns:
-        The examples. Those of a large file are read again whenever they are used, so that a million take no memory;
-        rows of other formats than JSON are kept in the cache as JSON.
+        The examples. Rows of a large file are read again whenever they are used, so that a million take no memory; rows
+        of formats other than JSON are kept in the cache as JSON.
     Raises:
         UserError: a file cannot be read, holds no row, or has bad rows: the first twenty, by file, line and field.
     """
@@ -209,7 +211,7 @@ def row_names(names: str | Path) -> list[Path]:
         UserError: a name is empty.
     """
     parts, found = str(names).split(","), []
-    while parts:  # a name that is there may have commas itself
+    while parts:  # the name of an existing file may contain commas
         several = range(len(parts), 1, -1)
         count = next((count for count in several if os.path.exists(",".join(parts[:count]))), 1)
         found.append(",".join(parts[:count]))
@@ -222,7 +224,7 @@ def row_names(names: str | Path) -> list[Path]:
 
 
 def absent_rows(names: str, flag: str) -> list[str]:
-    """A line for each file or folder of an option that is not there."""
+    """A line for each file or folder that an option names and that does not exist."""
     try:
         found = row_names(names)
     except UserError as error:
@@ -259,7 +261,7 @@ def with_places(lines: Sequence[str], examples: Sequence[Any], split: str) -> li
 
 
 def _notes(files: Sequence[RowFile]) -> list[str]:
-    """A line for each thing noted, and for each reason that rows were left out."""
+    """A line for each note of the parser, and for each reason for which rows were left out."""
     lines = []
     total = sum(len(file) + sum(count for count, _ in file.left_out.values()) for file in files)
     for verb, tallies in (("", [file.noted for file in files]), ("left out: ", [file.left_out for file in files])):

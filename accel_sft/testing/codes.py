@@ -1,4 +1,4 @@
-"""The codes of what the conformance kit may find, and how to mend each. docs/writing-a-task.md lists them."""
+"""Codes of the conformance kit's findings, and how to mend each. docs/writing-a-task.md lists them."""
 
 CODES = {
     "T101": ("the class breaks the contract of tasks", "give it the methods and options that are named here"),
@@ -16,7 +16,7 @@ CODES = {
     "T404": ("what is no answer scores as well as the right one", "score what is not the answer lower"),
     "T405": ("scores cannot be written as JSON", "give numbers, texts, lists and dicts of them; NaN is none"),
 }
-"""What is wrong, and the mend. A code keeps its meaning for good."""
+"""Code -> what is wrong, and how to mend it. A code never changes its meaning."""
 
 
 def finding(code: str, detail: str) -> str:

@@ -1,4 +1,4 @@
-"""A test class that holds a task to what the trainer expects of it; each failure begins with a code."""
+"""A test class that checks what the trainer expects of a task; each failure begins with a code."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from accel_sft.testing.observed import observed
 
 SPLITS = ("train", "validation")
 GARBAGE = ("", " \n", "\0", "{", "[[[", "null", "-1e999", "�" * 50, "no such answer " * 200, "<|im_end|>")
-"""What untrained models write, and what parsers stumble over."""
+"""Answers such as untrained models write, and answers that break careless parsers."""
 
 
 class TaskConformance:
@@ -26,10 +26,10 @@ class TaskConformance:
 
     Attributes:
         task: the task, with the options that its data needs.
-        examples: of each split, at most so many are looked at, evenly spread; leaks are sought among all.
+        examples: at most this many examples of each split are checked, evenly spread; leaks are sought among all.
         leaks_allowed: a reason why prompts of validation may be in training; empty: they may not.
-        best: the main metric of right answers, where it is neither 1 (or 0, if lower is better) nor better than that
-            of garbage by itself.
+        best: the main metric of right answers; None: 1 (or 0, if lower is better) where it lies between 0 and 1, and
+            otherwise any value that is better than garbage's.
     """
 
     __test__ = False  # this class itself; see __init_subclass__
@@ -66,7 +66,7 @@ class TaskConformance:
             _hold("T204", _differences(split, first, again))
 
     def test_two_ranks_get_the_same_examples(self) -> None:
-        """In processes of their own, as ranks are, with different seeds of Python's hashes."""
+        """Each rank is a process of its own, as in training, with its own seed of Python's hashes."""
         asked = pickle.dumps({"path": sys.path})
         try:
             task = pickle.dumps((self.task, self.examples))
@@ -140,7 +140,7 @@ class TaskConformance:
             raise AssertionError(finding("T202", str(error))) from error
 
     def _answered(self) -> tuple[Sequence[Any], list[tuple[int, str]]]:
-        """Validation examples and the texts of the answers that are generated of them; calls of tools are not texts."""
+        """The validation examples; and index and target of those whose generated answer is text, not a tool call."""
         examples = self._dataset("validation")
         if self.task.main_metric == "eval_loss":
             return examples, []

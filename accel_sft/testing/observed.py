@@ -1,4 +1,4 @@
-"""What the trainer would read of a task: hashes that must be equal at every call and on every rank."""
+"""Hashes what the trainer would read of a task; they must be equal at every call and on every rank."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from accel_sft.chat.pictures import Picture
 
 
 def observed(task: Task, split: str, most: int) -> list[str]:
-    """Of at most `most` examples, evenly spread, a SHA-256 of messages and target; the number of rows is in each."""
+    """SHA-256 hashes of messages and target of at most `most` examples, evenly spread; each includes the row count."""
     examples = read_split(task, split)
     step = max(1, math.ceil(len(examples) / most))
     found = []
@@ -22,5 +22,5 @@ def observed(task: Task, split: str, most: int) -> list[str]:
 
 
 def _known_by(value: Any) -> str:
-    """An image's pixels: what it calls itself differs from call to call."""
+    """A value's text for the hash; for an image its pixels, because its own text differs from call to call."""
     return repr(Picture(value) if hasattr(value, "tobytes") and hasattr(value, "mode") else value)

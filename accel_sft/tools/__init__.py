@@ -1,1 +1,1 @@
-"""What stands beside training, each tool with its command. The engine imports none of them but the quick check."""
+"""Tools beside training, each with its own command. Of all of them the engine imports only the quick check."""

@@ -1,1 +1,1 @@
-"""What a run shows and records."""
+"""Shows and records a run: metrics, curves, memory, reports."""

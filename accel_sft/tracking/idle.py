@@ -1,4 +1,4 @@
-"""Warns once of a GPU that idles although training goes on, with the likely cause by what was measured."""
+"""Warns once if a GPU idles during training, and names the likely cause according to measurements."""
 
 import math
 from collections import Counter, defaultdict
@@ -11,10 +11,10 @@ from accel_sft.tracking.trace import BATCHES, COMMUNICATION, OPTIMIZER, PAUSE
 WARMUP_STEPS = 10
 WINDOW_STEPS = 10
 WINDOW_READINGS = 20
-"""A window has at least as many steps, and as many readings of each GPU, which come once a second."""
+"""A window has at least WINDOW_STEPS steps, and WINDOW_READINGS readings of each GPU, which come once a second."""
 LOW_PERCENT = 50.0
 _MUCH = 0.2
-"""Share of the time from which on something is a cause."""
+"""Share of a window's time from which on an activity counts as a cause."""
 _SMALL_TOKENS = 4096
 """A forward of fewer tokens may take longer to launch than to run."""
 _PAUSE_SECONDS = 0.05
@@ -31,7 +31,7 @@ class IdleWatch:
     def __init__(self, offloaded: Collection[str] = ()) -> None:
         self._offloaded = offloaded
         self._steps, self._told = 0, False
-        self._numbers: dict[int, float] = {}  # of each rank's latest sample
+        self._numbers: dict[int, float] = {}  # by rank, the number of its latest sample
         self._stale: set[int] = set()  # ranks whose next reading covers a pause
         self._begin_window()
 
@@ -51,7 +51,8 @@ class IdleWatch:
 
         Args:
             record: the step's line of metrics.jsonl: `step`, `tokens` of all ranks, `seconds`.
-            seconds: that this rank spent since the step before, by span; `times`: how often it began each.
+            seconds: seconds that this rank spent in each span since the step before.
+            times: how often this rank began each span since then.
             system: each rank's readings in the order of SYSTEM_FIELDS.
         """
         if self._told or all(math.isnan(numbers[_PERCENT]) for numbers in system):
@@ -71,7 +72,7 @@ class IdleWatch:
         if self._steps <= WARMUP_STEPS:
             return None
         self._spent.update(seconds)
-        self._forwards += times.get(BATCHES, 0) - 1  # the first divides the step
+        self._forwards += times.get(BATCHES, 0) - 1  # the first one divides the step into batches
         self._tokens += record["tokens"]
         self._seconds += record["seconds"]
         self._window.append(record["step"])

@@ -22,15 +22,15 @@ class MetricsFile:
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed in close
         # Unbuffered and in one call: a kill leaves whole lines only.
         line = memoryview(json.dumps(json_safe(record)).encode() + b"\n")
-        while line:  # a full disk takes a part of it, and raises at the next write
+        while line:  # a full disk takes a part of the line, and raises at the next write
             line = line[self._file.write(line) :]
 
     def rewind(self, step: int, evaluated: bool = True) -> tuple[int, dict[str, Any] | None]:
         """Drop every line after `step`, and the evaluation at `step` unless the checkpoint contains it (`evaluated`).
 
         Returns:
-            the number of unreadable lines, which are dropped too; and, if an evaluation at `step` was dropped, the last
-            training line, else None.
+            The number of unreadable lines, which are dropped too; and the last training line if an evaluation at `step`
+            was dropped, else None.
         """
         self.close()
         if not self.path.exists():
@@ -64,10 +64,10 @@ class MetricsFile:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; none where there is no file. One that is half written is left out.
+    """The records of a metrics.jsonl; none without a file. A half-written line is left out.
 
     Raises:
-        OSError: there is something that cannot be read.
+        OSError: the file exists and cannot be read.
     """
     if not path.exists():
         return []

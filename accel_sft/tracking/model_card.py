@@ -33,16 +33,16 @@ def model_card(
 
     Args:
         base_model: hub id, folder or `tiny`; only a hub id is named in the metadata, which takes nothing else.
-        model_class: of transformers, which loads the whole model.
-        messages: one prompt as the chat template is asked, system message included; with images as parts.
+        model_class: the class of transformers that loads the whole model.
+        messages: one prompt as it is given to the chat template, system message included; images are parts.
         template_arguments: the template's own variables.
-        prompt_end: what follows the template's text in prompts.
-        answer_end: what stands behind answers as text, such as a mark that is no token.
-        max_new_tokens: of an answer, as the run evaluated it.
+        prompt_end: text that follows the template's text in prompts.
+        answer_end: text that follows answers, such as a mark that is no token.
+        max_new_tokens: most tokens of an answer, as in the run's evaluations.
         data: counts by name, such as {"training examples": 1798}, files and fingerprint.
         command: the command line that trained.
         settings: the run's options; those that only say how the run was executed are left out.
-        energy: `report.energy_text`; nothing is said of it where it was not counted.
+        energy: the result of `run_report.energy_text`; "" leaves its section out.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -80,11 +80,11 @@ _MERGED = (
     (r"AutoPeftModelForCausalLM\.from_pretrained\(folder\)", "AutoModelForCausalLM.from_pretrained(folder)"),
     (r"PeftModel\.from_pretrained\((\w+)\.from_pretrained\(base\), folder\)", r"\1.from_pretrained(folder)"),
 )
-"""What an adapter's card says of peft, and what that of the merged weights says instead."""
+"""Patterns of what an adapter's card says about peft, each with what the card of the merged weights says instead."""
 
 
 def of_merged(card: str) -> str | None:
-    """The card of an adapter as that of its sum with the base; None if it is not a card of `model_card`."""
+    """The card of merged weights, made from the card of their adapter; None if `model_card` did not write that."""
     if not re.search(_MERGED[1][0], card, re.M):
         return None
     for before, now in _MERGED:
@@ -106,7 +106,7 @@ def _usage(
     if adapter != "none" and model_class == "AutoModelForCausalLM":
         library, model = "peft", "AutoPeftModelForCausalLM"
     load = f"{model}.from_pretrained(folder)"
-    if adapter != "none" and library != "peft":  # which has no such class for other models
+    if adapter != "none" and library != "peft":  # peft has no such class for other models
         imports = ["from peft import PeftConfig, PeftModel"]
         base = ["base = PeftConfig.from_pretrained(folder).base_model_name_or_path"]
         load = f"PeftModel.from_pretrained({model}.from_pretrained(base), folder)"
@@ -150,6 +150,6 @@ def _usage(
 
 
 def _fenced(language: str, lines: Sequence[str]) -> str:
-    """A block of code, in a fence that the code's own do not close."""
+    """A block of code, in a fence longer than any run of backticks in the code."""
     fence = "`" * max(3, 1 + max((len(run) for line in lines for run in re.findall("`+", line)), default=0))
     return "\n".join([f"{fence}{language}", *lines, fence])

@@ -20,7 +20,7 @@ def traced_steps(
     """Call the result's `step()` after each optimizer step: the third to the fifth are traced into `folder`.
 
     Args:
-        report: gets what `time_spent` reads from the trace; None where nobody wants to know.
+        report: called with what `time_spent` reads from the trace; None: the trace is not read.
     """
     worker = f"rank{rank}"
     write = torch.profiler.tensorboard_trace_handler(str(folder), worker_name=worker)
@@ -51,5 +51,5 @@ def traced_steps(
 
 
 def untraced() -> contextlib.AbstractContextManager:
-    """`traced_steps` without --profile."""
+    """Stands in for `traced_steps` without --profile: `step()` does nothing."""
     return contextlib.nullcontext(types.SimpleNamespace(step=lambda: None))

@@ -14,7 +14,7 @@ from accel_sft.io.terminal import wrapped
 from accel_sft.tracking.run_report import is_number
 
 SHORTEST_BAR = 6
-"""Cells; details are dropped from the line until the bar has as many."""
+"""Least length of the bar in cells; details are dropped from the line until the bar has it."""
 SECONDS_BETWEEN_DRAWS = 0.5
 
 
@@ -22,8 +22,8 @@ class ProgressBar:
     """Steps done, the step's loss, the last evaluation's metric, the step's tokens per second and time to go.
 
     On a terminal it is one line at the bottom, redrawn at most twice a second; elsewhere (a file, a pipe, a
-    cluster's log) a plain line every `log_every` steps, without control characters. `done` of a run's `total_steps` are
-    behind it.
+    cluster's log) a plain line every `log_every` steps, without control characters. `done` is the number of steps, of
+    the run's `total_steps`, that are finished.
     """
 
     def __init__(self, total_steps: int, *, log_every: int = 10, file: Any = None) -> None:
@@ -46,7 +46,7 @@ class ProgressBar:
             print(text, file=self._file, flush=True)
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """Show a training record: its `step`, and of `loss`, `learning_rate` and the like what it has."""
+        """Show a training record: its `step` and, if it has them, `loss`, `learning_rate` and the like."""
         now = time.monotonic()
         self.done = int(record["step"])
         self._record = {key: value for key, value in record.items() if is_number(value)}
@@ -82,7 +82,7 @@ class ProgressBar:
         return "  ".join([*parts, self._time_to_go(now)])
 
     def _time_to_go(self, now: float) -> str:
-        """By the mean step since this start, evaluations and checkpoints included; unknown at first."""
+        """Estimated from the mean step since this start, evaluations and checkpoints included; unknown at first."""
         if self._first is None or self.done <= self._first[0]:
             return "ETA -:--:--"
         step, began = self._first

@@ -43,18 +43,18 @@ _TRAINING = {
 
 
 _NARROW = 24
-"""Cells of a column below which longer prompts cannot be read."""
+"""Least width in cells of the column of prompts; in a narrower one longer prompts cannot be read."""
 _MARK = 5
-"""Cells of the mark behind an answer."""
+"""Width in cells of the mark that says whether an answer is right."""
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
-"""Control characters, which an untrained model is full of: spelt out they would fill the table."""
+"""Control characters, of which an untrained model's answers are full: escaped, they would fill the table."""
 
 Samples = Sequence[Mapping[str, Any]]
 """{"index", "prompt", "expected", "generated", "scores"} of each answer of an evaluation."""
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a float or an integer of at most 63 bits: one of more digits, which JSON may have, is no float."""
+    """Whether `value` is a float or an integer of at most 63 bits: JSON may hold integers too large for a float."""
     return isinstance(value, float) or (type(value) is int and value.bit_length() < 64)
 
 
@@ -84,8 +84,8 @@ def render_report(
     """The report as markdown: training, base beside tuned, memory at start-up, and the first answers side by side.
 
     Args:
-        result: that of result.json; `before`, `after`, `phases` and `task` may be missing.
-        record: that of run.json: how the run was launched and with what settings.
+        result: content of result.json; `before`, `after`, `phases` and `task` may be missing.
+        record: content of run.json: how the run was launched and with what settings.
     """
     title = " ".join(str(result[key]) for key in ("task", "model") if result.get(key))
     parts = [f"# {markdown_cell(title)}" if title else "# Report"]
@@ -189,7 +189,7 @@ def print_report(result: Mapping[str, Any], before_samples: Samples, after_sampl
 def _one_below_another(
     title: str, sides: Sequence[str], rows: list[list[str]], lines: list[list[str]], marks: Mapping[int, str]
 ) -> Table:
-    """The answers where columns would be too narrow to read: each text with its name in front."""
+    """The answers for a console too narrow for columns: each text on lines of its own, behind its name."""
     found = Table(box=None, show_header=False, title=title, title_justify="left", expand=True, padding=(0, 1, 0, 0))
     found.add_column(no_wrap=True)
     found.add_column(overflow="fold", ratio=1)
@@ -236,7 +236,7 @@ def _error(pair: Mapping[str, float]) -> str:
 
 
 def comparison_table(result: Mapping[str, Any]) -> str:
-    """A markdown table of `comparison_rows`, below it which weights they are of."""
+    """A markdown table of `comparison_rows`; a line below it says which weights were compared."""
     rows = comparison_rows(result.get("before") or {}, result.get("after") or {})
     table = markdown_table(["", "base", "tuned", "change"], rows)
     return f"{table}\n\n{markdown_cell(compared_weights(result))}".rstrip()
@@ -248,7 +248,7 @@ def compared_weights(result: Mapping[str, Any]) -> str:
 
 
 def _mark(score: Any) -> str:
-    """An answer's own main metric: yes and no for 1 and 0; nothing where only all answers together have one."""
+    """The main metric of one answer, as yes for 1 and no for 0; "" if only all answers together have one."""
     return {1: "yes", 0: "no"}.get(score, f"{score:.2f}"[:_MARK]) if is_number(score) else ""
 
 

@@ -1,4 +1,4 @@
-"""Sends curves and texts to TensorBoard and to Accelerate's trackers by name; one that Accelerate lacks goes here."""
+"""Sends curves and texts to TensorBoard and to Accelerate's trackers; add a tracker that Accelerate lacks here."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from accel_sft.api.errors import UserError
 
 FLUSH_SECONDS = 5
-"""A killed run may miss so many seconds of points in TensorBoard; metrics.jsonl misses none."""
+"""Seconds between writes of TensorBoard's points, which a killed run may lose; metrics.jsonl loses none."""
 
 
 def tracker_names(setting: str) -> list[str]:
@@ -83,8 +83,8 @@ class Trackers:
             self._writer.add_text(tag, markdown, step)
 
     def rewind(self, step: int) -> None:
-        """Delete TensorBoard's points after `step`, all of them if it is below 0. Other services keep theirs: there a
-        resumed run is a new one.
+        """Delete TensorBoard's points after `step`, or all points if `step` is below 0. Other services keep theirs:
+        there a resumed run is a new one.
         """
         if self._writer and step < 0:
             self._writer.close()
@@ -92,8 +92,8 @@ class Trackers:
                 path.unlink()
             self._writer = _tensorboard(self._run_dir)
         elif self._writer:
-            # A session that starts at a step makes TensorBoard drop what was written before from that step on; it is
-            # SummaryWriter's purge_step, for a writer that is already open.
+            # The start of a session at a step makes TensorBoard drop earlier points from that step on. It is what
+            # SummaryWriter's purge_step does, for a writer that is already open.
             self._writer.file_writer.add_event(Event(step=step + 1, file_version="brain.Event:2"))
             started = SessionLog(status=SessionLog.START)
             self._writer.file_writer.add_event(Event(step=step + 1, session_log=started))
@@ -127,10 +127,10 @@ def _tensorboard(run_dir: Path) -> Any:
 
 
 def _name_as_older(run_dir: Path) -> None:
-    """Give the files that are there the names of older ones, if this second's would not be the last among them.
+    """Rename the existing event files as if they were older, if a file made now would not be the last by name.
 
-    TensorBoard reads a folder's files in the order of their names, which begin with the second they were made in: after
-    a clock was set back, what a resumed run writes would come first, and the steps it repeats would be shown twice.
+    TensorBoard reads a folder's files in the order of their names, which have the second they were made in: after a
+    clock was set back, what a resumed run writes would come first, and the steps it repeats would be shown twice.
     """
     files = {path: path.name.split(".") for path in run_dir.glob("events.out.tfevents.*.*")}
     seconds = {path: int(parts[3]) for path, parts in files.items() if parts[3].isdecimal()}

@@ -1,4 +1,4 @@
-"""What the training process does: spans in a profiler's trace, and the seconds that each took since last asked."""
+"""Marks what the training process does: as spans in a profiler's trace, and by the seconds spent in each."""
 
 import contextlib
 import time
@@ -26,7 +26,7 @@ def span(name: str) -> Iterator[None]:
 
 
 def taken() -> tuple[Counter[str], Counter[str]]:
-    """Since the last call, by name: the seconds that were spent, and how often it was begun."""
+    """Seconds spent in each span since the last call, and how often each began, by name."""
     counted = Counter(_seconds), Counter(_times)
     _seconds.clear()
     _times.clear()

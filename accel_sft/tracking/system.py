@@ -40,7 +40,7 @@ class SystemSampler:
         self._nvml: Any = None
         self._seen, self._joules_before = 0, 0.0
         self.problem: str | None = None
-        """Why there are no GPU readings, or no more, although there is a GPU."""
+        """Why there are no GPU readings (any more) although there is a GPU."""
         if device.type == "cuda":
             self._open_nvml(device)
 
@@ -89,7 +89,7 @@ class SystemSampler:
         return percent, memory_gib, self._joules() - self._joules_before
 
     def _percent(self, pynvml: Any, handle: Any) -> float:
-        """The mean since the last call. A step asks always at the same place, so that one moment would say nothing."""
+        """Mean GPU use since the last call. Steps always ask at the same point, so one moment would say nothing."""
         with contextlib.suppress(pynvml.NVMLError):  # where the driver keeps no samples, or has no new one
             _, samples = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, self._seen)
             new = [sample.sampleValue.uiVal for sample in samples if sample.timeStamp > self._seen]
@@ -99,7 +99,7 @@ class SystemSampler:
         return float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
 
     def _joules(self) -> float:
-        """What the device has taken since its driver was loaded; NaN where it does not count (before Volta, MIG)."""
+        """Joules that the device took since its driver was loaded; NaN if it does not count (before Volta, MIG)."""
         pynvml, handle = self._nvml
         try:
             return pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000
@@ -110,16 +110,16 @@ class SystemSampler:
 class Usage:
     """Mean and peak of each rank's readings over a run's training steps.
 
-    A rank's first reading counts only while it is the only one: its CPU is that of start-up and evaluation.
+    A rank's first reading counts only while it is the only one: its CPU use is that of start-up and evaluation.
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[int, float] = {}  # of each rank's latest sample
+        self._numbers: dict[int, float] = {}  # by rank, the number of its latest sample
         self._joules: dict[int, float] = {}
         self._rows: dict[int, dict[str, Any]] = {}
 
     def add(self, rank: int, sample: Sequence[float]) -> bool:
-        """Count a rank's reading, in the order of SYSTEM_FIELDS; False, and nothing done, if it is not a new one."""
+        """Count a rank's reading, in the order of SYSTEM_FIELDS; returns False, and does nothing, if it is not new."""
         number, before = sample[0], self._numbers.get(rank)
         if before == number:
             return False
@@ -175,7 +175,7 @@ def host_memory_gib() -> dict[str, float]:
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     peak = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
-    if peak is None:  # on Linux not of use: it starts from the peak of the process that forked this one, the launcher
+    if peak is None:  # useless on Linux: it starts from the peak of the process that forked this one, the launcher
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {"now": psutil.Process().memory_info().rss / GIB, "peak": peak / GIB}
 

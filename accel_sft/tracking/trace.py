@@ -1,4 +1,4 @@
-"""Where the time of traced steps went, read from a trace that `--profile` leaves. No torch."""
+"""Reads from a trace of `--profile` where the time of the traced steps went. No torch."""
 
 import bisect
 import json
@@ -18,12 +18,12 @@ SPANS = BATCHES, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, PAUSE = (
 )
 """What the training process does, by the names of its spans in a trace."""
 PREFIX = "accel_sft: "
-"""Before each of these names: libraries have spans called `forward` too."""
+"""Prefix of these names in a trace: libraries have spans called `forward` too."""
 COPIES, IDLE, OTHER = "copies", "idle", "other"
 _KINDS = {"user_annotation", "kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "cuda_driver"}
 _EVENTS, _BETWEEN, _CHUNK = '"traceEvents": [', re.compile(r"[\s,]*"), 1 << 20
 _EXCHANGES = re.compile(r"(gloo|nccl|mpi|ccl|ucc):|c10d::")
-"""Of an exchange between ranks on the host: from its beginning until it has arrived."""
+"""Names of events on the host that last from the beginning of an exchange between ranks until it has arrived."""
 _WORDS = {
     BATCHES: "reading rows and making batches",
     FORWARD: "forward",
@@ -38,17 +38,18 @@ _WORDS = {
 def time_spent(path: Path) -> dict[str, Any] | None:
     """What the traced steps of one rank took, in seconds; None if the file holds no whole step.
 
-    At every instant counts one thing, so that the parts add up to all of it. Evaluations and checkpoints are left out.
+    At every instant one thing counts, so that the parts add up to the whole. Evaluations and checkpoints are left out.
 
     Returns:
-        `steps`; `seconds`; `process`: what the process did, all from a step's begin to its first batch counting as
-        making batches, and an exchange that overlaps with computation as that computation; with a GPU also `device`:
-        what it did, a kernel counting where it was launched, and communication and copies where no kernel of the model
-        ran beside them; and `idle`: what the process did while nothing ran on the GPU.
+        `steps`, their number; `seconds`, all of their time; and `process`, the seconds by what the process did. The
+        time from a step's beginning to its first batch counts as making batches; an exchange that overlaps with
+        computation counts as that computation. With a GPU also `device`, the seconds by what the GPU did: a kernel
+        counts for the span that launched it, communication and copies count while no kernel of the model runs. And
+        `idle`, the seconds in which nothing ran on the GPU, by what the process did.
     """
     try:
         events = list(_events(path))
-    except (OSError, ValueError):  # of a run that was killed while it wrote
+    except (OSError, ValueError):  # the run was killed while it wrote
         return None
     spans = [event for event in events if event.kind == "user_annotation"]
     own = {name: sorted((each.begin, each.end) for each in spans if each.name == PREFIX + name) for name in SPANS}
@@ -56,7 +57,7 @@ def time_spent(path: Path) -> dict[str, Any] | None:
     steps = []
     for step in (span for span in spans if span.name.startswith("ProfilerStep")):
         at = bisect.bisect_left(begins, step.begin)
-        if at < len(begins) and begins[at] < step.end:  # else of a training that ended with the step before
+        if at < len(begins) and begins[at] < step.end:  # else training ended with the step before
             own[BATCHES].append((step.begin, begins[at]))
             steps.append(step)
     if not steps:
@@ -102,8 +103,8 @@ def time_sentence(spent: Mapping[str, Any]) -> str:
 
 
 def _listed(parts: Mapping[str, float], *, alone: bool) -> str:
-    """The largest first, in percent; the remainders of rounding down go to those that lose most. Of a rank that is
-    alone, what the end of a step takes is part of the rest: there is nobody to wait for."""
+    """The parts in percent, the largest first; what rounding down leaves goes to the parts that lose most by it. If the
+    rank is `alone`, communication is part of the rest: there is nobody to wait for."""
     if alone and COMMUNICATION in parts:
         parts = {**parts, OTHER: parts.get(OTHER, 0.0) + parts[COMMUNICATION], COMMUNICATION: 0.0}
     total = sum(parts.values())
@@ -128,7 +129,7 @@ def _of_device(active: Mapping[str, int]) -> str:
 
 
 class _Event(NamedTuple):
-    """An event of a trace that is of use here; times in seconds."""
+    """An event of a trace, with times in seconds."""
 
     kind: str
     name: str
@@ -139,10 +140,10 @@ class _Event(NamedTuple):
 
 
 def _events(path: Path) -> Iterator[_Event]:
-    """What is of use among a trace's events, read piece by piece: a trace may be larger than the model.
+    """The events of a trace that are used here, read piece by piece: a trace may be larger than the model.
 
     Raises:
-        ValueError: it is no trace, or was cut off.
+        ValueError: the file is no trace, or was cut off.
     """
     decode, text, at = json.JSONDecoder().raw_decode, "", 0
     with path.open(encoding="utf-8") as file:
@@ -170,7 +171,7 @@ def _events(path: Path) -> Iterator[_Event]:
 
 
 def _host_exchanges(events: Sequence[_Event], thread: tuple[Any, Any]) -> list[tuple[float, float, str]]:
-    """Exchanges of this process's host, and beside them what its main thread computes meanwhile."""
+    """The exchanges on this process's host and, if there are any, the operators that its main thread computes."""
     on_host = [event for event in events if event.kind in ("cpu_op", "user_annotation")]
     marks = [(each.begin, each.end, "exchange") for each in on_host if _EXCHANGES.match(each.name)]
     if marks:
@@ -199,7 +200,7 @@ def _device_work(
 
 
 def _stretches(marks: Sequence[tuple[float, float, str]]) -> Iterator[tuple[float, Counter[str]]]:
-    """Seconds of each stretch in which the same marks are active, and how often each is."""
+    """Yield each stretch of time in which the same marks are active: its seconds, and how often each mark is active."""
     edges = sorted((at, change, name) for begin, end, name in marks for at, change in ((begin, 1), (end, -1)))
     active: Counter[str] = Counter()
     before = edges[0][0]

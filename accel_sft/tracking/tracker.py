@@ -152,7 +152,7 @@ class Tracker(contextlib.AbstractContextManager):
         self._line.step(record)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any], samples: Samples) -> None:
-        """Record an evaluation made after `step` steps: its numbers (`report.COSTS` among them), and every answer."""
+        """Record an evaluation after `step` steps: its numbers (`run_report.COSTS` among them), and every answer."""
         if not self._writes:
             return
         self._metrics.append({"step": step, **metrics})
@@ -197,7 +197,7 @@ class Tracker(contextlib.AbstractContextManager):
         counted = [line["energy_joules"] for line in read_lines(self._metrics.path) if "energy_joules" in line]
         self._joules_before = counted[-1] if counted else 0.0
         self._trackers.rewind(kept - (again is not None))
-        if again:  # TensorBoard forgets whole steps
+        if again:  # TensorBoard forgot the whole step, its training curves too
             self._trackers.curves(_training_curves(again), kept)
         if kept < 0:
             self._show_settings()
@@ -210,13 +210,13 @@ class Tracker(contextlib.AbstractContextManager):
         return profiler.traced_steps(self.run_dir.profile, *ranks, self.log, self._traced if self._writes else None)
 
     def energy(self) -> dict[str, float] | None:
-        """`joules` that the run's GPUs took until its last step, by NVML, and how many `gpus`; None where none counts.
-        Known on rank 0."""
+        """`joules` that the run's GPUs took until its last step, by NVML, and the number of `gpus` that count them;
+        None if none does. Known on rank 0 only."""
         joules, gpus = self.usage.energy()
         return {"joules": self._joules_before + joules, "gpus": gpus} if gpus else None
 
     def watched(self) -> dict[str, Any]:
-        """What result.json holds of the machine: `system` by rank, and where known `energy` and `time_spent`."""
+        """What result.json says of the machine: `system` by rank and, if known, `energy` and `time_spent`."""
         known = {"energy": self.energy(), "time_spent": self._time_spent}
         return {"system": self.usage.by_rank(), **{name: found for name, found in known.items() if found}}
 

@@ -1,4 +1,4 @@
-"""Who may use a run's folder (its lock), and the record of settings and data that a resumed run must match."""
+"""Claims a run's folder by its lock, and keeps the record of settings and data that a resumed run must match."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ from accel_sft.training.prepare import Prepared
 from accel_sft.training.run_yaml import write_run_yaml
 
 _SHARED_SECONDS = 10
-"""For a network file system to show a new file to another machine."""
+"""Seconds that a network file system gets to show a new file to another machine."""
 
 
 def claim_run_dir(
@@ -114,10 +114,10 @@ def claim_run_dir(
 
 
 def _check_shared(accelerator: Accelerator, run_dir: RunDir) -> None:
-    """Raises UserError if a machine does not see what rank 0 writes into the run's folder: checkpoints need it."""
+    """Raise UserError if a machine does not see what rank 0 writes into the run's folder: checkpoints need that."""
 
     def written() -> Path:
-        token = run_dir.path / f".{secrets.token_hex(8)}.{os.getpid()}.tmp"  # which `settle` removes after a kill
+        token = run_dir.path / f".{secrets.token_hex(8)}.{os.getpid()}.tmp"  # `settle` removes it after a kill
         token.touch()
         return token
 
@@ -138,9 +138,10 @@ def _check_shared(accelerator: Accelerator, run_dir: RunDir) -> None:
 
 
 def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, resumed: bool = False) -> None:
-    """Write `run.json`: settings, data and launch of the run; and `run.yaml`, by which it can be started again. A run
-    that has trained must match the record that is there, which is replaced once it is `resumed`: a resume may yet be
-    refused.
+    """Write `run.json` (settings, data and launch of the run) and `run.yaml`, by which it can be started again.
+
+    If the folder's run has trained, the new settings must match its record. That record is replaced only by a call with
+    `resumed`, because a resume may still be refused before.
 
     Raises:
         UserError: a resumed run's settings or data differ from what the folder records, one line each.
@@ -212,7 +213,7 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
 
 
 def changes_since_finished(run_dir: RunDir, task: Task) -> list[str]:
-    """Lines for a finished run whose files of rows are no longer those that it was trained on."""
+    """Lines that say so if the data files of a finished run are no longer those that it was trained on."""
     before = run_dir.read_record().get("data_files") or {}
     try:
         now = _data_files({split: read_split(task, split) for split in before})
@@ -223,12 +224,12 @@ def changes_since_finished(run_dir: RunDir, task: Task) -> list[str]:
 
 
 def _data_files(splits: dict[str, Sequence[Any]]) -> dict[str, list[list[str]]]:
-    """Name and SHA-256 of each file that the splits were read from, for those that `read_rows` gave."""
+    """Name and SHA-256 of each file that the splits were read from, for splits that `read_rows` returned."""
     return {split: [[*each] for each in rows.sha256s] for split, rows in splits.items() if isinstance(rows, Rows)}
 
 
 def _files_changed(before: dict[str, list[list[str]]], now: dict[str, list[list[str]]]) -> str:
-    """The names of files that are others, new or gone."""
+    """The names of files that have changed, are new or are gone."""
     if not before:  # an earlier version kept no names
         return ""
     old, new = ({tuple(each): None for files in both.values() for each in files} for both in (before, now))

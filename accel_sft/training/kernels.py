@@ -1,4 +1,4 @@
-"""Puts Liger's kernels into a prepared model, and sees that its loss and gradients stay what they were."""
+"""Puts Liger's kernels into a prepared model, and checks that its loss and gradients stay the same."""
 
 import dataclasses
 
@@ -8,42 +8,41 @@ from accel_sft.api.errors import UserError
 from accel_sft.batching.device_memory import forwards_alone
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import available_heads
-from accel_sft.batching.room import Room
+from accel_sft.batching.trial import Trial
 from accel_sft.batching.verify import UNLIMITED, enough
 from accel_sft.launch.collectives import first_reason
 from accel_sft.models.liger import put_kernels_in
 
 _TOLERANCES = {True: (1e-3, 1e-2), False: (0.05, 0.25)}
-"""By how much they may differ, in float32 and in reduced precision: the loss in nats a token, a gradient as a share of
-its norm."""
+"""Largest allowed differences in float32 (True) and in reduced precision (False): of the loss in nats per token, and of
+a gradient as a share of its norm."""
 _SMALL = 1e-12
-"""Norm of a gradient that is taken for zero."""
+"""Smallest norm that a gradient's difference is divided by; the norm may be zero."""
 
 
-def use_liger_kernels(room: Room) -> str:
+def use_liger_kernels(trial: Trial) -> str:
     """Have Liger's kernels compute the prepared model's layers, and return the line that says so.
 
-    The loss of a few rows is compared with and without them; where ranks do not share the weights, so are the gradients
-    of the embedded tokens and of the vectors that are trained, such as a norm's weights.
+    The loss of a few rows is compared with and without the kernels; where ranks do not share the weights, so are the
+    gradients of the embedded tokens and of trained vectors, such as a norm's weights.
 
     Raises:
-        UserError: the loss or a gradient is another one than before; or liger-kernel cannot be used, see
-            `put_kernels_in`.
+        UserError: the loss or a gradient differs from before; or liger-kernel cannot be used, see `put_kernels_in`.
     """
-    accelerator = room.accelerator
-    model = accelerator.unwrap_model(room.model)
-    # gradients of weights that ranks share are reduced as soon as they are there
-    room = dataclasses.replace(room, train=forwards_alone(accelerator))
+    accelerator = trial.accelerator
+    model = accelerator.unwrap_model(trial.model)
+    # where ranks share the weights, gradients would be reduced as soon as they are computed
+    trial = dataclasses.replace(trial, train=forwards_alone(accelerator))
     head = "labelled" if "labelled" in available_heads(model, accelerator.device) else "everywhere"
-    plain, rows = Batching("padded", UNLIMITED, head=head), enough(room.examples)
-    vectors = [each for each in model.parameters() if room.train and each.requires_grad and each.ndim == 1]
-    loss, gradients = room.run(plain, rows, vectors)
+    plain, rows = Batching("padded", UNLIMITED, head=head), enough(trial.examples)
+    vectors = [each for each in model.parameters() if trial.train and each.requires_grad and each.ndim == 1]
+    loss, gradients = trial.run(plain, rows, vectors)
     layers = put_kernels_in(model)
-    loss_after, gradients_after = room.run(plain, rows, vectors)
+    loss_after, gradients_after = trial.run(plain, rows, vectors)
 
-    off = abs(loss - loss_after) / room.batch(plain, rows).weights.sum().item()
+    off = abs(loss - loss_after) / trial.batch(plain, rows).weights.sum().item()
     line = f"Liger's kernels compute {layers} layers: the loss of {len(rows)} rows is off by {off:.1g} nats a token"
-    tolerance, most = _TOLERANCES[room.in_float32]
+    tolerance, most = _TOLERANCES[trial.in_float32]
     exact = off <= tolerance
     if gradients:
         pairs = zip(gradients, gradients_after, strict=True)

@@ -7,14 +7,14 @@ import torch
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """torch.optim.Muon (Jordan et al., 2024) and torch.optim.AdamW over the same groups and the same states.
+    """torch.optim.Muon (Jordan et al., 2024) and torch.optim.AdamW as one optimizer, with common groups and state.
 
-    Updates of Muon have the size of AdamW's (Liu et al., 2025, arXiv 2502.16982): learning rate and weight decay mean
-    what they mean for AdamW.
+    Muon's updates are scaled to the size of AdamW's (Liu et al., 2025, arXiv 2502.16982), so learning rate and weight
+    decay mean the same for both.
 
     Args:
-        groups: of parameters, with their `weight_decay`.
-        matrices: those that Muon steps, each of two dimensions.
+        groups: groups of parameters, with their `weight_decay`.
+        matrices: the parameters that Muon updates, each of two dimensions.
         adam: AdamW's learning rate, betas and eps.
     """
 
@@ -35,17 +35,17 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """One step of both."""
+        """Make one step of both optimizers."""
         assert closure is None
         for of_muon, optimizer in self._optimizers.items():
-            # a library may have put other dictionaries in their place
+            # a library may have replaced the groups' dictionaries
             optimizer.param_groups = [group for group in self.param_groups if group["of_muon"] is of_muon]
             optimizer.state = self.state
             optimizer.step()
 
 
 def within_blocks(model: Any) -> list[torch.nn.Parameter]:
-    """The trained matrices but for embedding and head, which are tables of vectors, and for experts in one tensor,
+    """The trained matrices, without embedding and head, which are tables of vectors, and without experts in one tensor,
     which torch's Muon does not take."""
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     tables = {id(parameter) for end in ends if end is not None for parameter in end.parameters()}

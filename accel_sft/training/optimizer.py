@@ -1,4 +1,4 @@
-"""The optimizer, and clipping and stepping on every backend."""
+"""Makes the optimizer, and runs backward, clipping and update on every backend."""
 
 import contextlib
 import math
@@ -65,7 +65,7 @@ class Stepper:
     def boundary(self, last: bool) -> contextlib.AbstractContextManager:
         """Wraps one micro-batch's forward and backward; ranks exchange gradients on the last one.
 
-        Under FSDP they do on each: what is not exchanged stays whole on every rank, in the type that computes.
+        Under FSDP they exchange on each: otherwise gradients would stay whole on every rank, in the computing type.
         """
         if self.engine is not None:
             self.engine.set_gradient_accumulation_boundary(last)
@@ -83,7 +83,7 @@ class Stepper:
 
     @span(OPTIMIZER)
     def update(self, step: int) -> float:
-        """Clip, step and clear the gradients; the gradient's norm before clipping.
+        """Clip the gradients, update the weights, clear the gradients; returns the gradient's norm before clipping.
 
         Where the norm is NaN or infinite, the weights stay as they were. DeepSpeed's own optimizers skip such a step
         by themselves.
@@ -98,7 +98,7 @@ class Stepper:
             return float(managed if managed is not None else math.nan if norm is None else norm)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or math.inf)
         finite = bool(norm.isfinite())
-        if finite or self.accelerator.scaler is not None:  # which looks for itself, and learns its scale
+        if finite or self.accelerator.scaler is not None:  # a scaler checks for itself, and learns its scale
             self.optimizer.step()
         if finite:
             self.adapter.after_step(self.adapted, step)
@@ -107,11 +107,12 @@ class Stepper:
 
     @property
     def averaged_over(self) -> int:
-        """By what number the sum of all ranks' gradients is divided: that of the ranks.
+        """Number by which the sum of all ranks' gradients is divided: without sequence parallelism, that of the ranks.
 
-        Under sequence parallelism each rank's gradient is of its part of a row. DeepSpeed 0.19 divides their sum by the
-        number of groups at stages 0 to 2, and by that of all ranks at stage 3, where gradients are reduced and
-        scattered (`allreduce` there, which the audit refuses, would do the one or the other by a parameter's size).
+        Under sequence parallelism each rank has the gradient of its part of a row. DeepSpeed 0.19 divides their sum by
+        the number of groups at stages 0 to 2, and by the number of all ranks at stage 3, which reduces and scatters
+        gradients. (With `allreduce` at stage 3, which the audit refuses, the divisor would depend on a parameter's
+        size.)
         """
         ranks = self.accelerator.num_processes
         stage = self.engine.zero_optimization_stage() if self.engine is not None else 0
@@ -119,12 +120,12 @@ class Stepper:
 
     @property
     def alone(self) -> bool:
-        """Whether a step may be repeated from anywhere: no engine and no other rank has seen a part of it."""
+        """Whether a step may be repeated after any failure: no engine and no other rank has seen a part of it."""
         return self.engine is None and self.accelerator.num_processes == 1
 
     @property
     def forwards_alone(self) -> bool:
-        """Whether a forward may fail on one rank: ranks wait for each other in backwards only."""
+        """Whether a forward may fail on one rank: ranks wait for each other only in backwards."""
         return forwards_alone(self.accelerator)
 
     def discard_gradients(self) -> None:
@@ -136,7 +137,8 @@ class Stepper:
             torch.cuda.empty_cache()
 
     def _unmanaged_norm(self) -> float | None:
-        """The norm where no DeepSpeed optimizer keeps it (stage 0 in float32): gradients are whole and averaged."""
+        """The gradient's norm where no DeepSpeed optimizer computes it (stage 0), whose gradients are whole and
+        averaged; None at other stages."""
         if self.engine.zero_optimization_stage() > 0:
             return None
         grads = [p.grad for p in self.engine.module.parameters() if p.grad is not None]

@@ -1,4 +1,4 @@
-"""A run's predicted memory: what refuses a launch that cannot fit, and what stands beside the measured peaks."""
+"""Predicts a run's memory: refuses a launch that cannot fit, and puts the prediction beside the measured peaks."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -25,15 +25,15 @@ GIB = 2**30
 
 
 class Prediction:
-    """What the closed form predicts of this run; made on all ranks together, before the model is loaded.
+    """The closed form's prediction for this run; all ranks make it together, before the model is loaded.
 
-    A model whose parameters cannot be counted has none, which is logged: the run goes on without.
+    A model whose parameters cannot be counted gets no prediction; that is logged, and the run goes on.
 
     Args:
         weights: folder or hub id of the model.
         log: takes lines of warning.
     Raises:
-        UserError: on every rank, if model states alone, a lower bound, do not fit on some rank, and not `--force`.
+        UserError: on every rank, if on some rank the model states alone, a lower bound, do not fit; not with `--force`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Prediction:
         self.job: Job | None = None
         try:
             job = _job(config, weights, launch, accelerator.device)
-            self.job = job if job.trained else None  # names of modules that are not there are the model's to refuse
+            self.job = job if job.trained else None  # the load refuses modules that are not there
         except UnusableModel:
             raise
         except (UserError, OSError, ValueError) as error:
@@ -57,9 +57,11 @@ class Prediction:
             log(line)
 
     def measured(self, tracker: Tracker, train_step: TrainStep) -> dict[str, Any]:
-        """What the run took, for result.json: the largest peaks, those of each phase, and these beside what the closed
-        form predicts for the largest forward that was made (`forward`: its tokens, supervised tokens and rows), which
-        the trackers show too. All ranks together."""
+        """What the run took, for result.json; all ranks call it together.
+
+        It has the largest peaks, the peaks of each phase, and these beside the closed form's prediction for the largest
+        forward that was made (`forward`: its tokens, supervised tokens and rows). Trackers show the comparison, too.
+        """
         peaks = largest(tracker.peaks.largest())
         by_phase = {phase: largest(found) for phase, found in tracker.peaks.by_phase.items()}
         memory, (tokens, supervised_tokens, rows) = {}, train_step.largest_forward
@@ -73,7 +75,7 @@ class Prediction:
 
 
 def _job(config: TrainConfig, weights: str, launch: Launch, device: torch.device) -> Job:
-    """The run as `plan` sees it, with a small forward: its size is chosen later, by what memory is left."""
+    """The run as a job of `plan`, with a small forward: the forward's size is chosen later, by the memory left."""
     from transformers.utils import cached_file
 
     folder = Path(weights) if Path(weights).is_dir() else Path(cached_file(weights, "config.json")).parent
@@ -93,7 +95,11 @@ def _job(config: TrainConfig, weights: str, launch: Launch, device: torch.device
 
 
 def _misfits(job: Job, force: bool) -> list[str]:
-    """Lines on what does not fit, or may not, into what is free on this rank now."""
+    """Lines on what does not fit, or may not fit, into the memory that is free on this rank now.
+
+    Raises:
+        UserError: the model states alone do not fit, without `force`.
+    """
     gpu = float(torch.cuda.mem_get_info()[0]) if job.device == "cuda" else None
     free = {"device": gpu, "host": float(host_memory.free_bytes())}
     device, host = least_bytes(job)
@@ -123,7 +129,7 @@ def _misfits(job: Job, force: bool) -> list[str]:
 def _beside(found: Estimate, measured: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
     """Predicted and measured GiB by place and phase, and the predicted ones by component.
 
-    Torch counts what its allocator gave out, so that on a device `overhead` is left out of what is predicted.
+    Torch counts only what its allocator gave out, so on a device the prediction leaves out `overhead`.
     """
     inside = {phase: {**parts, "overhead": 0.0} for phase, parts in found.device.items()}
     places = {"device": (inside, "peak_device_memory_gib"), "host": (found.host, "peak_host_memory_gib")}

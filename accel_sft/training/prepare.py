@@ -1,4 +1,4 @@
-"""From settings to what a run computes with: source, tokenizer, examples as tokens, plan of steps, model, evaluator."""
+"""Makes from settings what a run computes with: source, tokenizer, tokenized examples, step plan, model, evaluator."""
 
 import dataclasses
 import hashlib
@@ -38,19 +38,19 @@ from accel_sft.rows.reading import MAX_PROBLEMS
 from accel_sft.rows.rows import with_places
 
 _TINY_EXAMPLES = 1 << 15
-"""The most training examples that the tokenizer of `tiny` is made from: more hardly change it, and slow every start."""
+"""Most training examples that the tokenizer of `tiny` is made from: more hardly change it, and slow every start."""
 _IMAGES_NOT_SHARDED = (
     "the data has images, and ZeRO-3 and FSDP share out the layers that read them: a rank whose forward has no image "
     "would keep the others waiting for ever; launch with accelerate_configs/z2.yaml or ddp.yaml"
 )
 _COMPARED = 8
-"""Validation examples whose system messages are compared."""
+"""Number of validation examples whose system messages are compared."""
 
 
 class Assembly:
-    """What is made from the settings alike for training and for `evaluate`; all ranks make it together.
+    """What training and `evaluate` both make from the settings; all ranks make it together.
 
-    It holds no model: whoever loads one decides when it is freed. `encode` makes tokens of a split's examples.
+    It holds no model: whoever loads one decides when it is freed. `encode` turns a split's examples into tokens.
 
     Raises:
         UserError: the tokenizer or its chat template cannot be used.
@@ -63,9 +63,9 @@ class Assembly:
         self.encode = SplitEncoder(accelerator, self.tokenizer, task, rules, lambda: load_processor(source, config))
 
     def load_model(self, *encodings: Encoding, total_steps: int = 0, run_dir: RunDir | None = None, **more: Any) -> Any:
-        """The model, not prepared yet, for these tokens; `total_steps` optimizer steps are to come, 0 to evaluate
-        only. What an adapter begins as that takes a part of its base's weights is kept in `run_dir`, and taken from
-        there when the run goes on."""
+        """Load the model for these tokens, not prepared yet; `total_steps` optimizer steps are to come, 0 to evaluate
+        only. If an adapter begins as a part of its base's weights, its first values are kept in `run_dir`, and read
+        from there when the run is resumed."""
         precision, deepspeed = self.accelerator.mixed_precision, self.accelerator.state.deepspeed_plugin is not None
         launch: dict[str, Any] = {"precision": precision, "deepspeed": deepspeed}
         largest_id = max(self.tokenizer.pad_token_id, *(encoding.kept.largest_id() for encoding in encodings))
@@ -85,7 +85,7 @@ class Assembly:
         return model
 
     def _check_texts(self, encoding: Encoding) -> None:
-        """Raises UserError if a text has an image's token: beside rows with images, the model looks for its pixels."""
+        """Raise UserError if a text without images has an image's token: the model would look for its pixels."""
         processor = self.encode.images.processor
         index = encoding.kept.text_with(processor.image_token_ids)
         if index is not None:
@@ -96,8 +96,7 @@ class Assembly:
     def evaluator(
         self, model: Any, examples: Sequence[Any], encoding: Encoding, max_new_tokens: int | None = None, **more: Any
     ) -> Evaluator:
-        """Of the validation examples and their encoding, with the answer backend that the settings ask for, which
-        takes `more` arguments."""
+        """Makes the Evaluator of these examples. The settings choose its answer backend, which `more` is handed to."""
         backend = answer_backend(self.accelerator, self.config, self.tokenizer, model, self.source, **more)
         data = self.task, examples, encoding.kept, self.config
         return Evaluator(self.accelerator, self.tokenizer, *data, backend, max_new_tokens)
@@ -150,12 +149,12 @@ class Prepared:
 
     @property
     def longest_answer(self) -> int:
-        """Tokens of the longest answer in either split, end of turn included: as many are generated at most."""
+        """Tokens of the longest answer in either split, end of turn included: by default the most to be generated."""
         return max(int(split.kept.answers.max()) for split in (self.train, self.validation))
 
     @property
     def system_prompt(self) -> str | None:
-        """The system message that the first validation examples have in common; None: they have none, or several."""
+        """The system message that the first validation examples have in common; None if they have none or several."""
         task, firsts = self.assembly.task, self.validation.kept[:_COMPARED]
         chats = [task.messages(self.validation_examples[example.index]) for example in firsts]
         found = {tuple(str(turn["content"]) for turn in turns if turn["role"] == "system") for turns in chats}
@@ -174,7 +173,7 @@ def prepare_data(
     """Read the task's splits, find the model's source (building `tiny`), tokenize, and plan the steps.
 
     Raises:
-        UserError: data, template or model that cannot be used.
+        UserError: the data, the template or the model cannot be used.
     """
     _refuse_missing_packages(config)
     splits: list[Sequence[Any]] = []
@@ -198,8 +197,8 @@ def prepare_data(
 
 
 def _refuse_forged_turns(splits: Mapping[str, Sequence[Any]], *encodings: Encoding) -> None:
-    """Raises UserError if an answer's own text ends the turn, where control tokens in texts are not read as characters:
-    what stands behind it would be learnt as turns of others."""
+    """Raise UserError if an answer's own text ends the turn: what follows would be learnt as turns of others. It is
+    called only where control tokens in texts are not read as characters."""
     lines, count = [], 0
     for encoding in encodings:
         rows = encoding.control_tokens["answers"]
@@ -216,7 +215,7 @@ def _refuse_forged_turns(splits: Mapping[str, Sequence[Any]], *encodings: Encodi
 
 
 def plan_steps(train: Encoding, config: TrainConfig) -> StepPlan:
-    """The optimizer steps that the settings ask for, of these examples.
+    """The optimizer steps over these examples that the settings ask for.
 
     Raises:
         UserError: they ask for less than one example, or to warm up for longer than the run.
@@ -237,7 +236,7 @@ def plan_steps(train: Encoding, config: TrainConfig) -> StepPlan:
 
 
 def _refuse_missing_packages(config: TrainConfig) -> None:
-    """Raises UserError, before any work is done, if a library, compiler or GPU that the settings need is not here."""
+    """Raise UserError, before any work is done, if a library, compiler or GPU that the settings need is missing."""
     if OPTIMIZERS[config.optimizer].package:
         bitsandbytes(f"--optimizer {config.optimizer}")
     if config.load_in_4bit:
@@ -252,7 +251,7 @@ def _refuse_missing_packages(config: TrainConfig) -> None:
 
 
 def _read(task: Task, config: TrainConfig) -> Iterator[Sequence[Any]]:
-    """Both splits; that the answers to the validation examples can be scored is seen now, if they will be."""
+    """Both splits; checks that answers to the validation examples can be scored, if they will be."""
     yield read_split(task, "train")
     validation = read_split(task, "validation")
     if config.eval_every != "off":
@@ -261,6 +260,6 @@ def _read(task: Task, config: TrainConfig) -> Iterator[Sequence[Any]]:
 
 
 def texts_of(task: Task, examples: Sequence[Any]) -> list[str]:
-    """Each message and target of the examples, or of enough of them from all over the data."""
+    """Each message and target of the examples; where there are too many, of some that are spread over the data."""
     some = range(0, len(examples), -(-len(examples) // _TINY_EXAMPLES))
     return [text for index in some for text in conversation(task, examples, "train", index).texts()]

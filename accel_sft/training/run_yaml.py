@@ -1,4 +1,4 @@
-"""`run.yaml` and `launch.yaml` of a run's folder: its settings and launch, with which one command starts it again."""
+"""Writes `run.yaml` and `launch.yaml` into a run's folder: settings and launch, for a command that starts it again."""
 
 import json
 import os
@@ -27,28 +27,28 @@ from accel_sft.models.source import is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS
 
 _LEFT_OUT = ("output_dir", "resume", "dry_run")
-"""A run that is started again has a folder of its own, and begins at its first step."""
+"""Settings that run.yaml leaves out: a run that is started again has its own folder, and begins at its first step."""
 _IN_FILE = ("num_processes", "num_machines", "mixed_precision")
-"""Flags of the launcher that launch.yaml has, because the run's numbers depend on them; others stay flags."""
+"""Flags of the launcher that go into launch.yaml, because the run's numbers depend on them; others stay flags."""
 
 
 def write_run_yaml(run_dir: RunDir, task_name: str, task: Task, config: TrainConfig, launch: Launch) -> None:
     """Write both files into the run's folder, without secrets.
 
     Args:
-        launch: as `start` read it, with its precision.
-        task_name: an installed task's name; of a task in a file its path is written.
-        config: as it was resolved.
+        task_name: an installed task's name; for a task in a file, its path is written.
+        config: the resolved settings.
+        launch: the launch as `start` read it, with its precision.
     """
     if launch.yaml:
         write_atomically(run_dir.launch, _launch_file(run_dir, launch))
-    else:  # of an earlier start of this run
+    else:  # an earlier start of this run may have written one
         run_dir.launch.unlink(missing_ok=True)
     file = file_record(type(task))
     named = {TASK: f"{file['path']}:{file['class']}" if file else task_name}
     usual = TrainConfig(model=config.model, init_from=config.init_from, adapter=config.adapter)
     defaults = usual.resolved(TINY_DEFAULTS if is_tiny(config) else {}).as_dict()
-    # the model is always named; the day of the start is a default; what the others depend on has defaults of its own
+    # written only if not at these values: the model always is; other settings' defaults depended on the adapter above
     defaults |= {"model": None, "init_from": None, "adapter": "none", "template_date": config.template_date}
     defaults |= {setting.name: setting.default for setting in settings(type(task))}
     mine = {**config.as_dict(), **{setting.name: getattr(task, setting.name) for setting in settings(type(task))}}
@@ -69,14 +69,14 @@ def _yaml(values: dict[str, Any]) -> str:
 
 def _launch_file(run_dir: RunDir, launch: Launch) -> str:
     """The launch file's content, with the flags of the command line that decide the run's numbers, and with the
-    precision that was computed in, which another machine might not choose; a DeepSpeed JSON that it names is copied."""
+    precision used, which another machine might not choose. A DeepSpeed JSON that it names is copied."""
     content = dict(launch.yaml)
     for name in _IN_FILE:
         if (value := launch.arguments.get(name)) is not None:
             content[name] = int(value) if value.isdecimal() else value
     section, precision = content.get("deepspeed_config") or {}, launch.precision[0]
     if launch.json_file and section.get("deepspeed_config_file"):
-        content.pop("mixed_precision", None)  # the launcher takes it from one of the two
+        content.pop("mixed_precision", None)  # the launcher takes it from only one file
         kinds = {name: {**(launch.json.get(name) or {}), "enabled": name == precision} for name in ("bf16", "fp16")}
         write_atomically(run_dir.deepspeed, json.dumps(recordable({**launch.json, **kinds}), indent=2) + "\n")
         content["deepspeed_config"] = {**section, "deepspeed_config_file": str(run_dir.deepspeed)}

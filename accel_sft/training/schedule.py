@@ -8,9 +8,9 @@ from accel_sft.api.config import TrainConfig
 def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
     """The rate of step `step` (from 0).
 
-    It rises in a line to `--learning-rate`, and then goes as `--lr-scheduler` says: cosine and linear fall from there
-    on; wsd (warmup-stable-decay) stays, and falls in a line over the last `--decay-ratio` of the steps; constant stays.
-    What falls reaches `--min-lr-ratio` of the peak behind the last step.
+    It rises linearly to `--learning-rate`, and then follows `--lr-scheduler`: cosine and linear fall from there on; wsd
+    (warmup-stable-decay) stays, and falls linearly over the last `--decay-ratio` of the steps; constant stays. A rate
+    that falls reaches `--min-lr-ratio` of the peak right after the last step.
     """
     warmup_steps = config.warmup_steps
     if warmup_steps is None:

@@ -1,4 +1,4 @@
-"""TrainState, which a checkpoint holds too: counters, metrics, and which step is the best. Standard library only."""
+"""`TrainState`: counters, metrics and the best step, also kept in checkpoints. Standard library only."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class TrainState:
     tokens: int = 0  # trained on, prompts included, padding left out
     before: dict[str, float] | None = None  # the first evaluation's metrics
     latest: dict[str, float] | None = None  # the newest evaluation's
-    evaluated_step: int = -1  # of the newest evaluation; -1 before there is one
-    best: float | None = None  # main metric so far,
-    best_loss: float | None = None  # the loss it came with,
-    best_step: int | None = None  # and where it was
-    without_better: int = 0  # evaluations since then
+    evaluated_step: int = -1  # step of the newest evaluation; -1 before there is one
+    best: float | None = None  # best main metric so far
+    best_loss: float | None = None  # loss of the same evaluation
+    best_step: int | None = None  # step of the same evaluation
+    without_better: int = 0  # evaluations since the main metric improved
 
     @classmethod
     def of(cls, saved: Mapping[str, Any], path: Path) -> TrainState:
-        """What a checkpoint holds of it.
+        """The state that a checkpoint holds.
 
         Raises:
-            UserError: it has other fields than this version writes.
+            UserError: the checkpoint has other fields than this version writes.
         """
         try:
             return cls(**saved["progress"])
@@ -52,7 +52,7 @@ class TrainState:
         return patience is not None and self.without_better >= patience
 
     def update_best(self, value: float, loss: float, higher_is_better: bool) -> bool:
-        """Record a main metric; returns whether it is the best so far, the lower loss deciding between equal ones.
+        """Record a main metric; returns whether it is the best so far. Of equal ones, the one with the lower loss is.
 
         NaN is never the best.
         """

@@ -1,4 +1,4 @@
-"""Forward and backward of one optimizer step, its loss over all ranks; in smaller forwards after an out-of-memory."""
+"""Runs an optimizer step's forwards and backwards, smaller ones when out of memory; reduces its loss over ranks."""
 
 import dataclasses
 import json
@@ -27,9 +27,9 @@ from accel_sft.training.optimizer import Stepper
 class OutOfMemory(NamedTuple):
     """An out-of-memory in a forward or backward; all zero if there was none. Numbers, so that ranks can exchange it."""
 
-    tokens: int = 0  # of the forward that did not fit
+    tokens: int = 0  # tokens of the forward that did not fit
     longest: int = 0  # index of its longest training example
-    length: int = 0  # of that example, in tokens
+    length: int = 0  # tokens of that example
 
     def __str__(self) -> str:
         return (
@@ -43,7 +43,8 @@ class TrainStep:
 
     `largest_forward` has the tokens, supervised tokens and rows of the largest forward so far.
 
-    After an out-of-memory the forwards are smaller; `run_dir` holds the limit that it leaves for a resumed run.
+    After an out-of-memory the forwards are smaller. If the step cannot be repeated, a file in `run_dir` keeps the
+    smaller limit for a resumed run.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class TrainStep:
         After an out-of-memory the gradients are NaN on every rank; call `retry_smaller` before the next step.
 
         Args:
-            supervised_tokens: of the whole step, over all ranks.
+            supervised_tokens: supervised tokens of the whole step, over all ranks.
         Returns:
             the loss, shape (), and this rank's out-of-memory.
         Raises:
@@ -83,8 +84,8 @@ class TrainStep:
                     oom = oom if oom.tokens else self._about(rows)
                     nll = self._nll(sorted(rows, key=_length)[:1], step, repeatable=False) * math.nan
                 value = nll.detach()
-                # 1, or NaN: a NaN or infinite loss makes every gradient NaN on all ranks, so that the step is left
-                # out; by itself an infinite loss may have finite gradients
+                # 1, or NaN for a loss that is not finite: every gradient is then NaN on all ranks, and the step is
+                # left out; an infinite loss alone may have finite gradients
                 sound = value - value + 1
                 loss = nll * (sound * self.stepper.averaged_over / supervised_tokens)
                 try:
@@ -100,7 +101,7 @@ class TrainStep:
         return share / supervised_tokens, oom
 
     def retry_smaller(self, oom: OutOfMemory, step: int) -> None:
-        """Discard the gradients and halve the forwards, for this step and the next: the same mathematics."""
+        """Discard the gradients, and halve the forwards of this and later steps; the mathematics stays the same."""
         self.stepper.discard_gradients()
         self._limit(oom.tokens // 2)
         self.log(
@@ -116,8 +117,8 @@ class TrainStep:
         self.batching = dataclasses.replace(self.batching, rows=None, tokens=tokens)
 
     def _nll(self, rows: list[Encoded], step: int, repeatable: bool = True) -> torch.Tensor | None:
-        """The summed loss of one forward; None after an out-of-memory if the step can be repeated. A function of its
-        own, so that nothing keeps the tensors of a forward that failed."""
+        """The summed loss of one forward; None after an out-of-memory if the step can be repeated. It is a method of
+        its own, so that nothing keeps the tensors of a failed forward."""
         try:
             with span(BATCHES):
                 batch = self.batching.batch(rows, self.pad_token_id, self.stepper.accelerator.device)
@@ -151,9 +152,9 @@ class TrainStep:
 def reduce_step(
     share: torch.Tensor, oom: OutOfMemory, signal: int, system: list[float]
 ) -> tuple[float, OutOfMemory, int, list[list[float]]]:
-    """Reduce a step over ranks, the same result on each: the summed loss, the smallest out-of-memory, a signal that
-    any rank got, and all ranks' system readings."""
-    numbers = [share.item(), signal, *oom, *system]  # which waits for a GPU, and for no other rank
+    """Reduce a step over ranks, with the same result on each: the summed loss, the smallest out-of-memory, a signal
+    that any rank got, and all ranks' system readings."""
+    numbers = [share.item(), signal, *oom, *system]  # waits for this rank's GPU, and for no other rank
     with span(COMMUNICATION):
         every = gather_numbers(numbers)
     without = [OutOfMemory(*map(int, numbers[2:5])) for numbers in every if numbers[2]]
@@ -162,7 +163,7 @@ def reduce_step(
 
 
 def _most_tokens(run_dir: RunDir) -> int | None:
-    """The limit in tokens that an out-of-memory before this start left; None if there was none."""
+    """The limit in tokens that an out-of-memory in an earlier start left; None if there was none."""
     file = run_dir.most_tokens
     if not file.exists():
         return None

@@ -1,4 +1,4 @@
-"""The model card of exported weights, and a finished run's summary: result.json, report.md and the console."""
+"""Writes the model card of exported weights, and a finished run's summary: result.json, report.md and the console."""
 
 import dataclasses
 import shlex
@@ -26,10 +26,10 @@ from accel_sft.training.state import TrainState
 def card(
     task_name: str, prepared: Prepared, state: TrainState, model_class: str, energy: dict[str, float] | None
 ) -> str:
-    """The README.md beside the weights of this state, whose newest evaluation stands beside the untrained ones'.
+    """The text of README.md beside the weights of this state, with its newest evaluation beside the untrained weights'.
 
     Args:
-        energy: `Tracker.energy`.
+        energy: what `Tracker.energy` returned.
     """
     config, task, rendering = prepared.assembly.config, prepared.assembly.task, prepared.assembly.encode.rendering
     chat = conversation(task, prepared.validation_examples, "validation", prepared.validation.kept[0].index)
@@ -47,7 +47,7 @@ def card(
         data={**_files(task), **prepared.counts(), "SHA-256 of the tokens": prepared.fingerprint()},
         command=command_line(started_by()),
         settings=recordable({**config.as_dict(), **dataclasses.asdict(task)}),
-        result={  # time and memory are of moments of this process, and of no interest elsewhere
+        result={  # time and memory of this process are of no interest elsewhere
             "before": {key: number for key, number in (state.before or {}).items() if key not in report.COSTS},
             "after": {key: number for key, number in (state.latest or {}).items() if key not in report.COSTS},
             "weights": _compared(
@@ -60,14 +60,14 @@ def card(
 
 
 def _files(task: Task) -> dict[str, str]:
-    """The files that the task's options name, by option, without their folders."""
+    """The names of the files that the task's options give, by option, without folders."""
     named = {setting.flag[2:]: getattr(task, setting.name) for setting in settings(type(task))}
     files = {flag: value.split(",") for flag, value in named.items() if flag.endswith("-file") and value}
     return {flag: ", ".join(Path(name).name for name in names) for flag, names in files.items()}
 
 
 def _compared(base: str, tuned: str) -> dict[str, str]:
-    """The weights that a report shows side by side."""
+    """Names for the weights that a report shows side by side."""
     return {"base": f"{base} before the first step", "tuned": tuned}
 
 

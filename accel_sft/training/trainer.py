@@ -1,4 +1,4 @@
-"""`Trainer`: the training loop, and when it evaluates, saves, resumes, and exports the best weights."""
+"""`Trainer`: the training loop, which evaluates, saves, resumes, and exports the best weights."""
 
 import dataclasses
 import math
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from accel_sft.batching import choice
-from accel_sft.batching.autotune import Trial
+from accel_sft.batching.autotune import choose_batching
 from accel_sft.batching.layouts import Batching
+from accel_sft.batching.trial import Trial
 from accel_sft.checkpoint import checkpoint, shards
 from accel_sft.checkpoint.capacity import check_disk, check_host_memory
 from accel_sft.io.run_dir import RunDir
@@ -82,7 +83,7 @@ class Trainer:
         self.evaluator = assembly.evaluator(self.model, *validated, between=self.between_answers, log=tracker.log)
 
     def resume(self) -> None:
-        """Load the checkpoint that `--resume` asks for, if there is one; see that the next ones fit on the disk."""
+        """Load the checkpoint that `--resume` asks for, if there is one; check that the next ones fit on the disk."""
         asked = self.run_dir, self.config.resume
         path, passed_over = decided_by_main(self.accelerator, lambda: checkpoint.newest(*asked))
         for line in passed_over:
@@ -109,7 +110,7 @@ class Trainer:
             check_disk(self.accelerator, self.model, self.run_dir)
 
     def new_train_step(self, before: dict[str, Any] | None) -> TrainStep:
-        """With the batching of before the run stopped unless another is asked for; a new choice is recorded first."""
+        """The train step, with the batching from before the stop unless another is asked for; records the choice."""
         job = [self.prepared.fingerprint(), self.plan.global_batch_size]
         if before is None and self.config.resume != "off":
             before = choice.read(self.accelerator, self.run_dir, job)
@@ -121,7 +122,7 @@ class Trainer:
         if self.config.use_liger_kernel:
             self.tracker.log(use_liger_kernels(trial))
         # the validation loss is computed in the same layout
-        batching, message = trial.choose(before=kept, also=evaluated.extremes())
+        batching, message = choose_batching(trial, before=kept, also=evaluated.extremes())
         self.tracker.log(message)
         choice.write(self.accelerator, self.run_dir, self.batching_asked, batching, job)
         return TrainStep(self.stepper, batching, pad_token_id, self.run_dir, self.tracker.log)
@@ -134,7 +135,7 @@ class Trainer:
         self.signals.deferred = True
         with self.tracker.profiler() as profiler:  # a trace takes its time: it comes after the checkpoint
             try:
-                self.evaluate_and_save()  # also what a signal kept a resumed run from
+                self.evaluate_and_save()  # also those that a signal prevented before
                 self.loop(profiler)
             except Interruption:
                 self.save()
@@ -143,7 +144,7 @@ class Trainer:
     def loop(self, profiler: Any) -> None:
         """One optimizer step after the other, until the plan ends, patience runs out, or a signal comes."""
         plan, stepper, state, config = self.plan, self.stepper, self.state, self.config
-        phase = "first_step"  # in which AdamW's moments are made
+        phase = "first_step"  # AdamW's moments are made in it
         self.model.train()
         while state.step < plan.total_steps and not state.out_of_patience(config.patience):
             started = time.perf_counter()
@@ -181,7 +182,7 @@ class Trainer:
 
     @span(PAUSE)
     def evaluate_and_save(self) -> None:
-        """Make the evaluation and the checkpoint that are due at this step, unless they are there."""
+        """Make the evaluation and the checkpoint that are due at this step, unless they exist."""
         state, config = self.state, self.config
         evaluated = state.step in (0, self.plan.total_steps) and config.eval_every != "off"
         if state.evaluated_step != state.step and (evaluated or self.plan.is_due(config.eval_every, state.step)):
@@ -223,7 +224,7 @@ class Trainer:
         checkpoint.export(self.accelerator, self.model, self.prepared.assembly.tokenizer, target, card, *beside)
 
     def save(self) -> None:
-        """A checkpoint of this step, with the counters, metrics and batching so far."""
+        """Write a checkpoint of this step, with the counters, metrics and batching so far."""
         batching = choice.recorded(self.batching_asked, self.train_step.batching)  # a resume uses it again (law 3)
         self.signals.exit_if_orphaned()
         saved = {"step": self.state.step, "progress": dataclasses.asdict(self.state), "batching": batching}

@@ -1,6 +1,6 @@
-"""accel_sft's command line up to its first optimizer step, with the time of each phase; a stand-in for `-m accel_sft`.
+"""Runs accel_sft's command line up to its first optimizer step and times each phase; it replaces `-m accel_sft`.
 
-Writes `rank-N.json` into the folder named by FIRST_STEP_FOLDER and ends the process there.
+After that step it writes `rank-N.json` into the folder named by FIRST_STEP_FOLDER and ends the process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from clock import Clock  # noqa: E402
 
 
 def watched(part: str, begins: bool) -> None:
-    """Marks what follows in the lines of `-X importtime`."""
+    """Prints the part that begins or ends among the lines of `-X importtime`."""
     print(f"import time: # {part if begins else ''}", file=sys.stderr, flush=True)
 
 
@@ -27,7 +27,7 @@ clock = Clock(watched if os.environ.get("PYTHONPROFILEIMPORTTIME") else lambda p
 
 
 class Ours:
-    """What the command imports, in its order."""
+    """The command's imports, in its order, as calls that can be timed."""
 
     @staticmethod
     def command_line() -> None:

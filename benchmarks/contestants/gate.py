@@ -1,10 +1,10 @@
 """Lets a driver run a trainer a few optimizer steps at a time, so that contestants alternate on one machine.
 
-A contestant calls `boundary` between optimizer steps. After the warm-up it says so and waits; each line `N` on its
-standard input lets it run N steps, after which it answers with one JSON line; `stop` ends it.
+A contestant calls `boundary` between optimizer steps. After the warm-up it answers with a JSON line and waits. Each
+line `N` on its standard input lets it run N steps, after which it answers with another JSON line; `stop` ends it.
 
-With `steps` and `answer` among its settings it asks nobody: those steps are run once, the answer is written to that
-file, and the process ends, of several ranks each.
+With `steps` and `answer` among its settings it does not wait: it runs these steps once, rank 0 writes the answer to
+that file, and the process of each rank ends.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ GIB = 2**30
 
 
 class Gate:
-    """The turnstile between two optimizer steps.
+    """Holds a trainer between two optimizer steps.
 
     Args:
-        settings: `warmup_steps`; and `steps` and `answer`, or neither.
+        settings: `warmup_steps`; and either both `steps` and `answer`, or neither.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.left, self.started = settings["warmup_steps"], time.perf_counter()
         self.steps, self.answer = settings.get("steps"), settings.get("answer")
         self.report: dict = {}
-        # libraries print what they like to standard output; the driver reads a copy that only we write to
+        # libraries print to standard output too; the driver reads a copy that only we write to
         self.out = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
 
     def note(self, **facts: object) -> None:
-        """Facts for the next answer, such as the first step's loss."""
+        """Add facts to the next answer, such as the first step's loss."""
         self.report.update(facts)
 
     def boundary(self) -> None:
-        """An optimizer step is done."""
+        """Call this after each optimizer step."""
         self.left -= 1
         if self.left:
             return
@@ -69,13 +69,13 @@ class Gate:
 
 
 def _device() -> Any:
-    """torch.cuda, if the trainer computes there."""
+    """torch.cuda, if torch is imported and has a GPU; else None."""
     torch = sys.modules.get("torch")
     return torch.cuda if torch is not None and torch.cuda.is_available() else None
 
 
 def _host_peak_gib() -> float | None:
-    """Largest resident memory of this process so far (Linux)."""
+    """Peak resident memory of this process in GiB; None where /proc does not tell."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) * 1024 / GIB for line in lines if line.startswith("VmHWM:")), None)

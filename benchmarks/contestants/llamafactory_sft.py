@@ -1,4 +1,4 @@
-"""LLaMA-Factory's own supervised fine-tuning (`run_exp`) on prompt and completion: its defaults, grouped, or packed."""
+"""Runs LLaMA-Factory's supervised fine-tuning (`run_exp`) on prompt and completion: by default, grouped, or packed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import peer
 try:
     import torchaudio  # noqa: F401
 except (ImportError, OSError):
-    # its multimodal part imports what has no wheel without CUDA; rows of text never reach it
+    # LLaMA-Factory's multimodal part imports torchaudio, which has no wheel without CUDA; rows of text never use it
     sys.modules["torchaudio"] = ModuleType("torchaudio")
     sys.modules["torchaudio"].__spec__ = ModuleSpec("torchaudio", None)
 
@@ -31,7 +31,7 @@ register_template(
 
 
 class Trainer(workflow.CustomSeq2SeqTrainer):
-    """Theirs, which notes how many tokens of the rows a step has: packed data has fewer rows."""
+    """LLaMA-Factory's trainer, which also notes the rows' tokens in a step, since packed data has fewer rows."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""accel_sft: its own `train.run`, on a task that reads the rows; one process, or each rank that a launcher starts.
+"""Runs accel_sft's own `train.run` on a task that reads the rows, in one process or as a rank under a launcher.
 
-Rows in a `.jsonl` are of CLUENER's form, and the `ner` task reads them.
+Rows in a `.jsonl` file have CLUENER's form, and the `ner` task reads them.
 """
 
 from __future__ import annotations

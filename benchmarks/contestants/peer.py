@@ -1,4 +1,4 @@
-"""What the contestants on transformers' Trainer have in common: rows, model, tokenizer, settings and the gate."""
+"""Shared by the contestants on transformers' Trainer: rows, model, tokenizer, settings and the gate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ gate = Gate(settings)
 
 
 def read_model() -> tuple[Any, Any]:
-    """The model, in float32 unless its weights are frozen, and its tokenizer."""
+    """The model and its tokenizer; the weights are float32, or bfloat16 if they are frozen and the run is in bf16."""
     frozen = "lora" in settings and settings.get("precision") == "bf16"
     dtype = torch.bfloat16 if frozen else torch.float32
     return (
@@ -28,7 +28,7 @@ def read_model() -> tuple[Any, Any]:
 
 
 def read_rows(tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """(prompt, answer with its end-of-turn token) of each row, as token ids."""
+    """The token ids of each row: (prompt, answer with its end-of-turn token)."""
     rows = []
     for row in json.loads(Path(settings["rows"]).read_text()):
         prompt = tokenizer(row["instruction"] + row["question"])["input_ids"]
@@ -37,7 +37,7 @@ def read_rows(tokenizer: Any) -> list[tuple[list[int], list[int]]]:
 
 
 def arguments() -> dict[str, Any]:
-    """Those of TrainingArguments: the step of all contestants, on this trainer's rows a forward."""
+    """TrainingArguments for the same optimizer step as all contestants, with this trainer's rows per forward."""
     return {
         "output_dir": tempfile.mkdtemp(),
         "per_device_train_batch_size": settings["rows_per_forward"],

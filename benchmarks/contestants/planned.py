@@ -1,4 +1,4 @@
-"""One rank of a run whose memory benchmarks/plan_accuracy.py measures: accel_sft on a shape's rows."""
+"""Runs accel_sft on a shape's rows, as one rank of a run whose memory benchmarks/plan_accuracy.py measures."""
 
 from __future__ import annotations
 

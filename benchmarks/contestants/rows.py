@@ -1,4 +1,4 @@
-"""A shape's rows as a task of accel_sft, and the settings under which it is measured."""
+"""A task of accel_sft that reads a shape's rows, and the settings with which it is measured."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Rows(Task):
 
 
 def settings(model: str, global_batch_size: int, **options: Any) -> TrainConfig:
-    """Plain AdamW at one rate, without evaluations, checkpoints or console lines; `options` win."""
+    """Plain AdamW at a constant rate, without evaluations, checkpoints or console lines; `options` override these."""
     usual = {
         "max_steps": 100_000,
         "learning_rate": 1e-4,

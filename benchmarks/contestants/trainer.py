@@ -1,4 +1,4 @@
-"""transformers' Trainer as scripts use it: every row padded to the longest in the data, answers labelled."""
+"""Runs transformers' Trainer as scripts use it: every row padded to the longest in the data, answers labelled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ longest = max(len(prompt) + len(answer) for prompt, answer in rows)
 
 
 def collate(rows):
-    """Fixed padding: that of the published scripts."""
+    """Pad all rows to one fixed length, as published scripts do."""
     ids, mask, labels = [], [], []
     for prompt, answer in rows:
         padding = longest - len(prompt) - len(answer)

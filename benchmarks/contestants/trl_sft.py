@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on prompt and completion: its defaults, grouped by length, or packed."""
+"""Runs TRL's SFTTrainer on prompt and completion: with its defaults, grouped by length, or packed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Given a number and "=", answer with any two integers that sum to it, behind a fixed prefix."""
+"""The task `math`: given a number and "=", answer with a fixed prefix and any two integers that sum to the number."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from accel_sft import RowProblem, Task, UserError, option, read_rows
 
 SYSTEM_PROMPT = "You are a helpful assistant that solves the maths below."
 _NAMED_NUMBERS = 10
+"""Most numbers that an error names."""
 _KIND_SHARE = 0.12
+"""Share of all numbers up to which a rarer kind is repeated."""
 _MOST_REPEATS = 12
+"""Most repetitions of a rare kind."""
 
-# int() refuses numbers of more digits than a limit that may be set as low as 640; no honest answer comes near it.
+# int() refuses numbers with more digits than a limit that may be set as low as 640; no honest answer comes near it.
 _INTEGER = r"[+-]?[0-9]{1,600}"
 _QUESTION = re.compile(rf"\s*({_INTEGER})\s*=\s*")
 _SUM = re.compile(rf"\s*({_INTEGER})\s*\+\s*({_INTEGER})\s*")
@@ -25,7 +28,7 @@ _SUM = re.compile(rf"\s*({_INTEGER})\s*\+\s*({_INTEGER})\s*")
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """`question` is the user's message, `number` what it asks about, `answer` one right answer with its prefix."""
+    """One example: the user's message, the number that it asks about, and one right answer with its prefix."""
 
     question: str
     number: int
@@ -78,10 +81,10 @@ class Math(Task):
         return found
 
     def dataset(self, split: str) -> Sequence[Example]:
-        """Rows of the files, or built-in ones. A number is never in both splits.
+        """The rows of the files, or built-in ones. No number is in both splits.
 
         Raises:
-            UserError: options or rows that cannot be used, or a number that is in both files.
+            UserError: options or rows cannot be used, or a number is in both files.
         """
         if split not in ("train", "validation"):
             raise ValueError(f"split {split!r}: train or validation")
@@ -97,9 +100,10 @@ class Math(Task):
         return example.answer
 
     def score(self, example: Example, text: str) -> dict[str, Any]:
-        """`format_rate`: the prefix, then two integers joined by +; `accuracy`: and they sum to the number.
+        """Score a generated answer.
 
-        `first_addend` and `nonzero_addends` (both addends differ from 0) are there for right answers, else None.
+        `format_rate`: whether it is the prefix and two integers joined by +; `accuracy`: whether these also sum to the
+        number. `first_addend` and `nonzero_addends` (whether both differ from 0) are None unless the answer is right.
         """
         addends = self._addends_of(text)
         right = addends is not None and sum(addends) == example.number
@@ -111,8 +115,11 @@ class Math(Task):
         }
 
     def aggregate(self, scores: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Means of accuracy and format rate; of the right answers, if any, the share with two nonzero addends and the
-        number of different first addends per answer (near 0 if all begin alike)."""
+        """Means of accuracy and format rate, and two figures on the right answers, if there are any.
+
+        These are the share with two nonzero addends, and the number of different first addends per answer (near 0 if
+        all begin alike).
+        """
         if not scores:
             return {}
         right = [score for score in scores if score["accuracy"]]
@@ -157,15 +164,15 @@ class Math(Task):
         while len(rows) < self.train_examples:
             draw.shuffle(numbers)
             rows += [self._example(number, draw) for number in numbers[: self.train_examples - len(rows)]]
-            numbers = _with_rare_ones_often(numbers) if len(rows) == len(numbers) else numbers  # once each, at first
+            numbers = _with_rare_ones_often(numbers) if len(rows) == len(numbers) else numbers  # at first, each once
         return rows
 
     def _read_unseen(self, held_out: frozenset[int]) -> Sequence[Example]:
-        """The training rows, none of whose numbers is held out; as part of parsing, that is checked once a file."""
+        """The training rows, whose numbers must not be held out; parsing checks that, so it runs once for each file."""
         try:
             return read_rows(self.train_file, functools.partial(self._parse_unseen, held_out))
         except UserError:
-            rows = read_rows(self.train_file, self._parse)  # if it is the rows themselves, that comes first
+            rows = read_rows(self.train_file, self._parse)  # if the rows themselves are wrong, this raises first
             self._refuse_leak({row.number for row in rows} & held_out)
             raise
 
@@ -214,15 +221,15 @@ _BUILT_IN_ONLY = frozenset({"max_number", "train_examples", "validation_examples
 
 
 def _random(task: Math, purpose: str) -> random.Random:
-    """A generator per purpose, so that more training rows do not change which numbers are held out."""
+    """A random generator for each purpose, so that more training rows do not change which numbers are held out."""
     return random.Random(f"{purpose} {task.data_seed}")
 
 
 def _first_addend(number: int, how: str, draw: random.Random) -> int:
-    """The first addend of `number` >= 1; both addends are at least 1 wherever that is possible.
+    """The first addend of `number`, which is at least 1; both addends are at least 1 if possible.
 
-    Without carries, both addends share every digit of 2 or more, and the first is as long as the number: digits that
-    stand at the same place are then easy to bring together, and hardly any addend is small or 0.
+    Without carries, every digit of 2 or more is split between both addends, and the first addend has as many digits as
+    the number. Digits of the same place are then easy to relate, and hardly any addend is small or 0.
     """
     if how == "uniform":
         return draw.randint(1, number - 1) if number > 1 else draw.randint(0, 1)
@@ -236,12 +243,14 @@ def _first_addend(number: int, how: str, draw: random.Random) -> int:
 
 
 def _with_rare_ones_often(numbers: list[int]) -> list[int]:
-    """`numbers` with the rarer kinds repeated, or they are learnt last: short ones, and those that begin with 1, whose
-    second addend is shorter than the number."""
+    """`numbers` with the rarer kinds repeated, which would otherwise be learnt last.
+
+    Rare are short numbers, and those that begin with 1, whose second addend has fewer digits than the number.
+    """
     kinds: dict[tuple[int, bool], list[int]] = {}
     for number in numbers:
         digits = str(number)
-        if digits.strip("0") != "1":  # 10, 100, ... split without a carry as n + 0 only: not a habit to repeat
+        if digits.strip("0") != "1":  # 10, 100, ... split without a carry only as n + 0: no habit to learn
             kinds.setdefault((len(digits), digits[0] == "1"), []).append(number)
     least = _KIND_SHARE * len(numbers)
     return [

@@ -44,11 +44,13 @@ from transformers.masking_utils import sdpa_mask
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import settings
-from accel_sft.batching import choice, collate, loss
-from accel_sft.batching.autotune import Trial
+from accel_sft.batching import autotune, choice, collate, loss
+from accel_sft.batching.autotune import choose_batching, fastest, least_work
+from accel_sft.batching.fitting import within_memory
 from accel_sft.batching.forward_layouts import LAYOUTS
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll, nll_sum
+from accel_sft.batching.trial import Trial
 from accel_sft.batching.verify import UNLIMITED
 from accel_sft.chat.encoding import Encoded
 from accel_sft.io.run_dir import RunDir
@@ -233,7 +235,7 @@ def test_what_is_shared_is_computed_once():
 
 def chosen(model, examples=None, train=True, **settings):
     config = TrainConfig(**settings).resolved({})
-    return Trial(Accelerator(cpu=True), model, config, examples or rows(), 0, train=train).choose()
+    return choose_batching(Trial(Accelerator(cpu=True), model, config, examples or rows(), 0, train=train))
 
 
 def test_a_plain_model_shares_prefixes(model):
@@ -277,7 +279,7 @@ def test_what_a_run_had_chosen_is_kept_while_it_is_exact(model):
     for attention in ("sdpa", "eager"):
         changed = copy.deepcopy(model)
         changed.set_attn_implementation(attention)
-        batching, _ = trial(changed, rows()).choose(before=kept)
+        batching, _ = choose_batching(trial(changed, rows()), before=kept)
         assert (batching == kept) is (attention == "sdpa")
 
 
@@ -324,7 +326,7 @@ def timing(monkeypatch, tmp_path):
     monkeypatch.setattr("accel_sft.batching.autotune.UNTIMED", set())
     monkeypatch.setattr("accel_sft.batching.autotune.TRIED_ON_DEVICE", (64, 128, 256))
     quickest = ["padded"]
-    monkeypatch.setattr(Trial, "_seconds", lambda _, batching, __: 0.1 if batching.layout == quickest[0] else 0.5)
+    monkeypatch.setattr(autotune, "_seconds", lambda _, batching, __: 0.1 if batching.layout == quickest[0] else 0.5)
     return tmp_path / "cache", quickest
 
 
@@ -351,19 +353,19 @@ def test_the_least_work_stands_unless_a_clock_contradicts_it_beyond_its_spread(m
     def seconds(padded):
         wavering = {"shared": itertools.cycle([1.0, 1.4, 1.2]), "padded": itertools.cycle(padded)}
         monkeypatch.setattr(
-            Trial,
+            autotune,
             "_seconds",
             lambda _, batching, rows: asked.append((batching, rows)) or next(wavering[batching.layout]),
         )
 
     job = trial(model, rows(64, instruction=300, longest=20))
     seconds(padded=[0.2, 0.9, 0.3])  # of a largest forward; a step has many times as many of padded rows
-    assert job.fastest(sizes).layout == "shared"
+    assert fastest(job, sizes).layout == "shared"
     assert {batching.layout for batching, _ in asked} == {"shared", "padded"}
     assert len(asked) == 8, "one forward of each layout, once to warm up and three times"
     assert all(batching.divide(rows, 1) == [[rows]] for batching, rows in asked)
     seconds(padded=[0.0001, 0.0002])
-    assert job.fastest(sizes).layout == "padded"
+    assert fastest(job, sizes).layout == "padded"
 
 
 def test_of_sizes_with_nearly_the_same_work_the_smallest_is_taken_and_few_forwards_are_less_work(model, monkeypatch):
@@ -371,10 +373,10 @@ def test_of_sizes_with_nearly_the_same_work_the_smallest_is_taken_and_few_forwar
         trial(model, rows(64, instruction=0)),
         [batching_of(("packed", "rows"), n) for n in (64, 128, 256, 4096)],
     )
-    assert job.least_work(sizes).tokens == 4096
+    assert least_work(job, sizes).tokens == 4096
     work = {64: 104.0, 128: 102.9, 256: 101.0, 4096: 100.0}
-    monkeypatch.setattr(Trial, "_work", lambda _, batching: work[batching.tokens])
-    assert job.least_work(sizes).tokens == 128
+    monkeypatch.setattr(autotune, "_work", lambda _, batching: work[batching.tokens])
+    assert least_work(job, sizes).tokens == 128
 
 
 def test_where_nothing_can_be_kept_nothing_is_measured(model, timing):
@@ -488,7 +490,7 @@ def test_a_window_that_all_layers_have_is_seen_and_so_is_a_longer_row_that_is_on
     short = [row for row in rows(64, instruction=4, longest=8) if len(row.input_ids) <= 16]
     (longer,) = rows(1, instruction=40, longest=8)
     assert chosen(model, short, batching="shared")[0].layout == "shared"
-    batching, told = trial(model, short, batching="shared").choose(also=[longer])
+    batching, told = choose_batching(trial(model, short, batching="shared"), also=[longer])
     assert batching.layout == ("padded" if window == 16 else "shared"), told
 
 
@@ -719,26 +721,26 @@ def test_the_largest_forward_that_goes_there_and_back_bounds_what_is_tried(model
     model = copy.deepcopy(model).train()
     exact = [Batching("shared", 0), Batching("padded", 0)]
     with room_for(300):
-        sizes = trial(model, rows(200), train).within_memory(exact, (64, 128, 256, 512, 1024))
+        sizes = within_memory(trial(model, rows(200), train), exact, (64, 128, 256, 512, 1024))
     assert [(b.layout, b.tokens) for b in sizes] == [(b.layout, n) for b in exact for n in (64, 128, 256)]
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_sizes_above_a_whole_step_are_not_tried(model):
-    sizes = trial(model, rows(200), global_batch_size=4).within_memory([Batching("packed", 0)], (64, 128, 256, 512))
+    sizes = within_memory(trial(model, rows(200), global_batch_size=4), [Batching("packed", 0)], (64, 128, 256, 512))
     assert [batching.tokens for batching in sizes] == [64, 128, 256]
 
 
 def test_a_rank_is_tried_with_its_own_part_of_a_step(model, monkeypatch):
     job = trial(model, rows(200), global_batch_size=8)
     monkeypatch.setattr(Accelerator, "num_processes", 2)
-    sizes = job.within_memory([Batching("packed", 0)], (64, 128, 256, 512))
+    sizes = within_memory(job, [Batching("packed", 0)], (64, 128, 256, 512))
     assert [batching.tokens for batching in sizes] == [64, 128, 256]
 
 
 def test_a_device_without_room_for_the_smallest_forward_is_an_error_that_names_the_longest_example(model):
     with room_for(20), pytest.raises(UserError, match=r"not even 64 tokens .*the longest example, \d+, has 5\d\)"):
-        trial(model, rows(200)).within_memory([Batching("shared", 0)], (64, 128))
+        within_memory(trial(model, rows(200)), [Batching("shared", 0)], (64, 128))
 
 
 def test_a_reason_on_another_rank_rules_a_layout_out_on_all(model, monkeypatch):
@@ -860,7 +862,7 @@ def test_a_model_that_ignores_positions_is_found_out_in_any_precision(precision,
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     for subject, layout in ((model, "shared"), (Unplaced(model), "padded")):
         prepared = accelerator.prepare(copy.deepcopy(subject))
-        batching, told = Trial(accelerator, prepared, TrainConfig().resolved({}), rows(), 0).choose()
+        batching, told = choose_batching(Trial(accelerator, prepared, TrainConfig().resolved({}), rows(), 0))
         assert batching.layout == layout, told
 
 

@@ -20,9 +20,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
-from accel_sft.batching.autotune import Trial
 from accel_sft.batching.device_memory import expected_bytes
+from accel_sft.batching.fitting import within_memory
 from accel_sft.batching.layouts import Batching
+from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoding import Encoded
 from accel_sft.commands import train
 from accel_sft.io.run_dir import RunDir
@@ -198,7 +199,7 @@ def test_what_a_trial_finds_room_for_trains_and_what_it_does_not_is_found_howeve
             trial, stepper, examples = job(tiny_llama())
             fitting = []
             with contextlib.suppress(UserError):  # not even the smallest
-                fitting = trial.within_memory([Batching("padded", 0)], sizes)
+                fitting = within_memory(trial, [Batching("padded", 0)], sizes)
             counts.append(len(fitting))
             if fitting:
                 assert trained(stepper, fitting[-1], examples, tmp_path)[1] == fitting[-1], "a step found no room"
@@ -230,7 +231,7 @@ def test_another_error_of_a_device_is_no_shortage(tmp_path):
 
     model.model.embed_tokens.register_forward_pre_hook(broken)
     for work in (
-        lambda: trial.within_memory([Batching("padded", 0)], (64,)),
+        lambda: within_memory(trial, [Batching("padded", 0)], (64,)),
         lambda: trained(stepper, Batching("padded", 64), examples, tmp_path),
     ):
         with pytest.raises(RuntimeError, match="illegal memory access"):

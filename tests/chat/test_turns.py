@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
-from accel_sft.batching.verify import Subject, exact_batchings
+from accel_sft.batching.trial import Trial
+from accel_sft.batching.verify import exact_batchings
 from accel_sft.chat.control_tokens import ControlTokens
 from accel_sft.chat.conversation import Conversation, conversation
 from accel_sft.chat.encoding import Rules
@@ -386,7 +387,7 @@ def test_a_chat_after_some_of_its_turns_is_no_row_that_another_sees(tokenizer, m
     rows = encoded(own, [(CHAT[:2], CHAT[2:at]) for at in (3, 5, 7)]).kept
     assert rows[2].input_ids[: len(rows[0].input_ids)] == rows[0].input_ids
     config = TrainConfig(batching="shared").resolved({})
-    found, reasons, _ = exact_batchings(Subject(Accelerator(cpu=True), model, config, rows, 0), rows)
+    found, reasons, _ = exact_batchings(Trial(Accelerator(cpu=True), model, config, rows, 0), rows)
     assert {each.attention for each in found} == {"rows", "mask"}, reasons
 
 

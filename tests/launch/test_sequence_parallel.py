@@ -20,7 +20,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.batching.collate import empty
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.sequence import SequenceGroup, in_parts
-from accel_sft.batching.verify import Subject
+from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoding import Encoded
 from accel_sft.launch import ulysses
 
@@ -63,7 +63,7 @@ def alone(model, ranks=2):
     accelerator = SimpleNamespace(parallelism_config=dimensions, process_index=0, num_processes=ranks)
     accelerator.device, accelerator.mixed_precision = CPU, "no"
     accelerator.unwrap_model = lambda model: model
-    return Subject(accelerator, model, TrainConfig().resolved({}), [ROW], 7)
+    return Trial(accelerator, model, TrainConfig().resolved({}), [ROW], 7)
 
 
 def mistral(**more):

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
-from accel_sft.batching.autotune import Trial
+from accel_sft.batching.trial import Trial
 from accel_sft.models import liger
 from accel_sft.training.kernels import use_liger_kernels
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
 
 import click
 import pytest
+import yaml
 from places import ROOT
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
@@ -115,3 +118,52 @@ def test_the_documentation_builds_without_warnings_and_its_pages_fetch_nothing(t
     for page in pages:
         fetched.feed(page.read_text(encoding="utf-8"))
     assert fetched.addresses == []
+
+
+def _options_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("options_page", ROOT / "docs/options.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def _options_on_the_page() -> dict[str, list[str]]:
+    """The options in each part of the page of options, by the part's heading: Training, or the name of a tool."""
+    _, *parts = re.split(r"^## (.+)\n", (ROOT / "docs/options.md").read_text(encoding="utf-8"), flags=re.M)
+    texts = dict(zip(parts[::2], parts[1::2], strict=True))
+    return {name: re.findall(r"^\| `(--[\w-]+)` \|", text, re.M) for name, text in texts.items()}
+
+
+def _options_of(*words: str) -> dict[str, str]:
+    """The options of a command of `math` but the task's own, each with its help."""
+    from accel_sft.api.options import settings
+    from accel_sft.cli.group import cli
+
+    command = cli
+    for word in words:
+        command = command.get_command(click.Context(command), word)
+    of_task = {setting.name for setting in settings(command.task_class)}
+    params = [p for p in command.get_params(click.Context(command)) if isinstance(p, click.Option)]
+    found = {p.opts[-1]: p.help for p in params if p.name not in of_task}
+    return {flag: help for flag, help in found.items() if not flag.startswith("--no-")}  # of `compare`: switches
+
+
+def test_the_page_of_options_is_what_its_script_makes():
+    made = _options_script().make_page()
+    assert (ROOT / "docs/options.md").read_text(encoding="utf-8") == made, "run: python docs/options.py"
+
+
+def test_the_page_of_options_has_each_option_once_where_it_belongs():
+    page, training = _options_on_the_page(), _options_of("math")
+    assert page.pop("Training") == [*training]
+    assert {*page} == {"evaluate", "plan", "check", "compare"}
+    for tool, on_page in page.items():
+        added = [flag for flag, help in _options_of(tool, "math").items() if training.get(flag) != help]
+        assert sorted(on_page) == sorted(added), tool
+        assert added, tool
+
+
+def test_every_sentence_about_an_option_is_of_one_that_is_there():
+    sentences = yaml.safe_load((ROOT / "docs/options.yaml").read_text(encoding="utf-8"))
+    page = {name.lower(): sorted(flags) for name, flags in _options_on_the_page().items()}
+    assert {part: sorted(f"--{name}" for name in of_part) for part, of_part in sentences.items()} == page

@@ -251,6 +251,17 @@ def test_the_refusal_above_fires(tmp_path):
     assert "RuntimeError: torch was imported" in accel_sft("tasks", site=tmp_path).stdout
 
 
+def test_no_docstring_hangs_on_a_sentence_that_is_not_there():
+    found = []
+    for name, path in modules():
+        trees = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        texts = [
+            tree.value.value for tree in trees if isinstance(tree, ast.Expr) and isinstance(tree.value, ast.Constant)
+        ]
+        found += [name for text in texts if str(text).startswith(("Of ", "In which", "By which", "Under which"))]
+    assert found == []
+
+
 def test_no_module_is_longer_than_400_lines():
     lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in modules()}
     assert {name: count for name, count in lines.items() if count > 400} == {}

@@ -1,4 +1,4 @@
-"""Run by the ranks of a launch: what the forward and backward of one row of so many tokens take on the first of them.
+"""A script for the ranks of a launch: prints the memory that forward and backward of one row take on rank 0.
 
 accelerate launch --config_file accelerate_configs/z3_sp.yaml tests/support/activations.py TOKENS
 """
@@ -35,7 +35,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def main(tokens: int) -> None:
-    """Print the MiB that the forward keeps for its backward, and those of the peak, besides what was there."""
+    """Print the MiB that the forward keeps for its backward, and the MiB at the peak, beyond what was there before."""
     config = TrainConfig().resolved({})
     launched, launch = accelerator.create_accelerator(config, read_launch())
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Tokenizers and conversations with answers, by family of chat templates."""
+"""A tokenizer that decodes as SentencePiece does, and a backend whose answers are given."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 def by_characters() -> PreTrainedTokenizerFast:
-    """Decodes as SentencePiece does: an answer's first blank is lost, unknown characters are bytes."""
+    """A tokenizer that decodes as SentencePiece does: an answer's first blank is lost, unknown characters are bytes."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127))]
     made = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True))
     made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" ", "▁")])
@@ -17,7 +17,7 @@ def by_characters() -> PreTrainedTokenizerFast:
 
 
 class Answered:
-    """A backend whose answers are given."""
+    """An answer backend that returns given answers."""
 
     uses_model = False
 

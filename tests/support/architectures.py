@@ -1,7 +1,7 @@
-"""Tiny random models of the architectures that people fine-tune, saved as `--model` reads them.
+"""Makes tiny random models of the architectures that people fine-tune, saved so that `--model` can read them.
 
-Each family's configuration is transformers' own, made small: fields of SMALL that it has are set, then the family's
-own. What makes an architecture itself (experts, latent attention, windows, recurrent layers) stays in.
+Each family's configuration is transformers' own, made small: it gets the fields of SMALL that it has, then its own
+entry in FAMILIES. What characterises an architecture (experts, latent attention, windows, recurrent layers) is kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "activation_dropout", "dropout", "residual_dropout"), 0.0),
     **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-    **dict.fromkeys(("initializer_range", "init_std"), 0.3),  # at the usual 0.02 a token hardly sees another
+    **dict.fromkeys(("initializer_range", "init_std"), 0.3),  # with the usual 0.02, tokens hardly influence each other
     **{"state_size": 8, "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2},
 }
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
@@ -50,7 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # experts
     **{name: {} for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")},
     **{name: {} for name in ("glm4_moe", "dots1", "phimoe")},
-    "gpt_oss": {"intermediate_size": 64},  # in its published weights 32 numbers have a scale in common
+    "gpt_oss": {"intermediate_size": 64},  # in its published weights, each 32 numbers share a scale
     # latent attention
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
@@ -74,7 +74,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_mem_blocks": 1,
     }
     | {"use_mem_rope": True, "adapter_rank": 4},
-    # eyes; the fields are those of the language model
+    # vision; the fields are the language model's
     **{name: {} for name in ("gemma3", "mistral3")},
     "qwen2_5_vl": {"rope_parameters": SECTIONS},
     "qwen3_vl": {"rope_parameters": SECTIONS},
@@ -83,11 +83,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 RANDOM = {"phimoe"}
-"""Families whose forward is random in training, without a dropout: experts are drawn."""
+"""Families whose forward is random in training even without dropout, since they draw experts at random."""
 
 
 def make(folder: Path, family: str) -> Path:
-    """Write a model of this family, with random weights that are the same each time, and a tokenizer."""
+    """Write a model of this family with a tokenizer; its weights are random, but the same each time."""
     tokenizer = train_tokenizer(TEXTS)
     torch.manual_seed(0)
     config = configuration(family, tokenizer)
@@ -98,7 +98,7 @@ def make(folder: Path, family: str) -> Path:
 
 
 def load(folder: Path) -> torch.nn.Module:
-    """The model as a user of transformers has it, in float32; multimodal if it was saved so."""
+    """The model as transformers loads it, in float32; multimodal if it was saved so."""
     return auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32).eval()
 
 

@@ -1,8 +1,8 @@
-"""Writes chat files in the forms they are published in, with the blemishes that such files have.
+"""Writes chat files in the forms in which they are published, with the blemishes that such files have.
 
     python tests/support/chats.py FOLDER [ROWS]
 
-Every fifteenth row or so has one of them; MESSAGES and SHAREGPT say how a form writes a turn.
+Every fifteenth row has a blemish; the functions in FORMS write a chat in each form.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BLEMISHES = (
 
 
 def chat(number: int, draw: random.Random, blemish: str = "") -> Turns:
-    """One chat about sums; roles are OpenAI's, `calls` that of a tool call whose text is JSON."""
+    """One chat about sums, with OpenAI's roles, and the role `calls` for a tool call, whose text is JSON."""
     first, second = draw.randrange(10, 100), draw.randrange(10, 100)
     turns = [("user", f"{number}: what is {first} + {second}?"), ("assistant", f"It is {first + second}.")]
     if number % 3 == 0:
@@ -85,7 +85,7 @@ def as_sharegpt(turns: Turns) -> dict[str, Any]:
 
 
 def as_alpaca(turns: Turns) -> dict[str, Any]:
-    """The last question and answer, the rest as history; half of the questions are split into instruction and input."""
+    """The last question and answer, and earlier ones as history; a question with ": " becomes instruction and input."""
     texts = [text for role, text in turns if role in ("user", "assistant")]
     asked, answer = texts[-2:] if len(texts) % 2 == 0 else [texts[-1], ""]
     instruction, _, given = asked.partition(": ")
@@ -96,7 +96,7 @@ def as_alpaca(turns: Turns) -> dict[str, Any]:
 
 
 def as_pair(turns: Turns) -> dict[str, Any]:
-    """Texts where there are two turns, else lists of messages."""
+    """Prompt and completion: texts if the chat is one question and answer, else lists of messages."""
     if [role for role, _ in turns] == ["user", "assistant"]:
         return {"prompt": turns[0][1], "completion": turns[1][1]}
     row = as_messages(turns)
@@ -114,12 +114,12 @@ FORMS: dict[str, Callable[[Turns], dict[str, Any]]] = {
 
 
 def rows(form: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows of a form; every 15th has a blemish, and a few stand there twice."""
+    """Rows of a form; every 15th has a blemish, and a few occur twice."""
     draw, made = random.Random(seed), []
     blemishes = BLEMISHES
-    if form == "alpaca":  # which has no roles
+    if form == "alpaca":  # Alpaca has no roles
         blemishes = ("a user turn at the end", "an empty assistant turn")
-    elif form == "pairs":  # whose rows end with the completion
+    elif form == "pairs":  # these rows end with the completion
         blemishes = ("two user turns in a row", "a leading assistant turn", "tool turns", "an empty system turn")
     for number in range(count):
         blemish = blemishes[number // 15 % len(blemishes)] if number % 15 == 7 else ""
@@ -130,7 +130,7 @@ def rows(form: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, count: int = 1000) -> dict[str, Path]:
-    """A file of each form, the formats in turn: the files by what is in them."""
+    """Write a file of each form, and some forms in other formats; returns the files by what they hold."""
     folder.mkdir(parents=True, exist_ok=True)
     made = {form: folder / f"{form}.jsonl" for form in FORMS}
     for form, path in made.items():
@@ -152,7 +152,7 @@ def write(folder: Path, count: int = 1000) -> dict[str, Path]:
 
 
 def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
-    """As `datasets` writes it: every message has all keys, null where it has none."""
+    """Write rows as `datasets` does: every message has all keys, null for those that it lacks."""
     import pyarrow
     from pyarrow import parquet
 

@@ -1,6 +1,6 @@
-"""A headless Chromium for tests of pages, driven over its debugging protocol's pipe: nothing else is to install.
+"""Drives a headless Chromium for tests of pages over the pipe of its debugging protocol; nothing else is installed.
 
-See https://chromedevtools.github.io/devtools-protocol/: messages are JSON that a zero byte ends.
+See https://chromedevtools.github.io/devtools-protocol/: each message is JSON followed by a zero byte.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SECONDS = 60
 
 
 class Page:
-    """One page of a browser of its own. `events` has what the protocol reported: console, requests, exceptions."""
+    """One page in its own browser. `events` holds what the protocol reported: console, requests, exceptions."""
 
     def __init__(self, profile: Path, file: Path, *, width: int = 1280, scheme: str = "light") -> None:
         ours, theirs = zip(*(_pipe(reading) for reading in (True, False)), strict=True)
@@ -83,13 +83,13 @@ class Page:
             self.events.append(answer)
 
     def run(self, script: str):
-        """The value of an expression in the page, a promise's once it is fulfilled."""
+        """The value of an expression in the page; of a promise, its value once fulfilled."""
         found = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def wait(self, script: str) -> None:
-        """Until an expression is true in the page."""
+        """Wait until an expression is true in the page."""
         until = time.monotonic() + _SECONDS
         while not self.run(f"Boolean({script})"):
             assert time.monotonic() < until, f"never true: {script}"
@@ -100,12 +100,12 @@ class Page:
         self.send("Emulation.setEmulatedMedia", media=media, features=features)
 
     def choose(self, select: str, value: str) -> None:
-        """Choose an option by its value, as a person does: its list changes, and says so."""
+        """Choose an option of a list by its value, with the `change` event that a person's choice causes."""
         script = f"(s => {{ s.value = {json.dumps(value)}; s.dispatchEvent(new Event('change', {{bubbles: true}})) }})"
         self.run(f"{script}(document.querySelector({json.dumps(select)}))")
 
     def click(self, selector: str) -> None:
-        """Press the mouse on the middle of an element."""
+        """Click on the middle of an element."""
         x, y = self.run(
             f"(e => {{ e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect();"
             f" return [r.x + r.width / 2, r.y + r.height / 2] }})(document.querySelector({json.dumps(selector)}))"
@@ -126,7 +126,7 @@ class Page:
 
     def complaints(self) -> list:
         """Errors and warnings on the console, exceptions, and requests for anything but the page itself."""
-        self.run("1")  # what was reported before this has arrived
+        self.run("1")  # everything reported before this has now arrived
         found = []
         for event in self.events:
             method, about = event.get("method"), event.get("params", {})
@@ -142,7 +142,7 @@ class Page:
 
 
 def _pipe(ours_writes: bool) -> tuple[int, int]:
-    """Our end and the browser's; high numbers, which bash takes for redirections as they are."""
+    """A pipe: our end and the browser's end, with high numbers, clear of 3 and 4, to which bash redirects them."""
     ends = os.pipe()
     high = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 20) for end in ends)
     for end in ends:

@@ -1,4 +1,4 @@
-"""Hubs of data sets on this machine, which `HF_ENDPOINT` and `MODELSCOPE_ENDPOINT` name: what their programs ask."""
+"""A local hub of data sets, for `HF_ENDPOINT` and `MODELSCOPE_ENDPOINT`; it answers what their clients ask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMIT = "a" * 40
 
 def _handler(name: str, files: dict[str, bytes]) -> type[BaseHTTPRequestHandler]:
     def of_modelscope(path: str, query: dict[str, list[str]]) -> bytes | None:
-        """What ModelScope answers: the list of files, and one file."""
+        """ModelScope's answer to a request for the list of files, or for one file."""
         if path in (f"/api/v1/datasets/{name}/repo/tree", f"/api/v1/models/{name}/repo/files"):
             listed = [{"Path": file, "Type": "blob", "Size": len(body)} for file, body in files.items()]
             return json.dumps({"Code": 200, "Success": True, "Data": {"Files": listed}}).encode()
@@ -60,7 +60,7 @@ def _handler(name: str, files: dict[str, bytes]) -> type[BaseHTTPRequestHandler]
 
 @contextlib.contextmanager
 def hub(name: str, files: dict[str, bytes]) -> Iterator[str]:
-    """Serve one data set; its address."""
+    """Serve one data set; gives the hub's address."""
     with ThreadingHTTPServer(("127.0.0.1", 0), _handler(name, files)) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

@@ -1,4 +1,4 @@
-"""A device that is short of memory, on a CPU: tensors made inside `Device` count, and above a budget none is made."""
+"""Imitates a device that is short of memory on a CPU: tensors made inside `Device` count against a budget."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ WAYS = {
     "cuBLAS": lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     "cuDNN": lambda: RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
 }
-"""How torch, and the libraries below it, say that there is no memory left."""
+"""The errors with which torch and the libraries below it report that they are out of memory."""
 
 
 class Device(TorchDispatchMode):
-    """Counts the bytes of storages that operators make while it is entered, in forwards, backwards and updates.
+    """Counts the bytes of storages that operators allocate inside it, in forwards, backwards and updates.
 
+    Args:
+        budget: bytes above which an allocation fails.
+        way: the error with which it fails, a key of `WAYS`.
     Attributes:
-        live, peak: bytes now, and at most.
+        live, peak: bytes allocated now, and at most.
     """
 
     def __init__(self, budget: float = float("inf"), way: str = "torch") -> None:

@@ -1,4 +1,4 @@
-"""Plugins as pip leaves them: a module and a .dist-info folder in one directory, made in milliseconds."""
+"""Installs plugins as pip would (a module and a .dist-info folder in one directory), but in milliseconds."""
 
 from __future__ import annotations
 
@@ -52,7 +52,13 @@ def install(
     version: str = "1.2",
     requires: tuple[str, ...] = (),
 ) -> None:
-    """Put a distribution into `site`. `entry_points` are the lines of the section; the module is named after it."""
+    """Put a distribution into `site`.
+
+    Args:
+        entry_points: the lines of its section `accel_sft.tasks`.
+        source: the code of its module.
+        module: the module's name; by default made from the distribution's.
+    """
     module = module or distribution.replace("-", "_")
     (site / f"{module}.py").write_text(source, encoding="utf-8")
     info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
@@ -70,7 +76,7 @@ def install(
 
 @contextlib.contextmanager
 def only_plugins_of(site: Path, monkeypatch: pytest.MonkeyPatch):
-    """In this process, the plugins installed in `site` and no others; their modules are forgotten afterwards."""
+    """While inside, this process sees only the plugins in `site`; their modules are forgotten afterwards."""
     find = importlib.metadata.distributions
     monkeypatch.setattr(importlib.metadata, "distributions", lambda: find(path=[str(site)]))
     monkeypatch.syspath_prepend(site)
@@ -81,7 +87,7 @@ def only_plugins_of(site: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def accel_sft(*arguments: str, site: Path | None = None, env: dict[str, str] | None = None, cwd: Path | None = None):
-    """Run the command line in a process of its own, with the plugins in `site` installed."""
+    """Run the command line in a separate process, with the plugins in `site` installed."""
     path = os.pathsep.join(filter(None, (str(site or ""), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, **(env or {})}
     command = [sys.executable, "-m", "accel_sft", *arguments]

@@ -1,7 +1,7 @@
-"""Stands in for the package `vllm`: the names that vllm_script uses, computed by transformers' own `generate`.
+"""Replaces the package `vllm`: the names that vllm_script uses, computed by transformers' own `generate`.
 
-FAKE_VLLM in the environment is a folder: `record.json` describes the process and the arguments of LLM, and the file
-`do`, if there is one, says what to do instead: die, hang, work, vanish, cut or babble.
+The environment variable FAKE_VLLM names a folder. `record.json` there gets the process and the arguments of LLM; a file
+`do` says how to misbehave: die, hang, work, vanish, cut or babble.
 """
 
 from __future__ import annotations

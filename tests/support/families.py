@@ -1,4 +1,4 @@
-"""Chat templates that behave as those of model families do, written for the tests."""
+"""Chat templates, written for the tests, that behave like the templates of model families."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """`template`, the tokens it is made of, those that end an answer, and the one that should be learnt as the end."""
+    """A family's chat template.
+
+    Attributes:
+        special: the special tokens that it uses.
+        ends: the tokens that end an answer.
+        stop: the token that should be learnt as the end; "" for the first of `ends`.
+    """
 
     template: str
     special: tuple[str, ...]
@@ -32,7 +38,7 @@ def _chatml(assistant: str, prompt: str = "") -> Family:
     )
 
 
-_THOUGHT = (  # the field, or a block that the content begins with
+_THOUGHT = (  # takes thinking from its own field, or from a block at the beginning of the content
     "{% set content, thought = m.content, '' %}"
     "{% if m.reasoning_content is string %}{% set thought = m.reasoning_content %}"
     "{% elif '</think>' in content %}"

@@ -1,13 +1,16 @@
-"""Command lines in processes that begin with everything imported: to import it takes five of a small run's eight
-seconds, and twelve of the sixteen that a small launch of two ranks takes.
+"""Runs command lines in forked processes that have everything imported already.
 
-They are forked from one that has done nothing but import, as `multiprocessing`'s fork server. Of a launch this much is
-real: Accelerate's launcher with its flags and yaml, torchrun's agent and its summary, one process and group for each
-rank with the environment that the two hand it, and all that the rank then does. What is not: nothing is imported again,
-a rank shares the launcher's hash seed, and the system shows neither the command line nor the environment of any of
-them, so the launcher's command line is told to the ranks, and ranks that fail do not find each other. What is about
-imports themselves, about signals, kills and ranks that are lost, about what a launcher starts or about an interpreter's
-end has processes of its own.
+Imports take five of a small run's eight seconds, and twelve of the sixteen of a small launch of two ranks. The
+processes are forked from one that has only made imports (`multiprocessing`'s fork server).
+
+Real in a launch are Accelerate's launcher with its flags and yaml, torchrun's agent and its summary, a process and
+process group for each rank with the environment that both give it, and everything that the rank does. Not real:
+nothing is imported again, a rank has the launcher's hash seed, and the system shows neither the command line nor the
+environment of these processes. So the ranks are told the launcher's command line, and failing ranks do not find each
+other.
+
+Tests of imports, signals, kills, lost ranks, processes that a launcher starts, or an interpreter's end use ordinary
+processes instead.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ from unittest import mock
 LAUNCH, TORCHRUN = "accelerate-launch", "torchrun"
 _IMPORTED = ["forked_imports"]
 _launchers: dict[str, str] = {}
-"""The launcher's own environment, before it sets what its ranks get."""
+"""The launcher's own environment, before it adds the variables for its ranks."""
 
 
 def run(command: tuple[str, ...], environment: dict[str, str], folder: Path):
-    """`accelerate-launch ...`, `torchrun ...`, or `accel_sft ...` alone; as subprocess.run with its output captured."""
+    """Run `accelerate-launch ...`, `torchrun ...` or plain `accel_sft ...`, like subprocess.run capturing output."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     found = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
@@ -65,7 +68,7 @@ def _main(command: tuple[str, ...], environment: dict[str, str], folder: Path) -
 
 
 def _start_rank(_: object, command: tuple[str, ...], environment: dict[str, str]):
-    """In place of a `Popen` of a rank's command, `python -u -m MODULE ...`: one of a fork that goes on with it."""
+    """Replaces the `Popen` of a rank's command (`python -u -m MODULE ...`) by a forked process that runs it."""
     told = command, environment, sys.argv, _launchers
     process = multiprocessing.get_context("fork").Process(target=_rank, args=told)
     process.start()

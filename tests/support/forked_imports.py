@@ -1,4 +1,4 @@
-"""What command lines, launchers and ranks import at their start, and behind it what most of them import later."""
+"""Imports what command lines, launchers and ranks import at their start, then what most of them import later."""
 
 import gc
 import importlib
@@ -6,7 +6,7 @@ import os
 
 from accel_sft.launch.environment import prepare_environment
 
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # DeepSpeed looks for GPUs, and a fork could not use them otherwise
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else DeepSpeed's search for GPUs would make them unusable in forks
 prepare_environment()
 for name in (
     *("accelerate.commands.launch", "torch.distributed.run", "accel_sft.commands.evaluate", "accel_sft.commands.train"),
@@ -15,4 +15,4 @@ for name in (
 ):
     importlib.import_module(name)
 gc.collect()
-gc.freeze()  # DeepSpeed collects garbage whenever it makes an optimizer, and every fork would look through all of this
+gc.freeze()  # DeepSpeed runs gc for each optimizer; every fork would otherwise traverse all of this

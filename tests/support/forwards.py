@@ -1,4 +1,4 @@
-"""Rows in a batching's forwards, with their loss and gradients."""
+"""Makes rows, and computes their loss and gradients in a batching's forwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def batching_of(way, tokens, rows=None, **rest):
 
 
 def rows(count=23, seed=0, instruction=12, longest=40, vocabulary=97):
-    """Rows of a narrow job: an instruction, a question out of few, so that some are asked twice, and an answer."""
+    """Rows with a common instruction, one of few questions, so that some occur twice, and an answer."""
     draw = np.random.default_rng(seed)
     common = draw.integers(1, vocabulary, instruction).tolist()
     made = []

@@ -1,8 +1,8 @@
-"""accel_sft under FSDP2 on a machine without GPUs: `accelerate launch ... -m fsdp2_on_cpu math ...`.
+"""Runs accel_sft under FSDP2 on a machine without GPUs: `accelerate launch ... -m fsdp2_on_cpu math ...`.
 
-Accelerate forms no group of an FSDP launch's ranks where no GPU is, and the audit refuses the launch for it. Here it is
-told of a group over gloo and of the CPU as every rank's device, and the audit of one device a rank. Offloaded shards
-are not pinned, for which torch wants a GPU. All else is Accelerate's and PyTorch's own.
+Without GPUs Accelerate forms no process group for an FSDP launch, so the audit refuses it. Here Accelerate gets a gloo
+group and the CPU as every rank's device, and the audit sees one device for each rank. Offloaded shards are not pinned,
+since torch needs a GPU for that. Everything else is Accelerate's and PyTorch's own code.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from accel_sft.launch import start
 
 RUNS_HERE = hasattr(torch.cpu.Stream, "record_event")
-"""Whether this torch's FSDP2 runs on CPUs. That of 2.6 does not: a CPU's stream lacks what it calls, and its gathered
-weights are changed before the backward has used them."""
+"""Whether this torch's FSDP2 runs on CPUs.
+
+FSDP2 of torch 2.6 does not: a CPU stream lacks methods that it calls, and gathered weights change before the backward
+has used them.
+"""
 
 
 def allow() -> None:
-    """From now on an FSDP launch's ranks form a group on CPUs; launches of other kinds are as they were."""
+    """From now on, the ranks of an FSDP launch form a group on CPUs; other launches do not change."""
     group, device = PartialState._prepare_backend, PartialState.set_device
 
     def over_gloo(self: PartialState, *arguments: Any) -> tuple[str, DistributedType]:

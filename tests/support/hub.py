@@ -1,4 +1,4 @@
-"""A hub on this machine: as much of its HTTP interface as creating a repository and uploading to it need."""
+"""A local hub with the part of the HTTP interface that creating a repository and uploading to it need."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Hub:
-    """What was asked of it and uploaded: `repos` are the private ones' names and others', `files` content by name.
+    """What was asked of the hub and uploaded to it.
 
-    Set `status` to answer everything with an error.
+    Attributes:
+        repos: a repository's name to whether it is private.
+        files: an uploaded file's name to its content.
+        messages: the commit messages.
+        tokens: the Authorization headers of all requests.
+        status: if set, the HTTP status of an error with which every request is answered.
     """
 
     def __init__(self) -> None:
@@ -25,7 +30,7 @@ class Hub:
 
 @contextlib.contextmanager
 def running():
-    """A hub, and the address that HF_ENDPOINT names."""
+    """While inside, a hub runs; gives the hub and its address for HF_ENDPOINT."""
     hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,10 +1,11 @@
-"""Run by two real ranks: one small job under many layouts in turn, each of which also goes on from another's state.
+"""A script for two real ranks: runs one small job under several layouts, each of which also resumes another's state.
 
     accelerate launch --config_file accelerate_configs/ddp.yaml tests/support/layouts.py FOLDER LAYOUT ...
 
-Writes FOLDER/found.json. For each layout the losses of an uninterrupted run, digests of what it ended with and of what
-a stopped and resumed one did; what became of steps whose loss or gradient was spoiled on one rank; the losses of a run
-that goes on under it from what another layout had written; and of one that finds no room for its forwards.
+Writes FOLDER/found.json. It has for each layout: the losses of an uninterrupted run; digests of its final state and of
+the final state of a run that was stopped and resumed; what happened in steps whose loss or gradient was made infinite
+on one rank; the losses of a run that resumes from another layout's checkpoint; and those of a run whose forwards run
+out of memory.
 """
 
 # ruff: noqa: E402, the environment comes before torch
@@ -38,9 +39,9 @@ from rank_environment import environment_of_a_rank
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.batching.autotune import Trial
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import HEADS
+from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoding import Encoded
 from accel_sft.checkpoint import checkpoint
 from accel_sft.checkpoint.partition import MOMENTS, flat, partitions
@@ -59,7 +60,7 @@ class Job:
     """A model under a layout, at step 0."""
 
     def __init__(self, yaml: str, precision: str, dropout: float, folder: Path) -> None:
-        halves = precision == "bfloat16"  # weights and moments themselves, by --dtype
+        halves = precision == "bfloat16"  # weights and moments themselves are bfloat16, as with --dtype
         precision = "no" if halves else precision
         for name in [name for name in os.environ if name.startswith(SETTINGS)]:
             del os.environ[name]
@@ -73,7 +74,7 @@ class Job:
         shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 64}
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": dropout}
         model = LlamaForCausalLM(LlamaConfig(**shape, **heads))
-        model.lm_head.weight.requires_grad_(False)  # frozen weights are the source's
+        model.lm_head.weight.requires_grad_(False)  # frozen weights stay the source's
         if halves or (precision == "bf16" and os.environ.get("ACCELERATE_USE_DEEPSPEED")):
             model.to(torch.bfloat16)
         self.model, self.optimizer = accelerator.prepare_model(
@@ -88,7 +89,7 @@ class Job:
         self.train_step = training_step.TrainStep(self.stepper, padded, 0, RunDir(self.folder), print)
 
     def steps(self, begin: int, end: int) -> list[float]:
-        """Their losses."""
+        """Make the steps from `begin` up to `end`; returns their losses."""
         losses, rank, step = [], self.accelerator.process_index, begin
         supervised = sum(row.supervised_tokens for row in ROWS)
         while step < end:
@@ -105,7 +106,11 @@ class Job:
         return losses
 
     def spoiled(self, how: str) -> dict[str, bool]:
-        """What a step did whose loss, or whose gradient alone, is infinite on the last rank; and the one after it."""
+        """Make a step whose loss, or only its gradient, is infinite on the last rank, and a normal step after it.
+
+        Returns:
+            whether the loss showed it, whether the state was kept, and whether the next step changed the state.
+        """
         nll_sum = training_step.nll_sum
 
         def spoiling(*arguments):
@@ -130,7 +135,7 @@ class Job:
 
     @contextlib.contextmanager
     def cramped(self, tokens: int):
-        """The last rank has no room for forwards of more tokens."""
+        """While inside, forwards of more than `tokens` tokens are out of memory on the last rank."""
 
         def look(module, inputs):
             last = self.accelerator.process_index == self.accelerator.num_processes - 1
@@ -148,7 +153,7 @@ class Job:
         checkpoint.load(self.accelerator, self.model, self.optimizer, path)
 
     def digest(self) -> str:
-        """Of the weights that compute, whole, in their own precision; and of what each rank's optimizer holds."""
+        """SHA-256, on each rank, of the whole weights in their own precision and of the rank's optimizer state."""
         digest = hashlib.sha256()
         for _, weight in sorted((self.accelerator.get_state_dict(self.model) or {}).items()):
             digest.update(bits(weight))
@@ -159,12 +164,12 @@ class Job:
 
 
 def memory(yaml: str, precision: str, folder: Path) -> dict[str, int]:
-    """What is reserved for the first steps; what they left allocated, and what they took beside activations at most."""
+    """Bytes reserved for the first steps, bytes that they left allocated, and their peak without activations."""
     with Device() as device:
         job = Job(yaml, precision, 0.0, folder)
         trial = Trial(job.accelerator, job.model, TrainConfig().resolved({}), ROWS, 0)
         before, device.peak = device.live, device.live
-        if job.stepper.forwards_alone:  # else steps have gathered weights and activations besides
+        if job.stepper.forwards_alone:  # else the peak also has gathered weights and activations
             trial.run(job.train_step.batching, ROWS[:2])
         activations = device.peak - before
         reserved = trial.reserved()
@@ -174,8 +179,8 @@ def memory(yaml: str, precision: str, folder: Path) -> dict[str, int]:
 
 
 def under_fsdp2(folder: Path) -> dict[str, bool]:
-    """Whether gradients between micro-batches are this rank's shards, and losses and averaged gradients are float32
-    where computing is bf16."""
+    """Whether gradients between micro-batches are this rank's shards, and whether losses and averaged gradients are
+    float32 in a bf16 run."""
     reduced = Job("fsdp2", "bf16", 0.0, folder)
     batch = Batching("padded", 0, rows=2).batch(ROWS[:2], 0, torch.device("cpu"))
     losses = HEADS["pieces"](reduced.model, batch, most_logits=64)  # two tokens at a time, within the model
@@ -200,7 +205,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 def main(folder: Path, layouts: list[str]) -> None:
     fsdp2_on_cpu.allow()
-    # DeepSpeed asks for every optimizer on the host what the processor is, and a process is started to find out
+    # DeepSpeed asks for the processor's name for every optimizer on the host, which starts a process each time
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     found = {}
     for yaml in layouts:

@@ -1,7 +1,7 @@
-"""Liger's kernels on a machine without GPUs: in Triton's interpreter, in float32.
+"""Runs Liger's kernels without GPUs, by Triton's interpreter in float32.
 
-`allow` mends what the interpreter (Triton 3.9) lacks for them: numbers that are given to a kernel become float32 as
-under the compiler, and the reciprocal root, which the kernels take from CUDA's library, is Triton's own.
+`allow` adds what the interpreter (Triton 3.9) lacks for them: numbers passed to a kernel become float32, as under the
+compiler, and the reciprocal square root, which the kernels take from CUDA's library, is Triton's own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def allow() -> None:
-    """Have the kernels of norms, rotary positions and SwiGLU run on CPUs in this process from now on."""
+    """From now on, the kernels of norms, rotary positions and SwiGLU run on CPUs in this process."""
     os.environ["TRITON_INTERPRET"] = "1"
     import triton.language
     from liger_kernel.ops import rms_norm
@@ -28,7 +28,7 @@ def allow() -> None:
         return triton.language.tensor(handle, triton.language.float32)
 
     interpreter._implicit_cvt = converted
-    rms_norm.rsqrt = lambda value: triton.language.rsqrt(value)  # found when called, for the interpreter replaces it
+    rms_norm.rsqrt = lambda value: triton.language.rsqrt(value)  # looked up when called: the interpreter replaces it
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Small real models and tokenizers made on the spot, saved and loaded by path."""
+"""Makes small real models and tokenizers, which tests save and load by path."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_tiny(folder: Path, seed: int = 0) -> Path:
 
 
 def encode(tokenizer, task, examples, split, *, eos_ids, max_length, truncation, **more):
-    """A split encoded on the spot and held in memory: what the store must give again."""
+    """A split encoded directly and held in memory, as the reference for the token store."""
     rules, whole = Rules(frozenset(eos_ids), max_length, truncation, **more), Encoding(split)
     rendering = Rendering(tokenizer, rules.thinking, rules.day, rules.control_tokens)
     for part in encode_parts(rendering, task, examples, range(len(examples)), split, rules):

@@ -1,4 +1,4 @@
-"""Inputs of every kind of wrong, as strategies of hypothesis: values, changed JSON, damaged bytes."""
+"""Hypothesis strategies for wrong inputs of every kind: odd values, changed JSON, damaged bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from accel_sft_math import Math
 from accel_sft_ner import Ner
 
 LONGEST_LINE = 4000
-"""Characters of one line of a refusal: some fields, each with some of what stands there."""
+"""Most characters of one line of a refusal, which names some fields and quotes a part of each."""
 PREFIX = Math().answer_prefix
 TEXTS = [
     "",
@@ -64,7 +64,7 @@ VALUES += [
 LITERALS = ["NaN", "-Infinity", "1e999", "9" * 400, "9" * 5000, "00", "1.", "'a'", "undefined", "nul", '"\\x"', ""]
 LITERALS += ['"\\ud800"', "[" * 150 + "]" * 150, "[" * 100_000, '{"a":' * 3000 + "1" + "}" * 3000, '{"a": 1, "a": 2}']
 LITERAL = "@literal@"
-"""Stands in a value for what `json.dumps` would not write."""
+"""Placeholder in a value for a literal of LITERALS, which `json.dumps` would not write."""
 BYTES = [codecs.BOM_UTF8, b"\r\n", b"\r", b"\n", b"\0", b"\xed\xa0\x80", b"\xff", b"\xc3", b"\xe9", codecs.BOM_UTF16_LE]
 BYTES += [b",", b"[", b"]", b"{", b"}", b'"', b"\\", b"\x0c", b"\xc2\xa0", b"\x1a", b"//", b"\t"]
 
@@ -78,7 +78,7 @@ values = st.sampled_from(VALUES) | json_values
 
 
 def holds(count: int, inputs: st.SearchStrategy, check: Any) -> None:
-    """`check` holds for so many inputs: the same ones each time, unless there are many."""
+    """Assert that `check` holds for `count` inputs: the same inputs each time if `count` is below 1000."""
     chosen = settings(max_examples=count, deadline=timedelta(seconds=20), derandomize=count < 1000, database=None)
     chosen = settings(
         chosen, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink], print_blob=True
@@ -87,14 +87,14 @@ def holds(count: int, inputs: st.SearchStrategy, check: Any) -> None:
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where something stands in a value: keys and positions from it on."""
+    """The path, as keys and indices, of every part of a value."""
     keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     return [*([path] if path else []), *(found for key in keys for found in paths(value[key], (*path, key)))]
 
 
 @st.composite
 def changed(draw, value: Any, most: int = 4) -> Any:
-    """The value, with up to so many changes anywhere inside it."""
+    """The value with up to `most` changes anywhere inside it."""
     value = copy.deepcopy(value)
     for _ in range(draw(st.integers(0, most))):
         if not (there := paths(value)):
@@ -109,7 +109,7 @@ def changed(draw, value: Any, most: int = 4) -> Any:
         elif how == "rename" and isinstance(parent, dict):
             parent[draw(texts)] = parent.pop(last)
         elif how == "add" and isinstance(parent, dict):
-            parent[draw(texts)] = copy.deepcopy(draw(values))  # which the next change may go into
+            parent[draw(texts)] = copy.deepcopy(draw(values))  # a copy, since the next change may go into it
         elif how == "insert" and isinstance(parent[last], str):
             at = draw(st.integers(0, len(parent[last])))
             parent[last] = parent[last][:at] + draw(texts) + parent[last][at:]
@@ -120,7 +120,7 @@ def changed(draw, value: Any, most: int = 4) -> Any:
 
 @st.composite
 def written(draw, value: Any) -> bytes:
-    """A value as JSON, or as what only looks like it."""
+    """A value as JSON, or as a text that only looks like JSON."""
     parts = json.dumps(value, ensure_ascii=draw(st.booleans())).split(f'"{LITERAL}"')
     text = parts[0] + "".join(draw(st.sampled_from(LITERALS)) + part for part in parts[1:])
     return text.encode("utf-8", "surrogatepass")
@@ -133,12 +133,12 @@ in_pieces = st.lists(
         [b'"text"', b'"label"', b'"output"', b'"messages"', b'"role"', b"{}", b"null", b"1e9", b"\\ud83d"]
     )
 ).map(b"".join)
-"""Bytes of which JSON is made, in any order."""
+"""Pieces of JSON, and other bytes, in any order."""
 
 
 @st.composite
 def damaged(draw, content: bytes, most: int = 2) -> bytes:
-    """Cut, doubled, with a bit that is flipped: as a broken disk, transfer, editor or merge leaves a file."""
+    """The content cut, doubled or with a flipped bit, as a broken disk, transfer, editor or merge leaves a file."""
     for _ in range(draw(st.sampled_from([0, 0, 0, *range(most + 1)]))):
         at, end = sorted((draw(st.integers(0, len(content))), draw(st.integers(0, len(content)))))
         bit = bytes([content[at] ^ 1 << draw(st.integers(0, 7))]) if content[at:] else b""
@@ -161,7 +161,7 @@ def damaged(draw, content: bytes, most: int = 2) -> bytes:
 
 
 def one_line_each(error: UserError, begins: str = "", longest: int = LONGEST_LINE) -> None:
-    """A refusal is some lines, each of which can be read and begins so."""
+    """Assert that each problem of a refusal is one line that begins with `begins` and is not too long."""
     for line in error.problems:
         assert line.startswith(begins), line[:LONGEST_LINE]
         assert len(line.splitlines()) == 1, line[:LONGEST_LINE]
@@ -169,7 +169,7 @@ def one_line_each(error: UserError, begins: str = "", longest: int = LONGEST_LIN
 
 
 def good_row(draw: Any, task: str) -> dict[str, Any]:
-    """A row as the task's files have it; `draw` is a `random.Random`."""
+    """A valid row of the task's files; `draw` is a `random.Random`."""
     if task == "math":
         first, second = draw.randrange(100), draw.randrange(100)
         return {"instruction": f"{first + second}=", "input": "", "output": f"{PREFIX}{first} + {second}"}
@@ -181,17 +181,17 @@ def good_row(draw: Any, task: str) -> dict[str, Any]:
 
 
 def reader(task: str, path: Path) -> Math | Ner | Chat:
-    """A task whose validation rows are those of the file."""
+    """A task whose validation rows are the file's."""
     if task == "ner":
         return Ner(train_file=str(path), validation_file=str(path), allow_overlap=True)
     return {"math": Math, "chat": Chat}[task](validation_file=str(path))
 
 
 def read(task: Math | Ner | Chat, path: Path, large: bool = False) -> Sequence[Any] | UserError:
-    """The rows of a file, or why it is refused; what is promised of both is seen to.
+    """The rows of a file, or the error that refuses it; asserts what is promised of either.
 
     Args:
-        large: it is read as a large file is, and not held in memory.
+        large: read the file as a large one, which is not held in memory.
     """
     with pytest.MonkeyPatch.context() as patch:
         if large:
@@ -202,7 +202,7 @@ def read(task: Math | Ner | Chat, path: Path, large: bool = False) -> Sequence[A
             examples = error
     if isinstance(examples, UserError):
         one_line_each(examples)
-        named = [line for line in examples.problems if "left out: " not in line]  # the last line tells their file
+        named = [line for line in examples.problems if "left out: " not in line]  # that last line names their file
         one_line_each(UserError(*named), f"{path}:")
         assert 1 <= len(examples.problems) <= row_reading.MAX_PROBLEMS + 1
         return examples
@@ -211,5 +211,5 @@ def read(task: Math | Ner | Chat, path: Path, large: bool = False) -> Sequence[A
         chat = conversation(task, examples, "validation", index)
         assert all(type(turn["content"]) is str for turn in (*chat.turns, chat.answer))
         for text in chat.texts():
-            text.encode()  # a lone surrogate could not be written down
+            text.encode()  # a lone surrogate could not be encoded
     return examples

@@ -1,7 +1,7 @@
-"""A test that hangs ends after its limit with the stacks of all processes that it started, and none of them is left.
+"""Ends a test that hangs at its time limit, shows the stacks of all processes that it started, and kills them.
 
-The limit is pytest-timeout's (`timeout` in pyproject.toml, or a mark of the test). A test whose own process waits in C
-sees no signal: pytest's `faulthandler_timeout` ends that process later.
+The limit is pytest-timeout's (`timeout` in pyproject.toml, or a mark of the test). If the test's own process waits in C
+code, it handles no signal: then pytest's `faulthandler_timeout` ends it later.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import pytest
 import pytest_timeout
 
 STARTED_BY = "ACCEL_SFT_STARTED_BY_TESTS"
-"""Environment variable with the process id of the tests, by which a process is found that has lost its parents."""
+"""Environment variable with the process id of the tests, by which orphaned processes are found."""
 DUMP_SECONDS = 5
-"""For a process to write its stacks and end."""
+"""Time that a process has to write its stacks and end."""
 
 
 def pytest_configure() -> None:
     os.environ[STARTED_BY] = str(os.getpid())
-    os.environ["PYTHONFAULTHANDLER"] = "1"  # at SIGABRT every Python writes the stacks of its threads to its stderr
+    os.environ["PYTHONFAULTHANDLER"] = "1"  # at SIGABRT, Python writes the stacks of its threads to stderr
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_timeout_set_timer(item, settings):
-    """What pytest-timeout does when the time is up follows the end of the processes, while all of them still wait."""
+    """When the time is up, end the processes first, while they still hang, and then let pytest-timeout act."""
     done = yield
     if callable(fail := signal.getsignal(signal.SIGALRM)):
 
@@ -48,21 +48,21 @@ def pytest_timeout_set_timer(item, settings):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item, call):
-    """Tests have limits of their own in places."""
+    """Also end the processes of a test that failed by its own time limit (`subprocess.TimeoutExpired`)."""
     if call.excinfo and call.excinfo.errisinstance(subprocess.TimeoutExpired):
-        pytest_timeout.pytest_timeout_cancel_timer(item)  # it would fire amid the report
+        pytest_timeout.pytest_timeout_cancel_timer(item)  # it would fire during the report
         item.add_report_section(call.when, "processes", end_processes())
 
 
 def end_processes() -> str:
-    """End all processes that this one started; what each of them was doing."""
+    """End all processes that this one started; returns what each of them was doing."""
     own = psutil.Process()
     found = {process.pid: process for process in own.children(recursive=True)}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(STARTED_BY) == str(own.pid):
                 found[process.pid] = process
-    for process in found.values():  # none shall react to another's end
+    for process in found.values():  # so that none reacts to another's end
         with contextlib.suppress(psutil.Error):
             process.suspend()
     return "\n".join(map(_ended, found.values()))
@@ -71,7 +71,7 @@ def end_processes() -> str:
 def _ended(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.NoSuchProcess), contextlib.ExitStack() as stack:
         said = f"process {process.pid}, {' '.join(process.cmdline())[:300]}\n"
-        try:  # a pipe can be read here too, whoever else reads it
+        try:  # its pipe can be read here too, even if another process reads it
             stderr = stack.enter_context(open(f"/proc/{process.pid}/fd/2", "rb", 0, opener=_opened))
             stderr.seek(0, os.SEEK_END) if stat.S_ISREG(os.fstat(stderr.fileno()).st_mode) else stderr.read()
         except OSError as error:
@@ -79,7 +79,7 @@ def _ended(process: psutil.Process) -> str:
         process.send_signal(signal.SIGABRT)
         process.resume()
         until = time.monotonic() + DUMP_SECONDS
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:  # who started it may wait for it
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:  # a zombie: its parent may wait for it
             process.kill() if time.monotonic() > until else time.sleep(0.01)
         return said + ((stderr.read() or b"").decode(errors="replace") if stderr else "")
     return ""

@@ -1,4 +1,4 @@
-"""Parsers of rows in a file that reads nothing: what it may reach can be told, so a cache may know them again."""
+"""Parsers of rows whose module reads no files, so that a cache can tell what their code depends on."""
 
 from accel_sft import ParsedRow, RowLeftOut, RowProblem
 

@@ -1,9 +1,9 @@
-"""Where the parts of this repository are that tests read."""
+"""Paths of the parts of this repository that tests read."""
 
 from pathlib import Path
 
 SUPPORT = Path(__file__).parent
-"""Modules that processes of tests import, by PYTHONPATH."""
+"""Folder of the modules that tests' processes import by PYTHONPATH."""
 ROOT = SUPPORT.parents[1]
 CONFIGS = ROOT / "accelerate_configs"
 STORED_RUNS = SUPPORT.parent / "stored_runs"

@@ -1,4 +1,4 @@
-"""A task that reads rows of files, a tokenizer that shows every fault of them, and rows with one fault each."""
+"""A task that reads rows from files, a tokenizer and template that expose every fault, and rows with one fault each."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MAX_LENGTH = 60
 
 
 def make_model(folder: Path, *, positions: int = 128, vocabulary: int = 0, template: str = TEMPLATE) -> Path:
-    """A tokenizer of single characters and a configuration; there are no weights, and none are needed."""
+    """Write a tokenizer of single characters and a configuration, without weights."""
     pieces = ["<unk>", "<s>", "</s>", "<pad>", *string.printable[:95], "\n", "Ã", "©"]
     spelling = Tokenizer(models.BPE({piece: at for at, piece in enumerate(pieces)}, [], unk_token="<unk>"))
     spelling.normalizer = normalizers.Replace("\u200b", "")
@@ -105,11 +105,11 @@ FAULTS = {
         ("D502", row("What is 117?", "boom")),
     ],
 }
-"""A code of what is wrong, and the row; each is put behind another clean row."""
+"""The code of each fault, and a row that has it, by split; `write` appends these rows to the clean ones."""
 
 
 def write(folder: Path, faults: dict[str, list[tuple[str, str]]]) -> tuple[tuple[str, ...], dict[str, set[str]]]:
-    """Files with these faults; the options that name them, and where each code is to be found."""
+    """Write files with these faults; returns the options that name them, and the places of each code."""
     expected: dict[str, set[str]] = {}
     options: list[str] = []
     for split, clean in CLEAN.items():

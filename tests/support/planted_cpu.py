@@ -1,6 +1,6 @@
-"""accel_sft on a CPU with the instructions for bf16 that a test plants: `accelerate launch ... -m planted_cpu math`.
+"""Runs accel_sft as on a CPU with given bf16 instructions: `accelerate launch ... -m planted_cpu math`.
 
-PLANTED_FLAGS has their names, PLANTED_FLAGS_1 those of rank 1 where its machine is another one.
+The environment variable PLANTED_FLAGS names the instructions; PLANTED_FLAGS_1 names rank 1's, if they differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The small job that many tests launch, its layouts, and what makes two of its curves the same."""
+"""The small job that many tests launch, its layouts, and the comparison of two of its loss curves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAGS = {"plain with recomputed activations": ("--gradient-checkpointing",)}
 
 
 def layout(launched, name):
-    """The reference job under a layout: the plain one in micro-batches of 3, others otherwise."""
+    """Launch the reference job under a layout, with the layout's micro-batch size in MICRO or the automatic one."""
     arguments = (*JOB, "--save-every", "3") if name in ("plain", "z2", "z3") else (*JOB, *ONCE)
     arguments += ("--micro-batch-size", MICRO.get(name, "auto"), *FLAGS.get(name, ()))
     return launched(name, *arguments, **LAYOUTS[name])

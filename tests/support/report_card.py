@@ -1,4 +1,4 @@
-"""A run's model card and report, from a record made up for it."""
+"""A run's model card, made from invented results and settings."""
 
 from accel_sft.tracking.model_card import model_card
 

@@ -1,12 +1,12 @@
 """Kills at random instants, by hand: `python tests/support/soak.py --kills 50 --seed 0`, or `make soak`.
 
-Each layout runs a small job once to the end. Then the same job is started in fresh folders, killed again and again at
-an instant drawn from the whole length of a run, resumed each time, and in the end compared: the weights by SHA-256,
-every line of metrics.jsonl, result.json. Every other layout has a fixed micro-batch, the rest the default batching;
-with an odd seed it is the other way round. Instants are aimed at: a phase is drawn first, for most of them are short;
-which one a kill did hit is read from the files that the run has written by then.
+Each layout first runs a small job to its end. Then the same job is started in fresh folders, killed several times at
+random instants, resumed each time, and at its end compared with the first: the weights by SHA-256, every line of
+metrics.jsonl, and result.json. Every other layout has a fixed micro-batch size, the rest the default batching; an odd
+seed swaps the two. A phase is drawn first and then an instant in it, since most phases are short; which phase a kill
+hit is read from the files that the run has written by then.
 
-Exit status 0 only if every folder ended as the uninterrupted run did and nothing hung.
+The exit status is 0 only if every folder ended as the uninterrupted run did and nothing hung.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 STEPS, SAVE_EVERY, EVAL_EVERY = 12, 2, 4
 JOB = ("math", "--max-steps", str(STEPS), "--global-batch-size", "10", "--seed", "7", "--max-new-tokens", "6")
-JOB += ("--train-examples", "60", "--validation-examples", "7")  # the data is seen twice
+JOB += ("--train-examples", "60", "--validation-examples", "7")  # two epochs
 JOB += ("--save-every", str(SAVE_EVERY), "--eval-every", str(EVAL_EVERY))
 DROPOUT = ("--adapter", "lora", "--lora-dropout", "0.1")
 FIXED = ("--batching", "shared", "--micro-batch-size", "5")
 LAYOUTS = {"plain": DROPOUT, "ddp": (), "z2": DROPOUT, "z3": ()}
-"""What each layout trains: all weights, or an adapter with dropout; `alternate` adds to it."""
+"""Options of each layout: it trains all weights, or an adapter with dropout; `alternate` adds a fixed batching."""
 KILLS_PER_FOLDER = 5
 LAUNCH_SECONDS, END_SECONDS = 120, 30
-"""A launch that takes longer hangs, and so does one that is not gone so long after it was killed."""
+"""Seconds after which a launch counts as hung: since its start, and since it was killed."""
 
 PHASES = {"starting": 2, "stepping": 4, "saving": 3, "evaluating": 3, "exporting": 3}
-"""How often each is aimed at."""
+"""Relative frequency with which kills are aimed at each phase."""
 STEPS_OF = {
     "starting": range(STEPS),
     "stepping": range(STEPS),
     "saving": range(SAVE_EVERY, STEPS + 1, SAVE_EVERY),
     "evaluating": range(0, STEPS + 1, EVAL_EVERY),
-    "exporting": (EVAL_EVERY, STEPS),  # best/ after the first evaluation of a trained model, final/
+    "exporting": (EVAL_EVERY, STEPS),  # best/ after the first evaluation of a trained model, final/ at the end
 }
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
 ALONE = (("run", KILL), ("run", KILL), ("run", TERM), ("run", INT))
@@ -64,13 +64,13 @@ LAUNCHED += (("launcher", TERM), ("launcher", INT), ("everyone", INT))  # the la
 
 
 def alternate(seed: int) -> None:
-    """Fix the batching of every other layout; the defaults stay for the rest."""
+    """Give every other layout a fixed batching; the rest keep the default."""
     for number, name in enumerate(LAYOUTS):
         LAYOUTS[name] += FIXED if (number + seed) % 2 else ()
 
 
 class Launch:
-    """The job under a layout in the background, in a folder of its own or one with an earlier launch's remains."""
+    """The job under a layout, launched in the background in a fresh folder or in one that an earlier launch left."""
 
     def __init__(self, layout: str, run_dir: Path, number: int) -> None:
         self.run_dir, self.log = run_dir, run_dir.with_name(f"{run_dir.name}-{number}.log")
@@ -103,7 +103,7 @@ class Launch:
         return self.process.poll() is None
 
     def alive(self) -> list[psutil.Process]:
-        """Those of its processes that are still there."""
+        """Its processes that are still running."""
         self.process.poll()
         left = []
         for each in self.family:
@@ -113,7 +113,7 @@ class Launch:
         return left
 
     def begun(self) -> bool:
-        """Whether it is past its start; before that, the folder shows what an earlier launch had done."""
+        """Whether it is past its start; until then, the folder shows what an earlier launch did."""
         if not self._begun:
             said = self.log.read_text(errors="replace")
             began = "batching " in said and (not self.goes_on or "resumed " in said)
@@ -121,7 +121,7 @@ class Launch:
         return self._begun
 
     def where(self) -> tuple[str, int]:
-        """(phase, step) as the files tell."""
+        """The (phase, step) that the run's files show."""
         if not self.begun():
             return "starting", self.done()[0]
         step, judged = self.done()
@@ -137,7 +137,7 @@ class Launch:
         return "stepping", step
 
     def complete(self) -> bool:
-        """Whether result.json says so: what is left to do is to leave."""
+        """Whether result.json says that the run is complete, so that only its exit is left."""
         with contextlib.suppress(FileNotFoundError):
             return '"status": "complete"' in (self.run_dir / "result.json").read_text()
         return False
@@ -147,7 +147,7 @@ class Launch:
         steps, judged = [0], [-1]
         with contextlib.suppress(FileNotFoundError):
             for line in (self.run_dir / "metrics.jsonl").read_text().splitlines():
-                with contextlib.suppress(ValueError):  # being written
+                with contextlib.suppress(ValueError):  # the line is being written
                     record = json.loads(line)
                     (judged if "eval_loss" in record else steps).append(record["step"])
         return max(steps), max(judged)
@@ -156,7 +156,7 @@ class Launch:
         return time.monotonic() - self.started > LAUNCH_SECONDS
 
     def hit(self, who: str, number: signal.Signals) -> str:
-        """Send the signal; who got it."""
+        """Send the signal; returns who got it."""
         ranks = self.ranks()
         if who.startswith(("rank", "all")) and len(ranks) < 2:
             who = "launcher"  # there are no ranks yet
@@ -170,13 +170,13 @@ class Launch:
         return who
 
     def ended(self, seconds: float) -> bool:
-        """Whether all its processes are gone in time; those that are not tell where they are, and are killed."""
+        """Whether all its processes end in time; the others are made to show their stacks, and are killed."""
         until = time.monotonic() + seconds
         while self.alive() and time.monotonic() < until:
             self.ranks()
             time.sleep(0.02)
         left = self.alive()
-        for each in left[1:] or left:  # a launcher is in torchrun's wait
+        for each in left[1:] or left:  # the launcher's stack would only show torchrun waiting
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.send_signal(signal.SIGABRT)
         if left:
@@ -201,7 +201,7 @@ def _free_port() -> int:
 
 
 def outcome(run_dir: Path) -> dict:
-    """What must be the same in the end: weights, every number that a step or an evaluation gave, curves, status."""
+    """What must be the same at the end: weights, the numbers of all steps and evaluations, curves, status."""
     weights = {}
     for name in ("final", "best"):
         for file in sorted((run_dir / name).glob("*.safetensors")):
@@ -224,18 +224,18 @@ def outcome(run_dir: Path) -> dict:
 
 @dataclass
 class Reference:
-    """An uninterrupted run: how it ends, and how many seconds its phases last."""
+    """An uninterrupted run: its outcome, and the median seconds of its phases."""
 
     outcome: dict
     seconds: dict[str, float]
 
 
 def reference(layout: str, folder: Path) -> Reference:
-    """Twice, for the first may compile an operator and fill the cache; both must end alike."""
+    """Make two uninterrupted runs, which must end alike; the first may compile an operator and fill the cache."""
     outcomes, seconds = [], {}
     for number in range(2):
         launch = Launch(layout, folder / f"{layout}-reference-{number}", 0)
-        launch.started += 480 * (number == 0)  # for the compiler
+        launch.started += 480 * (number == 0)  # time for the compiler
         lengths: dict[str, list[float]] = {}
         before = None
         while launch.running() and not launch.late():
@@ -266,7 +266,7 @@ def differences(expected: dict, got: dict) -> list[str]:
 
 @dataclass
 class Kill:
-    """One signal, where it hit, and what became of it."""
+    """One signal: where it hit, and how the run ended after it."""
 
     layout: str
     phase: str
@@ -334,7 +334,7 @@ class Soak:
     def kill(
         self, launch: Launch, layout: str, expected: Reference, step: int, phase: str, mine: list[Kill]
     ) -> Kill | None:
-        """Wait for the phase, at this step or later, and kill somewhere in it; None if the run was over before that."""
+        """Wait for the phase at this step or later, and kill at a random instant in it; None if the run ends first."""
         who, number = self.rng.choice(ALONE if layout == "plain" else LAUNCHED)
         delay = self.rng.random() * expected.seconds.get(phase, 0.05)
         while launch.running() and not launch.late():
@@ -382,7 +382,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="leave the runs on the disk")
     arguments = parser.parse_args()
     started = time.monotonic()
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of every resume
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns at every resume
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     os.environ["ACCEL_SFT_CACHE"] = str(folder / "cache")
     layouts = arguments.layouts.split(",")

@@ -1,7 +1,8 @@
-"""A job that is stopped: its ranks, the steps it has done, and the run that was not stopped."""
+"""A job for tests that stop it: its ranks, the steps it has done, and a run that is not stopped."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 
@@ -28,11 +29,17 @@ def wait_for(condition, seconds=240):
 
 
 def ranks(process):
-    """The processes that train, of whatever launcher; remembered, to be killed in the end."""
+    """The processes that train, under any launcher, by rank; all children are remembered, to be killed at the end.
+
+    A process that a rank starts inherits its variables: of those with a rank's number the eldest is the rank.
+    """
     children = psutil.Process(process.pid).children(recursive=True)
     process.family += children
-    found = [child for child in children if child.is_running() and "accel_sft" in " ".join(child.cmdline())]
-    return sorted(found, key=lambda child: int(child.environ().get("RANK", "0"))) or [psutil.Process(process.pid)]
+    found: dict[int, psutil.Process] = {}
+    for child in sorted(children, key=lambda child: child.create_time()):
+        with contextlib.suppress(psutil.Error, KeyError):  # it has ended, or is no rank
+            found.setdefault(int(child.environ()["RANK"]), child)
+    return [found[rank] for rank in sorted(found)] or [psutil.Process(process.pid)]
 
 
 def whole(launched, name):

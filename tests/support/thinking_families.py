@@ -1,4 +1,4 @@
-"""Chat templates of families that think, with thinking off, as the template does, and kept."""
+"""Tokenizers with the chat templates of families that think, and the modes of `--thinking`."""
 
 from __future__ import annotations
 

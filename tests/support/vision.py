@@ -1,4 +1,4 @@
-"""Tiny random vision-language models with their processors, and a task whose messages hold images."""
+"""Makes tiny random vision-language models with their processors, and a task whose messages hold images."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def make(folder: Path, family: str) -> Path:
-    """Write a model of this family with its processor: an image has 4 to 16 tokens of Qwen's, or 4 of Gemma's."""
+    """Write a model of this family with its processor: an image has 4 to 16 tokens, or 4 with Gemma."""
     gemma = family == "gemma3"
     named = _GEMMA if gemma else _QWEN
     tokenizer = train_tokenizer([*COLOURS, "You see.", "Which colours are", "What is this?", "It is and"] * 4)
@@ -99,7 +99,7 @@ def make(folder: Path, family: str) -> Path:
 
 
 def write_processor(folder: Path, family: str, named: dict[str, str]) -> None:
-    """Write the files from which AutoProcessor makes the family's own."""
+    """Write the files from which AutoProcessor makes the family's processor."""
     if family == "gemma3":
         Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, image_seq_length=4).save_pretrained(folder)
         settings = {"processor_class": "Gemma3Processor", "image_seq_length": 4}
@@ -148,14 +148,14 @@ class Colours(Sums):
 
 
 def picture(example: int, name: str) -> Image.Image:
-    """An image of one of four sizes in this colour, with a mark by which no two are equal."""
+    """An image of one of four sizes in this colour, with a mark that differs for each example."""
     image = Image.new("RGB", SIZES[example % len(SIZES)], COLOURS[name])
     image.putpixel((example % 16, 3), (example, 0, 0))
     return image
 
 
 def write_picture(image: Image.Image, path: Path) -> None:
-    """Write it whole or not at all: several ranks may."""
+    """Write the image atomically, since several ranks may do so at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     own = path.with_suffix(f".{os.getpid()}.png")
     image.save(own)
@@ -163,7 +163,7 @@ def write_picture(image: Image.Image, path: Path) -> None:
 
 
 class Kept(list):
-    """Examples with a fingerprint, which are not read again while it is the same."""
+    """Examples with a fingerprint: the cache does not read them again while it stays the same."""
 
     def __init__(self, examples, fingerprint):
         super().__init__(examples)

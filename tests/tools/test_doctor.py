@@ -28,7 +28,7 @@ from accel_sft.launch.shipped import FOLDER
 from accel_sft.tools.doctor import devices, driver, folders, host, launch_table, operators, packages, ranks, torch_facts
 from accel_sft.tools.doctor.check import Check, Finding, ok, problem, warning, worst
 from accel_sft.tools.doctor.command import doctor
-from accel_sft.tools.doctor.launch_table import Row
+from accel_sft.tools.doctor.launch_table import LaunchRow
 from accel_sft.tools.doctor.machine import Machine
 from accel_sft.tools.doctor.processes import ask
 from accel_sft.tools.doctor.torch_facts import LIBRARIES, TorchFacts
@@ -583,12 +583,12 @@ def test_a_network_that_ranks_cannot_use_is_a_problem_and_one_process_is_left(mo
 )
 def test_on_gpus_each_file_starts_a_process_for_each(gpus, flags):
     table = {row.file: row for row in map(rows_of(machine(device_count=gpus)), SHIPPED)}
-    assert table["fsdp2"] == Row("fsdp2", True, flags)
+    assert table["fsdp2"] == LaunchRow("fsdp2", True, flags)
     assert table["hsdp"].works is (gpus == 8)
     assert gpus == 8 or table["hsdp"].mend.startswith("--num_processes 4, or another multiple of 2")
     wanted = f"--num_processes {2 * gpus}" if gpus > 1 else ""
     alone = "on 2 machines such as this one together, not on this one alone"
-    assert table["multinode_z3"] == Row("multinode_z3", True, wanted, alone)
+    assert table["multinode_z3"] == LaunchRow("multinode_z3", True, wanted, alone)
 
 
 def test_a_file_that_the_launcher_would_refuse_is_told(tmp_path):

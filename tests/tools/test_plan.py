@@ -31,7 +31,7 @@ from accel_sft.memory.states import Placed, least_bytes, placed
 from accel_sft.models.adapters import new_adapter
 from accel_sft.models.tiny import build_tiny
 from accel_sft.tools.plan import plans, table
-from accel_sft.tools.plan.machine import GIB, Machine, machine
+from accel_sft.tools.plan.machine import GIB, PlannedMachine, machine
 from accel_sft.tools.plan.speed import Speed, speed
 
 QWEN_14B = {
@@ -361,7 +361,7 @@ def plan_of(name, machine, **more):
 
 
 def test_the_largest_forward_is_the_last_that_fits():
-    machine = Machine(2, 16 * GIB, 500 * GIB)
+    machine = PlannedMachine(2, 16 * GIB, 500 * GIB)
     found = plan_of("z3_offload", machine, eval_rows=0, gradient_checkpointing=True)
     assert found.fits
     assert closed.estimate(plans.with_tokens(found.job, found.largest_tokens)).fits(16 * GIB, 500 * GIB)
@@ -369,7 +369,7 @@ def test_the_largest_forward_is_the_last_that_fits():
 
 
 def test_fewer_answers_at_once_before_a_launch_is_given_up():
-    machine = Machine(2, 24 * GIB, 180 * GIB)
+    machine = PlannedMachine(2, 24 * GIB, 180 * GIB)
     found = plan_of("z3_offload", machine, adapter="lora", gradient_checkpointing=True)
     assert found.fits
     assert found.more["eval_batch_size"] == found.job.eval_rows < 64
@@ -415,7 +415,7 @@ def test_a_training_command_can_be_planned_as_it_is(models):
 
 
 def test_adalora_under_deepspeed_is_a_problem_not_a_prediction():
-    found = plan_of("z2", Machine(2, 80 * GIB, 500 * GIB), adapter="adalora")
+    found = plan_of("z2", PlannedMachine(2, 80 * GIB, 500 * GIB), adapter="adalora")
     assert not found.fits
     assert "DeepSpeed frees" in found.problem
 
@@ -477,7 +477,7 @@ def test_exit_status_1_says_that_nothing_fits(models):
 
 
 def test_host_memory_that_is_this_machines_is_named_where_it_alone_is_too_small():
-    here = Machine(gpus=2, gpu_bytes=24 * GIB, host_bytes=16 * GIB, is_free=True)
+    here = PlannedMachine(gpus=2, gpu_bytes=24 * GIB, host_bytes=16 * GIB, is_free=True)
     too_large = plans.Plan(name="z3", file=Path("z3.yaml"), over=("host",))
     assert "16 GiB of host memory" in table._elsewhere([too_large], here)
     assert table._elsewhere([dataclasses.replace(too_large, over=("device",))], here) == ""
@@ -526,10 +526,10 @@ def test_gpus_of_unknown_memory_are_asked_for(models, monkeypatch):
     monkeypatch.setattr("accel_sft.tools.plan.machine._gpus", list)
     with pytest.raises(UserError, match="--gpu-memory: give the GiB of one GPU"):
         machine(2, None, 64)
-    assert machine(None, None, 64) == Machine(0, None, 64 * GIB)
-    assert machine(None, 24, 64) == Machine(1, 24 * GIB, 64 * GIB)
+    assert machine(None, None, 64) == PlannedMachine(0, None, 64 * GIB)
+    assert machine(None, 24, 64) == PlannedMachine(1, 24 * GIB, 64 * GIB)
     monkeypatch.setattr("accel_sft.tools.plan.machine._gpus", lambda: [80 * GIB, 40 * GIB])
-    assert machine(None, None, 64) == Machine(2, 40 * GIB, 64 * GIB)
+    assert machine(None, None, 64) == PlannedMachine(2, 40 * GIB, 64 * GIB)
 
 
 def test_without_a_gpu_ranks_are_planned_in_host_memory(models):

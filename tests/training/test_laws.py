@@ -12,7 +12,7 @@ from fake_plugins import install
 from reference_job import FP32, JOB, LAYOUTS, ONCE, layout, same_curve
 
 IN_PROCESS = [pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "z2_offload")]
-"""Of which tests/faults/test_layouts.py has the curve too."""
+"""Layouts whose curve tests/faults/test_layouts.py checks too."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What an audit gives: findings, figures and examples, as JSON and for the pages that show them."""
+"""Holds the result of an audit: findings, figures and examples, which are printed, put on a page, or given as JSON."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 
 from accel_sft.tools.check.examples import Shown
 from accel_sft.tools.check.figures import SplitFigures, StepFigures
-from accel_sft.tools.check.findings import Finding
+from accel_sft.tools.check.findings import DataFinding
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """An audit of a task's data for a model.
+    """The result of auditing a task's data for a model.
 
     Attributes:
         findings: the gravest first.
         steps: None where the training split cannot be used.
-        notes: lines about what was done, the chat template's among them.
+        notes: lines on how the data was read, such as what the chat template did.
     """
 
     task: str
     model: str
-    findings: list[Finding]
+    findings: list[DataFinding]
     splits: list[SplitFigures]
     steps: StepFigures | None
     notes: list[str]
@@ -37,14 +37,14 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The numbers of errors, warnings and notes in words."""
+        """How many errors, warnings and notes there are, in words."""
         if not self.findings:
             return "nothing was found that needs mending"
         counts = [(grade, self.count(grade)) for grade in ("error", "warning", "note")]
         return ", ".join(f"{count} {grade}{'s' * (count != 1)}" for grade, count in counts if count)
 
     def as_dict(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """The object that `--json` prints."""
         return {
             "task": self.task,
             "model": self.model,

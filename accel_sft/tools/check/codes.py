@@ -1,18 +1,24 @@
-"""The codes of what an audit may find: how grave each is, what it means and how to mend it. docs/check.md lists them.
+"""The codes of an audit's findings: how grave each is, what it means and how to mend it. docs/check.md lists them.
 
-`error`: training refuses it, or would learn or measure something wrong. `warning`: training goes on without it, or it
-is most likely a mistake. `note`: worth knowing. A code keeps its meaning for good.
+`error`: training refuses the data, or would learn or measure something wrong. `warning`: training leaves the row out,
+or the row is most likely a mistake. `note`: worth knowing. The meaning of a code never changes.
 """
 
 import dataclasses
 
 GRADES = ("error", "warning", "note")
-"""The gravest first."""
+"""Grades of findings, the gravest first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """`what` continues "3 rows: "."""
+    """One kind of finding.
+
+    Attributes:
+        grade: one of `GRADES`.
+        what: what is wrong, as it follows "3 rows: ".
+        mend: what the user can do about it.
+    """
 
     grade: str
     what: str

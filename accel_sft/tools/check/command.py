@@ -41,7 +41,7 @@ from accel_sft.training.prepare import Assembly, plan_steps, texts_of
 
 
 def run(task_name: str, task: Task, config: CheckConfig) -> None:
-    """Audit `task`'s data for `--model`, print what is found, and end with status 1 if that is an error.
+    """Audit `task`'s data for `--model` and print the findings; exit with status 1 on errors (`--strict`: or warnings).
 
     Raises:
         UserError: the model's tokenizer or configuration cannot be loaded, or a file cannot be written.
@@ -71,7 +71,7 @@ def run(task_name: str, task: Task, config: CheckConfig) -> None:
 
 
 class Audit:
-    """One audit of a task's data; its steps add to `found`, and leave out what an earlier one found unusable."""
+    """One audit of a task's data. Each step adds to `found`, and skips rows that an earlier step found unusable."""
 
     def __init__(self, task_name: str, task: Task, config: CheckConfig, folder: Path) -> None:
         self.task_name, self.task, self.config = task_name, task, config
@@ -82,11 +82,11 @@ class Audit:
         self.indices: dict[str, np.ndarray] = {}
 
     def report(self) -> Report:
-        """Everything, in the order in which one thing needs another."""
+        """Run all steps of the audit, in the order in which they need each other's results."""
         counts: dict[str, dict[str, int]] = {}
         steps, shown = None, []
         if self.source:
-            # rows that are too long are found, not raised
+            # with "error", rows that are too long would raise: here they are dropped, and reported as findings
             lenient = dataclasses.replace(self.config, truncation=self.config.truncation.replace("error", "drop"))
             assembly = Assembly(Accelerator(cpu=True), self.task, lenient, self.source)
             eos_ids = assembly.encode.rules.eos_ids
@@ -115,7 +115,7 @@ class Audit:
         )
 
     def _source(self, folder: Path) -> Source | None:
-        """What the tokenizer comes from; None where `tiny` is to make it from training text that cannot be read."""
+        """Where the tokenizer comes from; None if `--model tiny` has no readable training text to build one from."""
         config, base = self.config, None
         if config.model == "tiny" and not config.init_from:
             train = self.splits.get("train", ())
@@ -127,7 +127,7 @@ class Audit:
         return find_source(config, base)
 
     def _encode(self, assembly: Assembly, split: str, texts: Texts) -> None:
-        """Tokenize a split, and look at its tokens and labels."""
+        """Tokenize a split, and check its tokens and labels."""
         examples, tokenizer = self.splits[split], assembly.tokenizer
         chosen = self.config.truncation
         encoding, indices = encode_split(assembly.encode, examples, texts.readable, split, self.found, chosen)
@@ -141,7 +141,10 @@ class Audit:
         self.notes.append(f"{split}: the collator's labels of {looked:,} rows were compared with their answers")
 
     def _repeats(self, texts: dict[str, Texts]) -> dict[str, dict[str, int]]:
-        """Score every answer, and find what repeats; an answer that is right for another row contradicts it not."""
+        """Score every answer, and find repeated rows.
+
+        Two answers to the same prompt are no contradiction if the task scores the second as right for the first row.
+        """
         scores = OwnScores(self.task, self.splits, self.config.thinking)
         counts = {}
         for split, each in texts.items():
@@ -156,7 +159,10 @@ class Audit:
         return counts
 
     def _model(self, assembly: Assembly) -> None:
-        """Whether the model's vocabulary and positions suffice; its configuration is read, its weights are not."""
+        """Report token ids outside the model's vocabulary and rows longer than its positions.
+
+        The model's configuration is read, its weights are not.
+        """
         source, known = self.source, {split: each for split, each in self.encodings.items() if each}
         text = text_settings(source.weights, self.config)
         largest = max([assembly.tokenizer.pad_token_id, *(each.kept.largest_id() for each in known.values())])
@@ -184,7 +190,7 @@ class Audit:
         return split_figures(self.encodings.get(split), split, rows, counts or nothing)
 
     def _shown(self, tokenizer: Any) -> list[Shown]:
-        """The first training examples, token by token."""
+        """The first `--show` training examples, token by token."""
         if (train := self.encodings.get("train")) is None:
             return []
         examples, pad = self.splits["train"], tokenizer.pad_token_id

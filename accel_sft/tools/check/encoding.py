@@ -1,4 +1,4 @@
-"""Tokenizes a split as training does; rows that training would stop at are found one by one, and left out."""
+"""Tokenizes a split as training does, but finds the rows that would stop training one by one and leaves them out."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from accel_sft.tools.check.texts import without_index
 
 _CODES = {Rejected: "D202", NotAPrefix: "D203", AnswerDropped: "D204", TextDropped: "D213"}
 _MOST_REFUSED = 200
-"""Rows refused after which a split is given up: with so many, template and task do not fit each other."""
+"""Refused rows after which a split is given up: with so many, template and task do not fit each other."""
 _BLOCK = 512
+"""Rows tokenized together while the refused ones are searched for; a block with one is halved until it is found."""
 _MEASURED = 256
 """Rows above --max-length whose tokens are counted, to say which length would keep them."""
 _TOKENIZED = 1 << 20
@@ -30,12 +31,12 @@ _TOKENIZED = 1 << 20
 def encode_split(
     encode: SplitEncoder, examples: Sequence[Any], good: np.ndarray, split: str, found: Findings, truncation: str
 ) -> tuple[Encoding | None, np.ndarray]:
-    """The tokens of the examples for which `good` is true, and the index in the split of each of those examples.
+    """Tokenize the examples for which `good` is true; returns their tokens and each one's index in the split.
 
     Args:
-        truncation: the setting; `encode` itself drops rows where it is "error".
+        truncation: what the user chose; with "error", `encode` has been told to drop rows that are too long.
     Returns:
-        None in place of the tokens where no example is left, or too many are refused.
+        None in place of the tokens if no example is left, or too many are refused.
     """
     try:
         chosen = selected(examples, good)
@@ -68,7 +69,7 @@ def encode_split(
 def _refused_one_by_one(
     encode: SplitEncoder, examples: Sequence[Any], indices: np.ndarray, split: str
 ) -> tuple[Encoding, dict[int, UserError]]:
-    """What is left out and cut by index in the split, and the error of each row that training would stop at."""
+    """The rows that are left out or cut, and the error of each row that would stop training, by index in the split."""
     left_out, refused = Encoding(split), {}
 
     def look(some: list[int]) -> None:
@@ -100,7 +101,7 @@ def _report_left_out(
     found: Findings,
     truncation: str,
 ) -> None:
-    """Report what is left out and cut; that of empty answers is known from the texts."""
+    """Report the rows that were left out or cut; empty answers have been reported by `read_texts`."""
     split, rules = encoding.split, encode.rules
     for reason, rows in encoding.left_out.items():
         code = {rules.too_long: "D301", NOTHING_TO_LEARN: "D303", NO_PROMPT: "D309"}.get(reason, "D205")

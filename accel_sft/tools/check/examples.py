@@ -1,4 +1,4 @@
-"""Examples as the model reads them: their tokens as text, which of them are special, and which carry loss."""
+"""Examples as the model reads them: the text of each token, which tokens are special, and which carry loss."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from accel_sft.chat.encoding import Encoded
 from accel_sft.tools.check.tokens import supervised_positions
 
 _BEGINNING, _BEFORE_ANSWER, _OF_ANSWER = 60, 120, 400
-"""Tokens shown of a long example: of its beginning, before its answer, and of the answer."""
+"""Tokens shown of a long example: at its beginning, before each answer, and from the start of each answer."""
 _CONTEXT = 4
-"""Tokens before one with which it is decoded: some tokenizers write a blank only between words."""
+"""Preceding tokens that a token is decoded with: some tokenizers write a blank only between words."""
 
 
 class Piece(NamedTuple):
-    """Tokens that make whole characters; a gap stands for tokens that are not shown."""
+    """A few tokens that together make whole characters, or, with `gap`, the number of tokens that are not shown."""
 
     text: str
     supervised: bool
@@ -38,7 +38,7 @@ class Shown:
 
 
 def pieces_of(tokenizer: Any, example: Encoded, pad_token_id: int) -> list[Piece]:
-    """The example's tokens as text; which of them carry loss is asked of the collator."""
+    """The example's tokens as text. The collator says which of them carry loss."""
     (positions,) = supervised_positions([example], pad_token_id)
     learnt, ids = set(positions), example.input_ids
     spans = _spans(sorted(learnt), len(ids))
@@ -55,8 +55,8 @@ def pieces_of(tokenizer: Any, example: Encoded, pad_token_id: int) -> list[Piece
 
 
 def _spans(learnt: Sequence[int], length: int) -> list[range]:
-    """The tokens that are shown: the beginning, and what stands before, at the beginning and at the end of each run of
-    tokens with a loss."""
+    """The positions that are shown: the example's beginning, and for each run of tokens with loss the tokens before
+    it, its first ones and its end."""
     begins = [at for place, at in enumerate(learnt) if not place or learnt[place - 1] != at - 1]
     ends = [at + 1 for place, at in enumerate(learnt) if place + 1 == len(learnt) or learnt[place + 1] != at + 1]
     found, shown = [], 0
@@ -83,7 +83,7 @@ def _decoded(tokenizer: Any, ids: Sequence[int], span: range, learnt: set[int], 
         alone = ids[at] in special
         last = at + 1 == span.stop or (at + 1 in learnt) != (at in learnt) or ids[at + 1] in special
         text = _text(tokenizer, ids, begin, at + 1)
-        if alone or last or not text.endswith("\ufffd"):  # else the character goes on in the next token
+        if alone or last or not text.endswith("\ufffd"):  # else the next token continues the character
             yield Piece(text, at in learnt, alone, tuple(ids[begin : at + 1]))
             begin = at + 1
 

@@ -12,22 +12,23 @@ from accel_sft.chat.encoding import Encoding
 from accel_sft.data.step_plan import StepPlan
 
 FORWARD_TOKENS = 4096
-"""In one forward, for the comparison of layouts, where --micro-batch-size does not say how many examples."""
+"""Tokens of one forward in the comparison of layouts, if --micro-batch-size is auto."""
 _STEPS = 8
-"""Whose work is counted, evenly spread over the run."""
+"""Steps whose computed tokens are counted, evenly spread over the run."""
 _BINS = 10
+"""Most bars of a histogram of lengths."""
 _NAMES = {
     ("padded", "mask"): "padded rows",
     ("packed", "rows"): "packed",
     ("shared", "rows"): "shared, one prefix",
     ("shared", "mask"): "shared, tree of prefixes",
 }
-"""The layouts that differ in what they compute, as `--batching` and docs/batching.md call them."""
+"""(layout, attention) to its name in docs/batching.md, for the layouts that differ in how many tokens they compute."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bin:
-    """Rows of `least` to `most` tokens."""
+    """A bar of the histogram: how many rows have `least` to `most` tokens."""
 
     least: int
     most: int
@@ -36,7 +37,7 @@ class Bin:
 
 @dataclasses.dataclass(frozen=True)
 class SplitFigures:
-    """One split. Lengths are in tokens, of the examples that are used."""
+    """The figures of one split. Lengths are in tokens and count only the examples that are used."""
 
     split: str
     rows: int
@@ -55,7 +56,7 @@ class SplitFigures:
 
 @dataclasses.dataclass(frozen=True)
 class LayoutFigures:
-    """Tokens computed for some steps, padding included, and their share of those of padded rows."""
+    """The tokens that a layout computes for some steps, padding included, and their ratio to those of padded rows."""
 
     name: str
     computed_tokens: int
@@ -64,11 +65,12 @@ class LayoutFigures:
 
 @dataclasses.dataclass(frozen=True)
 class StepFigures:
-    """What training on these settings is.
+    """What training with these settings amounts to.
 
     Attributes:
-        step_tokens, step_supervised_tokens: mean of a step.
-        layouts: what each computes for `counted_steps` steps on one rank, in forwards of `forward`.
+        step_tokens, step_supervised_tokens: tokens of an average step.
+        forward: the size of one forward in words, such as "4,096 tokens".
+        layouts: what each layout computes for `counted_steps` steps on one rank, in forwards of that size.
     """
 
     steps: int
@@ -84,7 +86,13 @@ class StepFigures:
 
 
 def split_figures(encoding: Encoding | None, split: str, rows: int, repeats: dict[str, int]) -> SplitFigures:
-    """Of a split's `rows`, those that cannot be read included; `encoding` is None where nothing could be tokenized."""
+    """The figures of a split.
+
+    Args:
+        encoding: None if nothing could be tokenized.
+        rows: number of rows in the split, the unreadable ones included.
+        repeats: the counts that `repeats.within` returns.
+    """
     if encoding is None:
         nothing = {"tokens": 0, "supervised_tokens": 0, "lengths": {}, "longest_answer": 0, "histogram": []}
         return SplitFigures(split, rows, 0, rows, 0, **repeats, **nothing)
@@ -107,7 +115,7 @@ def split_figures(encoding: Encoding | None, split: str, rows: int, repeats: dic
 
 
 def _histogram(lengths: np.ndarray) -> list[Bin]:
-    """At most ten ranges of equal width; of few different lengths, one for each."""
+    """At most `_BINS` ranges of equal width; one range for each length if there are few."""
     least, most = int(lengths.min()), int(lengths.max())
     width = max(-(-(most - least + 1) // _BINS), 1)
     counts = np.bincount((lengths - least) // width, minlength=1)
@@ -118,7 +126,7 @@ def _histogram(lengths: np.ndarray) -> list[Bin]:
 
 
 def step_figures(train: Encoding, plan: StepPlan, micro_batch_size: str) -> StepFigures:
-    """What the plan's steps are, and what each layout computes for some of them."""
+    """The size of the plan's steps, and how many tokens each layout computes for some of them."""
     store, total = train.kept, plan.total_steps
     steps = sorted({round(at * (total - 1) / max(_STEPS - 1, 1)) for at in range(_STEPS)})
     batches = [store.take(sorted(plan.examples(step).tolist())) for step in steps]
@@ -126,7 +134,7 @@ def step_figures(train: Encoding, plan: StepPlan, micro_batch_size: str) -> Step
     epoch_tokens, epoch_supervised = (int(each.sum(dtype=np.int64)) for each in (plan.lengths, plan.supervised))
     count = sum(len(batch) for batch in batches)
     mean = count / len(batches) / len(store)
-    # rows with images are padded, and the others of such data with them
+    # data that has images is always padded, its rows without images too
     names = {key: name for key, name in _NAMES.items() if key[0] == "padded" or not len(store.pictured)}
     computed = {name: _computed(key, rows, batches) for key, name in names.items()}
     padded = computed[_NAMES["padded", "mask"]]

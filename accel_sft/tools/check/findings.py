@@ -12,20 +12,20 @@ from accel_sft.rows.rows import Rows
 from accel_sft.tools.check.codes import CODES, GRADES, Code
 
 NAMED = 1000
-"""Rows of one finding that are named at most; the others are counted."""
+"""Most rows of one finding that are named; the others are only counted."""
 DETAIL_CHARACTERS, DESCRIBED = 300, 200
-"""Of what a row's line says, and rows of a finding that are shown by their text."""
+"""Most characters of a row's detail, and most rows of a finding that get the beginning of their text as detail."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class FoundRow:
     """One row that a finding names.
 
     Attributes:
-        index: of the example in its split; None for a row that could not be read.
-        detail: what is wrong with this one.
+        index: the example's index in its split; None for a row that could not be read.
+        detail: what is wrong with this row.
         like: split and index of the row that it repeats.
-        place, like_place: file and line, where the task gives what `read_rows` returned.
+        place, like_place: file and line of this row and of the row it repeats, if the task reads with `read_rows`.
     """
 
     split: str
@@ -47,14 +47,20 @@ class Row:
 
 
 @dataclasses.dataclass
-class Finding:
-    """All rows of a split with one code. `rows` are the first of `count`; none where it is about the whole split."""
+class DataFinding:
+    """All rows of a split with one code.
+
+    Attributes:
+        count: rows with this code; 0 if the finding is about the whole split.
+        rows: the first `NAMED` of them.
+        also: a remark on the finding as a whole.
+    """
 
     code: str
     grade: str
     split: str
     count: int = 0
-    rows: list[Row] = dataclasses.field(default_factory=list)
+    rows: list[FoundRow] = dataclasses.field(default_factory=list)
     also: str = ""
 
     @property
@@ -62,7 +68,7 @@ class Finding:
         return CODES[self.code]
 
     def as_dict(self) -> dict[str, Any]:
-        """As `--json` gives it."""
+        """The finding as an object of the JSON report."""
         rows = [
             {
                 "index": row.index,
@@ -78,15 +84,15 @@ class Finding:
         return {**about, "split": self.split, "count": self.count, "also": self.also, "rows": rows}
 
 
-def _order(row: Row) -> tuple[Any, ...]:
+def _order(row: FoundRow) -> tuple[Any, ...]:
     return (row.place.file, row.place.line or 0, row.place.row or 0) if row.place else ("", 0, row.index or 0)
 
 
 class Findings:
-    """What is found, by code and split; memory does not grow with the number of rows."""
+    """Collects findings by code and split; memory does not grow with the number of rows."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str], Finding] = {}
+        self._found: dict[tuple[str, str], DataFinding] = {}
 
     def add(
         self,
@@ -99,15 +105,15 @@ class Findings:
         place: Place | None = None,
         grade: str | None = None,
     ) -> None:
-        """Add a row to the finding of this code and split; `grade` where it is not the code's own."""
+        """Add a row to the finding of this code and split; `grade` replaces the code's own grade."""
         finding = self.finding(code, split, grade)
         finding.count += 1
         if len(finding.rows) < NAMED:
-            finding.rows.append(Row(split, index, one_line(detail, DETAIL_CHARACTERS), like, place))
+            finding.rows.append(FoundRow(split, index, one_line(detail, DETAIL_CHARACTERS), like, place))
 
-    def finding(self, code: str, split: str, grade: str | None = None) -> Finding:
+    def finding(self, code: str, split: str, grade: str | None = None) -> DataFinding:
         """The finding of this code and split, made if need be."""
-        return self._found.setdefault((code, split), Finding(code, grade or CODES[code].grade, split))
+        return self._found.setdefault((code, split), DataFinding(code, grade or CODES[code].grade, split))
 
     def count(self, code: str, split: str) -> int:
         """Rows with this code so far."""
@@ -115,18 +121,18 @@ class Findings:
         return finding.count if finding else 0
 
     def describe(self, beginning: Callable[[str, int], str]) -> None:
-        """Give rows that have no detail the beginning of their text, which shows which ones they are."""
+        """Give rows without a detail the beginning of their text, so that a reader recognises them."""
         for finding in self._found.values():
             for at, row in enumerate(finding.rows[:DESCRIBED]):
                 if row.index is not None and not row.detail:
                     detail = one_line(beginning(row.split, row.index), DETAIL_CHARACTERS)
                     finding.rows[at] = dataclasses.replace(row, detail=detail)
 
-    def placed(self, splits: Mapping[str, Sequence[Any]]) -> list[Finding]:
-        """All findings, the gravest first, their rows in order and with their places in files.
+    def placed(self, splits: Mapping[str, Sequence[Any]]) -> list[DataFinding]:
+        """All findings, the gravest first, with their rows sorted and placed in their files.
 
         Args:
-            splits: the examples by split; those that `read_rows` returned know their places.
+            splits: the examples by split; rows that `read_rows` returned know their file and line.
         """
         wanted: dict[str, set[int]] = {split: set() for split in splits}
         for finding in self._found.values():

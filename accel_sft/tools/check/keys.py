@@ -1,4 +1,4 @@
-"""Finds keys of answers in JSON that are most likely misspelt: rare, and nearly spelt like one that is frequent."""
+"""Finds keys of JSON answers that are most likely misspelt: rare, and spelt nearly like a frequent key."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from collections import Counter
 from accel_sft.tools.check.findings import Findings
 
 _TIMES = 100
-"""A key is rare beside another that stands this many times as often."""
+"""A key is rare beside another key that occurs at least this many times as often."""
 _NEAR = 0.8
-"""Two keys are spelt nearly alike from this share of common letters on (difflib's ratio)."""
+"""Two keys are spelt nearly alike if their similarity (difflib's ratio, from 0 to 1) is at least this."""
 _LONGEST = 1 << 16
-"""Characters of the longest answer that is read."""
+"""Longest answer that is parsed, in characters."""
 _MOST_KEYS = 1000
 """With more distinct keys than this, keys are content, such as names of persons, and nothing is reported."""
 _NAMED = 20
-"""Rows that are named for a key."""
+"""Most rows that are named for one key."""
 
 
 class AnswerKeys:
-    """Counts the keys of answers that are JSON objects, such as types of entities, and where rare ones stand."""
+    """Counts the keys of answers that are JSON objects, such as entity types, and remembers each key's first rows."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._rows: dict[str, list[tuple[str, int]]] = {}
 
     def add(self, split: str, index: int, answer: str) -> None:
-        """Count those of an example's answer, if it is an object."""
+        """Count the keys of an example's answer, if it is a JSON object."""
         if not answer.startswith("{") or len(answer) > _LONGEST or len(self._counts) > _MOST_KEYS:
             return
         try:

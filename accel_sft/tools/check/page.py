@@ -1,4 +1,4 @@
-"""An audit as one page of HTML that needs no network: findings, figures, and examples token by token."""
+"""Renders an audit as one HTML page that needs no network: findings, figures, and examples token by token."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from accel_sft.tools.check.audit_report import Report
 from accel_sft.tools.check.examples import Piece
 
 _FEW, _ROWS = 5, 200
-"""Of a finding that are seen at once, and that the page lists."""
+"""Rows of a finding that are visible at once, and rows of it that the page lists."""
 
 
 def rendered(report: Report) -> str:
-    """The page. Whatever comes from the data is escaped."""
+    """The page as HTML; all text from the data is escaped."""
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )

@@ -1,4 +1,4 @@
-"""The part of the audit that every training run makes at its start, from its tokens and what was noted with them."""
+"""The part of the audit that every training run makes at its start, from the tokens it already has."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 
 from accel_sft.chat.encoding import Encoding
-from accel_sft.tools.check.findings import Finding, Findings
+from accel_sft.tools.check.findings import DataFinding, Findings
 from accel_sft.tools.check.repeats import first_with_same, report_leaks
 from accel_sft.tools.check.tokens import report_tokens, token_facts
 
 _NAMED = 5
-"""Rows that a line names."""
+"""Most rows that one line names."""
 
 
-def quick_findings(train: Encoding, validation: Encoding, tokenizer: Any, eos_ids: frozenset[int]) -> list[Finding]:
-    """What the tokens of both splits show, by example; nothing is tokenized, and no text is read."""
+def quick_findings(train: Encoding, validation: Encoding, tokenizer: Any, eos_ids: frozenset[int]) -> list[DataFinding]:
+    """The findings that the tokens of both splits show; nothing is tokenized, and no text is read."""
     found, facts = Findings(), {}
     for encoding in (train, validation):
         split = encoding.split
@@ -35,8 +35,8 @@ def quick_findings(train: Encoding, validation: Encoding, tokenizer: Any, eos_id
     return found.placed({})
 
 
-def quick_lines(findings: list[Finding], task_name: str) -> list[str]:
-    """The findings but for notes, a line each, and how to learn more."""
+def quick_lines(findings: list[DataFinding], task_name: str) -> list[str]:
+    """One line for each finding that is not a note, and a last line with the command that tells more."""
     lines = []
     for finding in findings:
         count, numbers = finding.count, ", ".join(str(row.index) for row in finding.rows[:_NAMED])

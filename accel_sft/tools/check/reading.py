@@ -1,4 +1,4 @@
-"""Reads a task's splits for an audit: rows that training would refuse are found, and left out, not raised."""
+"""Reads a task's splits for an audit: rows that training would refuse become findings and are left out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPLITS = ("train", "validation")
 
 
 def read_splits(task: Task, found: Findings) -> dict[str, Sequence[Any]]:
-    """Each split that can be read, without the rows that `read_rows` refuses."""
+    """Every split that can be read, without the rows that `read_rows` refuses, which are reported."""
     splits: dict[str, Sequence[Any]] = {}
     files: dict[str, str] = {}
     told: set[str] = set()
@@ -52,7 +52,7 @@ def read_splits(task: Task, found: Findings) -> dict[str, Sequence[Any]]:
 
 
 class Selection(Sequence[Any]):
-    """Some of a split's examples; `indices` are theirs in the split."""
+    """Some of a split's examples, and their `indices` in the split."""
 
     def __init__(self, examples: Sequence[Any], indices: np.ndarray) -> None:
         self.examples, self.indices = examples, indices
@@ -70,12 +70,12 @@ class Selection(Sequence[Any]):
 
 
 def selected(examples: Sequence[Any], good: np.ndarray) -> Sequence[Any]:
-    """The examples for which `good` is true; the sequence itself, whose fingerprint the cache knows, if all are."""
+    """The examples for which `good` is true; if all are, the sequence itself, whose fingerprint the cache knows."""
     return examples if good.all() else Selection(examples, np.flatnonzero(good))
 
 
 def readable_rows(task: Task, examples: Sequence[Any], split: str) -> np.ndarray:
-    """The examples of which the task gives messages and target."""
+    """The indices of the examples for which the task gives messages and target without failing."""
 
     def readable(index: int) -> bool:
         try:
@@ -88,7 +88,7 @@ def readable_rows(task: Task, examples: Sequence[Any], split: str) -> np.ndarray
 
 
 def report_unreadable(task: Task, examples: Sequence[Any], split: str, found: Findings) -> None:
-    """Report the examples of which the task gives no messages and target, where no tokenizer is there to go on."""
+    """Report the examples for which the task fails to give messages and target, if there is no tokenizer to go on."""
     for index in range(len(examples)):
         try:
             conversation(task, examples, split, index)

@@ -11,17 +11,17 @@ from accel_sft.tools.check.findings import Findings
 from accel_sft.tools.check.texts import Texts
 
 Accepts = Callable[[str, int, int], bool]
-"""Whether in this split the answer of the second example is right for the first too."""
+"""Takes a split and two indices: whether the second example's answer is right for the first example too."""
 
 
 def first_with_same(hashes: np.ndarray) -> np.ndarray:
-    """For each row the first one that has the same hash; itself if no earlier one has."""
+    """For each row the first row with the same hash: the row itself if no earlier one has it."""
     _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
     return first[inverse]
 
 
 def found_in(hashes: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """For each row the first of `others` with the same hash, -1 if there is none."""
+    """For each row the index of the first of `others` with the same hash; -1 if there is none."""
     if not len(others):
         return np.full(len(hashes), -1)
     values, first = np.unique(others, return_index=True)
@@ -30,13 +30,13 @@ def found_in(hashes: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def within(texts: Texts, split: str, found: Findings, accepts: Accepts, in_file: bool) -> dict[str, int]:
-    """Report copies, near copies and contradictions of a split.
+    """Report copies, near copies and contradictions within a split.
 
     Args:
-        in_file: the rows stand in a file; those that a program makes may repeat on purpose.
+        in_file: the rows come from a file; rows that a program makes may repeat on purpose.
     Returns:
-        counts for the figures: `distinct_prompts`, `distinct_rows`, and `other_right_answers`, rows whose prompt
-        stands before with another answer that is right too.
+        counts for the figures: `distinct_prompts`, `distinct_rows`, and `other_right_answers`, which are rows that
+        repeat an earlier prompt with another right answer.
     """
     usable = np.flatnonzero(texts.usable)
     prompts, pairs = texts.prompts[usable], texts.pairs[usable]
@@ -64,7 +64,7 @@ def within(texts: Texts, split: str, found: Findings, accepts: Accepts, in_file:
 
 
 def between(train: Texts, validation: Texts, found: Findings) -> None:
-    """Report validation rows that are trained on: with the same answer, with another one, or nearly."""
+    """Report validation rows that are in the training split: with the same answer, with another, or nearly alike."""
     trained, rows = np.flatnonzero(train.usable), np.flatnonzero(validation.usable)
     report_leaks(
         [validation.prompts[rows], validation.pairs[rows], validation.loose_prompts[rows]],
@@ -78,10 +78,11 @@ def between(train: Texts, validation: Texts, found: Findings) -> None:
 def report_leaks(
     validation: list[np.ndarray], train: list[np.ndarray], rows: np.ndarray, trained: np.ndarray, found: Findings
 ) -> None:
-    """Report leaks by hashes of prompts, of prompts with answers and, where they are known, of normalised prompts.
+    """Report validation rows that are trained on.
 
     Args:
-        rows, trained: index in its split of each validation and training row.
+        validation, train: each split's hashes of prompts, of prompts with answers and, if known, of normalised prompts.
+        rows, trained: the index in its split of each validation row and of each training row.
     """
     same_prompt, same_pair, *nearly = (found_in(*hashes) for hashes in zip(validation, train, strict=True))
     codes: list[tuple[str, Any]] = [("D404", same_pair), ("D406", np.where(same_pair < 0, same_prompt, -1))]

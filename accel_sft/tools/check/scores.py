@@ -1,4 +1,4 @@
-"""Scores every example's own answer by the task: what is not perfect there, no model can get right."""
+"""Scores every example's own answer with the task: if that is not perfect, no model can get the example right."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from accel_sft.tools.check.texts import shortened, without_index
 
 
 class OwnScores:
-    """The task's score of answers, by its main metric.
+    """Judges answers by the task's main metric.
 
-    An answer is perfect if its metric is the best that there is: 1 where all are between 0 and 1 and higher is better,
-    else the best of the split. An F1 of nothing to be found is 0 by itself, so an answer that is not perfect alone is
-    judged once more together with one that is.
+    An answer is perfect if its metric has the best possible value: 1 if higher is better and all values of the split
+    are between 0 and 1, else the best value of the split. The F1 of an example with nothing to find is 0 on its own,
+    so an answer that is not perfect alone is judged once more together with a perfect one.
 
     Args:
-        thinking: as `--thinking` has it; what is kept of thinking is learnt but not scored.
+        thinking: the value of `--thinking`; thinking that is kept is learnt but not scored.
     Attributes:
-        unjudged: why the task's answers cannot be judged one by one; empty if they can.
+        unjudged: why answers cannot be judged one by one; empty if they can.
     """
 
     def __init__(self, task: Task, splits: dict[str, Sequence[Any]], thinking: str) -> None:
@@ -81,16 +81,16 @@ class OwnScores:
             return False
 
     def _answer(self, split: str, index: int) -> str | None:
-        """The text of an example's answer; None where it calls tools, which the chat template alone writes as text."""
+        """The text of an example's answer; None if it calls tools, whose text only the chat template writes."""
         chat = conversation(self.task, self.splits[split], split, index)
         return None if chat.calls else wanted(chat, self._thinking)
 
     def _score(self, split: str, index: int, text: str) -> dict[str, Any]:
-        """Raises UserError if score() fails."""
+        """The task's score of `text` as the answer; raises UserError if score() fails."""
         return scored(self.task, self.splits[split], index, text, split)
 
     def _metric(self, scores: list[dict[str, Any]]) -> float | None:
-        """The main metric of these answers; None where the task gives none of so few."""
+        """The main metric of these answers; None if aggregate() fails on so few."""
         try:
             return float(self.task.aggregate(scores)[self.task.main_metric])
         except Exception as error:  # noqa: BLE001 - some metrics need more than one answer

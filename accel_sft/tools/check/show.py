@@ -14,19 +14,21 @@ from accel_sft.io.text import one_line
 from accel_sft.tools.check.audit_report import Report
 from accel_sft.tools.check.examples import Piece, Shown
 from accel_sft.tools.check.figures import SplitFigures, StepFigures
-from accel_sft.tools.check.findings import Finding, Row
+from accel_sft.tools.check.findings import DataFinding, FoundRow
 
 ROWS = 5
-"""Of a finding that are printed."""
+"""Rows of a finding that are printed."""
 OPENED, CLOSED = "⟦", "⟧"
-"""Around the tokens that carry loss, where there is no colour."""
+"""Marks around the tokens that carry loss, used without colour."""
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _BAR_CELLS = 32
+"""Longest bar of a histogram, in terminal cells."""
 _UNWRAPPED = 10_000
+"""Width in terminal cells that no line reaches, for output that is not a terminal."""
 
 
 def print_report(report: Report, stream: TextIO) -> None:
-    """Print it, wrapped to a terminal's width; unwrapped and without colour where there is no terminal."""
+    """Print the report: wrapped to the width of a terminal, or unwrapped and without colour elsewhere."""
     width = terminal.columns() if stream.isatty() else _UNWRAPPED
     console = Console(file=stream, highlight=False, width=width, soft_wrap=False)
     rows = " and ".join(f"{split.rows:,} {split.split}" for split in report.splits)
@@ -57,14 +59,14 @@ def _heading(console: Console, text: str) -> None:
 
 
 def _print_indented(console: Console, text: Text, cells: int = 2, hanging: int = 0) -> None:
-    """Print a text wrapped behind so many cells, and its further lines behind `hanging` more."""
+    """Print a wrapped text indented by `cells`, and its further lines by `hanging` more."""
     lines = text.wrap(console, console.width - cells - hanging)
     for number, line in enumerate(lines):
         line.rstrip()
         console.print(Text(" " * (cells + hanging * bool(number))) + line)
 
 
-def _print_finding(console: Console, finding: Finding) -> None:
+def _print_finding(console: Console, finding: DataFinding) -> None:
     style = _STYLES[finding.grade]
     about = f"{finding.split}: " if finding.split else ""
     about += f"{_counted(finding.count, 'row')}: " if finding.rows and finding.rows[0].where else ""
@@ -78,7 +80,7 @@ def _print_finding(console: Console, finding: Finding) -> None:
     _print_indented(console, Text(f"-> {finding.about.mend}"), 2, 3)
 
 
-def _row(row: Row) -> Text:
+def _row(row: FoundRow) -> Text:
     words = [row.where, f"like {row.like_where}" if row.like else "", row.detail]
     where, like, detail = (one_line(each, 1000) for each in words)
     return Text("  ".join(filter(None, (where, like, detail))))
@@ -146,7 +148,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def _table(header: list[str], rows: list[list[str]], left: int = 1) -> Table:
-    """Columns, of which the first `left` stand at the left and the others at the right."""
+    """A table whose first `left` columns are aligned left and whose other columns are aligned right."""
     table = Table(box=None, pad_edge=False, show_header=any(header), padding=(0, 2, 0, 0))
     for at, name in enumerate(header):
         table.add_column(name, justify="left" if at < left else "right", no_wrap=True, header_style="dim")
@@ -168,7 +170,7 @@ def _print_examples(console: Console, examples: list[Shown]) -> None:
 
 
 def _example(pieces: list[Piece], coloured: bool) -> Text:
-    """Tokens in turn lighter and darker, special ones in magenta; without colour, marks around those with loss."""
+    """The example's text: tokens with loss on alternating greens, special ones in magenta; marks if uncoloured."""
     text, inside = Text(), False
     for number, piece in enumerate(pieces):
         if not coloured and piece.supervised != inside:
@@ -182,7 +184,7 @@ def _example(pieces: list[Piece], coloured: bool) -> Text:
 
 
 def visible(piece: Piece) -> str:
-    """The piece's text with line breaks and control characters to be seen."""
+    """The piece's text, with line breaks and control characters made visible."""
     if piece.gap:
         return f" … {piece.text} … "
     lines = piece.text.split("\n")

@@ -1,4 +1,4 @@
-"""Reads every prompt and answer once: what is wrong with the text, and hashes by which repeated rows are found."""
+"""Reads every prompt and answer once: reports faults of the text, and hashes it so that repeated rows can be found."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from accel_sft.tools.check.findings import Findings
 from accel_sft.tools.check.keys import AnswerKeys
 
 DAMAGED = re.compile("[\ufffd\x00-\x08\x0e-\x1f\x7f-\x9f]|[\u00c2\u00c3][\u0080-\u00bf]|\u00e2\u20ac")
-"""The replacement character, control characters, and what UTF-8 looks like that was read as Latin-1 or cp1252."""
+"""Signs of a wrong encoding: the replacement character, control characters, and UTF-8 read as Latin-1 or cp1252."""
 _SENTENCE = ".,;:!?…。，！？、；：·()[]{}（）【】《》—–"
 _QUOTES = dict.fromkeys(map(ord, "'\"`‘’“”«»「」『』"))
 _MARKS = re.compile(rf"(?<!\d)[{re.escape(_SENTENCE)}]|[{re.escape(_SENTENCE)}](?!\d)")
@@ -30,11 +30,13 @@ _MARKS = re.compile(rf"(?<!\d)[{re.escape(_SENTENCE)}]|[{re.escape(_SENTENCE)}](
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Of each example of a split: hashes of its prompt and of prompt and answer, as they are and normalised.
+    """What is known of the texts of a split's examples: one array entry for each example.
 
     Attributes:
-        readable: False where the task fails on it; then the hashes mean nothing.
-        answered: False where the answer is empty.
+        prompts, pairs: hashes of the prompt, and of prompt and answer.
+        loose_prompts, loose_pairs: the same of the normalised texts.
+        readable: False if the task fails on the example; then its hashes mean nothing.
+        answered: False if the answer is empty.
     """
 
     prompts: np.ndarray
@@ -50,14 +52,15 @@ class Texts:
 
 
 class SpecialTokens:
-    """The tokenizer's special tokens as they may stand in a text, where the chat template alone should write them."""
+    """Finds the tokenizer's special tokens in texts: only the chat template should write them."""
 
     def __init__(self, tokenizer: Any, eos_ids: frozenset[int]) -> None:
         self._control = ControlTokens(tokenizer)
         self._ends = self._control.spelled(eos_ids)
 
     def faults(self, chat: Conversation) -> list[tuple[str, str]]:
-        """The code and the place in the text of the first in the answers and in the other messages."""
+        """The code and surrounding text of one special token, or none: the first that ends an answer (D209), else the
+        first of all (D208)."""
         written = self._control.written(chat, self._ends)
         return [("D209" if written.ends_answer else "D208", around(written.text, written.match))] if written else []
 
@@ -72,11 +75,11 @@ def read_texts(
     *,
     keeps_thinking: bool = False,
 ) -> Texts:
-    """Read every example's conversation, and report what its texts show.
+    """Read every example's conversation, and report the faults of its texts.
 
     Args:
-        keys: the keys of answers are counted there.
-        keeps_thinking: `--thinking keep` is given, and each answer should have some.
+        keys: counts the keys of answers.
+        keeps_thinking: `--thinking keep` is given, so each answer should have thinking.
     """
     count = len(examples)
     hashes = np.zeros((4, count), dtype=np.uint64)
@@ -107,7 +110,7 @@ def _calls(turn: Turn) -> str:
 
 
 def _faults(chat: Conversation, keeps_thinking: bool) -> dict[str, str]:
-    """What is wrong with an example's texts, by code: the first place of each."""
+    """The faults of an example's texts by code, each with a detail; the first occurrence of each code counts."""
     faults: dict[str, str] = {}
     for each in chat.each():
         target = each.target
@@ -127,13 +130,13 @@ def _faults(chat: Conversation, keeps_thinking: bool) -> dict[str, str]:
 
 
 def normalised(text: str) -> str:
-    """`text` without case, quotes, punctuation between words and repeated white space; numbers keep their points."""
+    """`text` without case, quotes, punctuation and repeated white space; numbers keep their points and commas."""
     text = unicodedata.normalize("NFKC", text).casefold().translate(_QUOTES)
     return " ".join(_MARKS.sub(" ", text).split())
 
 
 def text_hash(text: str) -> int:
-    """64 bits of BLAKE2: two different texts of a billion have the same with a chance of one in forty."""
+    """64 bits of BLAKE2: among a billion different texts, the chance that any two collide is one in forty."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
@@ -143,7 +146,7 @@ def shortened(text: str, length: int = 48) -> str:
 
 
 def beginning_of(task: Task, examples: Sequence[Any], split: str, index: int) -> str:
-    """The beginning of what an example asks; nothing where the task fails on it."""
+    """The beginning of an example's last prompt message; "" if the task fails on the example."""
     try:
         turns = conversation(task, examples, split, index).turns
     except UserError:
@@ -152,11 +155,11 @@ def beginning_of(task: Task, examples: Sequence[Any], split: str, index: int) ->
 
 
 def around(text: str, match: re.Match[str], length: int = 24) -> str:
-    """What was found, with a few characters before and behind it."""
+    """The matched text with `length` characters before and after it."""
     begin, end = max(match.start() - length, 0), match.end() + length
     return ("..." if begin else "") + text[begin:end] + ("..." if end < len(text) else "")
 
 
 def without_index(message: str, split: str, index: int) -> str:
-    """A message without the example's number and place that it begins with: the finding names the row."""
+    """The message without the example's number and place at its beginning: the finding already names the row."""
     return re.sub(rf"^{split} example {index}( \(.*?\))?: ", "", message).removeprefix(f"{split}: ")

@@ -1,4 +1,4 @@
-"""Looks at every token of a split, in arrays: doubled and unknown tokens, what carries loss, hashes of whole rows."""
+"""Checks every token of a split, in arrays: doubled and unknown tokens, which carry loss, hashes of whole rows."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from accel_sft.data.token_store import Columns, TokenStore
 from accel_sft.tools.check.findings import Findings
 
 _CHUNK_TOKENS = 1 << 18
-"""Looked at together: a few arrays of two megabytes."""
+"""Tokens processed together, which keeps temporary arrays at two megabytes each."""
 _COLLATED = 2048
-"""Rows of a split whose labels are compared with those that the collator makes."""
+"""Most rows of a split whose collated labels are compared with their answers."""
 _TOGETHER = 64
+"""Rows collated in one batch for that comparison."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenFacts:
-    """Of each row of a TokenStore, in its order.
+    """Facts about the rows of a TokenStore: one array entry for each row, in the store's order.
 
     Attributes:
-        indices: in the encoded split.
-        prompts, rows: hashes of the prompt's and of all tokens, each with its images.
-        bos_twice, unknown, ends: whether it begins with two tokens that begin a text, has one that stands for what the
-            tokenizer does not know, and has one that ends the turn at the end of each answer.
+        indices: the example's index in the encoded split.
+        prompts, rows: hashes of the prompt's tokens and of all tokens, images included.
+        bos_twice: whether the row begins with two BOS tokens.
+        unknown: whether the row has the tokenizer's unknown token.
+        ends: whether each answer of the row ends with a token that ends the turn.
     """
 
     indices: np.ndarray
@@ -40,19 +42,19 @@ class TokenFacts:
     ends: np.ndarray
 
     def of_last_rows(self) -> TokenFacts:
-        """Those of each example's last row, which has all its turns."""
+        """The facts of each example's last row, which has all turns of the example."""
         last = np.append(self.indices[1:] != self.indices[:-1], True)
         return TokenFacts(*(getattr(self, field.name)[last] for field in dataclasses.fields(self)))
 
 
 def token_facts(store: TokenStore, tokenizer: Any, eos_ids: frozenset[int]) -> TokenFacts:
-    """Read all tokens of a split once, some megabytes at a time."""
+    """The facts of all rows of a split; reads its tokens once, some megabytes at a time."""
     factors = np.random.Generator(np.random.Philox(key=0)).integers(
         0, 1 << 64, size=int(store.lengths.max(initial=0)), dtype=np.uint64
     )
     stops = np.array(sorted(eos_ids))
     bos, unknown_id = (getattr(tokenizer, name, None) for name in ("bos_token_id", "unk_token_id"))
-    if unknown_id in {bos, tokenizer.pad_token_id, *eos_ids}:  # GPT-2's has every role
+    if unknown_id in {bos, tokenizer.pad_token_id, *eos_ids}:  # GPT-2 uses one token for all these roles
         unknown_id = None
     parts = [
         _facts_of(columns, factors, bos, unknown_id, stops) for batch in store.columns() for columns in _chunks(batch)
@@ -87,7 +89,7 @@ def _facts_of(
     prompts, indices, offsets, ids, earlier_offsets, earlier = columns
     starts, lengths = offsets[:-1], np.diff(offsets)
     positions = np.arange(len(ids)) - np.repeat(starts, lengths)
-    # a sum of tokens times random factors, modulo 2**64, is a universal hash of rows of the same length
+    # the sum of tokens times random factors, modulo 2**64, is a universal hash of rows of the same length
     weighed = (ids.astype(np.uint64) + np.uint64(1)) * factors[positions]
     rows = np.add.reduceat(weighed, starts)
     weighed[positions >= np.repeat(prompts, lengths)] = 0
@@ -95,7 +97,7 @@ def _facts_of(
     bos_twice = (ids[starts] == bos) & (second == bos) & (lengths > 1) if bos is not None else starts < 0
     unknown = np.logical_or.reduceat(ids == unknown_id, starts) if unknown_id is not None else starts < 0
     ends = np.isin(ids[offsets[1:] - 1], stops)
-    row_of = np.repeat(np.arange(len(starts)), np.diff(earlier_offsets) // 2)  # of each earlier answer
+    row_of = np.repeat(np.arange(len(starts)), np.diff(earlier_offsets) // 2)  # the row of each earlier answer
     np.logical_and.at(ends, row_of, np.isin(ids[starts[row_of] + earlier[1::2] - 1], stops))
     return indices.copy(), np.add.reduceat(weighed, starts), rows, bos_twice, unknown, ends
 
@@ -108,11 +110,11 @@ def report_tokens(
     tokenizer: Any,
     found: Findings,
 ) -> None:
-    """Report rows by their tokens.
+    """Report rows whose tokens are wrong.
 
     Args:
-        indices: of each encoded example in its split.
-        cut: encoded examples that were cut, which are reported as that.
+        indices: the index in its split of each encoded example.
+        cut: encoded examples that were cut: they lack the end of the turn, and are reported as cut instead.
     """
     unended = ~facts.ends & ~np.isin(facts.indices, np.array(cut, dtype=np.int64))
     faults = {"D304": unended, "D305": facts.bos_twice, "D306": facts.unknown}
@@ -124,7 +126,7 @@ def report_tokens(
 
 
 def report_labels(store: TokenStore, split: str, indices: np.ndarray, pad_token_id: int, found: Findings) -> int:
-    """Collate some rows as training does, and report those whose labels are not the answer; how many were looked at."""
+    """Collate some rows as training does, and report those whose labels are not the answer; returns how many."""
     some = store.some(_COLLATED)
     for at in range(0, len(some), _TOGETHER):
         rows = some[at : at + _TOGETHER]
@@ -135,7 +137,7 @@ def report_labels(store: TokenStore, split: str, indices: np.ndarray, pad_token_
 
 
 def supervised_positions(rows: Sequence[Encoded], pad_token_id: int) -> list[list[int]]:
-    """The positions of each row's tokens that carry loss, as the collator of padded rows has them."""
+    """The positions of the tokens that carry loss in each row, according to the collator of padded rows."""
     batch = Batching("padded", tokens=1).batch(rows, pad_token_id, torch.device("cpu"))
     predicted = [torch.nonzero(mask).flatten() + 1 for mask in batch.keep]
     ids = batch.inputs["input_ids"]

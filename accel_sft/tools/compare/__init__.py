@@ -1,1 +1,4 @@
-"""Cells that are measured against each other: each a real launch, its record, the tables and findings. No torch."""
+"""The tool `compare`: measures cells against each other, each a real launch, and writes tables and findings.
+
+No module here imports torch.
+"""

@@ -1,4 +1,4 @@
-"""The cells of a comparison: the product of all values that are given, each with its launch and its run's words."""
+"""The cells of a comparison: every combination of the given values, each with its launch and its run's words."""
 
 import dataclasses
 import hashlib
@@ -21,7 +21,7 @@ SINGLE = "single"
 """The value of --launch that stands for one process without a launcher."""
 PRECISIONS = ("no", "fp16", "bf16")
 OWN_COMMAS = frozenset({"lora_target_modules", "tracker"})
-"""Trainer options whose values hold commas themselves."""
+"""Trainer options whose values may contain commas, so they are not split at commas."""
 _LAUNCHER = ("launch", "num_processes", "mixed_precision")
 
 
@@ -30,13 +30,14 @@ class Cell:
     """One combination of values.
 
     Attributes:
-        name: of what is varied, as shown to the user; `folder` is made of it.
-        settings: every value that is given, by name, the launcher's among them; secrets are left out.
-        launch: backend, zero_stage, offload, processes and precision, as far as the launch file tells.
-        launcher: the words in front of `-m accel_sft`.
-        words: the words behind it: the task, and its run's options.
+        name: the values of the varied options, as shown to the user.
+        folder: the name of its folder, made of its number and `name`.
+        settings: every given value by option, the launcher's options included; secrets are left out.
+        launch: backend, zero_stage, offload, processes and precision, read from the launch file and its flags.
+        launcher: the command's words before `-m accel_sft`.
+        words: the command's words after it: the task and the run's options.
         environment: variables that its launch gets besides the user's own.
-        fingerprint: of the launch file's content and of the DeepSpeed JSON that it names.
+        fingerprint: SHA-256 of the launch file and of the DeepSpeed JSON that it names; "" without a launch file.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Cell:
     fingerprint: str
 
     def command(self, run_folder: Path) -> list[str]:
-        """What is started; the run's own options, which are the comparison's defaults, stand before the user's."""
+        """The command that is started, with `run_folder` as its --output-dir."""
         return [*self.launcher, "-m", "accel_sft", *self.words, "--output-dir", str(run_folder)]
 
     def shown_command(self, run_folder: Path) -> str:
@@ -63,12 +64,12 @@ class Cell:
 
 
 def values(setting: Setting, texts: Sequence[str], *, whole: bool = False) -> list[str]:
-    """The values that an option was given, by commas and by repetition, each once (1e-4 is 0.0001).
+    """The values given to an option, separated by commas or by repeating it; equal ones (1e-4, 0.0001) count once.
 
     Args:
-        whole: its values hold commas themselves.
+        whole: the values may contain commas, so each text is one value.
     Raises:
-        UserError: an empty value, or one that is no value of the setting.
+        UserError: a value is empty, or the setting does not accept it.
     """
     found = [part.strip() for text in texts for part in ([text] if whole else text.split(","))]
     if "" in found and not whole:
@@ -89,14 +90,13 @@ def product(
     options: Mapping[Setting, Sequence[str]],
     run_words: Sequence[str],
 ) -> tuple[list[Cell], list[str]]:
-    """Every combination as a cell, in the order of the values, the last option's changing fastest; and what is varied.
+    """Every combination of values as a cell, and the names of the options that vary; the last option changes fastest.
 
     Args:
-        launches: launch files by the name they were given with; None for `SINGLE`, which --num-processes does not
-            concern.
-        run_words: given to every run as they are, behind the values of `options`.
+        launches: launch files by the name they were given with; None for `SINGLE`, which ignores --num-processes.
+        run_words: words that every run gets unchanged, after the values of `options`.
     Raises:
-        UserError: a launch file cannot be read, is of several machines, or the launcher would refuse it.
+        UserError: a launch file cannot be read, is for several machines, or the launcher would refuse it.
     """
     axes: dict[str, Sequence[str]] = {"launch": [*launches]}
     axes |= {name: found for name, found in (("num_processes", processes), ("mixed_precision", precisions)) if found}
@@ -138,7 +138,7 @@ def _words(setting: Setting, value: str) -> list[str]:
 
 
 def _read(file: Path | None, chosen: Mapping[str, str], flags: Sequence[str]) -> dict[str, Any]:
-    """How a cell is launched: the fields of `Cell` that follow from its launch file."""
+    """The fields of `Cell` that say how it is launched, from its launch file and the launcher's flags."""
     if file is None:
         precision = chosen.get("mixed_precision")
         facts = {"backend": "plain", "zero_stage": None, "offload": {"optimizer": "none", "param": "none"}}
@@ -157,7 +157,7 @@ def _read(file: Path | None, chosen: Mapping[str, str], flags: Sequence[str]) ->
         "processes": launch.world_size,
         "precision": launch.precision[0],
     }
-    # a port of its own: one that another launch on this machine uses would only be noticed later
+    # port 0 takes a free one: a port that another launch uses would only fail later
     words = ["-m", "accelerate.commands.launch", "--config_file", str(file), "--main_process_port", "0", *flags]
     content = launch.text + repr(launch.json)
     digest = hashlib.sha256(content.encode()).hexdigest()

@@ -29,16 +29,16 @@ from accel_sft.tools.compare.record import open_record
 from accel_sft.tools.compare.summary import completed
 
 DEFAULTS = {"eval_every": "epoch", "save_every": "off"}
-"""Of a compared run, unless they are given."""
+"""Options that a compared run gets unless the user gives them."""
 TRACED_STEPS = 5
-"""With --profile the third to the fifth step are traced, behind one of warm-up."""
+"""First steps that --profile slows: the third to the fifth are traced, after one step of warm-up."""
 PAGE = "comparison.html"
 _FILES = ("comparison.md", "comparison.csv", "comparison.json")
 _ITS_OWN = ("output_dir", "resume", "dry_run")
-"""Options that a compared run has from the comparison."""
+"""Options that the comparison sets for each run, so the user may not give them after --."""
 
 Parse = Callable[[Sequence[str]], tuple[set[str], Callable[[], tuple[TrainConfig, Task]]]]
-"""Of a run's words, the names of the options among them, and what reads the settings and the task they stand for."""
+"""Takes a run's words; returns the names of the options in them, and a function that gives their settings and task."""
 
 
 def run(
@@ -51,10 +51,10 @@ def run(
     """Run every cell `repeat` times, write tables and findings, and print them.
 
     Args:
-        offers: the settings that may be varied, by the class that has them.
-        asked: the command line's parameters by name; a setting's are the texts that it was given.
+        offers: the settings that may be varied, by the class that defines them.
+        asked: the command line's parameters by name; for a setting, the texts that the user gave.
     Raises:
-        UserError: anything the person at the terminal can mend, before the first launch; or no cell came to its end.
+        UserError: the user must mend something (raised before the first launch), or no cell completed.
     """
     if under_launcher():
         raise UserError("compare starts launches itself: run it without accelerate launch")
@@ -101,7 +101,10 @@ def run(
 
 
 def _page(folder: Path) -> str:
-    """Write the page that `report` makes, and say where it is; a page that cannot be written loses no measurement."""
+    """Write the page that `report` makes and return a line that says where it is.
+
+    An error while writing is only told: the measurements are already stored.
+    """
     from accel_sft.tools.report.comparison import read_comparison
     from accel_sft.tools.report.page import render
 
@@ -120,7 +123,7 @@ def _cells(
     asked: Mapping[str, Any],
     parse: Parse,
 ) -> tuple[list[Cell], list[str], dict[str, list[str]]]:
-    """The cells, what is varied, and all values that are given, by option."""
+    """The cells, the names of the options that vary, and all given values by option."""
     options: dict[Setting, list[str]] = {}
     whole = _whole(task_class, offers)
     for settings in offers.values():
@@ -173,7 +176,7 @@ def _numbers(flag: str, texts: Sequence[str]) -> list[str]:
 
 
 def _check(cells: Sequence[Cell], discard_steps: int, parse: Parse) -> tuple[list[TrainConfig], list[Task]]:
-    """The settings of every cell, all of whose problems are found before the first launch, and its task."""
+    """The settings and the task of every cell; raises UserError with the problems of all cells together."""
     configs, tasks, problems = [], [], []
     for cell in cells:
         try:
@@ -209,13 +212,13 @@ def _fingerprints(cells: Sequence[Cell], config_file: str | None, task_class: ty
 
 
 def _whole(task_class: type[Task], offers: Mapping[type, Sequence[Setting]]) -> set[str]:
-    """The options whose values may have commas themselves, and are never split at them."""
+    """The options whose values may contain commas, so they are never split at commas."""
     texts = {each.flag for each in offers[task_class] if each.type is str and not each.choices}
     return texts | {f"--{_dashed(name)}" for name in OWN_COMMAS}
 
 
 def _command(task: str, given: Mapping[str, Sequence[str]], asked: Mapping[str, Any], whole: Collection[str]) -> str:
-    """The command as it can be typed again, without secrets; of an option in `whole` each value stands alone."""
+    """The command as the user can type it again, without secrets; an option in `whole` is repeated for each value."""
     words = ["accel-sft", "compare", task]
     for flag, found in given.items():
         if flag.startswith("--"):

@@ -1,4 +1,4 @@
-"""What a comparison found, in sentences: fastest, leanest, what offload costs, and what cannot be decided."""
+"""States a comparison's findings in sentences: fastest, leanest, what offload costs, and what cannot be decided."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,13 +12,13 @@ from accel_sft.tools.compare.tables import percent
 Cell = Mapping[str, Any]
 SPEED = "tokens_per_second"
 _SAME_MEMORY = 0.01
-"""Share by which memory differs from run to run without meaning anything."""
+"""Relative difference of peak memory that counts as none, since memory varies from run to run."""
 
 
 def findings(record: Mapping[str, Any]) -> list[str]:
-    """One sentence or two for each finding; those on speed go by tokens/s, which other batch sizes do not change.
+    """One or two sentences for each finding; speed is compared in tokens/s, which allows for other batch sizes.
 
-    Of a sweep, what learns best comes first; speed is told of only where something varies that it depends on.
+    A sweep's findings begin with the settings that learn best, and mention speed only if a varied option affects it.
     """
     cells = record["cells"]
     measured = [cell for cell in cells if cell["status"] == COMPLETE and cell["median"][SPEED]]
@@ -34,13 +34,13 @@ def findings(record: Mapping[str, Any]) -> list[str]:
 
 
 def decided(one: Cell, other: Cell, key: str = SPEED) -> bool | None:
-    """Whether two cells' medians differ by more than either's rounds do; None where a cell ran once."""
+    """Whether the medians of two cells differ by more than the rounds of either; None if a cell ran only once."""
     spreads, (a, b) = [cell["spread"][key] for cell in (one, other)], (one["median"][key], other["median"][key])
     return None if None in spreads else abs(a - b) / max(a, b) > max(spreads)
 
 
 def memory_key(cells: Sequence[Cell]) -> tuple[str, str]:
-    """The number that memory is compared by, and what it is: a GPU's where there is one."""
+    """The key of the memory that is compared, and its name: GPU memory if any cell used a GPU, else host memory."""
     if any(cell["median"]["peak_device_memory_gib"] for cell in cells):
         return "peak_device_memory_gib", "memory of a GPU"
     return "peak_host_memory_gib", "host memory of a rank"
@@ -98,7 +98,7 @@ def _offload(measured: Sequence[Cell]) -> Iterator[str]:
 
 
 def _offloads_what_stays(cell: Cell, other: Cell) -> bool:
-    """Whether one offloads and the other does not, all else being equal."""
+    """Whether `cell` offloads and `other` does not, all else being equal."""
     places = [{*each["launch"]["offload"].values()} == {"none"} for each in (cell, other)]
     same = all(
         cell["launch"][key] == other["launch"][key] for key in ("zero_stage", "backend", "processes", "precision")
@@ -135,7 +135,7 @@ def _is_stage_below(other: Cell, cell: Cell) -> bool:
 
 
 def _options(measured: Sequence[Cell], varied: Sequence[str]) -> Iterator[str]:
-    """Of each of several varied options which value is the fastest, all else being equal."""
+    """The fastest value of each varied option, all else being equal; nothing if only one option varies."""
     for name in (name for name in varied if name != "launch" and len(varied) > 1):
         groups: list[list[Cell]] = []
         for cell in measured:
@@ -160,7 +160,7 @@ def _options(measured: Sequence[Cell], varied: Sequence[str]) -> Iterator[str]:
 
 
 def _alike(cell: Cell, other: Cell, but: str) -> bool:
-    """Whether two cells differ in this setting, and in it alone."""
+    """Whether two cells differ in the setting `but` and in no other."""
     one, two = cell["settings"], other["settings"]
     return one.get(but) != two.get(but) and all(one.get(k) == two.get(k) for k in {*one, *two} - {but})
 

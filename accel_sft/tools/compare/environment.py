@@ -1,4 +1,4 @@
-"""The machine and software that a comparison is made with, as its record has it. No torch."""
+"""Describes the machine and software of a comparison for its record, without torch."""
 
 import contextlib
 import importlib.metadata
@@ -15,11 +15,11 @@ from accel_sft.launch.environment import usable_cores
 from accel_sft.launch.recordable import recordable, versions
 
 _VARIABLES = re.compile(r"(ACCELERATE|ACCEL_SFT|CUDA|DS|GLOO|HF|MKL|NCCL|OMP|OPENBLAS|PYTORCH|TORCH|TRITON)_")
-"""Beginnings of the variables that decide what a launch does."""
+"""Prefixes of the environment variables that may change what a launch does."""
 
 
 def environment() -> dict[str, Any]:
-    """Versions, platform, cores, host memory, devices and variables; secrets are left out."""
+    """Versions, platform, cores, host memory, devices and environment variables; secrets are left out."""
     memory = psutil.virtual_memory()
     driver, devices = _devices()
     return {
@@ -50,7 +50,7 @@ def _processor() -> str:
 
 
 def _devices() -> tuple[str | None, list[dict[str, Any]]]:
-    """The NVIDIA driver's version, and name and memory of every GPU of the machine; None and [] without NVML."""
+    """The NVIDIA driver's version, and each GPU's name and memory; None and [] if NVML finds no driver."""
     import pynvml
 
     try:

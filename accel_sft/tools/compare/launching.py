@@ -1,4 +1,4 @@
-"""Starts one launch in processes of its own, within a time limit, and sees that none of them is left."""
+"""Starts one launch in its own session, within a time limit, and ends all of its processes."""
 
 import contextlib
 import dataclasses
@@ -11,15 +11,16 @@ from pathlib import Path
 import psutil
 
 _MARK = "ACCEL_SFT_COMPARED"
-"""The variable by which the processes of a launch are found, also those whose parent has died: the run's folder."""
+"""Environment variable holding the run's folder, which marks all processes of a launch, orphans included."""
 GRACE_SECONDS = 10.0
-"""For processes to end after SIGTERM."""
+"""Seconds that processes have to end after SIGTERM, before SIGKILL."""
 _LOOK_SECONDS = 0.5
+"""Seconds between two looks at a running launch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a launch ended: its exit status (negative: the signal's number), its seconds, whether the limit ended it."""
+    """How a launch ended: exit status (negative: a signal's number), duration, and whether the time limit ended it."""
 
     returncode: int
     seconds: float
@@ -34,13 +35,13 @@ def launch(
     limit_seconds: float,
     on_look: Callable[[], None],
 ) -> Ended:
-    """Run `command` to its end, in the user's environment and a session of its own: Ctrl-C reaches the caller alone.
+    """Run `command` to its end, in the user's environment and in its own session, so that Ctrl-C reaches only us.
 
-    Whatever ends the call, an interrupt too, no process of the launch is left.
+    However the call ends, even by an interrupt, no process of the launch is left.
 
     Args:
-        folder: the run's, by which its processes are marked.
-        log: gets what is printed.
+        folder: the run's folder, with which its processes are marked.
+        log: the file that gets all output.
         on_look: called twice a second.
     """
     began = time.monotonic()
@@ -65,14 +66,14 @@ def launch(
 
 
 def end_all(folder: Path) -> None:
-    """End the processes of the launch whose run has this folder: all get SIGTERM, and what is left SIGKILL."""
+    """End all processes of the launch of this run's folder: by SIGTERM, and after `GRACE_SECONDS` by SIGKILL."""
     try:
         found = _marked(folder)
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.terminate()
         psutil.wait_procs(found, GRACE_SECONDS)
-    finally:  # a second Ctrl-C does not wait
+    finally:  # a second Ctrl-C skips the wait
         while left := _marked(folder):
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -83,7 +84,7 @@ def end_all(folder: Path) -> None:
 def _marked(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # others' processes, and those that have just ended
+        with contextlib.suppress(psutil.Error):  # other users' processes, and those that have just ended
             if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == str(folder):
                 found.append(process)
     return found

@@ -1,4 +1,4 @@
-"""What is measured of a run: its folder's metrics.jsonl, result.json and run.json as one flat record."""
+"""Reads what a run measured from its folder: metrics.jsonl, result.json and run.json as one flat record."""
 
 import json
 import os
@@ -30,17 +30,18 @@ NUMBERS = (
     "eval_loss_after",
     "seconds",
 )
-"""The keys of a run that a cell has a median and a spread of."""
+"""The keys of a run's record of which a cell has the median and the spread."""
 
 
 _END_BYTES = 4096
+"""Bytes read from the end of metrics.jsonl to find the newest step."""
 
 
 def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
-    """What the run recorded until it ended, however it did. What it did not record, or not in its form, is None.
+    """What the run recorded before it ended, for whatever reason; a value that is missing or malformed is None.
 
     Args:
-        discard_steps: first steps whose time is not counted.
+        discard_steps: number of first steps whose time is not counted.
     """
     steps = training_lines(run_dir)
     result, record = (_read(path) for path in (run_dir.result, run_dir.record))
@@ -70,11 +71,11 @@ def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
             "versions": _mapping(launch.get("versions")) or None,
         },
     }
-    return json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))  # half a character is in no file
+    return json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))  # UTF-8 has no lone surrogates
 
 
 def training_lines(run_dir: RunDir) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that are optimizer steps; none where it cannot be read."""
+    """The lines of metrics.jsonl that are optimizer steps; empty if the file cannot be read."""
     try:
         return [line for line in read_lines(run_dir.metrics) if "loss" in line]
     except OSError:
@@ -82,7 +83,7 @@ def training_lines(run_dir: RunDir) -> list[dict[str, Any]]:
 
 
 def last_step(run_dir: RunDir) -> int:
-    """The newest step in metrics.jsonl, 0 before the first. Only the file's end is read: a look must cost nothing."""
+    """The newest step in metrics.jsonl, 0 before the first. Reads only the file's end, as it is called often."""
     if not run_dir.metrics.is_file():
         return 0
     with run_dir.metrics.open("rb") as file:
@@ -92,7 +93,7 @@ def last_step(run_dir: RunDir) -> int:
 
 
 def surroundings() -> dict[str, float]:
-    """What else the machine does, before a launch: its load over a minute, and free host memory in GiB."""
+    """How busy the machine is before a launch: its load over a minute, and its free host memory in GiB."""
     return {"load_before": os.getloadavg()[0], "free_host_memory_before_gib": host_memory.free_bytes() / 2**30}
 
 
@@ -113,7 +114,7 @@ def _speed(counted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _phases(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The run's memory at the end of each start-up phase, of the rank that has the most there."""
+    """The run's memory at the end of each start-up phase: each number is the largest over all ranks."""
     found: dict[str, dict[str, Any]] = {}
     for row in _mappings(result.get("phases")):
         phase = str(row.get("phase"))
@@ -125,7 +126,7 @@ def _phases(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _memory(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Predicted and measured GiB by place and phase, where both are there."""
+    """Predicted and measured GiB by place (device or host) and phase, if both are recorded."""
     found: dict[str, dict[str, Any]] = {}
     for place, phases in _mapping(result.get("memory")).items():
         for phase, pair in _mapping(phases).items():
@@ -148,7 +149,7 @@ def _number(value: Any) -> Any:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """A file of a run that may have been killed before or while it wrote it."""
+    """The JSON object in a run's file; {} if the run was killed before or while it wrote the file."""
     try:
         content = read_json(path)
     except UserError:

@@ -1,4 +1,4 @@
-"""How a run ended, in a word and with its reason: the last line of its own message."""
+"""Decides how a run ended: one word, and as the reason the last line of the run's own message."""
 
 import re
 import signal
@@ -28,13 +28,13 @@ _MESSAGES = {
     HUNG: re.compile(r"nothing has moved for \d+ seconds"),
     KILLED: re.compile(r"was killed \(signal 9"),
 }
-"""What a run's own message says of its end; the trainer's, torch's and the launcher's words."""
+"""Patterns in a run's message that tell its status, in the words of the trainer, torch and the launcher."""
 _WAITING = re.compile(r".{1,200}: \d+ s so far")
 _TAIL_BYTES = 1 << 16
 
 
 def outcome(ended: Ended, run_dir: RunDir, log: Path, limit_seconds: float) -> tuple[str, str]:
-    """(one of STATUSES, the reason; "" if complete)."""
+    """How a launch ended: one of STATUSES, and the reason, which is "" if complete."""
     result, printed = _read_result(run_dir), _tail(log)
     if ended.over_time:
         return TIME_LIMIT, f"not done after {limit_seconds / 60:g} minutes (--time-limit)"
@@ -42,7 +42,7 @@ def outcome(ended: Ended, run_dir: RunDir, log: Path, limit_seconds: float) -> t
         return COMPLETE, ""
     message = result["error"] if isinstance(result.get("error"), str) else _last_message(printed)
     reason = one_line((message.strip().splitlines() or ["it printed nothing"])[-1], LONGEST_ERROR)
-    # a process that is killed writes nothing: then there is its launcher's summary
+    # a killed process writes no message: its launcher's summary tells
     told = message if result.get("error") else printed
     by_signal = ended.returncode == -signal.SIGKILL or (not result.get("error") and "SIGKILL" in printed)
     if by_signal:
@@ -56,14 +56,14 @@ def outcome(ended: Ended, run_dir: RunDir, log: Path, limit_seconds: float) -> t
 
 
 def waited_for(log: Path) -> str:
-    """The line in which a run says what it waits for (`io.terminal.waiting`: operators that compile), while it is the
-    last one of its log; else ""."""
+    """The log's last line if it says what the run waits for, such as operators that compile (`io.terminal.waiting`);
+    else ""."""
     last = next(reversed(_tail(log).rstrip().splitlines()), "") if log.is_file() else ""
     return one_line(last) if _WAITING.fullmatch(last) else ""
 
 
 def _read_result(run_dir: RunDir) -> Mapping[str, Any]:
-    """The run's result.json; {} where it wrote none, or was killed while it did."""
+    """The run's result.json; {} if the run was killed before or while it wrote the file."""
     try:
         result = read_json(run_dir.result)
     except UserError:
@@ -79,7 +79,7 @@ def _tail(log: Path) -> str:
 
 
 def _last_message(printed: str) -> str:
-    """Our own first error if there is one, else Python's last one, else the last line."""
+    """The first "Error: " line of ours if there is one, else Python's last exception, else the last line."""
     if own := re.search(r"^Error: (.*)", printed, re.M):
         return own[1]
     raised = re.findall(r"^[\w.]*(?:Error|Exception|Interrupt)\b.*", printed, re.M)

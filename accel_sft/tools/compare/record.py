@@ -1,4 +1,4 @@
-"""comparison.json: what a comparison was asked for and has measured so far, by which it goes on."""
+"""Reads and writes comparison.json: what a comparison was asked for and has measured so far, so that it can resume."""
 
 import datetime
 import json
@@ -20,17 +20,17 @@ FILE = "comparison.json"
 _RECORD = {"task": str, "given": dict, "fingerprints": dict, "discard_steps": int, "cells": list, "environment": dict}
 _ENTRY = {"name": str, "runs": list}
 _RUN = {"round": int, "status": str, "reason": str, "folder": str, "log": str, "environment": dict}
-"""What going on needs of a record, of a cell and of a run in it; the rest is made again."""
+"""The keys and types that resuming needs of a record, of each of its cells and of each run; the rest is made again."""
 
 
 def open_record(folder: Path, wanted: Mapping[str, Any], cells: Sequence[Cell]) -> dict[str, Any]:
-    """The record of the comparison in `folder`, new, or the one that was interrupted there.
+    """The record of the comparison in `folder`: a new one, or the one that was interrupted there.
 
     Args:
-        wanted: `task`, `given` (values by option), `fingerprints` (of files by option), `discard_steps`,
-            which must be the ones of before; `repeat`, `time_limit_minutes`, `command` and the like, which may change.
+        wanted: `task`, `given` (values by option), `fingerprints` (of files by option) and `discard_steps`, which must
+            be the same as in an interrupted one; `repeat`, `time_limit_minutes`, `command` and others may change.
     Raises:
-        UserError: the folder has something else, or a comparison of other settings, one line each.
+        UserError: the folder holds something else, or a comparison with other settings (one line for each difference).
     """
     path = folder / FILE
     if not path.exists():
@@ -55,8 +55,10 @@ def open_record(folder: Path, wanted: Mapping[str, Any], cells: Sequence[Cell]) 
 
 
 def _still_there(folder: Path, cell: Cell, runs: Sequence[Any], discard_steps: int) -> Iterator[dict[str, Any]]:
-    """The runs of a cell that need not be made again, measured again from their folders: whoever deletes a run's folder
-    wants it again."""
+    """The runs of a cell that need not be made again, with their numbers read again from their folders.
+
+    A run whose folder was deleted is made again.
+    """
     for run in runs:
         if not _has(run, _RUN) or run["status"] not in STATUSES:
             continue

@@ -1,4 +1,4 @@
-"""What one must know beside a comparison's numbers: failures, loss parity, predictions, batches, surroundings."""
+"""Remarks that a reader of a comparison's numbers needs: failures, loss parity, predictions, batches, surroundings."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,18 +11,18 @@ from accel_sft.tracking.run_report import is_number
 
 Cell = Mapping[str, Any]
 _LITTLE = 0.05
-"""Share of a step below which it is not worth while to save it."""
+"""Share of a step's time below which saving it is not worth while."""
 
 
 def remarks(record: Mapping[str, Any]) -> list[str]:
-    """A sentence for each."""
+    """One sentence for each remark."""
     cells = record["cells"]
     of_memory = [*_predictions(cells), *_batches(cells)]
     return [*of_memory, *_failures(cells), *_loss(cells), *_batch(cells), *_surroundings(record)]
 
 
 def _predictions(cells: Sequence[Cell]) -> Iterator[str]:
-    """By how much the predicted peaks of memory were off."""
+    """The error of the predicted peaks of memory."""
     errors = {}
     for cell in cells:
         for place, (predicted, measured) in (
@@ -39,7 +39,7 @@ def _predictions(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def _batches(cells: Sequence[Cell]) -> Iterator[str]:
-    """What the traces of runs with --profile say of the making of batches."""
+    """The share of a step that reading rows and making batches takes, from the traces of runs with --profile."""
     shares = {}
     for cell in cells:
         for traced in (run["batch_share"] for run in completed(cell) if run["batch_share"]):

@@ -1,4 +1,4 @@
-"""Runs the cells round by round, records each run as it ends, and writes what they amount to."""
+"""Runs the cells round by round, records each run when it ends, and writes the tables and findings."""
 
 import datetime
 import shlex
@@ -30,22 +30,23 @@ from accel_sft.tools.compare.tables import as_csv, markdown, terminal_table
 
 
 class Interrupted(KeyboardInterrupt):
-    """The comparison was stopped by a signal; what has ended is recorded."""
+    """The comparison was stopped by a signal; the runs that have ended are recorded."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(number).name}")
-        self.status = 128 + number  # which a shell reports for the signal
+        self.status = 128 + number  # the status that a shell reports for the signal
 
 
 def run(record: dict[str, Any], folder: Path, cells: Sequence[Cell], *, keep_weights: bool) -> None:
-    """Make the runs that `record` does not have yet, and print the table; of a signal the launch is ended, and the rest
-    is kept.
+    """Make the runs that `record` does not have yet, and print the table.
+
+    A signal ends the current launch; the runs that have ended are kept.
 
     Raises:
-        Interrupted: by SIGINT, SIGTERM or SIGHUP.
+        Interrupted: SIGINT, SIGTERM or SIGHUP was received.
     """
     console = Console(file=terminal(), highlight=False, width=columns())
-    _update(record, folder)  # by which it goes on, killed in its first run too
+    _update(record, folder)  # so that it can resume even if killed in its first run
     try:
         with _signals_interrupt(), console.status("", refresh_per_second=2) as status:
             for number, cell, entry in _due(record, cells):
@@ -69,7 +70,7 @@ def run(record: dict[str, Any], folder: Path, cells: Sequence[Cell], *, keep_wei
 
 
 def _due(record: dict[str, Any], cells: Sequence[Cell]) -> Iterator[tuple[int, Cell, dict[str, Any]]]:
-    """Round, cell and record of every run that is still to be made; a cell whose first run failed is not repeated."""
+    """Round, cell and its entry for every run still to be made; a cell without a completed run is not tried again."""
     for number in range(1, record["repeat"] + 1):
         for cell, entry in zip(cells, record["cells"], strict=True):
             failed = entry["runs"] and not completed(entry)
@@ -84,7 +85,7 @@ def _left(record: dict[str, Any]) -> int:
 
 
 def _run_cell(record: dict[str, Any], folder: Path, cell: Cell, number: int, status: Status, of: str) -> dict[str, Any]:
-    """Run a cell once; what is there of an earlier attempt, processes too, is removed before."""
+    """Run a cell once and return the run's record; an earlier attempt's processes and files are removed first."""
     place = folder / "cells" / cell.folder
     run_dir, log = RunDir(place / f"round-{number}"), place / f"round-{number}.log"
     end_all(run_dir.path)
@@ -99,7 +100,7 @@ def _run_cell(record: dict[str, Any], folder: Path, cell: Cell, number: int, sta
         waits = "" if step else waited_for(log)
         told = f"{of}, {f'step {step}' if step else waits or 'starting'}, {time.monotonic() - began:.0f} s"
         status.update(Text(printable(told), no_wrap=True, overflow="ellipsis"))
-        if waits not in ("", said) and not status.console.is_terminal:  # where nothing is updated
+        if waits not in ("", said) and not status.console.is_terminal:  # no line is updated in place there
             status.console.print(printable(f"{of}: {waits}"), markup=False, soft_wrap=True)
             said = waits
 
@@ -113,7 +114,7 @@ def _run_cell(record: dict[str, Any], folder: Path, cell: Cell, number: int, sta
         shutil.rmtree(run_dir.path, ignore_errors=True)
         raise
     word, reason = outcome(ended, run_dir, log, limit)
-    run_dir.path.mkdir(exist_ok=True)  # of a launch that failed before its run: that it is done is known by its folder
+    run_dir.path.mkdir(exist_ok=True)  # if the launch failed before it: an existing folder marks the run as made
     measured = measure(run_dir, record["discard_steps"])
     return {
         "round": number,
@@ -143,7 +144,7 @@ def _delete_weights(run_dir: RunDir) -> None:
 
 
 def _tell(console: Console, of: str, run: dict[str, Any]) -> None:
-    """A line for a run that has ended."""
+    """Print a line about a run that has ended."""
     numbers = ""
     if run["median_step_seconds"] is not None:
         numbers = f", {shown(run['median_step_seconds'])} s a step, {shown(run['tokens_per_second'])} tokens/s"
@@ -153,7 +154,7 @@ def _tell(console: Console, of: str, run: dict[str, Any]) -> None:
 
 
 def _resuming(record: dict[str, Any], folder: Path) -> str:
-    """The command that goes on: the one that was given, with the folder if that was not named."""
+    """The command that resumes the comparison: the one that was given, with --output-dir added if it had none."""
     words = shlex.split(record["command"])
     if "--output-dir" in words:
         return record["command"]
@@ -168,7 +169,7 @@ def _with_message(interruption: KeyboardInterrupt, text: str) -> KeyboardInterru
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """Inside, SIGINT, SIGTERM and SIGHUP (a terminal that is closed) raise `Interrupted`, unless ignored (nohup)."""
+    """While inside, SIGINT, SIGTERM and SIGHUP (a closed terminal) raise `Interrupted`, unless ignored (nohup)."""
 
     def raise_it(number: int, frame: FrameType | None) -> None:
         raise Interrupted(number)

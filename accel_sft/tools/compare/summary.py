@@ -1,4 +1,4 @@
-"""What the runs of each cell amount to: medians, spreads, ratios to the best, and by how much loss curves differ."""
+"""Summarises the runs of each cell: medians, spreads, ratios to the best, and by how much loss curves differ."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,11 @@ from accel_sft.tracking.run_report import is_number
 EXECUTION = LAYOUT | {"launch", "num_processes", "mixed_precision"}
 """Settings that decide how a step is executed, not what it computes."""
 _VOLATILE = ("load_before", "free_host_memory_before_gib")
+"""Facts that change from run to run, listed for every run even if equal."""
 
 
 def summarise(record: dict[str, Any], folder: Path) -> None:
-    """Add to each cell of a record what its runs amount to, and to the record what differs between them."""
+    """Add to each cell the summary of its runs, and to the record the differences between cells and between runs."""
     cells = record["cells"]
     for cell in cells:
         runs, done = cell["runs"], completed(cell)
@@ -35,25 +36,28 @@ def summarise(record: dict[str, Any], folder: Path) -> None:
 
 
 def completed(cell: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The runs of a cell that came to their end."""
+    """The runs of a cell that completed."""
     return [run for run in cell["runs"] if run["status"] == COMPLETE]
 
 
 def _spread(values: Sequence[float]) -> float | None:
-    """The range of the rounds' values as a share of their median; None after a single round."""
+    """The range of the rounds' values as a share of their median; None after a single round, or if the median is 0."""
     median = statistics.median(values) if len(values) > 1 else None
     return (max(values) - min(values)) / abs(median) if median else None
 
 
 def learns_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two cells have the same settings but for how a step is executed."""
+    """Whether two cells differ only in settings that decide how a step is executed."""
     names = (one["settings"].keys() | other["settings"].keys()) - EXECUTION
     return all(one["settings"].get(name) == other["settings"].get(name) for name in names)
 
 
 def _loss_difference(cell: Mapping[str, Any], cells: Sequence[Mapping], folder: Path) -> dict[str, Any] | None:
-    """The largest relative difference, at equal steps, of this cell's loss curves and that of the first cell that
-    learns the same; None for that cell itself, and where there is nothing to compare."""
+    """The largest relative difference, at equal steps, between this cell's loss curves and the reference's first one.
+
+    The reference is the first completed cell that learns alike. None for the reference itself, and if there is nothing
+    to compare.
+    """
     first = next((other for other in cells if completed(other) and learns_alike(other, cell)), None)
     if first is None or first is cell or not completed(cell):
         return None
@@ -73,7 +77,7 @@ def _losses(folder: Path, run: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _settings(cells: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What is varied, by cell; and what follows from it in the launch."""
+    """The values of the varied options by cell, and the launch facts that differ between cells."""
     found = {name: {cell["name"]: cell["settings"].get(name) for cell in cells} for name in varied}
     for key in cells[0]["launch"]:
         values = {cell["name"]: cell["launch"][key] for cell in cells}
@@ -83,7 +87,7 @@ def _settings(cells: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> dict
 
 
 def _environment(cells: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What was not the same around all runs, by run: versions, device, cores, data. Their load stands there anyway."""
+    """Facts that differ between runs, by run: versions, device, cores, data; load and free memory always."""
     runs = {f"{cell['name']}, round {run['round']}": run for cell in cells for run in cell["runs"]}
     known = {name: _flat(run) for name, run in runs.items()}
     found = {}
@@ -97,7 +101,7 @@ def _environment(cells: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]
 def _flat(run: Mapping[str, Any]) -> dict[str, Any]:
     about = run["environment"]
     versions = {f"{name} version": version for name, version in (about.get("versions") or {}).items()}
-    # they follow from the launch, and stand with the settings
+    # these follow from the launch, and are listed with the settings
     rest = {key: value for key, value in about.items() if key not in ("versions", "precision", "communication")}
     rest.pop("threads_per_process", None)
     return {**rest, **versions, "data": run.get("data_sha256")}

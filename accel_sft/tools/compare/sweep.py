@@ -1,4 +1,4 @@
-"""Which settings learn best, where a comparison varies what a step computes: by the task's metric, not by speed."""
+"""Ranks settings by the task's metric, for a comparison that varies what a step computes."""
 
 import dataclasses
 import statistics
@@ -16,19 +16,21 @@ _COST_NOTHING = frozenset(
     {"learning_rate", "lr_scheduler", "warmup_ratio", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", SEED}
     | {"warmup_steps", "decay_ratio", "min_lr_ratio", "lora_r", "lora_alpha", "lora_dropout"}
 )
-"""Options on which the time and memory of a step do not depend, or hardly."""
+"""Options that do not change the time and memory of a step, or hardly."""
 _TRAINERS = {"launch", "num_processes", "mixed_precision", *(field.name for field in dataclasses.fields(TrainConfig))}
+"""Options that are not the task's own."""
 _LISTED = 8
+"""Most settings that the ranking's sentence lists."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """One combination of the swept values, over its seeds (and launches, which learn alike).
+class SweptSetting:
+    """One combination of the swept values, with all its seeds, and all its launches, since those learn alike.
 
     Attributes:
-        values: by the name of the option.
-        metrics: after training, of each cell that has one.
-        loss: median of the validation losses after training; NaN is none.
+        values: the value of each swept option, by name.
+        metrics: the main metric after training, of each of its cells that has one.
+        loss: median of its cells' validation losses after training; None if no cell has one.
     """
 
     name: str
@@ -43,22 +45,22 @@ class Setting:
 
     @property
     def spread(self) -> float | None:
-        """By how much seeds differ; None after one. Rounds of one seed learn the same, so they tell nothing of it."""
+        """The range of the metric; None with a single seed, since rounds of one seed learn the same."""
         return max(self.metrics) - min(self.metrics) if self.seeds > 1 else None
 
 
 def swept(record: Mapping[str, Any]) -> list[str]:
-    """The varied options that change what is learnt; the seed alone is none."""
+    """The varied options that change what is learnt, without the seed."""
     return [name for name in record["varied"] if name not in EXECUTION and name != SEED]
 
 
 def costs_alike(record: Mapping[str, Any]) -> bool:
-    """Whether this is a sweep in which nothing varies that the time or memory of a step depends on much."""
+    """Whether this is a sweep whose varied options hardly change the time and memory of a step."""
     return bool(swept(record)) and {*record["varied"]} <= _COST_NOTHING
 
 
 def in_order(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The record's cells; of a sweep the best first, those without a metric last."""
+    """The record's cells; a sweep's are sorted, the best first and those without a metric last."""
     if not swept(record):
         return record["cells"]
 
@@ -69,8 +71,8 @@ def in_order(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return sorted(record["cells"], key=place)
 
 
-def ranked(record: Mapping[str, Any]) -> list[Setting]:
-    """The settings that have a metric, the best first, the lower validation loss deciding between equal ones."""
+def ranked(record: Mapping[str, Any]) -> list[SweptSetting]:
+    """The settings that have a metric, the best first; between equal ones the lower validation loss decides."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for cell in record["cells"]:
         if cell["status"] == COMPLETE and is_number(cell["median"].get("metric_after")):
@@ -79,7 +81,7 @@ def ranked(record: Mapping[str, Any]) -> list[Setting]:
     settings = []
     for name, cells in groups.items():
         losses = [loss for cell in cells if is_number(loss := cell["median"].get("eval_loss_after"))]
-        setting = Setting(
+        setting = SweptSetting(
             name=name,
             values={option: cells[0]["settings"].get(option) for option in swept(record)},
             metrics=[cell["median"]["metric_after"] for cell in cells],
@@ -91,7 +93,10 @@ def ranked(record: Mapping[str, Any]) -> list[Setting]:
 
 
 def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences on which setting learns best, what ties with it, and what is not known; none without two of them."""
+    """Sentences on which setting learns best, what ties with it and what is not known.
+
+    With fewer than two ranked settings there is at most the sentence that they cannot be ranked.
+    """
     metric, settings = record["main_metric"], ranked(record) if swept(record) else []
     if swept(record) and not settings and any(cell["status"] == COMPLETE for cell in record["cells"]):
         yield f"Settings cannot be ranked: no cell has {metric} after training; leave out --eval-every off."
@@ -131,7 +136,7 @@ def _rank(record: Mapping[str, Any], metric: float, loss: float | None) -> tuple
     return (-metric if record.get("higher_is_better", True) else metric, float("inf") if loss is None else loss)
 
 
-def _told(setting: Setting) -> str:
+def _told(setting: SweptSetting) -> str:
     if len(setting.metrics) == 1:
         return shown(setting.metric)
     what = f"{setting.seeds} seeds" if setting.seeds > 1 else f"{len(setting.metrics)} cells"
@@ -140,24 +145,24 @@ def _told(setting: Setting) -> str:
     return f"{shown(setting.metric)} (median of {what}, {shown(min(setting.metrics))} to {shown(max(setting.metrics))})"
 
 
-def _and_loss(setting: Setting) -> str:
+def _and_loss(setting: SweptSetting) -> str:
     return "" if setting.loss is None else f", validation loss {shown(setting.loss)}"
 
 
-def _by_loss(best: Setting, tied: Sequence[Setting]) -> str:
+def _by_loss(best: SweptSetting, tied: Sequence[SweptSetting]) -> str:
     losses = [other.loss for other in tied if other.loss is not None]
     if best.loss is None or not losses or min(losses) == best.loss:
         return ""
     return f" {best.name} has the lowest validation loss, {shown(best.loss)} against {shown(min(losses))}."
 
 
-def _undecided(best: Setting, other: Setting) -> bool:
+def _undecided(best: SweptSetting, other: SweptSetting) -> bool:
     spreads = [setting.spread for setting in (best, other) if setting.spread is not None]
     return bool(spreads) and abs(best.metric - other.metric) <= max(spreads)
 
 
-def _ends(best: Setting, settings: Sequence[Setting], as_good: Sequence[Setting]) -> Iterator[str]:
-    """Options of which the best value is the largest or smallest that was tried."""
+def _ends(best: SweptSetting, settings: Sequence[SweptSetting], as_good: Sequence[SweptSetting]) -> Iterator[str]:
+    """Sentences on options whose best value is the largest or smallest that was tried."""
     for name, value in best.values.items():
         values = {setting.values[name] for setting in settings if is_number(setting.values[name])}
         if len(values) < 2 or value not in values or any(other.values[name] != value for other in as_good):

@@ -1,4 +1,4 @@
-"""A comparison as a table for the terminal, as Markdown, and as CSV with a row for each run."""
+"""Writes a comparison as a table for the terminal, as Markdown, and as CSV with a row for each run."""
 
 import csv
 import io
@@ -41,8 +41,10 @@ _LONG_TITLES = {
 
 
 def terminal_table(record: Mapping[str, Any]) -> Table:
-    """The cells, each varied setting a column; of one that has no numbers its status. Those of a sweep stand in the
-    order of their metric."""
+    """A row for each cell and a column for each varied setting; a cell that is not complete shows its status instead.
+
+    A sweep's cells are sorted by their metric.
+    """
     cells, titles = in_order(record), [key for key in _TITLES if key != "eval_loss_after"]
     if swept(record):
         titles = ["metric_after", "eval_loss_after", *titles[:-1]]
@@ -78,7 +80,7 @@ def terminal_table(record: Mapping[str, Any]) -> Table:
 
 
 def markdown(record: Mapping[str, Any]) -> str:
-    """The comparison as a page: findings, every number of every cell, what differs, and the environment."""
+    """The comparison as Markdown: findings, every number of every cell, what differs, and the environment."""
     cells = in_order(record)
     parts = [f"# Comparison: {markdown_cell(record['task'])}", f"```text\n{record['command']}\n```", "## Findings"]
     parts += ["\n".join(f"- {markdown_cell(line)}" for line in record["findings"]), "## Cells"]
@@ -126,7 +128,7 @@ def as_csv(record: Mapping[str, Any]) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A spread as text; "-" where it is not known."""
+    """A share as text in percent; "-" for None."""
     return "-" if share is None else f"{100 * share:.0f}%" if share >= 0.095 else f"{100 * share:.1f}%"
 
 
@@ -152,7 +154,7 @@ def _told(value: Any) -> str:
 
 
 def predicted_peaks(run: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """For "device" and "host" the largest predicted and the largest measured GiB of a run's phases, where there are."""
+    """The largest predicted and the largest measured GiB over a run's phases, for "device" and "host" if recorded."""
     found = {}
     for place, phases in (run.get("memory") or {}).items():
         pairs = [(phase["predicted_gib"], phase["measured_gib"]) for phase in phases.values()]

@@ -1,1 +1,1 @@
-"""What this machine can run: the checks of `accel-sft doctor`, and the launch files that work here."""
+"""The tool `doctor`: checks what this machine can run, and which launch files work here."""

@@ -1,4 +1,4 @@
-"""A process that compiles one of DeepSpeed's operators as a launch would, or finds it compiled, and loads it."""
+"""A script that loads one of DeepSpeed's operators, compiling it as a launch would if it is not compiled yet."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What a check finds (`ok`, `warning` or `problem`, each with its remedy), and how one check is run."""
+"""Defines and runs a check, whose findings are `ok`, `warning` or `problem`, each with its remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from accel_sft.tools.doctor.machine import Machine
 
 LEVELS = ("problem", "warning", "ok")
-"""The worst first. With a problem, training fails here, or what was asked of the report could not be found out."""
+"""Levels of findings, the worst first. A problem means that training fails here, or that the check itself failed."""
 __all__ = ["LEVELS", "Check", "Finding", "ok", "problem", "warning", "worst"]
 
 
@@ -34,13 +34,13 @@ def worst(findings: Iterable[Finding]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One line of the report, or a few.
+    """One check, which gives one or a few lines of the report.
 
     Attributes:
-        subject: the heading under which it stands.
+        subject: the heading under which its lines stand.
         name: what is checked, in a word or two.
-        look: gives the findings.
-        waiting_for: what the terminal says meanwhile, for a check that takes seconds.
+        look: makes the check and gives the findings.
+        waiting_for: what the terminal shows while a check that takes seconds is running.
     """
 
     subject: str
@@ -49,7 +49,7 @@ class Check:
     waiting_for: str = ""
 
     def run(self, machine: Machine) -> list[Finding]:
-        """The findings; a check that raises is one itself, and the report goes on."""
+        """Make the check and return its findings; an exception becomes a finding, so that the report goes on."""
         try:
             with machine.progress(self.waiting_for):
                 return list(self.look(machine))
@@ -58,7 +58,7 @@ class Check:
         except ImportError as error:
             what = f"not checked: {error.name or 'a library'} is missing ({error})"
             return [problem(what, "bash setup.sh in the checkout installs it with all others")]
-        except Exception as error:  # noqa: BLE001 - whatever a machine does to a check, the others are still told
+        except Exception as error:  # noqa: BLE001 - whatever breaks one check, the others are still reported
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(frame.filename).name}:{frame.lineno}"
             what = f"the check failed: {type(error).__name__}: {error} ({where})"

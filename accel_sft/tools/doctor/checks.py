@@ -23,4 +23,4 @@ CHECKS = (
     Check("Ranks", "/dev/shm", host.shared_memory),
     Check("Ranks", "exchange", ranks.reached, "letting ranks add up numbers"),
 )
-"""The first sets the variables of a launch, with which the others look."""
+"""The first check sets the environment variables of a launch, which all others need."""

@@ -24,11 +24,11 @@ from accel_sft.launch.launcher import under_launcher
 from accel_sft.launch.shipped import shipped
 
 if TYPE_CHECKING:
-    from accel_sft.tools.doctor.launch_table import Row
+    from accel_sft.tools.doctor.launch_table import LaunchRow
 
 _COLORS = {"ok": "green", "warning": "yellow", "problem": "red", "yes": "green", "no": "red"}
 _NAME, _LEVEL = 12, 8
-"""Cells of the columns before a finding."""
+"""Widths in terminal cells of the columns before a finding: the check's name and the finding's level."""
 
 
 @click.command()
@@ -93,7 +93,7 @@ def _line(name: str, finding: Finding) -> str:
     return f"  {level}{name:<{_NAME}}" + "\n".join(lines)[margin:]
 
 
-def _print_table(rows: list[Row], found: list[dict[str, str]], devices: int) -> None:
+def _print_table(rows: list[LaunchRow], found: list[dict[str, str]], devices: int) -> None:
     click.echo(f"\n{_bold('Launch files')}")
     width = 2 + max(len(row.file) for row in rows)
     for row in rows:
@@ -122,7 +122,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def _hung(text: str, indent: int) -> str:
-    """Wrapped to a terminal's width, the lines behind the first indented."""
+    """The text wrapped to the terminal's width, with all lines after the first indented."""
     return terminal.wrapped(text, indent)
 
 
@@ -136,9 +136,9 @@ def _styled(text: str, **style: Any) -> str:
 
 @contextlib.contextmanager
 def _progress(stream: TextIO, what: str) -> Iterator[None]:
-    """Inside, the terminal's last line says what is waited for and how long; without one a line says it now and then.
+    """While inside, show what is waited for, and for how long, in the terminal's last line.
 
-    Standard error, beside the JSON, gets it on a terminal only.
+    Standard output that is no terminal gets a line now and then; standard error, used with --json, gets none.
     """
     if what and stream.isatty() and find_spec("rich"):
         from rich.console import Console

@@ -1,4 +1,4 @@
-"""Checks of the GPUs: the driver, what torch sees of them, who else uses them, and whether bf16 is fast."""
+"""Checks the GPUs: the driver, which GPUs torch sees, whether they are in use, and whether bf16 is fast."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from accel_sft.tools.doctor.machine import Machine
 from accel_sft.tools.doctor.processes import ask
 
 USED = 0.1
-"""Share of a GPU's memory that others may have without a warning."""
+"""Share of a GPU's memory that may be in use already without a warning."""
 SLOW, FAST = 0.95, 1.5
-"""Of the measured speed of bf16 over float32."""
+"""Bounds on the measured speed of bf16 as a multiple of float32's: a warning below SLOW, a mere remark below FAST."""
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:
-    """Which GPUs there are, by the driver and by torch, and whether each can compute."""
+    """The GPUs that the driver and torch report, and whether each can compute."""
     found, facts = machine.driver, machine.torch
     if found is None and NVIDIA.exists():
         yield warning("nvidia-smi is not on PATH, so the driver was not checked", "install it, or add its folder")
@@ -62,7 +62,7 @@ def _in_use(found: Driver) -> Iterator[Finding]:
 
 
 def cuda(machine: Machine) -> Iterator[Finding]:
-    """The driver's CUDA against torch's: a driver runs all of its own major version and older ones."""
+    """Compares the driver's CUDA version with torch's: a driver runs its own major version and all older ones."""
     found, facts = machine.driver, machine.torch
     if not (found and found.gpus) or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not facts.version:
         return
@@ -86,7 +86,7 @@ def cuda(machine: Machine) -> Iterator[Finding]:
 
 
 def _nvcc() -> str:
-    """The version of the CUDA toolkit's compiler; empty if there is none, which an operator's check tells."""
+    """The version of the CUDA toolkit's compiler; empty if there is none, which the check of operators reports."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     program = Path(home, "bin", "nvcc")
     named = str(program) if program.is_file() else shutil.which("nvcc")
@@ -95,7 +95,7 @@ def _nvcc() -> str:
 
 
 def bf16(machine: Machine) -> Iterator[Finding]:
-    """Whether launch files that name no precision compute in bf16 here, and how fast: a product of matrices, timed."""
+    """Whether launch files that name no precision compute in bf16 here, and how fast, measured by a matrix product."""
     facts = machine.torch
     if facts.bf16_speedup is None:
         return

@@ -1,4 +1,4 @@
-"""`Driver`: what nvidia-smi says of this machine's GPUs, without torch."""
+"""Asks nvidia-smi about this machine's GPUs and driver, without torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from dataclasses import dataclass
 from accel_sft.tools.doctor.processes import ask
 
 SECONDS = 30.0
-"""For nvidia-smi, which hangs where the driver does."""
+"""Time limit of one call of nvidia-smi, which hangs if the driver does."""
 _QUERY = "name,driver_version,memory.total,memory.used"
 
 
 @dataclass(frozen=True)
 class Driver:
-    """What nvidia-smi says.
+    """What nvidia-smi reports.
 
     Attributes:
-        gpus: of each its name, its memory and how much of it is in use, in MiB.
+        gpus: each GPU's name, memory in MiB and memory in use in MiB.
+        version: the driver's version.
         cuda: the newest CUDA that the driver runs, "12.4"; empty if it does not say.
         failure: why there is no answer; empty if there is.
     """
@@ -30,7 +31,7 @@ class Driver:
 
 
 def ask_driver() -> Driver | None:
-    """None on a machine without nvidia-smi."""
+    """What nvidia-smi reports; None on a machine without it."""
     if not (program := shutil.which("nvidia-smi")):
         return None
     answer = ask([program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"], SECONDS)
@@ -47,5 +48,5 @@ def ask_driver() -> Driver | None:
 
 
 def _mib(text: str) -> float:
-    """A number of nvidia-smi's; some GPUs give none."""
+    """A number that nvidia-smi printed; 0 for a GPU that does not report it."""
     return float(text) if re.fullmatch(r"[\d.]+", text) else 0.0

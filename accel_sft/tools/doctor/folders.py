@@ -1,4 +1,4 @@
-"""Checks of the folders that runs write to: whether they can be written, free space, and the clock of their disk."""
+"""Checks the folders that runs write to: whether they are writable, their free space, and the clock of their disk."""
 
 from __future__ import annotations
 
@@ -18,20 +18,24 @@ from accel_sft.tools.doctor.machine import Machine
 
 GIB = 2**30
 LEAST_DISK, LITTLE_DISK = GIB // 4, 5 * GIB
-"""Bytes: the least holds a run of the smallest model; a 0.5B model's checkpoint takes 7 GiB."""
+"""Free bytes below which a folder is a problem (it could not hold a run of the smallest model) or a warning.
+
+For comparison: a checkpoint of a 0.5B model takes 7 GiB.
+"""
 CLOCK_SECONDS = 2.0
-"""Difference between clocks that a file system's rounding of times explains."""
+"""Largest difference between clocks that a file system's rounding of times explains."""
 _TRIAL_BYTES = 1 << 20
+"""Size of the file that is written as a trial."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """A folder that runs write to, or would make.
+class FolderUse:
+    """A folder that runs write to, or would create.
 
     Attributes:
-        what: what is kept there, for whom to look for it.
-        mend: how to name another folder.
-        needed: whether nothing trains without it.
+        what: what is kept there, in the report's words.
+        mend: how the user names another folder.
+        needed: whether training fails without it.
     """
 
     what: str
@@ -41,30 +45,30 @@ class Place:
 
     @property
     def existing(self) -> Path:
-        """The folder, or the nearest above it that is there."""
+        """The folder, or its nearest parent that exists."""
         folder = self.folder.absolute()
         return next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
 
 
-def places(machine: Machine) -> list[Place]:
+def places(machine: Machine) -> list[FolderUse]:
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(caches, "torch_extensions")
     found = [
-        Place("runs", machine.runs, "name another with --output-dir"),
-        Place("temporary files", Path(tempfile.gettempdir()), "name another in TMPDIR"),
-        Place("DeepSpeed's operators", Path(extensions), "name another in TORCH_EXTENSIONS_DIR"),
-        Place("token cache", cache.folder(), "name another in ACCEL_SFT_CACHE", needed=False),
+        FolderUse("runs", machine.runs, "name another with --output-dir"),
+        FolderUse("temporary files", Path(tempfile.gettempdir()), "name another in TMPDIR"),
+        FolderUse("DeepSpeed's operators", Path(extensions), "name another in TORCH_EXTENSIONS_DIR"),
+        FolderUse("token cache", cache.folder(), "name another in ACCEL_SFT_CACHE", needed=False),
     ]
-    if find_spec("huggingface_hub"):  # that it is missing is told by another check
+    if find_spec("huggingface_hub"):  # another check reports that it is missing
         from huggingface_hub.constants import HF_HUB_CACHE
 
-        found.append(Place("models of the hub", Path(HF_HUB_CACHE), "name another in HF_HOME", needed=False))
+        found.append(FolderUse("models of the hub", Path(HF_HUB_CACHE), "name another in HF_HOME", needed=False))
     return found
 
 
 def disk(machine: Machine) -> Iterator[Finding]:
-    """Whether each folder can be written, and has space; folders of one disk without a finding share a line."""
-    enough: dict[int, list[Place]] = {}
+    """Whether each folder is writable and has free space; folders on one disk share a line if all is well."""
+    enough: dict[int, list[FolderUse]] = {}
     for place in places(machine):
         level = problem if place.needed else warning
         try:
@@ -86,8 +90,8 @@ def disk(machine: Machine) -> Iterator[Finding]:
 
 
 def clock(machine: Machine) -> Iterator[Finding]:
-    """Whether each disk's clock is this machine's: ages of locks and of the cache's entries are told by both."""
-    seen: dict[int, Place] = {}
+    """Whether each disk's clock agrees with this machine's: the ages of locks and cache entries depend on both."""
+    seen: dict[int, FolderUse] = {}
     for place in places(machine):
         seen.setdefault(os.stat(place.existing).st_dev, place)
     apart = []
@@ -95,7 +99,7 @@ def clock(machine: Machine) -> Iterator[Finding]:
         try:
             seconds = _written_at(place.existing) - time.time()
         except OSError:
-            continue  # `disk` tells it
+            continue  # `disk` reports it
         if abs(seconds) > CLOCK_SECONDS:
             side = "ahead of" if seconds > 0 else "behind"
             words = f"the clock of {place.existing} ({place.what}) is {abs(seconds):,.0f} s {side} this machine's"
@@ -104,7 +108,7 @@ def clock(machine: Machine) -> Iterator[Finding]:
 
 
 def shared_operators(machine: Machine) -> Iterator[Finding]:
-    """DeepSpeed compiles for the CPU it runs on: another model of CPU may fail with an illegal instruction."""
+    """Warns of a shared folder: DeepSpeed compiles for this CPU, and another may fail with an illegal instruction."""
     place = next(place for place in places(machine) if place.what == "DeepSpeed's operators")
     if not is_local(place.existing):
         words = f"{place.folder} may be shared between machines: operators are compiled for this one's CPU"
@@ -112,7 +116,7 @@ def shared_operators(machine: Machine) -> Iterator[Finding]:
 
 
 def _written_at(folder: Path) -> float:
-    """The time of a file that is written now, by the clock of its disk, in seconds of the epoch.
+    """Write a file and return its modification time by the disk's clock, in seconds since 1970.
 
     Raises:
         OSError: the folder cannot be written, or the disk or a quota is full.
@@ -120,5 +124,5 @@ def _written_at(folder: Path) -> float:
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(b"\0" * _TRIAL_BYTES)
         file.flush()
-        os.fsync(file.fileno())  # a network file system takes the data, and gives the time, at the latest now
+        os.fsync(file.fileno())  # a network file system may write the data, and set the time, only now
         return os.fstat(file.fileno()).st_mtime

@@ -1,4 +1,4 @@
-"""Checks of the host: cores, memory, shared memory, open files, and variables that a launcher left behind."""
+"""Checks the host: cores, memory, shared memory, open files, and variables that a launcher left behind."""
 
 import os
 import platform
@@ -15,14 +15,15 @@ from accel_sft.tools.doctor.machine import Machine
 SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30
 LEAST_MEMORY, LITTLE_MEMORY = 1 * GIB, 3 * GIB
-"""Bytes: two ranks that hold the smallest model take between the two."""
+"""Free bytes below which memory is a problem, or a warning. Two ranks with the smallest model take between the two."""
 LITTLE_SHARED_MEMORY = 1 * GIB
-"""Bytes; what NCCL's documentation names for ranks on several GPUs."""
+"""Free bytes of /dev/shm that NCCL's documentation recommends for ranks on several GPUs."""
 FEW_FILES = 1024
+"""Limit of open files below which there is a warning."""
 
 
 def environment(machine: Machine) -> Iterator[Finding]:
-    """Sets the variables that a launch sets, which later checks and their processes take over."""
+    """Sets the environment variables that a launch sets, for later checks and the processes that they start."""
     prepare_environment()  # raises UserError for ranks without a launcher
     yield from ()
 
@@ -34,7 +35,7 @@ def cores(machine: Machine) -> Iterator[Finding]:
 
 
 def cpu_name() -> str:
-    """The processor's model, or else its architecture."""
+    """The processor's model, or its architecture if the model is unknown."""
     file = host_memory.SYSTEM / "proc/cpuinfo"
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -53,7 +54,7 @@ def memory(machine: Machine) -> Iterator[Finding]:
 
 
 def shared_memory(machine: Machine) -> Iterator[Finding]:
-    """NCCL's ranks exchange through it on one machine; on CPUs nothing here needs it."""
+    """Whether /dev/shm is large enough: NCCL's ranks on one machine exchange data through it. CPUs do not need it."""
     if not SHARED_MEMORY.is_dir():
         words = f"there is no {SHARED_MEMORY}, which NCCL needs between GPUs"
         yield warning(words, f"mount a tmpfs on {SHARED_MEMORY}") if machine.devices > 1 else ok(words)

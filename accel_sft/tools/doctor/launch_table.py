@@ -1,4 +1,4 @@
-"""Which launch files work here, and why another does not."""
+"""Decides which launch files work here, and why the others do not."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ from accel_sft.tools.doctor.torch_facts import LIBRARIES
 
 
 @dataclass(frozen=True)
-class Row:
-    """A launch file, whether it works here, with which flags of the launcher, and what there is to say about it."""
+class LaunchRow:
+    """One line of the table.
+
+    Attributes:
+        file: the launch file's name without suffix.
+        flags: the launcher's flags that it needs here.
+        why: why it does not work, or what the user should know.
+        mend: what makes it work.
+    """
 
     file: str
     works: bool
@@ -27,29 +34,29 @@ class Row:
     mend: str = ""
 
 
-def row(machine: Machine, file: Path) -> Row:
-    """What would become of a launch with this file here."""
+def row(machine: Machine, file: Path) -> LaunchRow:
+    """Whether a launch with this file would work here."""
     try:
         if reason := next(filter(None, map(machine.torch.failure, LIBRARIES[:-1])), ""):
-            return Row(file.stem, False, why=reason)
+            return LaunchRow(file.stem, False, why=reason)
         if machine.devices and (reason := machine.unusable.get("devices")):
-            return Row(file.stem, False, why=reason)
+            return LaunchRow(file.stem, False, why=reason)
         launch = machine.launch(file)
         for finding in audit(TrainConfig(), launch, machine.devices):
             if finding.level == "error":
                 what = re.sub(rf"^{re.escape(str(file))}:? ", "", lacking(finding))
-                return Row(file.stem, False, why=what, mend=finding.mend)
+                return LaunchRow(file.stem, False, why=what, mend=finding.mend)
         if reason := _unusable(machine, launch):
-            return Row(file.stem, False, why=reason)
-        return Row(file.stem, True, " ".join(machine.flags(file)), _to_know(machine, launch))
+            return LaunchRow(file.stem, False, why=reason)
+        return LaunchRow(file.stem, True, " ".join(machine.flags(file)), _to_know(machine, launch))
     except UserError as error:
-        return Row(file.stem, False, why=str(error))
+        return LaunchRow(file.stem, False, why=str(error))
     except Exception as error:  # noqa: BLE001 - one file must not end the table
-        return Row(file.stem, False, why=f"it could not be checked: {type(error).__name__}: {error}")
+        return LaunchRow(file.stem, False, why=f"it could not be checked: {type(error).__name__}: {error}")
 
 
 def _unusable(machine: Machine, launch: Launch) -> str:
-    """What a check found to be broken and this launch needs; empty if there is nothing."""
+    """Why something that this launch needs cannot be used here; empty if all can be."""
     if launch.backend == "deepspeed" and (reason := machine.torch.failure("deepspeed")):
         return reason
     compiled = operators(launch, machine.devices)

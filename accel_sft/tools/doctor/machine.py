@@ -1,4 +1,4 @@
-"""`Machine`: what the checks of one report share; what takes long to find out is found once."""
+"""Holds what the checks of one report share; facts that take long to find out are found once."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from accel_sft.tools.doctor.torch_facts import TorchFacts
 
 @dataclasses.dataclass
 class Machine:
-    """
+    """What the user asked of the report, and what its checks have found out so far.
+
     Attributes:
-        launch_files: those that the report tells about.
-        runs: the folder in which runs would be.
+        launch_files: the launch files in the report's table.
+        runs: the folder that runs would be written to.
         build: whether to compile DeepSpeed's operators.
         network: whether to ask the hub.
-        progress: a context in which the terminal says what is waited for; of an empty text it says nothing.
-        unusable: what cannot be used here and why: "devices", "ranks", or an operator's name. Checks write it, and the
-            table of launch files reads it.
+        progress: a context in which the terminal shows the text as what is waited for; nothing for an empty text.
+        unusable: "devices", "ranks" or an operator's name to why it cannot be used here. Checks write it, and the table
+            of launch files reads it.
     """
 
     launch_files: Sequence[Path]
@@ -46,11 +47,11 @@ class Machine:
 
     @property
     def devices(self) -> int:
-        """Accelerators that torch sees."""
+        """Number of accelerators that torch sees."""
         return self.torch.device_count
 
     def launch(self, file: Path) -> Launch:
-        """What this file would start here: a process for each GPU of each machine, or as many as the file says.
+        """What this file would start here: a process for each GPU of each machine, or, without GPUs, what it says.
 
         Raises:
             UserError: the file cannot be read, or the launcher would refuse it.
@@ -58,16 +59,16 @@ class Machine:
         return Launch.from_yaml(file, *self.flags(file))
 
     def flags(self, file: Path) -> tuple[str, ...]:
-        """The launcher's flag that makes the processes of a file as many as there are GPUs; none without GPUs."""
+        """The launcher's flag that starts one process for each GPU; none if not needed, or without GPUs."""
         asked = Launch.from_yaml(file)
         wanted = self.devices * asked.machines
         return ("--num_processes", str(wanted)) if self.devices and wanted != asked.world_size else ()
 
     def users(self, operator: str) -> list[str]:
-        """The launch files that need an operator, by name without suffix."""
+        """The names, without suffix, of the launch files that need an operator."""
         found = []
         for file in self.launch_files:
-            with contextlib.suppress(UserError):  # the table says it
+            with contextlib.suppress(UserError):  # the table reports it
                 if operator in operators(self.launch(file), self.devices):
                     found.append(file.stem)
         return found

@@ -1,4 +1,4 @@
-"""Checks of DeepSpeed's operators: compiled, to be compiled, or not to be had here; `--build` compiles them."""
+"""Checks whether DeepSpeed's operators are compiled, or can be compiled here; `--build` compiles them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from accel_sft.tools.doctor.machine import Machine
 from accel_sft.tools.doctor.processes import ask, import_path, script
 
 SECONDS = 30.0
-"""For a compiler to tell its version."""
+"""Time limit for a compiler to print its version."""
 
 
 def compiler(machine: Machine) -> Iterator[Finding]:
-    """The tools with which operators are compiled; what one of them lacks is told for each operator."""
+    """The tools that compile operators; `operators` reports for each operator what it lacks."""
     named = {"C++ compiler": os.environ.get("CXX", "c++"), "ninja": "ninja"}
     found = []
     for name, program in named.items():
@@ -30,7 +30,7 @@ def compiler(machine: Machine) -> Iterator[Finding]:
 
 
 def operators(machine: Machine) -> Iterator[Finding]:
-    """The state of each operator that a launch file needs here; with `--build` after compiling it."""
+    """The state of each operator that a launch file needs here; `--build` compiles it first."""
     for name in OPERATORS:
         if users := machine.users(name):
             yield from _operator(machine, name, users)
@@ -41,7 +41,7 @@ def _operator(machine: Machine, name: str, users: list[str]) -> Iterator[Finding
     needed = f"{name} (for {', '.join(users)})"
     if state is None:  # torch or DeepSpeed cannot be imported, which is a finding of its own
         return
-    built_now = machine.build and not state["compiled"]  # which waits for another process's lock, until it is gone
+    built_now = machine.build and not state["compiled"]  # the build waits for another process's lock itself
     for kind, what, mend in state["locks"]:
         if kind != "warning":
             yield ok(what, mend)
@@ -52,7 +52,7 @@ def _operator(machine: Machine, name: str, users: list[str]) -> Iterator[Finding
         machine.unusable[name] = f"{name} cannot be loaded"
         mend = f"rm -r {Path(state['library']).parent}, then accel-sft doctor --build"
         yield problem(f"{needed} is compiled, and cannot be loaded: {state['failure']}", mend)
-    elif obstacles:  # a launch is refused, also where the operator is compiled: it is compiled anew with the next torch
+    elif obstacles:  # a launch is refused even with a compiled operator, since another torch would compile it anew
         for obstacle in obstacles:
             yield warning(f"{needed}: {lacking(obstacle)}", obstacle.mend)
     elif state["compiled"]:
@@ -65,7 +65,7 @@ def _operator(machine: Machine, name: str, users: list[str]) -> Iterator[Finding
 
 
 def lacking(obstacle: Finding) -> str:
-    """What the audit misses, without the operators, which the report names before it."""
+    """What is missing, without the names of the operators, which the report has already named."""
     return obstacle.what.rpartition(" here, and ")[2]
 
 

@@ -1,4 +1,4 @@
-"""Checks of what is installed: versions against the bounds, imports, tasks; and the hub, if asked for."""
+"""Checks what is installed: versions against their bounds, imports and tasks; with --network also the hub."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from accel_sft.tools.doctor.torch_facts import LIBRARIES
 
 DISTRIBUTION = "accel-sft"
 NETWORK_SECONDS = 15.0
+"""Time limit for the hub's answer."""
 _ASK_HUB = """
 import sys
 from huggingface_hub import constants, get_session
@@ -27,7 +28,7 @@ reply.raise_for_status()
 
 
 def versions(machine: Machine) -> Iterator[Finding]:
-    """Installed versions against the bounds of this package's own metadata."""
+    """Compares installed versions with the bounds in this package's metadata."""
     from packaging.requirements import Requirement
 
     try:
@@ -63,7 +64,7 @@ def versions(machine: Machine) -> Iterator[Finding]:
 
 
 def imports(machine: Machine) -> Iterator[Finding]:
-    """Whether the libraries can be imported: an installed one may miss a system library, or crash."""
+    """Whether the libraries can be imported: an installed one may lack a system library, or crash."""
     facts = machine.torch
     libraries = LIBRARIES[:-1] if sys.platform == "darwin" else LIBRARIES  # DeepSpeed is not installed there
     for name, failure in facts.imports.items():
@@ -95,7 +96,7 @@ def tasks(machine: Machine) -> Iterator[Finding]:
 
 
 def hub(machine: Machine) -> Iterator[Finding]:
-    """Whether models can be downloaded, only if asked: it leaves this machine."""
+    """Whether models can be downloaded; checked only with --network, since the request leaves this machine."""
     if not machine.network:
         return
     answer = ask([sys.executable, "-c", _ASK_HUB], NETWORK_SECONDS)

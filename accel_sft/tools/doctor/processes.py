@@ -1,4 +1,4 @@
-"""Other programs, asked with a time limit: one that hangs is ended together with what it started."""
+"""Runs other programs with a time limit; a program that hangs is killed together with its children."""
 
 from __future__ import annotations
 
@@ -15,26 +15,32 @@ import accel_sft
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
-    """What a program printed, and its exit status: minus a signal's number if that ended it, None after its time."""
+class ProcessAnswer:
+    """What a program printed, and its exit status.
+
+    Attributes:
+        status: negative: the number of the signal that ended it; None: the time limit ended it.
+        out, error: its standard output and standard error.
+    """
 
     status: int | None
     out: str
     error: str
 
     def reason(self, otherwise: str) -> str:
-        """Why a program failed, in a line: the last that it printed as an error, or how it ended."""
+        """Why a program failed, in one line: the signal that ended it, the last line it printed, or `otherwise`."""
         if self.status is not None and self.status < 0:
             return f"ended by {signal.Signals(-self.status).name}"
         lines = [line.strip() for line in (self.error or self.out).splitlines() if line.strip()]
         return lines[-1] if lines else otherwise
 
 
-def ask(command: Sequence[str], seconds: float | None, more: Mapping[str, str] | None = None) -> Answer:
-    """Run a program to its end, at most this long.
+def ask(command: Sequence[str], seconds: float | None, more: Mapping[str, str] | None = None) -> ProcessAnswer:
+    """Run a program to its end, or kill it after the time limit.
 
     Args:
-        more: variables besides those of this process.
+        seconds: the time limit; None for none.
+        more: environment variables besides those of this process.
     """
     with subprocess.Popen(
         command,
@@ -48,28 +54,28 @@ def ask(command: Sequence[str], seconds: float | None, more: Mapping[str, str] |
     ) as process:
         try:
             out, error = process.communicate(timeout=seconds)
-            return Answer(process.returncode, out, error)
+            return ProcessAnswer(process.returncode, out, error)
         except subprocess.TimeoutExpired:
             end(process)
             out, error = process.communicate()
-            return Answer(None, out, error)
+            return ProcessAnswer(None, out, error)
         except BaseException:
             end(process)
             raise
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Kill a program that was started as a session of its own, with all that it started."""
+    """Kill a program that was started in its own session, together with its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def script(module: str, *arguments: str) -> list[str]:
-    """The command line of a module of this package, for this Python."""
+    """The command that runs a module of this package with this Python."""
     return [sys.executable, "-m", f"accel_sft.tools.doctor.{module}", *arguments]
 
 
 def import_path() -> dict[str, str]:
-    """The variable by which another process finds this package, wherever it was started."""
+    """PYTHONPATH with which another process finds this package, whatever its working directory."""
     here = str(Path(accel_sft.__file__).parents[1])
     return {"PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))}

@@ -1,4 +1,4 @@
-"""A rank that adds up numbers with the others once, and says how far it came: a line for each step it has done."""
+"""A script for one rank that adds up numbers with the others once, and prints a line of JSON after each step."""
 
 import json
 import os
@@ -6,8 +6,9 @@ import signal
 import sys
 
 ELEMENTS = 1 << 20
+"""Numbers that are added up."""
 FAILED = 1
-"""The exit status of a rank that has said why."""
+"""The exit status of a rank that has printed why it failed."""
 
 
 def tell(step: str, trouble: str = "") -> None:
@@ -21,7 +22,7 @@ def main(backend: str, seconds: int) -> None:
     from torch import distributed
 
     tell("imported torch")
-    signal.alarm(seconds)  # whose default ends this process, also where it waits in C++
+    signal.alarm(seconds)  # SIGALRM's default action ends this process even while it waits in C++
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         if backend == "nccl":
@@ -37,7 +38,7 @@ def main(backend: str, seconds: int) -> None:
         tell("failed", next(filter(None, str(error).splitlines()), type(error).__name__))
         sys.exit(FAILED)
     tell("done" if right else "failed", "" if right else "the sum is wrong")
-    os._exit(0)  # to destroy the group holds Python's lock while gloo's threads end, which may wait for it
+    os._exit(0)  # destroying the group holds the GIL while gloo's threads end, which may wait for the GIL
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checks that ranks reach each other: real processes that add up numbers once, by gloo and, with GPUs, by NCCL."""
+"""Checks that ranks reach each other: real processes add up numbers once, by gloo and, with GPUs, by NCCL."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from accel_sft.tools.doctor.machine import Machine
 from accel_sft.tools.doctor.processes import end, import_path, script
 
 SECONDS = 30
-"""For joining and adding up, once a rank has imported torch."""
+"""Time limit for joining and adding up, once a rank has imported torch."""
 START_SECONDS = 300
-"""For all of it."""
+"""Time limit for everything, including the import of torch."""
 GRACE_SECONDS = 3.0
-"""For the other ranks to say why too, after one has failed."""
+"""Time that the other ranks have, after one has failed, to say why they failed."""
 _MENDS = {
     "gloo": "see that this host's name resolves to one of its addresses (getent hosts $(hostname)); or else set "
     "GLOO_SOCKET_IFNAME=lo for one machine",
@@ -30,7 +30,7 @@ _MENDS = {
 
 
 def reached(machine: Machine) -> Iterator[Finding]:
-    """Two ranks on the CPU, which every launch uses; on GPUs then one rank on each."""
+    """Let two ranks on the CPU add up numbers by gloo, which every launch uses, then by NCCL one rank on each GPU."""
     if machine.torch.failure("torch"):
         return
     for backend, ranks in (("gloo", 2), ("nccl", machine.devices)):
@@ -49,10 +49,10 @@ def exchange(backend: str, ranks: int, seconds: int = SECONDS, more: Mapping[str
     """Start ranks on this machine as a launch would, and let them add up numbers once.
 
     Args:
-        seconds: for joining and adding up.
-        more: variables for each rank.
+        seconds: time limit for joining and adding up.
+        more: environment variables for each rank.
     Returns:
-        Why they did not; empty if they did.
+        Why they failed; empty if they did not.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -89,7 +89,7 @@ def exchange(backend: str, ranks: int, seconds: int = SECONDS, more: Mapping[str
 
 
 def _wait(processes: list[subprocess.Popen[str]]) -> None:
-    """Until all have ended, or a moment after one has failed, or the time is over."""
+    """Wait until all ranks have ended, `GRACE_SECONDS` have passed since one failed, or the time is over."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
@@ -103,16 +103,16 @@ def _text(file: IO[str]) -> str:
 
 
 def _said(out: IO[str]) -> tuple[str, str]:
-    """The last step that a rank says it has done, and what went wrong then."""
+    """The last step that a rank reports as done, and what went wrong after it."""
     lines = [json.loads(line) for line in _text(out).splitlines(keepends=True) if line.endswith("}\n")]
     done = [line["step"] for line in lines if line["step"] != "failed"]
     return done[-1] if done else "did not import torch", lines[-1]["trouble"] if lines else ""
 
 
 def _why(said: list[tuple[str, str]], statuses: list[int | None], seconds: int, errors: str) -> str:
-    """In words of the rank that failed first; empty if all added up.
+    """Why the ranks failed, in the words of the lowest rank that knows; empty if all added up.
 
-    A rank whose time is over takes its peers' connections with it: what they say then is no reason.
+    A rank that runs out of time breaks its peers' connections, so what they report then is not the reason.
     """
     if all(each == ("done", "") for each in said):
         return ""

@@ -1,4 +1,4 @@
-"""`TorchFacts`: what torch and DeepSpeed can do here, found out in a process of its own."""
+"""Finds out, in a separate process, what torch and DeepSpeed can do here."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 from accel_sft.tools.doctor.processes import ask, import_path, script
 
 LIBRARIES = ("torch", "accelerate", "transformers", "peft", "deepspeed")
-"""Imported in this order. Without the last one, only launch files without DeepSpeed work."""
+"""Libraries in the order of their import. Without the last one, only launch files without DeepSpeed work."""
 SECONDS = 300.0
-"""Time for all of it; the libraries alone may take a minute from a slow disk."""
+"""Time limit of the whole process; importing the libraries may take a minute from a slow disk."""
 
 
 @dataclasses.dataclass
 class TorchFacts:
-    """Facts as `torch_script` tells them; those of a step that it did not reach have their defaults.
+    """Facts that `torch_script` prints; facts of a step that it did not reach keep their defaults.
 
     Attributes:
-        imports: by library, why it cannot be imported; empty if it can.
-        device_count: accelerators that ranks can be spread over.
-        device_failures: by index of a GPU, why it cannot compute.
-        cuda_complaint: what torch says when it finds no GPU.
-        bf16_speedup: seconds of a matrix product in float32 over those in bf16, measured; None if not measured.
-        operators: by name of a DeepSpeed operator its `library`, whether it is `compiled`, the `failure` to load it,
-            and findings about `locks`.
-        fault: why the process did not come to its end; empty if it did.
+        imports: library to why it cannot be imported; "" if it can.
+        device_count: number of accelerators that ranks can be spread over.
+        device_failures: index of a GPU to why it cannot compute.
+        cuda_complaint: torch's warning if it finds no GPU.
+        bf16_speedup: a matrix product's measured time in float32 divided by that in bf16; None if not measured.
+        operators: name of a DeepSpeed operator to its `library` file, whether that is `compiled`, the `failure` to load
+            it, and findings about its `locks`.
+        fault: why the process failed; empty if it did not.
     """
 
     version: str = ""
@@ -49,11 +49,11 @@ class TorchFacts:
 
 
 def find(seconds: float = SECONDS) -> TorchFacts:
-    """Ask torch and DeepSpeed, in a process of their own, for at most this long."""
+    """Run `torch_script` for at most `seconds` and return the facts that it printed."""
     answer = ask(script("torch_script"), seconds, import_path())
     facts, step = TorchFacts(), "start Python"
     for line in answer.out.splitlines():
-        if not line.endswith("}"):  # it was killed within the line
+        if not line.endswith("}"):  # the process was killed while it wrote the line
             continue
         told = json.loads(line)
         step = told.pop("step", step)

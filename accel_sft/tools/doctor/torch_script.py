@@ -1,6 +1,6 @@
-"""A process that says what torch and DeepSpeed can do here, a line of JSON a fact; `torch_facts` starts and reads it.
+"""A script that prints what torch and DeepSpeed can do here, as lines of JSON; `torch_facts` starts and reads it.
 
-A broken driver or library may crash or hang whoever asks it: what had been found out until then has been told.
+A broken driver or library may crash or hang the process that uses it; the lines printed before that still count.
 """
 
 import json
@@ -11,9 +11,11 @@ import warnings
 from importlib import import_module
 from typing import Any
 
+from accel_sft.api.errors import first_line
 from accel_sft.tools.doctor.torch_facts import LIBRARIES
 
 ROUNDS = 5
+"""Timed rounds of the matrix products; the fastest counts."""
 
 
 def tell(**facts: Any) -> None:
@@ -52,7 +54,7 @@ def _devices(torch: Any) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as a launch does
     cuda = count if torch.cuda.is_available() else 0
     names = [torch.cuda.get_device_name(index) for index in range(cuda)]
-    complaint = _first_line(str(told[0].message)) if told and not count else ""
+    complaint = first_line(told[0].message) if told and not count else ""
     tell(device_count=count, device_names=names, cuda_complaint=complaint)
     tell(step="compute on each device")
     failures = {}
@@ -87,7 +89,7 @@ def _product(torch: Any, dtype: Any, device: str, size: int) -> float:
 
 
 def _operators() -> None:
-    """Which operators are compiled, in the folder that this user's launches use, and whether they can be loaded."""
+    """Tell which operators are compiled in the folder that this user's launches use, and whether they can be loaded."""
     from torch.utils.cpp_extension import _import_module_from_library
 
     from accel_sft.launch.deepspeed_ops import OPERATORS, audit_locks, library
@@ -104,15 +106,11 @@ def _operators() -> None:
 
 
 def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_first_line(str(error))}"
-
-
-def _first_line(text: str) -> str:
-    return next(filter(None, map(str.strip, text.splitlines())), "")
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 if __name__ == "__main__":
     _facts = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what the libraries print is no fact
+    os.dup2(2, 1)  # whatever the libraries print must not mix with the facts
     main()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`accel-sft plan`: will a task's training fit, under which launch file, and how fast about? No torch."""
+"""`accel-sft plan`: says whether a task's training fits, under which launch file, and how fast; without torch."""
 
 import dataclasses
 import json
@@ -23,21 +23,21 @@ from accel_sft.memory.shape import ModelShape
 from accel_sft.models.source import errors_explained, find_source, is_tiny
 from accel_sft.models.tiny import TINY_DEFAULTS, TINY_SHAPE, TINY_VOCABULARY
 from accel_sft.tools.plan import table
-from accel_sft.tools.plan.machine import Machine, machine
+from accel_sft.tools.plan.machine import PlannedMachine, machine
 from accel_sft.tools.plan.plans import SIMPLEST_FIRST, Plan, launch_of, plan, recommended
 
 _CPU_TOKENS = 1024
-"""Of a forward on a CPU, where --micro-batch-size does not say: the smallest that the trainer chooses from."""
+"""Tokens of the smallest forward that the trainer chooses on a CPU, if --micro-batch-size is auto."""
 _EVAL_ROWS = 64
-"""Answers generated at once where --eval-batch-size does not say, unless they are short."""
+"""Answers generated at once if --eval-batch-size is not given, unless they are short."""
 
 
 def run(task_name: str, task: Task, config: PlanConfig) -> None:
-    """Print the plan and leave with status 0 if a launch file fits, 1 if none does or every probe failed.
+    """Print the plan; exit with status 0 if a launch file fits, 1 if none does or every probe failed.
 
     Raises:
-        UserError: a model or launch file that cannot be read, an option that does not fit the model, or a simulation
-            or probe that cannot be made.
+        UserError: a model or launch file cannot be read, an option does not fit the model, or a simulation or probe
+            cannot be made.
     """
     asked, config = config, config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
     content, name, folder = model_config(config)
@@ -74,14 +74,16 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
     raise SystemExit(0 if best and not failed else 1)
 
 
-def answers(plan: Plan, content: dict[str, Any], config: PlanConfig, here: Machine, words: list[str]) -> list[Estimate]:
-    """The closed form's estimate of a plan, and those of the simulation and the probe where they are asked for.
+def answers(
+    plan: Plan, content: dict[str, Any], config: PlanConfig, here: PlannedMachine, words: list[str]
+) -> list[Estimate]:
+    """The closed form's estimate of a plan, and the estimates of the simulation and the probe if asked for.
 
     Args:
-        content: of the model's config.json.
+        content: the content of the model's config.json.
         words: the task and the options of its run.
     Raises:
-        UserError: the model cannot be simulated, or the plan is for another machine than this one.
+        UserError: the model cannot be simulated, or the probe's plan is for another machine than this one.
     """
     assert plan.job is not None
     assert plan.estimate is not None
@@ -104,7 +106,7 @@ def model_config(config: PlanConfig) -> tuple[dict[str, Any], str, Path | None]:
     """The content of the model's config.json, its name for errors, and its folder if it has one.
 
     Raises:
-        UserError: there is no such model.
+        UserError: the model does not exist.
     """
     if is_tiny(config):
         shape = {"model_type": "qwen2", "vocab_size": TINY_VOCABULARY, **TINY_SHAPE, "dtype": "float32"}
@@ -123,7 +125,7 @@ def launch_files(asked: str | None) -> list[tuple[str, Path]]:
     """Name and path of each launch file that `--launch` asks for, or of every shipped one.
 
     Raises:
-        UserError: a name that is neither shipped nor a file.
+        UserError: a name is neither a shipped launch file nor a path.
     """
     by_name = shipped()
     if not asked:
@@ -147,11 +149,14 @@ def job_of(
     shape: ModelShape,
     stored_bytes: int,
     launch: Launch,
-    here: Machine,
+    here: PlannedMachine,
     lengths: Lengths,
 ) -> Job:
-    """The job with the smallest forward that must fit: one longest example, or as many as --micro-batch-size says; on a
-    CPU the smallest forward that the trainer makes."""
+    """The job with the smallest forward that must fit.
+
+    That is the longest example once, or as often as --micro-batch-size says; on a CPU at least the smallest forward
+    that the trainer makes.
+    """
     rows = 1 if config.micro_batch_size == "auto" else int(config.micro_batch_size)
     tokens, supervised = rows * lengths.longest, rows * lengths.longest_supervised
     if not here.gpus and config.micro_batch_size == "auto":
@@ -178,8 +183,8 @@ def job_of(
     )
 
 
-def command_of(task_name: str, task: Task, asked: PlanConfig, best: Plan, here: Machine) -> str:
-    """The command line that trains under this plan, with what the user asked for here."""
+def command_of(task_name: str, task: Task, asked: PlanConfig, best: Plan, here: PlannedMachine) -> str:
+    """The command line that trains under this plan, with the options that the user gave to `plan`."""
     assert best.job is not None
     is_shipped = best.file.parent == FOLDER
     words = ["accelerate", "launch", "--config_file", f"{best.name}.yaml" if is_shipped else str(best.file)]
@@ -191,7 +196,7 @@ def command_of(task_name: str, task: Task, asked: PlanConfig, best: Plan, here: 
 
 
 def _given(config: PlanConfig, task: Task) -> list[str]:
-    """The trainer's options and the task's that differ from their defaults, as words of a command line."""
+    """The options of the trainer and of the task that differ from their defaults, as words of a command line."""
     words: list[str] = []
     for owner in (config, task):
         for setting in settings(type(owner)):

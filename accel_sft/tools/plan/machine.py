@@ -1,4 +1,4 @@
-"""The machine that a plan is for: this one, or one that the user describes. No torch."""
+"""Describes the machine that a plan is for, this one or one that the user describes, without torch."""
 
 import dataclasses
 
@@ -10,15 +10,15 @@ GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
+class PlannedMachine:
     """One of the machines of a launch.
 
     Attributes:
-        gpus: 0: ranks train on the CPU.
-        gpu_bytes: of one GPU; None without one.
-        host_bytes: of memory that training may take.
-        is_free: whether that is what is free of it at present, and not what the user gave.
-        bf16: whether its ranks have instructions for bf16; of GPUs that are not here it is assumed.
+        gpus: number of GPUs; with 0, ranks train on the CPU.
+        gpu_bytes: memory of one GPU; None without one.
+        host_bytes: host memory that training may take.
+        is_free: whether `host_bytes` is what is free on this machine now, not what the user gave.
+        bf16: whether its ranks compute in bf16 natively; assumed if the user gives the number of GPUs.
     """
 
     gpus: int
@@ -28,19 +28,20 @@ class Machine:
     bf16: bool = True
 
     def describe(self) -> str:
-        """In words, for the head of a table."""
+        """The machine in words, for the head of the table."""
         host = f"{self.host_bytes / GIB:.0f} GiB of host memory{' free' * self.is_free}"
         if not self.gpus:
             return f"no GPU, {host}"
         return f"{self.gpus} GPU{'s' * (self.gpus > 1)} of {(self.gpu_bytes or 0) / GIB:.0f} GiB, {host}"
 
 
-def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> Machine:
-    """What the user gave, and of this machine what they did not: its GPUs as NVIDIA's driver names them, its free host
-    memory within the limits of containers.
+def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> PlannedMachine:
+    """The machine that the user describes; what they leave out is this machine's.
+
+    GPUs come from NVIDIA's driver, and host memory is what is free within the container's limit.
 
     Raises:
-        UserError: how much memory the GPUs have is not known.
+        UserError: the memory of the GPUs is not known.
     """
     sizes = _gpus() if gpus is None or (gpus and gpu_gib is None) else []
     count = len(sizes) if gpus is None else gpus
@@ -49,7 +50,7 @@ def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> 
     smallest = min(sizes, default=None)
     if count and gpu_gib is None and smallest is None:
         raise UserError("--gpu-memory: give the GiB of one GPU, as this machine has none to ask")
-    return Machine(
+    return PlannedMachine(
         gpus=count,
         gpu_bytes=smallest if gpu_gib is None else gpu_gib * GIB,
         host_bytes=host_memory.free_bytes() if host_gib is None else host_gib * GIB,
@@ -59,7 +60,7 @@ def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> 
 
 
 def _gpus() -> list[float]:
-    """Memory of each GPU of this machine, in bytes; none without a driver."""
+    """The memory of each GPU of this machine, in bytes; empty without a driver."""
     import pynvml
 
     try:

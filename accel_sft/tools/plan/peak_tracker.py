@@ -1,6 +1,6 @@
-"""Memory of a model on fake tensors, as torch's MemTracker follows it: the peak of each part of a forward and backward.
+"""Follows the memory of a model on fake tensors by torch's MemTracker: the peak in each part of forward and backward.
 
-MemTracker is not a public part of torch; tests/tools/test_plan_simulation.py holds what is relied on here.
+MemTracker is not a public part of torch; tests/tools/test_plan_simulation.py tests what is relied on here.
 """
 
 from typing import Any
@@ -16,10 +16,10 @@ _RESIDENT = {
 
 
 class PeakTracker(MemTracker):
-    """Peaks of what comes and goes, by the part of a forward and backward in which they are: `blocks` or `head`.
+    """The peaks of transient memory in two parts of forward and backward, `blocks` and `head`.
 
-    Gradients of weights count while they are on their way, and no more once they are where gradients are kept: those of
-    earlier forwards are there from the start. Peaks by module, the most of the tracker's work, are left out.
+    A weight's gradient is transient until it reaches the place where gradients are kept, which the gradients of earlier
+    forwards have filled from the start. MemTracker's peaks by module, most of its work, are left out.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -29,11 +29,11 @@ class PeakTracker(MemTracker):
         self.part, self.peaks = "blocks", {"blocks": 0, "head": 0}
 
     def begin(self, part: str) -> None:
-        """From here on it is this part's peak."""
+        """Count peaks for this part from now on."""
         self.part = part
 
     def passing(self) -> int:
-        """Bytes of what comes and goes, now."""
+        """Bytes of transient memory (activations and temporaries) now."""
         kinds = _MemRefType.ACT, _MemRefType.TEMP
         return sum(of_device[kind] for of_device in self._curr_mem_snap.values() for kind in kinds)
 
@@ -45,8 +45,9 @@ class PeakTracker(MemTracker):
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Gradients of a weight that is used more than once are added up: the first two into a new tensor, for the
-        # linear layer's is a view, then in place, which autograd does not do to fake tensors.
+        # A weight that is used more than once has its gradients added up: the first two into a new tensor, since a
+        # linear layer's gradient is a view, and further ones in place. Autograd makes a new tensor of fake ones each
+        # time, so only the first addition counts here.
         if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled() and args[0].shape in self.shapes:
             if args[0].shape in self.added:
                 return args[0]
@@ -56,7 +57,7 @@ class PeakTracker(MemTracker):
     def _track_module_params_and_buffers(
         self, module: torch.nn.Module, install_grad_hooks: bool = True
     ) -> tuple[int, int]:
-        """Without the tracker's own hooks on gradients, which fail on frozen parameters."""
+        """Replaces the tracker's own hooks on gradients, which fail on frozen parameters."""
         hooked = self._param_to_grad_hook_handles
         for parameter in module.parameters() if install_grad_hooks else ():
             if parameter.requires_grad and parameter not in hooked:

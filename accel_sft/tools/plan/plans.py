@@ -1,4 +1,4 @@
-"""A plan for each launch file: does it fit, how large a forward, how fast; and the one to run."""
+"""Makes a plan for each launch file (whether it fits, with how large a forward, how fast) and recommends one."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -13,39 +13,40 @@ from accel_sft.launch.precision import expected
 from accel_sft.memory.closed import estimate
 from accel_sft.memory.estimate import Estimate
 from accel_sft.memory.job import Job
-from accel_sft.tools.plan.machine import Machine
+from accel_sft.tools.plan.machine import PlannedMachine
 from accel_sft.tools.plan.speed import Speed, speed
 
 SIMPLEST_FIRST = ("ddp", "fsdp2", "z0", "z1", "z2", "z3", "hsdp", "z2_offload", "fsdp2_offload", "z3_offload")
 SIMPLEST_FIRST += ("z3_nvme", "multinode_z3", "z3_sp")
-"""Of launch files that are alike fast, the earliest is recommended."""
+"""Shipped launch files, the simplest first; among equally fast ones the first is recommended."""
 ALIKE = 0.15
-"""Share by which the model of speed cannot tell two launch files apart."""
+"""Relative difference in step time up to which the model of speed cannot tell two launch files apart."""
 MOST_TOKENS = 2**17
-"""In one forward; no larger one is looked for."""
+"""Most tokens of one forward; no larger one is tried."""
 MARGIN = 0.92
-"""Share of a memory up to which a prediction fits without a warning: its mean error is less than the rest."""
+"""Share of a memory that a prediction may fill without a warning; the rest is more than its mean error."""
 OUTCOMES = ROOMY, BARELY, OVER = "be slower", "barely fit", "not fit"
 """How a job fits into memory, the best first, in words that complete "it would ..."."""
 _Memory = tuple[float | None, float | None]
-"""Bytes of a GPU and of the host; None: not known, or none."""
+"""Bytes of one GPU and of the host; None if unknown, or if there is no GPU."""
 _ACCELERATES_NAMES = {"deepspeed": "DEEPSPEED", "fsdp": "FSDP", "ddp": "MULTI_GPU"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is expected of one launch file.
+    """What is expected of a run under one launch file.
 
     Attributes:
-        name, file: of the launch file.
-        job: with the smallest forward that must fit; None if the launch cannot run this job, for the `problem`.
-        estimate: of that job.
-        over: what is too small for it, `device` or `host`.
-        largest_tokens: of the largest forward that fits, at most a rank's part of a step; 0: none.
-        speed: with forwards of that size.
-        tight: whether it fits only just.
-        more: settings of the run besides those asked for, by name, with which `job` is planned.
-        without: what the launch file would do without them: one of OUTCOMES.
+        name, file: the launch file's.
+        problem: why the launch cannot run this job; "" if it can.
+        job: the job with the smallest forward that must fit; None if there is a `problem`.
+        estimate: the memory of that job.
+        over: which memory is too small for it: `device`, `host` or both.
+        largest_tokens: tokens of the largest forward that fits, at most a rank's part of a step; 0 if none fits.
+        speed: the speed with forwards of that size.
+        tight: whether it fits only within the last part of the memory, beyond `MARGIN`.
+        more: settings by name that the plan adds to those asked for.
+        without: how the job would fit without `more`: one of OUTCOMES.
     """
 
     name: str
@@ -73,8 +74,8 @@ class Plan:
         )
 
 
-def launch_of(file: Path, machine: Machine) -> Launch:
-    """The launch that the file starts with a rank for each GPU of each of its machines; on a CPU its own number.
+def launch_of(file: Path, machine: PlannedMachine) -> Launch:
+    """The launch that the file starts, with a rank for each GPU of each machine; on a CPU with its own number of ranks.
 
     Raises:
         UserError: the launcher would refuse the file.
@@ -85,13 +86,15 @@ def launch_of(file: Path, machine: Machine) -> Launch:
     return expected(launch, machine.bf16)
 
 
-def plan(name: str, file: Path, job: Job, machine: Machine, step_tokens: float) -> Plan:
-    """The plan for a job under its launch: with gradient checkpointing too where it fits better or is faster by it, and
-    with fewer answers at once in evaluations where as many as asked for leave no room.
+def plan(name: str, file: Path, job: Job, machine: PlannedMachine, step_tokens: float) -> Plan:
+    """The plan for a job under its launch.
+
+    It adds gradient checkpointing if the job then fits better or is faster, and lowers the number of answers that an
+    evaluation generates at once if there is no room for as many as asked for.
 
     Args:
-        job: with the smallest forward that must fit.
-        step_tokens: of a rank's part of an optimizer step.
+        job: the job with the smallest forward that must fit.
+        step_tokens: tokens of a rank's part of an optimizer step.
     """
     if problem := _problem(job, machine):
         return Plan(name=name, file=file, problem=problem)
@@ -132,25 +135,27 @@ def _outcome(job: Job, memory: _Memory) -> str:
 
 
 def _fewer_answers(job: Job, memory: _Memory) -> Job:
-    """The job with as many answers at once as leave room, else as fit at all, else as it is: fewer cost an evaluation
-    time, and training nothing."""
+    """The job with the most answers at once that leave room, else the most that fit, else unchanged.
+
+    Fewer answers at once make evaluations slower, but not training.
+    """
     rows = [job.eval_rows]
     while rows[-1] > 1:
         rows.append(rows[-1] // 2)
     tried = [dataclasses.replace(job, eval_rows=count) for count in rows]
-    return min(tried, key=lambda each: OUTCOMES.index(_outcome(each, memory)))  # of several the first
+    return min(tried, key=lambda each: OUTCOMES.index(_outcome(each, memory)))  # the first of several equals
 
 
 def with_tokens(job: Job, tokens: int) -> Job:
-    """The job with a forward of another size, of as many supervised tokens for each."""
+    """The job with a forward of another size, and the same share of supervised tokens."""
     share = job.supervised_tokens / max(job.tokens, 1)
     return dataclasses.replace(job, tokens=tokens, supervised_tokens=max(round(tokens * share), 1))
 
 
 def recommended(plans: Sequence[Plan]) -> tuple[Plan | None, str]:
-    """The plan to run, and why, in a sentence: the fastest that fits, of those alike the simplest.
+    """The plan to run, and why, in a sentence: the simplest of the fastest that fit.
 
-    One with room to spare before one without, and one of this machine before one that needs others.
+    Plans for one machine come before plans for several, and plans with room to spare before those that barely fit.
     """
     every = [each for each in plans if each.fits and each.speed]
     if not every:
@@ -172,8 +177,7 @@ def recommended(plans: Sequence[Plan]) -> tuple[Plan | None, str]:
 
 
 def tried(job: Job, best: Plan) -> str:
-    """A sentence on what was tried besides the job as it is asked for, and what the recommended plan has of it; "" if
-    nothing was."""
+    """A sentence on which changes of the job were tried, and which the recommended plan needs; "" if none were."""
     also = [] if job.gradient_checkpointing else ["with --gradient-checkpointing"]
     also += [f"with fewer than {job.eval_rows} answers at once in evaluations"] if job.eval_rows > 1 else []
     if not also:
@@ -189,7 +193,7 @@ def _speedup(plan: Plan, other: Plan) -> float:
 
 
 def _but(plan: Plan) -> str:
-    """What else is to be known of a plan that is recommended."""
+    """What the user must know about a recommended plan: further machines that it needs, and a tight fit."""
     assert plan.job is not None
     told = ""
     if plan.job.launch.machines > 1:
@@ -204,7 +208,7 @@ def _simplicity(plan: Plan) -> int:
 
 
 def _largest(job: Job, memory: _Memory, most: int) -> int:
-    """The largest forward that fits, in tokens, by bisection between the one that does and a rank's part of a step."""
+    """Tokens of the largest forward that fits, by bisection between the job's, which fits, and `most`."""
     low, high = job.tokens, max(min(most, MOST_TOKENS), job.tokens)
     while low < high:
         middle = (low + high + 1) // 2
@@ -215,8 +219,8 @@ def _largest(job: Job, memory: _Memory, most: int) -> int:
     return low
 
 
-def _problem(job: Job, machine: Machine) -> str:
-    """Why this launch cannot run the job here."""
+def _problem(job: Job, machine: PlannedMachine) -> str:
+    """Why this launch cannot run the job here; "" if it can."""
     backend = job.launch.backend
     if backend == "megatron":
         return "Megatron-LM is not supported"

@@ -1,4 +1,4 @@
-"""The probe: two real steps of the real command on this machine, and the peaks of memory that its run records."""
+"""The probe: runs two real steps of the planned command on this machine, and reads the peaks of memory it records."""
 
 import json
 import sys
@@ -16,22 +16,22 @@ from accel_sft.tools.compare.outcome import outcome
 
 GIB = 2**30
 LIMIT_SECONDS = 3600.0
-"""For loading, two steps and the export together."""
+"""Time limit for loading, two steps and the export together."""
 MEASURED = "measured"
-"""The one component of a measured phase: what it consists of is not known."""
+"""Name of the component that stands for a whole measured phase, whose parts are not known."""
 _FEW_STEPS = {"max-steps": "2", "eval-every": "off", "save-every": "off", "tracker": "none"}
 
 
 def probe(job: Job, file: Path, words: Sequence[str], limit_seconds: float = LIMIT_SECONDS) -> Estimate:
-    """Launch the run that is planned, here and now, in processes of its own, for two steps without evaluation and
-    checkpoints; its folder is a temporary one, which holds the exported weights for a moment.
+    """Launch the planned run on this machine for two steps, without evaluation and checkpoints, and measure its memory.
 
-    A run that fails, runs out of memory or takes too long is an answer: an estimate with its `failure`, and no memory.
+    Its folder is temporary, and holds the exported weights for a moment. A run that fails, runs out of memory or takes
+    too long gives an estimate with a `failure` and no memory.
 
     Args:
-        job: what is planned; its device and its number of ranks are this machine's.
+        job: the planned job; its device and its number of ranks must suit this machine.
         file: the launch file.
-        words: the task, and its run's options.
+        words: the task and the options of its run.
     """
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
     command += ["--num_processes", str(job.ranks), "--main_process_port", "0", "-m", "accel_sft", *words]
@@ -51,7 +51,7 @@ def probe(job: Job, file: Path, words: Sequence[str], limit_seconds: float = LIM
 
 
 def measured(job: Job, result: Mapping[str, Any]) -> Estimate:
-    """The memory that a run's result.json records, as an estimate."""
+    """The memory that a run's result.json records, in the form of an estimate."""
     device: dict[str, dict[str, float]] = {}
     host: dict[str, dict[str, float]] = {}
     for phase in PHASES:

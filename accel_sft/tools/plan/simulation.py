@@ -1,12 +1,13 @@
-"""The simulation: the real model's forward, backward and first optimizer step on fake tensors, which have shapes and no
-memory. Imports torch.
+"""The simulation: the real model's forward, backward and first optimizer step on fake tensors, which use no memory.
 
-What is simulated are activations, logits, what a backward needs besides and, where nothing shards them, weights and
-optimizer state; states that DeepSpeed or FSDP divide among ranks are the closed form's.
+It simulates activations, logits, what else a backward needs and, if nothing shards them, weights and optimizer state.
+States that DeepSpeed or FSDP divide among ranks come from the closed form.
 
-Tensors are fake ones of the CPU, for a torch that was built without CUDA ends the process where autograd meets a fake
-CUDA tensor. The operators that torch chooses there keep what those of a GPU keep (fused attention, grouped products of
-experts), with two exceptions that are put right: dropout's mask, and a mask that attention on a GPU is not given.
+The fake tensors are on the CPU, because a torch built without CUDA crashes if autograd meets a fake CUDA tensor. CPU
+operators keep the same tensors for the backward as GPU operators (fused attention, grouped products of experts), with
+two exceptions that are corrected here: dropout's mask, and an attention mask that a GPU does not get.
+
+This module imports torch.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ from accel_sft.models.pretrained import class_of, freeze_beyond_text
 from accel_sft.tools.plan.peak_tracker import PeakTracker
 
 _ATTENTION = "accel_sft_simulated"
-"""The name of attention as batching gives it its inputs; transformers makes no mask for a name it does not know."""
+"""Name under which our attention is registered; transformers makes no mask for a name that it does not know."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +43,11 @@ class Simulated:
     """Bytes of a job's largest forward and backward, and of one rank's model if nothing shards it.
 
     Attributes:
-        kept: by the blocks at the end of their forward.
-        in_head: at the peak within head and loss, `kept` and gradients of the head's weights in flight among it.
-        in_blocks: at the peak elsewhere: `kept`, what is computed again, and gradients on their way.
+        kept: what the blocks keep at the end of their forward.
+        in_head: the peak within head and loss, including `kept` and gradients of the head's weights in flight.
+        in_blocks: the peak elsewhere, including `kept`, recomputed activations and gradients in flight.
         weights: parameters and buffers.
-        gradients: of all trained parameters.
+        gradients: gradients of all trained parameters.
         optimizer: AdamW's state after its first step.
     """
 
@@ -59,24 +60,25 @@ class Simulated:
 
     @property
     def logits(self) -> float:
-        """What head and loss take at the peak of both; 0 where it is in the blocks."""
+        """What head and loss take at the overall peak; 0 if that is in the blocks."""
         return max(self.in_head - self.kept, 0.0) if self.in_head >= self.in_blocks else 0.0
 
     @property
     def activations(self) -> float:
-        """The rest of that peak."""
+        """The rest of the overall peak."""
         return max(self.in_head, self.in_blocks) - self.logits
 
 
 def simulate(job: Job, config: Mapping[str, Any]) -> Estimate:
-    """The memory of a job's ranks in its steps, the largest forward simulated; components as in the closed form. Host
-    memory is not simulated where ranks train on GPUs.
+    """The memory of a job's ranks in its steps, with the largest forward simulated, by the closed form's components.
+
+    If ranks train on GPUs, host memory is not simulated.
 
     Args:
         config: the content of the model's config.json.
     Raises:
-        UserError: transformers cannot build the model, or an operator of it depends on its input's values, of which
-            fake tensors have none.
+        UserError: transformers cannot build the model, or one of its operators depends on the values of its input,
+            which fake tensors do not have.
     """
     found = forward_backward(job, config)
     device, host = placed(job)
@@ -97,7 +99,7 @@ def simulate(job: Job, config: Mapping[str, Any]) -> Estimate:
         notes.append("the fused kernel of head and loss is not simulated: its weights' gradient stands for it")
     notes.append("not simulated: workspaces inside of operators, and gaps between the allocator's blocks")
     forward = {"activations": found.activations, "logits": found.logits}
-    if job.on_cpu:  # whose heap keeps what was freed
+    if job.on_cpu:  # the heap keeps memory that was freed
         device = dataclasses.replace(device, in_flight=0.0)
         forward = {"activations": max(found.kept, found.in_blocks), "logits": found.in_head - found.kept}
     whole = assemble(job, (device, host), forward, "simulation")
@@ -107,7 +109,7 @@ def simulate(job: Job, config: Mapping[str, Any]) -> Estimate:
 
 
 def forward_backward(job: Job, config: Mapping[str, Any]) -> Simulated:
-    """What one forward and backward of a job's largest forward takes; as `simulate`, in bytes."""
+    """The bytes that the job's largest forward and its backward take. Arguments and errors are those of `simulate`."""
     name = str(config.get("model_type"))
     try:
         with warnings.catch_warnings():
@@ -123,7 +125,7 @@ def forward_backward(job: Job, config: Mapping[str, Any]) -> Simulated:
 
 
 def _on_meta(job: Job, config: Mapping[str, Any]) -> Any:
-    """The model as `models.load.load_model` makes it, without weights."""
+    """The model that `models.load.load_model` makes, but without weights."""
     AttentionInterface.register(_ATTENTION, _attention)
     settings = AutoConfig.for_model(**config)
     with torch.device("meta"):
@@ -134,7 +136,7 @@ def _on_meta(job: Job, config: Mapping[str, Any]) -> Any:
                 lora_target_modules=job.target_modules,
                 **{name: getattr(job, name) for name in AS_CONFIGURED if name.startswith(("adapter", "lora", "use"))},
             )
-            chosen = dataclasses.replace(chosen, lora_init="default")  # which has no values to decompose
+            chosen = dataclasses.replace(chosen, lora_init="default")  # others need the weights' values
             model = new_adapter(model, chosen, 100, lambda line: None)
     freeze_beyond_text(model, lambda line: None)
     if job.gradient_checkpointing:
@@ -145,7 +147,7 @@ def _on_meta(job: Job, config: Mapping[str, Any]) -> Any:
 
 
 def _made_fake(job: Job, model: Any) -> Any:
-    """The model on fake tensors, in training, computing in the launch's precision."""
+    """The model on fake tensors, in training mode and in the launch's precision."""
     model.to_empty(device="cpu")
     base = without_adapter(model)
     base.tie_weights()
@@ -172,10 +174,10 @@ def _run(job: Job, model: Any) -> Simulated:
         inputs[0].register_hook(lambda gradient: tracker.begin("blocks"))
 
     handle = head.register_forward_pre_hook(enter_head)
-    # behind one another, as they are packed; attention that is not fused takes rows that are padded
+    # our attention takes all rows packed into one; a model without fused attention takes padded rows
     in_one = without_adapter(model).config._attn_implementation == _ATTENTION
     batch = _batch(job, 1 if in_one else max(job.rows, 1))
-    if job.head == "fused":  # a kernel has no fake tensors; what it leaves are the gradients of the head's weights
+    if job.head == "fused":  # a kernel cannot run on fake tensors; it leaves only the gradient of the head's weights
         batch = dataclasses.replace(batch, head="pieces")
     with tracker:
         nll_sum(model, batch).backward()
@@ -191,7 +193,7 @@ def _run(job: Job, model: Any) -> Simulated:
 
 
 def _batch(job: Job, rows: int) -> Batch:
-    """The largest forward as so many rows of one length, the last tokens of each supervised."""
+    """The largest forward as `rows` rows of equal length, the last tokens of each supervised."""
     length = max(job.tokens // rows, 2)
     supervised = min(max(job.supervised_tokens // rows, 1), length - 1)
     inputs: dict[str, Any] = {"input_ids": torch.zeros(rows, length, dtype=torch.long), "attention_mask": None}
@@ -216,12 +218,12 @@ def _attention(
 
 
 def _dropout(share: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """As on a GPU, where the mask is a byte an element."""
+    """Dropout as on a GPU, where the mask takes one byte for each element."""
     return lambda hidden: torch.native_dropout(hidden, share, True)[0]
 
 
 def _dtype(job: Job, itemsize: int) -> torch.dtype:
-    """The type of this many bytes that the launch's precision or `--dtype` names."""
+    """float32 for 4 bytes; for 2 the half precision that the launch or `--dtype` names."""
     if itemsize == 4:
         return torch.float32
     return torch.float16 if "fp16" in (job.precision, job.dtype.replace("float", "fp")) else torch.bfloat16

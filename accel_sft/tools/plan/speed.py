@@ -1,9 +1,9 @@
-"""What a step sends between ranks and to the host, and about how long it takes: to compare launch files with.
+"""A simple model of what a step sends between ranks and to the host, and of its time, to compare launch files.
 
-Compute is 6 operations a weight and token, 2 of them for the weights' gradients, which an adapter saves, and 2 more
-where activations are computed again; a forward costs besides what 1,024 tokens do, as batching/autotune.py assumes.
-What is sent takes its time at the rates below, of PCIe 4.0, half of it behind the computing where ranks exchange
-gradients. Only ratios between launch files mean anything.
+Computing takes 6 operations for each weight and token, 2 of them for the weights' gradients, which an adapter saves,
+and 2 more if activations are recomputed. Each forward adds the cost of 1,024 tokens, as batching/autotune.py assumes.
+Sending takes its time at the rates below, those of PCIe 4.0; half of the exchange between ranks overlaps with
+computing. Only ratios between launch files mean anything.
 """
 
 import dataclasses
@@ -13,26 +13,28 @@ from accel_sft.memory.job import Job
 from accel_sft.memory.states import live_parameters
 
 OPERATIONS = 1.5e14
-"""A GPU's a second in half precision, as training reaches them."""
+"""Floating-point operations per second that training reaches on one GPU in half precision."""
 LINK, HOST_LINK, DISK = 12e9, 10e9, 3e9
-"""Bytes a second between GPUs, to the host and to NVMe."""
+"""Bytes per second between GPUs, between GPU and host, and to NVMe."""
 NETWORK = 3e9
-"""Bytes a second of one GPU between machines."""
+"""Bytes per second between machines, for one GPU."""
 HOST_UPDATES = 5e8
-"""Parameters that DeepSpeed's CPU Adam updates a second on one rank."""
+"""Parameters per second that DeepSpeed's CPU Adam updates on one rank."""
 FORWARD_TOKENS = 1024
+"""Tokens that take as long as the fixed cost of one forward."""
 HIDDEN_SHARE = 0.5
+"""Share of the exchange between ranks that overlaps with computing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Of one optimizer step on one rank.
+    """What one optimizer step costs one rank.
 
     Attributes:
-        sent_bytes: to other ranks.
-        host_bytes: between GPU and host, or disk.
-        seconds: about; only its ratio to another launch's counts.
-        forwards: how many forwards the rank makes.
+        sent_bytes: bytes sent to other ranks.
+        host_bytes: bytes moved between GPU and host, or disk.
+        seconds: rough time; only its ratio to another launch's means anything.
+        forwards: number of forwards.
     """
 
     sent_bytes: float
@@ -42,7 +44,7 @@ class Speed:
 
 
 def speed(job: Job, step_tokens: float) -> Speed:
-    """Of a step of so many tokens on a rank, in forwards of `job.tokens`."""
+    """What a step of `step_tokens` tokens costs a rank, in forwards of `job.tokens`."""
     forwards = max(math.ceil(step_tokens / max(job.tokens, 1)), 1)
     shape, launch = job.shape, job.launch
     passes = 6 - 2 * job.is_frozen + 2 * job.gradient_checkpointing
@@ -58,10 +60,13 @@ def speed(job: Job, step_tokens: float) -> Speed:
 
 
 def _sent_bytes(job: Job, forwards: int) -> float:
-    """A ring sends each byte that is gathered or scattered (N - 1) / N times, and twice to reduce for all ranks."""
+    """Bytes that a rank sends in one step.
+
+    In a ring of N ranks each byte of a gather or a scatter is sent (N - 1) / N times, of an all-reduce twice as often.
+    """
     n, e, trained, launch = job.ranks, job.computes_bytes, job.trained, job.launch
     once, backend, stage = (n - 1) / n, launch.backend, launch.stage
-    if backend == "fsdp":  # and under HSDP copies average the gradients of their shards
+    if backend == "fsdp":  # under HSDP, the copies of a shard also average its gradients
         shard, copies = launch.shard_ranks, n // launch.shard_ranks
         gathered = (shard - 1) / shard * forwards * (2 * e * job.parameters + 4 * trained)
         return gathered + 2 * (copies - 1) / copies * forwards * 4 * trained / shard
@@ -69,22 +74,26 @@ def _sent_bytes(job: Job, forwards: int) -> float:
         return 2 * once * 4 * trained
     if stage == 0:
         return 2 * once * e * trained
-    if stage < 3:  # gathered weights once a step; DeepSpeed reduces for all ranks, at stage 2 after each forward
+    if stage < 3:  # weights are gathered once a step; DeepSpeed all-reduces gradients, at stage 2 after each forward
         reduced = forwards if stage == 2 else 1
         return once * e * trained * (2 * reduced + 1)
     return once * forwards * (e * _gathered(job) + e * trained)
 
 
 def _gathered(job: Job) -> float:
-    """Elements gathered for one forward and backward: what the backward finds still there is not gathered again."""
+    """Elements gathered for one forward and backward; the backward does not gather again what is still live."""
     again = max(job.parameters - live_parameters(job), 0.0) * (1 + job.gradient_checkpointing)
     return job.parameters + again
 
 
 def _host_bytes(job: Job, forwards: int) -> float:
-    """Gradients down and weights up for an optimizer on the host; the shards of parameters on it; state on a disk."""
+    """Bytes that a rank moves between GPU and host, or disk, in one step.
+
+    An optimizer on the host gets gradients and returns weights; parameters on the host are fetched for each forward;
+    optimizer state on a disk is read and written.
+    """
     n, e, trained, launch = job.ranks, job.computes_bytes, job.trained, job.launch
-    if launch.backend == "fsdp" and launch.offload("param") != "none":  # float32 shards up twice, gradients down
+    if launch.backend == "fsdp" and launch.offload("param") != "none":  # float32 shards up twice, gradients down once
         return forwards * 4 * (2 * job.parameters + trained) / launch.shard_ranks
     found = 0.0
     if launch.offload("optimizer") != "none":

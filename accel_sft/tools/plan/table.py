@@ -1,4 +1,4 @@
-"""A plan in words: the table of launch files, one launch's phases by component, the recommendation; or as JSON."""
+"""Writes a plan in words or as JSON: the table of launch files, a launch's phases by component, the recommendation."""
 
 import dataclasses
 import textwrap
@@ -10,7 +10,7 @@ from accel_sft.memory.estimate import COMPONENTS, PHASES, Estimate, Memory, tota
 from accel_sft.memory.job import Job
 from accel_sft.memory.lengths import Lengths
 from accel_sft.memory.shape import ModelShape
-from accel_sft.tools.plan.machine import Machine
+from accel_sft.tools.plan.machine import PlannedMachine
 from accel_sft.tools.plan.plans import MARGIN, Plan, tried
 
 GIB = 2**30
@@ -22,7 +22,7 @@ _UNITS = ("", "GiB", "", "GiB", "", "", "tokens", "GiB/step", "")
 def lines(
     plans: Sequence[Plan],
     shape: ModelShape,
-    here: Machine,
+    here: PlannedMachine,
     lengths: Lengths,
     config: PlanConfig,
     asked: Mapping[str, Job],
@@ -30,10 +30,10 @@ def lines(
     why: str,
     command: str | None,
 ) -> Iterator[str]:
-    """What a terminal shows; the table and the text keep to 80 columns, the command does not.
+    """The lines that a terminal shows; the table and the text keep to 80 columns, the command does not.
 
     Args:
-        asked: the job of each launch file with the settings that were asked for.
+        asked: for each launch file, the job with exactly the settings that the user asked for.
     """
     trained = shape.trained(config.adapter, config.lora_r, config.lora_target_modules)
     how = "all trained" if config.adapter == "none" else f"frozen, {trained:,} trained ({config.adapter})"
@@ -76,13 +76,13 @@ def lines(
 def as_json(
     plans: Sequence[Plan],
     shape: ModelShape,
-    here: Machine,
+    here: PlannedMachine,
     lengths: Lengths,
     best: Plan | None,
     why: str,
     command: str | None,
 ) -> dict[str, Any]:
-    """The same in numbers, memory in bytes."""
+    """The content of `lines` as numbers, with memory in bytes."""
     return {
         "model": {"family": shape.family, "parameters": shape.parameters, **shape.by_group, "source": shape.source},
         "machine": dataclasses.asdict(here),
@@ -95,7 +95,7 @@ def as_json(
 
 
 def side_by_side(name: str, answers: Sequence[Estimate]) -> Iterator[str]:
-    """Several answers to what a launch takes, phase by phase."""
+    """Several estimates of one launch's memory, as columns of a table by phase."""
     for place, attribute in (("one GPU", "device"), ("one rank's host memory", "host")):
         columns = {each.method: totals(getattr(each, attribute)) for each in answers}
         phases = [phase for phase in PHASES if any(phase in column for column in columns.values())]
@@ -135,7 +135,7 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _row(plan: Plan, here: Machine, fastest: float) -> tuple[str, ...]:
+def _row(plan: Plan, here: PlannedMachine, fastest: float) -> tuple[str, ...]:
     found = plan.estimate
     if found is None:
         return (plan.name, plan.problem)
@@ -169,7 +169,7 @@ def _peak_phase(memory: Memory) -> str:
     return max(found, key=found.__getitem__) if found else ""
 
 
-def _notes(plans: Sequence[Plan], here: Machine) -> Iterator[str]:
+def _notes(plans: Sequence[Plan], here: PlannedMachine) -> Iterator[str]:
     jobs = [each.job for each in plans if each.job]
     if not jobs:
         return
@@ -216,8 +216,8 @@ def _also(config: PlanConfig) -> str:
     return "" if config.gradient_checkpointing else ", nor does one with --gradient-checkpointing"
 
 
-def _elsewhere(plans: Sequence[Plan], here: Machine) -> str:
-    """A hint for plans of GPUs that may be another machine's, where this one's host memory alone is too small."""
+def _elsewhere(plans: Sequence[Plan], here: PlannedMachine) -> str:
+    """A hint to give --host-memory, if a plan with GPUs fails only for this machine's free host memory; else ""."""
     if not (here.gpus and here.is_free and any(each.over == ("host",) for each in plans)):
         return ""
     free = f"{here.host_bytes / GIB:.0f} GiB of host memory are what is free on this machine now"

@@ -1,1 +1,1 @@
-"""A page from the folders of runs and comparisons, made from their files alone; no torch."""
+"""The tool `report`: makes one page from the files of runs and comparisons, without torch."""

@@ -1,4 +1,4 @@
-"""The answers of runs' evaluations as a page holds them: each text once, the newest evaluations first, to a size."""
+"""Collects the answers of runs' evaluations for the page: each text once, newest evaluations first, up to a size."""
 
 import dataclasses
 import json
@@ -13,21 +13,22 @@ from accel_sft.tools.report.runs import Run
 from accel_sft.tracking.run_report import is_number
 
 LONGEST_TEXT = 2000
-"""Characters of a prompt or an answer on the page."""
+"""Most characters of a prompt or an answer on the page."""
 _ROWS = (1000, 500, 200, 100, 50, 20, 10)
-"""Answers of an evaluation that are tried where all of them are too many."""
+"""Numbers of answers of each evaluation that are tried in turn until the page can hold them."""
 _NAMED = 4
-"""Runs in a sentence."""
+"""Most runs that one sentence names."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
+class RecordedEvaluation:
     """One file of answers.
 
     Attributes:
-        run: the place of its run, and `order` its own among those of the run.
-        step: None for an evaluation of `evaluate`.
-        label: what the page calls it.
+        run: the index of its run.
+        order: its index among the evaluations of the run.
+        step: the step of training; None for an evaluation by the command `evaluate`.
+        label: its name on the page.
     """
 
     run: int
@@ -40,13 +41,14 @@ class Evaluation:
 def collect(runs: Sequence[Run], most_bytes: int) -> tuple[dict[str, Any], list[str]]:
     """The answers of all runs that fit into `most_bytes` of JSON, and sentences on what was left out.
 
-    Every run's newest evaluation comes first, then its oldest, which is the model before training, then the others from
-    the newest on. Where these first two of all runs are too much, each keeps its first answers only, as many of one as
-    of another, so that they stay comparable.
+    The newest evaluation of every run comes first, then the oldest of every run (the model before training), then the
+    others, the newest first. If the newest and oldest do not all fit, each keeps only its first answers, the same
+    number for all, so that they stay comparable.
 
     Returns:
-        `texts`; `examples`, pairs of places in it (prompt, expected); `scores`, the names of numbers; `evaluations`
-        with `run`, `step`, `label`, `count` (answers in the file) and `rows` of [example, place of the answer, scores].
+        `texts`; `examples`: pairs of indices into `texts` (prompt, expected); `scores`: the names of the scores;
+        `evaluations`, each with `run`, `step`, `label`, `count` (answers in the file) and `rows` of [index of the
+        example, index of the answer's text, values of the scores].
     """
     first, others = _by_priority(runs)
     files = {evaluation: _read(runs, evaluation) for evaluation in first}
@@ -63,18 +65,18 @@ def collect(runs: Sequence[Run], most_bytes: int) -> tuple[dict[str, Any], list[
 
 
 class _Pool:
-    """Texts and rows, as far as they fit."""
+    """Collects texts and rows until their size in bytes is used up."""
 
     def __init__(self, most_bytes: int, rows: int) -> None:
         self.left, self.rows = most_bytes, rows
         self.texts: dict[str, int] = {}
         self.examples: dict[tuple[int, int, int], int] = {}
         self.scores: dict[str, int] = {}
-        self.evaluations: dict[Evaluation, dict[str, Any]] = {}
+        self.evaluations: dict[RecordedEvaluation, dict[str, Any]] = {}
         self.cut = 0
 
-    def add(self, evaluation: Evaluation, samples: Sequence[dict[str, Any]]) -> bool:
-        """Add an evaluation; False, and nothing is added that is shown, if it does not fit."""
+    def add(self, evaluation: RecordedEvaluation, samples: Sequence[dict[str, Any]]) -> bool:
+        """Add an evaluation and return True; return False, and show nothing of it, if it does not fit."""
         if not samples:
             return True
         rows, seen, texts = [], Counter(), len(self.texts)
@@ -87,7 +89,7 @@ class _Pool:
             for name in numbers:
                 self.scores.setdefault(name, len(self.scores))
             row = [example, self._text(sample.get("generated")), [numbers.get(name) for name in self.scores]]
-            self.left -= len(json.dumps(row)) + 16  # and its example
+            self.left -= len(json.dumps(row)) + 16  # 16 for its example
             rows.append(row)
             if self.left < 0:
                 for text in [*self.texts][texts:]:
@@ -123,7 +125,7 @@ class _Pool:
         }
 
 
-def _by_priority(runs: Sequence[Run]) -> tuple[list[Evaluation], list[Evaluation]]:
+def _by_priority(runs: Sequence[Run]) -> tuple[list[RecordedEvaluation], list[RecordedEvaluation]]:
     newest, oldest, others = [], [], []
     for place, run in enumerate(runs):
         found = [*_evaluations(place, run)]
@@ -134,27 +136,27 @@ def _by_priority(runs: Sequence[Run]) -> tuple[list[Evaluation], list[Evaluation
     return newest + oldest, others
 
 
-def _evaluations(place: int, run: Run) -> Iterator[Evaluation]:
-    for order, side in enumerate(("base", "tuned")):  # of `evaluate --output-dir`
+def _evaluations(place: int, run: Run) -> Iterator[RecordedEvaluation]:
+    for order, side in enumerate(("base", "tuned")):  # written by `evaluate --output-dir`
         path = run.folder.answers_of(side)
         if path.exists():
             weights = run.section("weights")
-            yield Evaluation(place, order, None, str(weights.get(side) or weights.get("model") or side), path)
+            yield RecordedEvaluation(place, order, None, str(weights.get(side) or weights.get("model") or side), path)
     paths = run.folder.all_answers()
     for order, path in enumerate(paths):
         step = step_of(path)
         what = "before training" if step == 0 else "newest" if path == paths[-1] else ""
-        yield Evaluation(place, order, step, f"step {step}" + (f" ({what})" if what else ""), path)
+        yield RecordedEvaluation(place, order, step, f"step {step}" + (f" ({what})" if what else ""), path)
 
 
-def _read(runs: Sequence[Run], evaluation: Evaluation) -> list[dict[str, Any]]:
+def _read(runs: Sequence[Run], evaluation: RecordedEvaluation) -> list[dict[str, Any]]:
     found, unreadable = [], 0
     try:
         text = read_text(evaluation.path, "replace")
     except OSError as error:
         runs[evaluation.run].notes.append(f"{evaluation.path.name} cannot be read: {error.strerror}")
         return []
-    for line in filter(None, text.split("\n")):  # not splitlines(): an answer may hold what that breaks lines at
+    for line in filter(None, text.split("\n")):  # not splitlines(): an answer may hold its other line breaks
         try:
             sample = json.loads(line)
         except (ValueError, RecursionError):
@@ -168,11 +170,11 @@ def _read(runs: Sequence[Run], evaluation: Evaluation) -> list[dict[str, Any]]:
     return found
 
 
-def _left_out(runs: Sequence[Run], all_: Sequence[Evaluation], pool: _Pool, longest: int) -> list[str]:
+def _left_out(runs: Sequence[Run], all_: Sequence[RecordedEvaluation], pool: _Pool, longest: int) -> list[str]:
     said = []
     if pool.rows < longest:
         said.append(f"The first {pool.rows:,} answers of each evaluation are on this page, of up to {longest:,}.")
-    missing: dict[str, list[Evaluation]] = {}
+    missing: dict[str, list[RecordedEvaluation]] = {}
     for evaluation in all_:
         if evaluation not in pool.evaluations and evaluation.path.stat().st_size:
             missing.setdefault(runs[evaluation.run].name, []).append(evaluation)
@@ -187,7 +189,7 @@ def _left_out(runs: Sequence[Run], all_: Sequence[Evaluation], pool: _Pool, long
     return said
 
 
-def _steps(evaluations: Sequence[Evaluation]) -> str:
+def _steps(evaluations: Sequence[RecordedEvaluation]) -> str:
     steps = sorted(evaluation.step or 0 for evaluation in evaluations)
     if len(steps) == 1:
         return evaluations[0].label

@@ -1,10 +1,10 @@
-"""Which charts the page has, under which headings, and the rows that each draws."""
+"""Decides which charts the page has, under which headings, and which rows each draws."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from accel_sft.tools.report import memory, memory_specs, specs
-from accel_sft.tools.report.comparison import Cell
+from accel_sft.tools.report.comparison import RecordedCell
 from accel_sft.tools.report.runs import Run
 
 _GROUPS = {
@@ -13,23 +13,23 @@ _GROUPS = {
     "ranks": "Memory, CPU and GPU of each rank",
 }
 _MOST_PREDICTED = 12
-"""Charts of predicted memory; the table beside them has all."""
+"""Most charts of predicted memory; the table beside them lists all predictions."""
 _DRAWN_AS_POINTS = 30
-"""Points of a curve up to which each is marked."""
+"""Most points of a curve at which each of them is marked."""
 _ALL_LABELLED = 5
-"""Points of a chart that all carry their names; of more only those on the Pareto front do."""
+"""Most points of a chart at which all carry their names; with more, only those on the Pareto front do."""
 
 Chart = dict[str, Any]
 
 
 def groups(
-    every: Sequence[Run], cells: Sequence[Cell], series: Sequence[str], measured: Sequence[Chart]
+    every: Sequence[Run], cells: Sequence[RecordedCell], series: Sequence[str], measured: Sequence[Chart]
 ) -> list[dict[str, Any]]:
-    """Groups of charts, in the order of the page.
+    """The groups of charts, in the order of the page.
 
     Returns:
-        `id`, `heading`, whether it is `folded`, `missing` (names of runs without a place in it), and `charts`, each
-        with an `id`, a `title`, a `spec`, and its rows in the form that `kind` names to the page's script.
+        for each group its `id`, its `heading`, whether it is `folded`, `missing` (the runs that lack what it shows)
+        and `charts`. A chart has an `id`, a `title`, a `spec`, and its data under `curves` or `rows`, as `kind` says.
     """
     found = []
     for group, heading in _GROUPS.items():
@@ -61,7 +61,7 @@ def _curves(chart: Chart, series: Sequence[str]) -> Chart:
     return {"kind": "curves", "title": chart["title"], "curves": chart["curves"], "spec": spec}
 
 
-def _speed(every: Sequence[Run], cells: Sequence[Cell], series: Sequence[str]) -> list[Chart]:
+def _speed(every: Sequence[Run], cells: Sequence[RecordedCell], series: Sequence[str]) -> list[Chart]:
     found = []
     for place in memory.PLACES:
         points = memory.against_speed(every, cells, place)
@@ -74,7 +74,7 @@ def _speed(every: Sequence[Run], cells: Sequence[Cell], series: Sequence[str]) -
     return found
 
 
-def _step_times(cells: Sequence[Cell], series: Sequence[str]) -> list[Chart]:
+def _step_times(cells: Sequence[RecordedCell], series: Sequence[str]) -> list[Chart]:
     rows = [
         {"name": cell.name, "series": series.index(cell.name), "seconds": float(f"{second:.5g}")}
         for cell in cells

@@ -1,4 +1,4 @@
-"""comparison.json as a page shows it: its findings, its cells, and the folders of their runs."""
+"""Reads comparison.json for the page: its findings, its cells, and the folders of their runs."""
 
 import dataclasses
 from pathlib import Path
@@ -14,13 +14,14 @@ SCHEMA = 1
 
 
 @dataclasses.dataclass(kw_only=True)
-class Cell:
+class RecordedCell:
     """One combination of settings, and its numbers over all rounds.
 
     Attributes:
-        statuses: how its runs ended, each once.
-        median: of its complete runs, `spread` their range as a share of it; a number not measured is not there.
-        step_seconds: the counted steps of every run.
+        statuses: how its runs ended, each word once.
+        median: each number's median over the complete runs; a number that was not measured is absent.
+        spread: each number's range over those runs as a share of the median.
+        step_seconds: the times of the counted steps of all runs.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Cell:
 
 @dataclasses.dataclass(kw_only=True)
 class Comparison:
-    """What comparison.json says, and its runs as far as their folders are there."""
+    """What comparison.json says, and the runs of its cells."""
 
     name: str
     status: str
@@ -43,7 +44,7 @@ class Comparison:
     varied: list[str]
     findings: list[str]
     environment: dict[str, Any]
-    cells: list[Cell]
+    cells: list[RecordedCell]
     runs: list[Run]
 
 
@@ -51,9 +52,10 @@ def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
     """Read a folder with comparison.json.
 
     Args:
-        alone: whether its cells may go by their own names; another comparison's are called alike.
+        alone: whether its cells keep their own names; beside others, whose cells may have the same names, `name` stands
+            before them.
     Raises:
-        UserError: it cannot be read, or is of another form.
+        UserError: the file cannot be read, or is no comparison of this version.
     """
     file = path / COMPARISON
     record = read_json(file)
@@ -84,10 +86,10 @@ def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
     )
 
 
-def _cell(name: str, cell: dict[str, Any], rounds: list[dict[str, Any]]) -> Cell:
+def _cell(name: str, cell: dict[str, Any], rounds: list[dict[str, Any]]) -> RecordedCell:
     statuses = list(dict.fromkeys(str(run.get("status") or "unknown") for run in rounds))
     reasons = [str(run["reason"]) for run in rounds if run.get("reason")]
-    return Cell(
+    return RecordedCell(
         name=name,
         statuses=statuses or [str(cell.get("status") or "not run")],
         reason=str(cell.get("reason") or "") or (reasons[0] if reasons else ""),
@@ -99,20 +101,20 @@ def _cell(name: str, cell: dict[str, Any], rounds: list[dict[str, Any]]) -> Cell
 
 
 def _run(path: Path, comparison: str, cell: str, number: int, run: dict[str, Any]) -> Run:
-    """A round's own folder, or where that is gone or was never a run's, what the comparison noted of it."""
+    """The run in a round's folder; if there is none, what the comparison noted of it."""
     name = f"{cell}, round {run.get('round') or number}"
     folder = path / str(run.get("folder") or "")
     try:
         inside = folder.resolve().is_relative_to(path.resolve()) and folder.resolve() != path.resolve()
         found = read_run(folder, name) if inside else None
-    except (UserError, ValueError):  # a name that no file system takes, too
+    except (UserError, ValueError):  # ValueError: a name that no file system takes
         found = None
     if found is None:
         noted = {key: run[key] for key in ("steps", "tokens_per_second") if is_number(run.get(key))}
         found = Run(name=name, series=cell, folder=RunDir(folder), status="unknown", result=noted)
         found.notes.append("its folder is not there: only what the comparison noted is shown")
     for key in ("tokens_per_second", "peak_device_memory_gib", "peak_host_memory_gib"):
-        if is_number(run.get(key)):  # of the counted steps, which is what the comparison compares
+        if is_number(run.get(key)):  # the comparison's own numbers: its speed leaves out the discarded steps
             found.result[key] = run[key]
     found.series, found.status = cell, str(run.get("status") or found.status)
     found.reason = str(run.get("reason") or "") if found.status != "complete" else ""

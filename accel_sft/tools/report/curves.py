@@ -1,4 +1,4 @@
-"""The curves of runs: what was measured at which step, thinned to what a chart can show."""
+"""Collects the curves of runs: what was measured at which step, thinned to what a chart can show."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,11 +10,11 @@ from accel_sft.tools.report.runs import Run
 from accel_sft.tracking.run_report import COSTS, is_number
 
 POINTS_OF_A_CHART = 1600
-"""More neither fit its pixels nor, from many runs, the page."""
+"""Points of a chart over all its curves, more or less: more fit neither its pixels nor, with many runs, the page."""
 _FEWEST, _MOST = 60, 1000
-"""Points of one curve."""
+"""Bounds on the points that a thinned curve may keep."""
 _KNOTS = 200
-"""Steps of a run at which the page knows the training time; between them it interpolates."""
+"""Steps of a run, roughly, at which the page knows the training time; between them it interpolates."""
 
 MEASURED = {
     "loss": ("Training loss", "nats per supervised token", "main"),
@@ -29,7 +29,7 @@ MEASURED = {
     "gpu_memory_gib": ("GPU memory of each rank's device", "memory in use by all (GiB)", "ranks"),
     "gpu_percent": ("GPU use of each rank's device", "time with a kernel running (%)", "ranks"),
 }
-"""What has a name and unit of its own: title, unit, and the group of charts that it belongs to."""
+"""Title, unit and group of the chart of each thing measured, by its key; the task's metrics have no entry."""
 _NOT_CURVES = {"step", "epoch", "tokens", "supervised_tokens", *COSTS}
 
 
@@ -37,9 +37,9 @@ def charts(runs: Sequence[Run], readings: Sequence[Readings]) -> list[dict[str, 
     """A chart for each thing measured, in the order to show them.
 
     Returns:
-        `key`, `title`, `unit`, `group` ("main", "more" or "ranks"), `thinned` (whether points are left out), and
-        `curves` of each: `run` (its place in `runs`), `rank` or None, lists `steps` and `values`, and where those are
-        thinned `means`, pairs of a step and the mean around it.
+        for each chart `key`, `title`, `unit`, `group` ("main", "more" or "ranks"), `thinned` (whether points are left
+        out) and `curves`. A curve has `run` (its index in `runs`), `rank` or None, the lists `steps` and `values`, and
+        if it is thinned `means`: pairs of a step and the mean around it.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for place, run in enumerate(runs):
@@ -82,8 +82,10 @@ def _chart(key: str, curves: Sequence[dict[str, Any]], main: bool) -> dict[str, 
 
 
 def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """At most `most` points in their order: of each stretch the smallest and the largest, so that no spike is lost, and
-    the first and the last point of all."""
+    """At most `most` of the points, in order: the first, the last, and the smallest and largest of each stretch.
+
+    This keeps every spike.
+    """
     if len(points) <= most:
         return list(points)
     inner, stretches = points[1:-1], (most - 2) // 2
@@ -97,7 +99,7 @@ def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, 
 
 
 def means(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """The mean value of each of `most` stretches, at the step in the middle of it."""
+    """The means of `most` equal stretches, each with the step in the middle of its stretch."""
     found = []
     for number in range(most):
         stretch = points[len(points) * number // most : len(points) * (number + 1) // most]
@@ -106,7 +108,7 @@ def means(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float,
 
 
 def training_minutes(run: Run) -> dict[str, list[float]]:
-    """Minutes of training at some steps of the run: lists `steps` and `minutes`; empty where no step has its time."""
+    """Minutes of training at some steps of the run: lists `steps` and `minutes`, empty if no step has its time."""
     passed, knots = 0.0, [(0, 0.0)]
     for row in run.steps:
         if is_number(row.get("seconds")) and math.isfinite(row["seconds"]):

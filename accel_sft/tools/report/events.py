@@ -1,4 +1,4 @@
-"""Each rank's CPU, memory and GPU over a run: what TensorBoard's events hold and metrics.jsonl does not."""
+"""Reads each rank's CPU, memory and GPU use from TensorBoard's event files; metrics.jsonl does not have it."""
 
 import re
 from collections import defaultdict
@@ -8,13 +8,13 @@ from accel_sft.tools.report.runs import Run
 
 _TAG = re.compile(r"system/rank(\d+)/(\w+)")
 Readings = dict[tuple[str, int], dict[int, float]]
-"""(field of `system.SYSTEM_FIELDS`, rank) -> step -> reading."""
+"""(field of `system.SYSTEM_FIELDS`, rank) to step to reading."""
 
 
 def system_readings(run: Run) -> Readings:
-    """The run's readings, those that a resume took back left out; empty without TensorBoard.
+    """The run's readings, without the ones that a resume replaced; empty without event files.
 
-    A file that cannot be read to its end counts as far as it goes, and the run's notes say so.
+    A file that is damaged is read as far as possible, and the run's notes say so.
     """
     paths = sorted(path for path in run.folder.path.glob("events.out.tfevents.*") if path.is_file())
     if not paths:
@@ -39,12 +39,12 @@ def system_readings(run: Run) -> Readings:
 
 
 def _drop_from(readings: Readings, step: int) -> None:
-    """A session that starts at a step replaces what was written before from that step on."""
+    """Drop the readings from a step on: a session that starts there replaces them."""
     for curve in readings.values():
         for later in [each for each in curve if each >= step]:
             del curve[later]
 
 
 def _number(value: Any) -> float:
-    """Old writers store a number, new ones a tensor of one."""
+    """The value of an event: old writers store a number, new ones a tensor with one element."""
     return value.tensor.float_val[0] if value.HasField("tensor") and value.tensor.float_val else value.simple_value

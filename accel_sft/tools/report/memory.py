@@ -1,25 +1,26 @@
-"""Memory of runs: against speed with its Pareto front, by phase, and predicted beside measured."""
+"""Gathers the memory of runs for charts: against speed with a Pareto front, by phase, and predicted beside measured."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accel_sft.tools.report.comparison import Cell
+from accel_sft.tools.report.comparison import RecordedCell
 from accel_sft.tools.report.runs import Run
 from accel_sft.tracking.run_report import is_number
 
 PLACES = {"device": "peak_device_memory_gib", "host": "peak_host_memory_gib"}
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
-"""Of a prediction, in the order in which they are stacked."""
+"""The components of a prediction, in the order in which they are stacked."""
 PHASES = ("load", "shard", "first_step", "step", "evaluate", "save", "export")
-"""Of a run, in their order."""
+"""The phases of a run, in their order."""
 
 
-def against_speed(runs: Sequence[Run], cells: Sequence[Cell], place: str) -> list[dict[str, Any]]:
-    """A point for each run, or of a comparison for each cell's median: `name`, `series`, `gib`, `tokens_per_second`,
-    and whether it is on the Pareto `front`. What lacks either number has no point.
+def against_speed(runs: Sequence[Run], cells: Sequence[RecordedCell], place: str) -> list[dict[str, Any]]:
+    """A point for each run, or for the median of each cell of a comparison; none if memory or speed is unknown.
 
     Args:
-        place: "device" or "host", whose peak counts: the largest rank's.
+        place: "device" or "host": which memory's peak is meant, on the rank with the largest.
+    Returns:
+        `name`, `series`, `gib`, `tokens_per_second`, and whether the point is on the Pareto `front`.
     """
     named = [(run.name, run.series, run.result) for run in runs if run.series not in {cell.name for cell in cells}]
     named += [(cell.name, cell.name, cell.median) for cell in cells]
@@ -38,8 +39,10 @@ def has_speed_and_memory(values: Mapping[str, Any]) -> bool:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> set[int]:
-    """Places of the (memory, speed) points that no other beats: none has as little memory and more speed, or less
-    memory and as much speed."""
+    """Indices of the (memory, speed) points that no other point beats.
+
+    A point is beaten by one that is no worse in memory and speed and better in one of them.
+    """
     return {
         place
         for place, (memory, speed) in enumerate(points)
@@ -48,8 +51,12 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> set[int]:
 
 
 def startup(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Rows of each rank's memory at the end of each start-up phase: `run` (its place), `phase`, `rank`, `what`
-    ("host", "device, allocated" or "device, reserved and unused") and `gib`."""
+    """Rows of each rank's memory at the end of each start-up phase.
+
+    Returns:
+        `run` (its index), `phase`, `rank`, `what` ("host", "device, allocated" or "device, reserved and unused") and
+        `gib`.
+    """
     rows = []
     for place, run in enumerate(runs):
         phases = run.result.get("phases")
@@ -70,8 +77,12 @@ def startup(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def predicted_and_measured(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """For each run, place and phase: `run`, `place` ("device" or "host"), `phase`, `components` (GiB by name, empty
-    without a prediction), `predicted` and `measured` GiB; either may be None. A run without both has no row."""
+    """A row for each run, place and phase of which a prediction or a measurement is known.
+
+    Returns:
+        `run` (its index), `place` ("device" or "host"), `phase`, `components` (GiB by name, empty without a prediction)
+        and `predicted` and `measured` GiB, one of which may be None.
+    """
     rows = []
     for number, run in enumerate(runs):
         measured = run.section("memory_by_phase")
@@ -98,7 +109,7 @@ def _in_order(phase: str) -> tuple[int, str]:
 
 
 def _components(predicted: Any) -> dict[str, float]:
-    """GiB by component of a phase's prediction, in the order in which they are stacked."""
+    """A phase's predicted GiB by component, in the order in which they are stacked."""
     if not isinstance(predicted, dict):
         return {}
     names = sorted(predicted, key=lambda name: COMPONENTS.index(name) if name in COMPONENTS else len(COMPONENTS))

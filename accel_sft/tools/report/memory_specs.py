@@ -1,4 +1,4 @@
-"""The charts of memory as Vega-Lite specifications; what they have in common with all charts is in `specs`."""
+"""Vega-Lite specifications of the charts of memory; `specs` has what all charts share."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from accel_sft.tools.report.specs import COLOURS, FAINT, INK, SHOWN, chart, of_s
 
 
 def against_speed(place: str, series: Sequence[str]) -> dict[str, Any]:
-    """Points of memory and speed, and the step line of the Pareto front."""
+    """Points of memory against speed, and the Pareto front as a step line."""
     memory = {"field": "gib", "type": "quantitative", "title": f"peak {place} memory, largest rank (GiB)"}
     speed = {"field": "tokens_per_second", "type": "quantitative", "title": "training speed (tokens per second)"}
     points = {
@@ -50,7 +50,7 @@ def against_speed(place: str, series: Sequence[str]) -> dict[str, Any]:
 
 
 def startup(what: str, series: Sequence[str]) -> dict[str, Any]:
-    """Bars of each run at the end of each start-up phase, its ranks stacked."""
+    """A bar for each run at the end of each start-up phase, its ranks stacked."""
     bars = {
         "mark": {"type": "bar", "stroke": "var(--paper)", "strokeWidth": 1},
         "encoding": {
@@ -88,7 +88,7 @@ def startup(what: str, series: Sequence[str]) -> dict[str, Any]:
 
 
 def predicted(place: str, name: str, components: Sequence[str], has_measured: bool) -> dict[str, Any]:
-    """Bars of the predicted components of each phase, and a mark at what was measured."""
+    """A bar of the predicted components for each phase, with a mark at the measured peak."""
     scale = {"domain": [*components], "range": [(*COLOURS, FAINT)[i % 7] for i in range(len(components))]}
     stack = {
         "transform": [{"filter": "datum.component !== null"}],
@@ -117,7 +117,7 @@ def predicted(place: str, name: str, components: Sequence[str], has_measured: bo
     }
     return chart(
         f"Predicted {place} memory of {name} by phase, its components stacked; the dark mark is what was measured.",
-        height=320,  # of which the legend takes a part
+        height=320,  # the legend takes a part of it
         encoding={
             "x": {"field": "phase", "type": "nominal", "sort": None, "title": "phase", "axis": {"labelAngle": 0}}
         },

@@ -1,4 +1,4 @@
-"""The page: everything it shows, gathered from runs and comparisons, and rendered as one file without a network."""
+"""Gathers what the page shows from runs and comparisons, and renders it as one file that needs no network."""
 
 import base64
 import functools
@@ -22,24 +22,24 @@ from accel_sft.tools.report.runs import Run
 from accel_sft.tracking.run_report import comparison_rows, is_number
 
 MOST_BYTES = 1_950_000
-"""Of a page; what answers leave of it stays empty."""
+"""Size of a page, which the answers may fill up to this."""
 MOST_CHARTS, MOST_ROWS = 60, 300
-"""Most charts of a page, the trainer's own and the main metric first; most rows of its tables."""
+"""Most charts of curves on a page (losses and the main metric come first), and most rows of its tables."""
 _FEWEST_ANSWER_BYTES = 100_000
-"""Kept for answers on a page that curves of very many runs fill."""
+"""Bytes that answers may always take, even if the curves of very many runs fill the page."""
 _FOLDER = Path(__file__).parent
 _SCRIPTS = ("vega/vega.min.js", "vega/vega-lite.min.js", "vega/vega-embed.min.js", "page/answers.js", "page/charts.js")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half a character, which JSON can name and no file can hold."""
+"""A lone surrogate, which JSON can escape but UTF-8 cannot encode."""
 _SOURCE_MAP = re.compile(r"//# sourceMappingURL=\S+")
-"""A file that a browser's inspector would ask for."""
+"""A script's reference to a file that a browser's inspector would fetch."""
 
 
 def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str, list[str]]:
-    """The page, and sentences on what it leaves out.
+    """The page as HTML, and sentences on what it leaves out.
 
     Args:
-        runs: those asked for by themselves; a comparison brings its own.
+        runs: the runs that were named by themselves; those of comparisons are added.
     """
     every = [*runs, *(run for comparison in comparisons for run in comparison.runs)]
     cells = [cell for comparison in comparisons for cell in comparison.cells]
@@ -84,7 +84,7 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
 
 
 def _too_many(undrawn: Sequence[dict], scores: dict[str, Any], settings: dict[str, Any]) -> list[str]:
-    """Sentences on charts and rows of tables beyond what a page can show."""
+    """Sentences on charts and table rows that are more than a page can show."""
     said = []
     if undrawn:
         said.append(f"{len(undrawn):,} more things were measured, {one_line(undrawn[0]['key'], 80)} the first of them.")
@@ -114,7 +114,7 @@ def _parts() -> dict[str, Any]:
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """Only the page's own scripts run, whatever an answer or a name contains, and nothing is fetched."""
+    """The page's Content-Security-Policy: only its own scripts run, whatever the data contains; nothing is fetched."""
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; form-action 'none'"
@@ -127,13 +127,13 @@ def _title(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> str:
 
 
 def _main_metric(run: Run, every: Sequence[Run]) -> str | None:
-    """The run's, or while it has none yet, that of another run of its task."""
+    """The main metric of the run's task, from the run's own result or else from another run of that task."""
     same = (each for each in (run, *every) if each.task == run.task)
     return next((str(each.result["main_metric"]) for each in same if each.result.get("main_metric")), None)
 
 
 def _row(run: Run) -> dict[str, Any]:
-    """What the table of runs shows: numbers of result.json, or of the lines so far where the run did not end."""
+    """A run's row in the table of runs: numbers from result.json, or from its steps so far if it has not ended."""
     seconds = [row["seconds"] for row in run.steps if is_number(row.get("seconds"))]
     tokens = [row["tokens"] for row in run.steps if is_number(row.get("tokens"))]
     so_far = {
@@ -155,8 +155,11 @@ def _row(run: Run) -> dict[str, Any]:
 
 
 def _scores(every: Sequence[Run]) -> dict[str, Any]:
-    """The first and the last evaluation of each run that has one: `columns`, their names, and `rows` of a label and a
-    (base, tuned, change) for each column."""
+    """The first and the last evaluation of each run that has any.
+
+    Returns:
+        `columns`, the names of those runs; `rows`, each a label and a (base, tuned, change) for each column.
+    """
     found: dict[str, dict[str, tuple[str, str, str]]] = {}
     for run in every:
         before, after = run.section("before"), run.section("after")
@@ -181,7 +184,7 @@ def _launch(launch: dict[str, Any]) -> str:
 
 
 def _number(value: Any) -> str:
-    """What is not recorded is a dash."""
+    """A number as text; a dash if it is not recorded."""
     return shown(value) or "–"
 
 

@@ -1,4 +1,4 @@
-"""A run's folder as a page shows it: what is there is read, and what is missing or broken is said."""
+"""Reads a run's folder for the page; notes say which files are missing or damaged."""
 
 import dataclasses
 import json
@@ -21,13 +21,13 @@ class Run:
     """What the files of one run say.
 
     Attributes:
-        name: of its folder, as the page calls it.
-        series: what the runs of one cell of a comparison have in common, else the name: the same colour.
-        status: complete, running, stopped, failed, or, of a comparison's cell, how it ended.
-        reason: why it did not complete, in a sentence; empty otherwise.
-        started: seconds since 1970, None if no file tells.
-        record: of run.json, and `result` of result.json; empty where there is none.
-        steps: the training lines of metrics.jsonl, and `evaluations` the others, in order of steps.
+        name: its name on the page, made of its folder's.
+        series: its colour's key: the cell's name for the runs of a comparison, else `name`.
+        status: complete, running, stopped, failed or, for a run of a comparison, how `compare` says that it ended.
+        reason: why it did not complete, in a sentence; else empty.
+        started: seconds since 1970; None if no file tells.
+        record, result: the contents of run.json and of result.json; empty if there is none.
+        steps, evaluations: the training lines and the other lines of metrics.jsonl, in the file's order.
         notes: what is missing or could not be read.
     """
 
@@ -54,7 +54,7 @@ class Run:
         return self.steps[-1]["step"] if self.steps else None
 
     def section(self, *keys: str) -> dict[str, Any]:
-        """A mapping inside result.json; empty where there is none."""
+        """A mapping inside result.json; empty if it is not there."""
         found: Any = self.result
         for key in keys:
             found = found.get(key) if isinstance(found, dict) else None
@@ -65,7 +65,7 @@ def read_run(path: Path, name: str) -> Run:
     """Read the folder of one run.
 
     Raises:
-        UserError: it is no run's folder; the line says what it is instead.
+        UserError: it is no run's folder; the message says what it is instead.
     """
     folder = RunDir(path)
     _refuse_others(folder)
@@ -111,7 +111,7 @@ def _damaged(path: Path) -> bool:
 
 
 def _read(run: Run, path: Path) -> dict[str, Any]:
-    """A JSON file of the run; empty where it is not there, or damaged, which the notes say."""
+    """A JSON file of the run; empty if it is missing or damaged (the notes then say so)."""
     if _damaged(path):
         what = "half-written or damaged" if path.is_file() else "no regular file"
         run.notes.append(f"{path.name} cannot be read: it is {what}")
@@ -145,7 +145,10 @@ def _read_metrics(run: Run) -> None:
 
 
 def _started(folder: RunDir) -> float | None:
-    """TensorBoard's files carry the second in which they were opened in their names; else run.json's own time."""
+    """When the run started, in seconds since 1970.
+
+    The names of TensorBoard's files hold the time of their creation; without them, the time of run.json counts.
+    """
     seconds = [path.name.split(".")[3] for path in folder.path.glob("events.out.tfevents.*.*")]
     found = [int(each) for each in seconds if each.isdecimal()]
     if found:
@@ -171,7 +174,7 @@ def _status(run: Run) -> tuple[str, str]:
 
 
 def named(paths: list[str]) -> dict[str, Path]:
-    """A name for each folder: its own, or where two are called alike, the path as it was given."""
+    """A name for each folder: its own, or its path as it was given if two have the same name."""
     folders = list(dict.fromkeys(expanded(path, "RUN") for path in paths))
     names = [folder.resolve().name for folder in folders]
     return {

@@ -1,4 +1,4 @@
-"""The settings of runs beside each other: those that differ, and those that all have in common."""
+"""Tabulates the settings of runs: those that differ, and those that all runs have in common."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,18 +7,22 @@ from typing import Any
 from accel_sft.tools.report.runs import Run
 
 _LONGEST = 300
+"""Most characters of a value in the table."""
 _ABSENT = "(not recorded)"
 _TRIVIAL = {"config": {"output_dir", "resume", "dry_run"}, "launch": {"deepspeed_config", "yaml"}}
-"""Different in every run or said elsewhere: the folder is the run's name, and what the yaml decides is in `launch`."""
+"""Keys left out of the table, since every run has another value or the page shows it elsewhere.
+
+The folder is the run's name, and the effects of the launch file are in `launch`.
+"""
 _SECTIONS = {"config": "setting", "task_options": "task's setting", "launch": "launch", "data": "data"}
 
 
 def table(runs: Sequence[Run]) -> dict[str, Any]:
-    """What run.json and the chosen batching say of each run that has a record; of a comparison's cell its first run.
+    """The settings and the chosen batching of each run that has a run.json; a cell of a comparison shows its first run.
 
     Returns:
-        `columns`, names of runs; `differing` and `common`, rows of (kind, name, values): one value for each column, or
-        in `common` one alone.
+        `columns`, the names of the runs; `differing`, rows of (kind, name, a value for each column); `common`, rows of
+        (kind, name, the value that all share).
     """
     columns: dict[str, Run] = {}
     for run in runs:
@@ -47,7 +51,7 @@ def _flat(run: Run) -> dict[tuple[str, str], str]:
         if key in run.record:
             flat["data", key] = _shown(run.record[key])[:12]
     batching = run.section("batching")
-    limits = ("tokens", "rows")  # of which one decides, and the other is none
+    limits = ("tokens", "rows")  # one of them decides, the other is no limit
     unlimited = {key: "no limit" for key in limits if batching.get(key) in (None, 2**31)}
     _flatten(flat, "chosen batching", "", {**batching, **unlimited})
     return flat

@@ -1,6 +1,6 @@
-"""The charts as Vega-Lite specifications. Data, the runs that are shown and the range of steps come from the page.
+"""Vega-Lite specifications of the charts. The page adds the data, the runs to show and the range of steps.
 
-Colours are the page's own variables, so that a chart follows light, dark and print without being drawn again.
+Colours are the page's CSS variables, so that a chart follows light, dark and print without being drawn again.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 INK, FAINT, GRID = "var(--ink)", "var(--faint)", "var(--line)"
 COLOURS = tuple(f"var(--c{number})" for number in range(1, 7))
 DASHES = ((1, 0), (6, 3), (2, 2), (8, 3, 2, 3))
-"""A seventh series has the first one's colour and another line."""
+"""Vega's dash patterns (lengths in pixels): the seventh series has the first one's colour and the second pattern."""
 
 CONFIG = {
     "background": "transparent",
@@ -28,7 +28,7 @@ CONFIG = {
         "labelOverlap": "greedy",
         "labelSeparation": 8,
     },
-    # above the axis: beside it a chart's height would cut it, or it the chart
+    # the title stands above the axis: beside it, a low chart would cut it off, or a long title would take its width
     "axisY": {"titleAngle": 0, "titleAlign": "left", "titleBaseline": "bottom", "titleX": 0, "titleY": -8},
     "legend": {"labelColor": INK, "titleColor": INK, "orient": "bottom", "columns": 4, "labelFontSize": 11},
     "text": {"color": INK},
@@ -36,7 +36,7 @@ CONFIG = {
 
 
 def look(series: Sequence[str]) -> list[dict[str, Any]]:
-    """Colour and dash of each series."""
+    """The colour and the dash pattern of each series."""
     return [
         {"name": name, "colour": COLOURS[place % len(COLOURS)], "dash": DASHES[place // len(COLOURS) % len(DASHES)]}
         for place, name in enumerate(series)
@@ -44,7 +44,7 @@ def look(series: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def chart(description: str, **parts: Any) -> dict[str, Any]:
-    """What all charts have in common: the page gives the width, and the rows under the name `rows`."""
+    """A specification with what all charts share: the page gives the width, and the data under the name `rows`."""
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "description": description,
@@ -67,10 +67,10 @@ SHOWN = {"filter": "indexof(shown, datum.series) >= 0"}
 
 
 def curves(title: str, unit: str, series: Sequence[str], few: bool) -> dict[str, Any]:
-    """Lines over steps or minutes (`x`), a line for each run and rank; a drag selects the range `brush`.
+    """A line for each run and rank over steps or minutes (`x`); dragging selects the range `brush`.
 
     Args:
-        few: whether each curve is a handful of points, which are then drawn.
+        few: whether the curves have so few points that each is marked.
     """
     x = {"field": "x", "type": "quantitative", "title": "step", "axis": {"tickMinStep": 1, "format": ",.6~g"}}
     x["scale"] = {"zero": False, "nice": False, "domainMin": {"expr": "low"}, "domainMax": {"expr": "high"}}
@@ -99,7 +99,7 @@ def curves(title: str, unit: str, series: Sequence[str], few: bool) -> dict[str,
     }
     by_line = {"groupby": ["line"], "sort": [{"field": "x"}]}
     neighbours = [{"op": "lag", "field": "x", "as": "before"}, {"op": "lead", "field": "x", "as": "after"}]
-    within = "(low === null || datum.x >= low || datum.after >= low)"  # with the neighbours, to which lines lead
+    within = "(low === null || datum.x >= low || datum.after >= low)"  # and the neighbours, to which lines lead
     within += " && (high === null || datum.x <= high || (datum.before !== null && datum.before <= high))"
     return chart(
         f"{title} over the steps of training, a line for each run; vertical axis: {unit}.",
@@ -111,13 +111,13 @@ def curves(title: str, unit: str, series: Sequence[str], few: bool) -> dict[str,
 
 
 def range_and_shown(series: Sequence[str]) -> list[dict[str, Any]]:
-    """What the page's controls set: the series that are shown, and the range of steps or minutes, null for all."""
+    """The parameters that the page's controls set: the series to show, and the range of `x` (null: all)."""
     every = {"name": "shown", "value": [*range(len(series))]}
     return [every, {"name": "low", "value": None}, {"name": "high", "value": None}]
 
 
 def step_seconds(cells: int, series: Sequence[str]) -> dict[str, Any]:
-    """Box plots of each cell's counted steps."""
+    """A box plot of the times of each cell's counted steps."""
     boxes = {
         "mark": {
             "type": "boxplot",

@@ -1,4 +1,4 @@
-"""Chats in the forms they are published in, read from files: a task for accel_sft."""
+"""A task for accel_sft: chats, read from files in the forms in which they are published."""
 
 from accel_sft_chat.task import Chat
 

@@ -1,4 +1,4 @@
-"""Which published form a row has, told by its columns: chat messages, prompt and completion, or Alpaca's."""
+"""Recognises a row's published form by its columns: chat messages, prompt and completion, or Alpaca's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS = {
     "tools": ("tools", "functions"),
     "images": ("images", "image"),
 }
-"""What a column may hold, and the names by which it is recognised; `--columns` gives it another."""
+"""Names by which the column of each kind is recognised; `--columns` gives a kind another name."""
 NO_RAW_TEXT = (
     "raw text is not trained on, as only answers are learnt: write a question and its answer into each row, as prompt "
     "and completion"
@@ -33,8 +33,15 @@ _SHOWN = 8
 
 
 class RowTurns(NamedTuple):
-    """A row's turns as they stand there, and the form that it has. `system_text` is the column's text, or ""; `notes`
-    say what was done to the row, and which columns of `--columns` it does not have."""
+    """A row as it was read.
+
+    Attributes:
+        form: its form in words, with the names of its columns.
+        turns: its turns, unchanged.
+        system_text: the text of its system column, or "".
+        tools: the schemas of its tools.
+        notes: what was done to the row, and which columns of `--columns` it lacks.
+    """
 
     form: str
     turns: list[Turn]
@@ -44,10 +51,10 @@ class RowTurns(NamedTuple):
 
 
 def named_columns(text: str | None) -> tuple[tuple[str, str], ...]:
-    """`--columns` read: pairs of what a column holds and its name.
+    """Read `--columns`: pairs of what a column holds and its name.
 
     Raises:
-        ValueError: what is wrong with it, in a phrase.
+        ValueError: the text is malformed; the message says how, in a phrase.
     """
     pairs = []
     for part in (text or "").split(",") if text else ():
@@ -65,12 +72,13 @@ def named_columns(text: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folder: str = "") -> RowTurns:
-    """The turns of a row, in whichever form.
+    """Read a row in any of the known forms.
 
     Args:
-        folder: that the paths of images are relative to.
+        columns: the pairs that `named_columns` returns.
+        folder: the folder that the paths of images are relative to.
     Raises:
-        RowProblem: the form is none that is known, or a field does not hold what it should.
+        RowProblem: the form is unknown, or a field does not hold what it should.
     """
     named = dict(columns)
     column, forms = _recognised(tuple(row), columns)
@@ -100,11 +108,11 @@ def read_row(row: Mapping[str, Any], columns: tuple[tuple[str, str], ...], folde
 def _recognised(
     row: tuple[str, ...], columns: tuple[tuple[str, str], ...]
 ) -> tuple[Callable[[str], str], list[tuple[str, ...]]]:
-    """The column of each kind in rows with these columns, "" where there is none; and the forms that they have."""
+    """For rows with these columns: the column of each kind, "" if there is none, and the forms that they may have."""
     named = dict(columns)
     kinds = {what: (named[what],) if what in named else names for what, names in COLUMNS.items()}
     found = {what: next((name for name in names if name in row), "") for what, names in kinds.items()}
-    # a form whose columns were named is the only one that is looked for
+    # if columns were named, only the forms that have them are looked for
     forms = [form for form in _FORMS if not named.keys().isdisjoint(form)] or _FORMS
     return found.__getitem__, [form for form in forms if all(found[what] for what in form)]
 
@@ -123,7 +131,7 @@ def _unknown(row: Mapping[str, Any], named: Iterable[str]) -> RowProblem:
 
 
 def _text(row: Mapping[str, Any], column: str, *, needed: bool = False) -> str:
-    """A column's text; "" where there is none and none is needed."""
+    """A column's text; "" if there is none and none is needed."""
     value = row.get(column)
     if isinstance(value, str) or (value is None and not needed):
         return value or ""
@@ -131,7 +139,7 @@ def _text(row: Mapping[str, Any], column: str, *, needed: bool = False) -> str:
 
 
 def _pair(row: Mapping[str, Any], prompt: str, completion: str) -> list[Turn]:
-    """Of texts or of lists of messages; no turn of the prompt is learnt."""
+    """The turns of a prompt and a completion, each a text or a list of messages; no turn of the prompt is learnt."""
     asked, answered = _messages_in(row[prompt]), _messages_in(row[completion])
     turns = (
         read_turns(asked, prompt)[0]
@@ -146,7 +154,7 @@ def _pair(row: Mapping[str, Any], prompt: str, completion: str) -> list[Turn]:
 
 
 def _history(row: Mapping[str, Any], column: str) -> list[Turn]:
-    """Alpaca's earlier turns: a list of pairs of question and answer, or JSON of one as in the cell of a CSV."""
+    """Alpaca's earlier turns, from a list of pairs of question and answer, or JSON of one as in a CSV cell."""
     pairs, turns = row.get(column), []
     if isinstance(pairs, str):
         try:
@@ -161,8 +169,10 @@ def _history(row: Mapping[str, Any], column: str) -> list[Turn]:
 
 
 def _messages_in(value: Any) -> Any:
-    """The messages that a text holds as JSON, as in the cell of a CSV; anything else as it is: a text may be a JSON
-    list of something else, which a model is to read or to answer with."""
+    """The messages that a text holds as JSON, as in a CSV cell; any other value unchanged.
+
+    A text may also be a JSON list of something else, which the model is to read or to answer with.
+    """
     if not isinstance(value, str) or value.lstrip()[:1] != "[":
         return value
     try:
@@ -179,7 +189,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _tools(row: Mapping[str, Any], column: str) -> list[dict[str, Any]] | None:
-    """The schemas of tools, as a list or as JSON of one; None where there are none."""
+    """The schemas of tools, from a list or JSON of one; None if there are none."""
     value = row.get(column)
     if isinstance(value, str):
         try:

@@ -1,4 +1,4 @@
-"""Finds the images of a row: in the parts of its messages, or in a column, for each <image> in their texts."""
+"""Finds the images of a row: parts of its messages, or a column's images for the <image> marks in the texts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ WITHOUT = f"with {IMAGE} in a text and no image in the row, where it stays a wor
 
 
 def with_images(turns: list[Turn], value: Any, column: str, folder: str) -> tuple[list[Turn], tuple[str, ...]]:
-    """Turns of which each has the paths of its images, and what was done to the row.
+    """The turns, each with the paths of its images, and notes on what was done to the row.
 
     Args:
-        value: of the row's column of images: a path or a list of them; None where there is none.
-        folder: that paths are relative to.
+        value: the row's column of images: a path or a list of paths; None if there is none.
+        folder: the folder that paths are relative to.
     Raises:
-        RowProblem: there are not as many images as marks.
+        RowProblem: the numbers of images and of marks differ.
     """
     paths = _paths(value, column)
     marked = sum(turn["content"].count(IMAGE) for turn in turns)
@@ -33,7 +33,7 @@ def with_images(turns: list[Turn], value: Any, column: str, folder: str) -> tupl
     found, rest = [], iter(paths)
     wanted = 0
     for turn in turns:
-        # a text may speak of <image> where no image is
+        # without images in the row, <image> in a text is an ordinary word
         marks = turn.get("images") or [None] * turn["content"].count(IMAGE) * bool(paths)
         wanted += marks.count(None)
         images = [path if path is not None else next(rest, None) for path in marks]
@@ -44,7 +44,7 @@ def with_images(turns: list[Turn], value: Any, column: str, folder: str) -> tupl
 
 
 def as_parts(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """Turns as the trainer takes them: a content with images is a list of its parts."""
+    """The turns in the trainer's form: a content with images is a list of parts."""
     return [_as_parts(turn) if "images" in turn else turn for turn in turns]
 
 

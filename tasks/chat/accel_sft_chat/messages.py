@@ -1,4 +1,4 @@
-"""Reads lists of messages, in OpenAI's words (role, content) and in ShareGPT's (from, value), into the same turns."""
+"""Reads lists of messages, with OpenAI's keys (role, content) or ShareGPT's (from, value), into the same turns."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import Any
 from accel_sft import RowProblem
 
 Turn = dict[str, Any]
-"""`role` (system, user, assistant or tool) and `content`; where there are any `tool_calls`, `tool_call_id`, `name`,
-`reasoning_content`, and of an assistant `weight`, 0 or 1, where the row says whether it is learnt. Where messages name
-images, `images`: a path for each <image> in the content, or None for one of the row's column."""
+"""A message with `role` (system, user, assistant or tool) and `content`.
+
+If given: `tool_calls`, `tool_call_id`, `name`, `reasoning_content`; an assistant's `weight`, 0 or 1, if the row says
+whether the turn is learnt; and `images`, a path for each <image> in the content, None for one from the row's column.
+"""
 
 IMAGE = "<image>"
-"""Stands for an image in a text."""
+"""The mark that stands for an image in a text."""
 
 IN_PROMPT = "in_prompt"
-"""Key of a turn that stands in a row's prompt column, and is not learnt."""
+"""Key that marks a turn from a row's prompt column, which is not learnt."""
 _IMAGES = ("image", "image_url")
-"""Types of parts."""
+"""Types of a message's parts that are images."""
 _ROLES = {
     "system": "system",
     "developer": "system",
@@ -41,10 +43,10 @@ _ROLES = {
 
 
 def read_turns(value: Any, field: str) -> tuple[list[Turn], bool]:
-    """The turns of a list of messages (or of JSON of one), and whether they are in ShareGPT's words.
+    """The turns of a list of messages (or of JSON of one), and whether they have ShareGPT's keys.
 
     Raises:
-        RowProblem: by the message and the field in it.
+        RowProblem: a message is malformed; its number and field are named.
     """
     if isinstance(value, str):
         try:
@@ -58,7 +60,7 @@ def read_turns(value: Any, field: str) -> tuple[list[Turn], bool]:
 
 
 def kind(value: Any) -> str:
-    """What a value is, for a message: a short text itself, else its type."""
+    """A value in an error message: a text by its beginning, anything else by its type."""
     if isinstance(value, str):
         return repr(value) if len(value) <= 40 else repr(value[:40]) + "..."
     if isinstance(value, (list, dict)) and not value:
@@ -67,10 +69,10 @@ def kind(value: Any) -> str:
 
 
 def json_in(text: str) -> Any:
-    """The value of a text that is JSON, as strictly as rows are read.
+    """The value of a JSON text, read as strictly as rows are.
 
     Raises:
-        ValueError: it is none, or has something that would be lost or is no text: a key twice, NaN, a lone surrogate.
+        ValueError: the text is no JSON, or has a key twice, NaN or a lone surrogate, which could not be kept.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object)
@@ -150,7 +152,7 @@ def _content(value: Any, field: str, role: str, called: bool) -> str:
 
 
 def _images(value: Any, field: str) -> list[str | None]:
-    """The path of each part that is an image; None where the row's column has it."""
+    """The path of each part that is an image; None if the row's column has it."""
     parts = enumerate(value if isinstance(value, list) else ())
     return [_path(part, f"{field}[{number}]") for number, part in parts if part["type"] in _IMAGES]
 
@@ -175,7 +177,7 @@ def _json(value: Any, field: str) -> Any:
 
 
 def _calls(value: Any, field: str) -> list[Turn]:
-    """Calls of tools in OpenAI's form; their arguments, often JSON in a text, are an object."""
+    """Calls of tools in OpenAI's form, with their arguments, often given as a JSON text, as an object."""
     found = []
     for number, call in enumerate(value if isinstance(value, list) else [value]):
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -194,7 +196,7 @@ def _calls(value: Any, field: str) -> list[Turn]:
 
 
 def _mark(message: Turn, field: str) -> int | None:
-    """Whether the row says that an assistant's turn is learnt: OpenAI's `weight`, 0 or 1, or Axolotl's `train`."""
+    """An assistant turn's `weight`, 0 or 1, from OpenAI's `weight` or Axolotl's `train`; None if it has neither."""
     weight, train = message.get("weight"), message.get("train")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
         raise RowProblem(f"{field}.weight", f"0 or 1, got {kind(weight)}")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from accel_sft import UserError
 from accel_sft_chat.messages import Turn
 
-# a word; of scripts that put no blanks between words (Han, kana, Hangul, Thai) a character
+# a token is a word, or a character in scripts that put no blanks between words (Han, kana, Hangul, Thai)
 _SPELT = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _TOKEN = re.compile(rf"[{_SPELT}]|[^\W_{_SPELT}]+")
 _THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
@@ -20,9 +20,11 @@ _TAGS = re.compile(r"</?tool_calls?>|\[/?TOOL_CALLS?\]|<\|/?tool_calls?(_begin|_
 
 
 class Metric(NamedTuple):
-    """Attributes:
-    key: the score that decides which checkpoint is best.
-    score: of the row's answer and the generated one, all scores.
+    """A way to compare answers.
+
+    Attributes:
+        key: the score that decides which checkpoint is best.
+        score: takes the row's answer and the generated one, and returns all scores.
     """
 
     key: str
@@ -30,13 +32,15 @@ class Metric(NamedTuple):
 
 
 def exact(expected: str, text: str) -> dict[str, float]:
-    """Whether they are the same but for white space around them."""
+    """Whether the texts are equal, apart from white space around them."""
     return {"exact_match": float(expected.strip() == text.strip())}
 
 
 def f1(expected: str, text: str) -> dict[str, float]:
-    """The harmonic mean of precision and recall of words, each as often as it occurs (as SQuAD scores answers, but no
-    word is left out): without case and punctuation, unless there is nothing else."""
+    """The F1 of words, each counted as often as it occurs, without case and punctuation.
+
+    This is SQuAD's score of answers, but no word is left out. If a text has no words, only an exact match counts.
+    """
     wanted, given = (Counter(_tokens(each)) for each in (expected, text))
     if not wanted or not given:
         return {"token_f1": float(expected.strip() == text.strip()), **exact(expected, text)}
@@ -45,7 +49,7 @@ def f1(expected: str, text: str) -> dict[str, float]:
 
 
 def chrf(expected: str, text: str) -> dict[str, float]:
-    """sacrebleu's chrF (https://aclanthology.org/W15-3049), from 0 to 1: an F-score of sequences of characters."""
+    """sacrebleu's chrF (https://aclanthology.org/W15-3049), from 0 to 1: an F-score of character n-grams."""
     try:
         import sacrebleu
     except ImportError:
@@ -56,14 +60,14 @@ def chrf(expected: str, text: str) -> dict[str, float]:
 
 
 def json_equal(expected: str, text: str) -> dict[str, float]:
-    """Whether both hold the same JSON, in any order of keys, with or without a fence around it."""
+    """Whether both texts are the same JSON, in any order of keys, with or without a code fence around it."""
     wanted, given = _value(expected), _value(text)
     same = wanted is not _NO_JSON and given is not _NO_JSON and _canonical(wanted) == _canonical(given)
     return {"json_equal": float(same), "json_valid": float(given is not _NO_JSON)}
 
 
 def matching(pattern: re.Pattern[str]) -> Callable[[str, str], dict[str, float]]:
-    """Whether the last match of `pattern` in the answer is that in the row's: its groups if it has any, else all."""
+    """A score: whether the last match of `pattern` is the same in both answers (its groups, or the whole match)."""
 
     def score(expected: str, text: str) -> dict[str, float]:
         wanted, given = (_last(pattern, each) for each in (expected, text))
@@ -73,7 +77,7 @@ def matching(pattern: re.Pattern[str]) -> Callable[[str, str], dict[str, float]]
 
 
 def loss_only(expected: str, text: str) -> dict[str, float]:
-    """Nothing: the validation loss decides."""
+    """No score: the validation loss decides."""
     return {}
 
 
@@ -88,12 +92,12 @@ METRICS = {
 
 
 def comparable(turn: Turn) -> str:
-    """An answer's text without its thinking, and its calls of tools, as `comparable_text` writes them."""
+    """An answer's text without its thinking, followed by its calls of tools as `comparable_text` writes them."""
     return _with_calls(without_thinking(turn["content"]), [call["function"] for call in turn.get("tool_calls", ())])
 
 
 def comparable_text(text: str) -> str:
-    """A generated text, in which calls of tools are written one way, however the model's template writes them."""
+    """A generated text with its calls of tools in one form, however the model's template writes them."""
     calls, rest, at = [], [], 0
     for begin, end, function in _functions(text):
         rest.append(text[at:begin])
@@ -103,7 +107,7 @@ def comparable_text(text: str) -> str:
 
 
 def without_thinking(text: str) -> str:
-    """A text without the thinking that it begins with."""
+    """A text without the thinking at its beginning."""
     thought = _THOUGHT.match(text)
     return text[thought.end() :] if thought else text
 
@@ -114,7 +118,7 @@ def _with_calls(text: str, calls: list[dict[str, Any]]) -> str:
 
 
 def _functions(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """The JSON objects in a text that call a function by name, and where each begins and ends."""
+    """The JSON objects in a text that call a function by name: (begin, end, name and arguments)."""
     decoder, at = json.JSONDecoder(), 0
     while (at := text.find("{", at)) >= 0:
         try:

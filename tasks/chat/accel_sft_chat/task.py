@@ -1,4 +1,4 @@
-"""The task: which chats, which of their turns are learnt, and how answers are compared with the rows' own."""
+"""The task `chat`: reads chats, decides which turns are learnt, and compares answers with the rows' own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from accel_sft_chat.metrics import METRICS, comparable, comparable_text, matchin
 from accel_sft_chat.turns import LEARN, Dialogue, dialogue
 
 _SHARE, _MOST = 0.05, 500
+"""Share of --train-file's rows that is held out by default, and the most rows."""
 _FEWEST, _LOOKED_AT = 20, 200
-"""Rows of an evaluation from which their answers say what kind they are, and of which as many are looked at."""
+"""Fewest rows of an evaluation from which a note on their answers is given, and most rows that are looked at."""
 _ONE_WORD = (
     "answers are single words, and --metric f1 gives one with further words a part of the mark; --metric exact counts "
     "right answers alone"
@@ -52,7 +53,7 @@ class Chat(Task):
     regex: str | None = option(None, help="For --metric regex: what it finds in the answer must equal the row's.")
 
     def __post_init__(self) -> None:
-        if self.metric in METRICS:  # an unknown one is among the problems
+        if self.metric in METRICS:  # `problems` reports an unknown metric
             self.main_metric = METRICS[self.metric].key
             self.higher_is_better = self.metric != "loss"
 
@@ -113,15 +114,17 @@ class Chat(Task):
         return example.tools
 
     def score(self, example: Dialogue, text: str) -> dict[str, Any]:
-        """By --metric, without thinking; calls of tools are compared as name and arguments, whichever way the template
-        writes them."""
+        """Score a generated answer by --metric, without its thinking.
+
+        Calls of tools are compared by name and arguments, however the template writes them.
+        """
         score = matching(re.compile(self.regex)) if self.regex else METRICS[self.metric].score
         text = without_thinking(text)
         calls = "tool_calls" in example.answer or example.tools
         return score(comparable(example.answer), comparable_text(text) if calls else text)
 
     def _with_advice(self, rows: Any) -> Any:
-        """Rows to evaluate, with a note if the answers are so short that another metric suits them better."""
+        """The rows to evaluate, with a note added if all answers are single words: --metric exact suits these."""
         told = self.metric == "f1" and len(rows) >= _FEWEST
         short = told and all(len(comparable(row.answer).split()) == 1 for row in rows[:_LOOKED_AT])
         if short and _ONE_WORD not in rows.notes:
@@ -138,7 +141,7 @@ class Chat(Task):
 
     @functools.cached_property
     def _divided(self) -> tuple[Sequence[Dialogue], Sequence[Dialogue]]:
-        """Rows to train on, and those held out."""
+        """The rows to train on, and the rows held out."""
         rows = self._read(self.train_file)
         if not self.held_out:
             wanted = min(round(_SHARE * len(rows)), _MOST)
@@ -165,15 +168,15 @@ class Chat(Task):
 def parse_row(
     columns: tuple[tuple[str, str], ...], learn: str, system_prompt: str | None, row: dict[str, Any], folder: str = ""
 ) -> ParsedRow:
-    """A row of a file as a Dialogue, its question and what was done to it.
+    """A row of a file as a Dialogue, with its question and notes on what was done to it.
 
     Args:
-        columns: of `named_columns`.
+        columns: the pairs that `named_columns` returns.
         learn, system_prompt: the task's options.
-        folder: that the paths of images are relative to.
+        folder: the folder that the paths of images are relative to.
     Raises:
-        RowProblem: it is malformed.
-        RowLeftOut: nothing in it can be learnt.
+        RowProblem: the row is malformed.
+        RowLeftOut: nothing in the row can be learnt.
     """
     read = read_row(row, columns, folder)
     made, notes = dialogue(read.turns, read.system_text, read.tools, learn, system_prompt)

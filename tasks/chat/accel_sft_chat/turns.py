@@ -1,4 +1,4 @@
-"""Makes of a row's turns a conversation that templates take, with the turns that are learnt; what is done is noted."""
+"""Turns a row's turns into a conversation that templates accept, marks the learnt ones, and notes what was changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from accel_sft import RowLeftOut
 from accel_sft_chat.messages import IN_PROMPT, Turn
 
 LEARN = ("every", "last", "marked")
-"""Which turns of the assistant are learnt: all but those with weight 0, the last one of these, those with weight 1."""
+"""Which assistant turns are learnt: all without weight 0, only the last of these, or only those with weight 1."""
 
 JOINED = "with two {} turns in a row, which are joined by a blank line"
 LEADING = "whose first turns are the assistant's or a tool's; these turns are left out"
@@ -23,8 +23,9 @@ class Dialogue(NamedTuple):
     """One row as the task gives it to the trainer.
 
     Attributes:
-        prompt: the turns before the first that is learnt.
-        answered: those from there to the last that is learnt; an assistant's that is not learnt has weight 0.
+        prompt: the turns before the first learnt one.
+        answered: the turns from the first to the last learnt one; an assistant turn that is not learnt has weight 0.
+        tools: the schemas of tools; None if there are none.
     """
 
     prompt: list[Turn]
@@ -33,13 +34,15 @@ class Dialogue(NamedTuple):
 
     @property
     def answer(self) -> Turn:
-        """The last turn, which is generated at an evaluation."""
+        """The last turn, which an evaluation generates."""
         return self.answered[-1]
 
     @property
     def question(self) -> str:
-        """What is known before the answer, without case, spaces and punctuation: rows with the same one stay together
-        when some are held out."""
+        """All turns before the answer, without case, spaces and punctuation.
+
+        Rows with the same question go to the same split when some rows are held out.
+        """
         turns = [*self.prompt, *self.answered[:-1]]
         return "\n".join(f"{turn['role']} {_bare(turn)}" for turn in turns)
 
@@ -47,14 +50,14 @@ class Dialogue(NamedTuple):
 def dialogue(
     turns: list[Turn], system_text: str, tools: list[dict[str, Any]] | None, learn: str, given_system: str | None
 ) -> tuple[Dialogue, tuple[str, ...]]:
-    """The conversation, and what was done to the row.
+    """The conversation, and notes on what was done to the row.
 
     Args:
-        system_text: of the row's own column, or "".
+        system_text: the text of the row's own system column, or "".
         learn: one of LEARN.
-        given_system: for rows without one.
+        given_system: the system prompt for rows without one.
     Raises:
-        RowLeftOut: nothing in it can be learnt.
+        RowLeftOut: nothing in the row can be learnt.
     """
     notes: dict[str, None] = {}
     turns = [turn for turn in turns if turn["role"] != "system" or turn["content"].strip()]
@@ -86,7 +89,7 @@ def dialogue(
 
 
 def _without_leading(turns: list[Turn], notes: dict[str, None]) -> list[Turn]:
-    """The turns without those of assistant and tools that come before the user's first, if there is one."""
+    """The turns without assistant and tool turns before the first user turn; unchanged if there is no user turn."""
     roles = [turn["role"] for turn in turns]
     if "user" not in roles:
         return turns
@@ -98,7 +101,7 @@ def _without_leading(turns: list[Turn], notes: dict[str, None]) -> list[Turn]:
 
 
 def _joined(turns: list[Turn], notes: dict[str, None]) -> list[Turn]:
-    """Turns of the same role one after the other made one, where that loses nothing; results of tools stay apart."""
+    """The turns, with consecutive turns of one role joined if that loses nothing; results of tools stay apart."""
     found: list[Turn] = []
     for turn in turns:
         before = found[-1] if found else None
@@ -121,7 +124,7 @@ def _joinable(before: Turn, turn: Turn) -> bool:
         return False
     if "reasoning_content" in turn:
         return False
-    return not before.get("tool_calls") or not turn["content"]  # a text behind a call cannot be put before it
+    return not before.get("tool_calls") or not turn["content"]  # a text after a call cannot be moved before it
 
 
 def _learnt(turns: list[Turn], learn: str, notes: dict[str, None]) -> list[int]:

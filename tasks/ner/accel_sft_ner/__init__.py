@@ -1,4 +1,4 @@
-"""Named entity recognition with the answer as JSON: a task for accel_sft."""
+"""A task for accel_sft: named entity recognition with the answer as JSON."""
 
 from accel_sft_ner.task import Ner
 

@@ -1,4 +1,4 @@
-"""Rows in the form CLUENER 2020 is published in (https://github.com/CLUEbenchmark/CLUENER2020), checked one by one."""
+"""Reads and checks rows in the form of CLUENER 2020 (https://github.com/CLUEbenchmark/CLUENER2020)."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from accel_sft import RowProblem, UserError, read_rows
 from accel_sft_ner.sentences import Sentence
 
 _MAX_SHOWN = 5
+"""Most problems of a row, or shared sentences, that an error names."""
 
 
 def read(path: str) -> Sequence[Sentence]:
-    """The sentences of a JSONL file or JSON array; any type names do, not only CLUENER's ten.
+    """The sentences of a JSONL file or JSON array, with any names of types, not only CLUENER's ten.
 
     Raises:
-        UserError: by file, line and field, for every row that is not
+        UserError: names file, line and field of every row that is not
             {"text": "...", "label": {type: {surface: [[first, last], ...]}}} with text[first : last + 1] == surface.
     """
     return read_rows(path, parse)
 
 
 def read_unseen(path: str, validation: Any) -> Sequence[Sentence]:
-    """As `read`, of sentences to train on; as part of parsing, that none is in `validation` is checked once a file.
+    """Read sentences to train on, like `read`, and refuse those that are in `validation`.
+
+    Parsing makes this check, so it runs once for each file.
 
     Raises:
         UserError: what `read` raises, or the first few sentences that are in both.
@@ -32,7 +35,7 @@ def read_unseen(path: str, validation: Any) -> Sequence[Sentence]:
     try:
         return read_rows(path, functools.partial(_parse_unseen, texts))
     except UserError:
-        refuse_overlap(read(path), validation)  # if it is the rows themselves, that comes first
+        refuse_overlap(read(path), validation)  # if the rows themselves are wrong, `read` raises first
         raise
 
 
@@ -44,10 +47,10 @@ def _parse_unseen(texts: frozenset[str], row: dict[str, Any]) -> Sentence:
 
 
 def parse(row: dict[str, Any]) -> Sentence:
-    """One row as a sentence. Other keys than `text` and `label` are left alone.
+    """One row as a sentence; keys other than `text` and `label` are ignored.
 
     Raises:
-        ValueError: all that is wrong with the row, on one line.
+        ValueError: the row is malformed; the message lists its first few problems on one line.
     """
     problems = _problems(row)
     if problems:
@@ -58,7 +61,7 @@ def parse(row: dict[str, Any]) -> Sentence:
 
 
 def refuse_overlap(train: Any, validation: Any) -> None:
-    """Raise UserError, naming the first few, when validation sentences (as `read` gives them) are trained on too."""
+    """Raise UserError if validation sentences are also trained on; both arguments are what `read` returns."""
     first_at: dict[str, int] = {}
     for index, sentence in enumerate(train):
         first_at.setdefault(sentence.text, index)

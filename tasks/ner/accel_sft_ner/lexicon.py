@@ -1,7 +1,7 @@
-"""What the built-in sentences are made of: parts of surfaces, fillers and templates, in Chinese and English.
+"""The parts of the built-in sentences: parts of surfaces, fillers and templates, in Chinese and English.
 
-A template's `{name}` is an entity slot, `{name2}` another entity of the same type, a slot written twice the same
-surface twice; `{day}` and the other keys of FILLERS are words that are no entity.
+In a template, `{name}` is a slot for an entity, and `{name2}` one for another entity of the same type; a slot that
+occurs twice gets the same surface twice. `{day}` and the other keys of FILLERS are words that are no entity.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
 """The one scorer of entity answers: what counts as an entity, and how counts become precision, recall and F1.
 
-**Reading an answer.** The whole generated text, white space around it aside, must be one JSON value; nothing is ever
-evaluated. NaN, Infinity, a key twice in one object, a lone surrogate in a key, nesting or numbers too large for the
-parser are not valid. An answer that is not valid holds no entities. `valid_json` is the share of valid answers,
-`valid_shape` the share that are also an object of type -> surface -> non-empty list of [first, last] integers.
-Of valid JSON in another shape the parts that are in place count: each surface that is a key of an object that is the
-value of a type predicts that entity, whatever its spans look like; anything else predicts nothing.
+**Reading an answer.** The whole generated text, apart from white space around it, must be one JSON value; it is never
+evaluated as code. NaN, Infinity, a key twice in one object, a lone surrogate in a key, and nesting or numbers too large
+for the parser are not valid. An invalid answer has no entities. `valid_json` is the share of valid answers;
+`valid_shape` is the share that are also an object of type -> surface -> non-empty list of [first, last] integers.
+Valid JSON of another shape counts as far as it fits: an answer {type: {surface: ...}} predicts that entity, whatever
+its spans look like; anything else predicts nothing.
 
-**Counting.** An entity is the pair (type, surface), compared character by character, once an answer however often it
-is named. True positives are in gold and answer, false positives in the answer only, false negatives in gold only.
-*Strict* counts (type, surface, span) instead: each span once; what stands where a span should and is none (or no span
-at all) is together one false positive of that surface. *Unseen* counts the entities whose surface is no entity of any
-type in the training data: gold and answered ones alike, so an invented surface is a false positive there.
+**Counting.** An entity is the pair (type, surface), compared character by character, and counts once in an answer.
+True positives are in gold and answer, false positives only in the answer, false negatives only in gold. *Strict*
+counts (type, surface, span) instead, each span once; all malformed or missing spans of a surface together are one
+false positive. *Unseen* counts the entities whose surface is no entity of any type in the training data, in gold and
+answers alike, so an invented surface is a false positive there.
 
-**Metrics.** Counts are summed over all examples first. precision = tp / (tp + fp), recall = tp / (tp + fn),
-f1 = 2 tp / (2 tp + fp + fn), each 0 where its denominator is 0. Micro pools the types; `macro_*` is the mean over the
-types that occur in gold (an invented type lowers micro precision, not macro). `unseen_entities` is how many gold
-entities `unseen_f1` is about: where it is 0, `unseen_f1` says nothing.
+**Metrics.** Counts are first summed over all examples. precision = tp / (tp + fp), recall = tp / (tp + fn),
+f1 = 2 tp / (2 tp + fp + fn), each 0 if its denominator is 0. Micro averages pool the types; `macro_*` is the mean over
+the types that occur in gold (an invented type lowers micro precision, but not macro). `unseen_entities` is the number
+of gold entities that `unseen_f1` is about; if it is 0, `unseen_f1` says nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 Score = dict[str, Any]
-"""{"valid_json": 0 | 1, "valid_shape": 0 | 1, "entity": {type: [tp, fp, fn]}, "strict": likewise, "unseen": [..]}"""
+"""{"valid_json": 0 | 1, "valid_shape": 0 | 1, "entity": {type: [tp, fp, fn]}, "strict": like "entity", "unseen":
+[tp, fp, fn]}"""
 
 _INVALID = object()
 
@@ -65,7 +66,7 @@ def aggregate(scores: Sequence[Score]) -> dict[str, float]:
             for kind, counts in each[level].items():
                 by_type[kind] = _add(by_type.get(kind, [0, 0, 0]), counts)
         micro = _rates(_total(by_type.values()))
-        # Averaged over gold's types only, so that the denominator does not depend on what a model makes up.
+        # Averaged over gold's types only, so that the denominator does not depend on types that a model invents.
         per_type = [_rates(counts) for counts in by_type.values() if counts[0] + counts[2]]
         for name, value in micro.items():
             metrics[prefix + name] = value
@@ -108,7 +109,7 @@ def _is_label(answer: Any) -> bool:
 
 
 def _spans(answer: Any) -> set[tuple[str, str, tuple[int, int] | None]]:
-    """(type, surface, span) of whatever is in place; None stands for all that should be a span and is none."""
+    """(type, surface, span) of each part of the answer that fits; None stands for a malformed or missing span."""
     found = set()
     for kind, surfaces in answer.items() if isinstance(answer, dict) else ():
         for surface, spans in surfaces.items() if isinstance(surfaces, dict) else ():

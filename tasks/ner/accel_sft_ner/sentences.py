@@ -1,4 +1,4 @@
-"""The built-in data: Chinese and English sentences with their entities, a pure function of sizes, language and seed."""
+"""Generates the built-in data: Chinese and English sentences with entities, determined by sizes, language and seed."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Sentence:
 
 
 def held_out(surface: str) -> bool:
-    """Whether a generated surface is kept for validation: a fixed quarter of all, whatever the seed and the sizes."""
+    """Whether a surface is kept for validation: always the same quarter of all surfaces, whatever seed and sizes."""
     return zlib.crc32(surface.encode()) % 4 == 0
 
 
 def generate(train: int, validation: int, language: str, seed: int) -> tuple[list[Sentence], list[Sentence]]:
     """The built-in training and validation sentences.
 
-    Training draws its surfaces from those not `held_out`; validation draws every second one from those that are. The
-    validation sentences differ from each other and from all of training, and stay the same when `train` changes.
+    Training uses only surfaces that are not `held_out`; in validation, each surface is held out with a chance of one
+    half. Validation sentences differ from each other and from all of training, and do not depend on `train`.
 
     Args:
-        train, validation: how many sentences of each.
-        language: "zh", "en", or "both", drawn with equal chances.
+        train, validation: number of sentences in each split.
+        language: "zh", "en" or "both", which draws either with equal chances.
     """
     languages = ("zh", "en") if language == "both" else (language,)
     rng = random.Random(f"validation {seed}")
@@ -56,7 +56,7 @@ def generate(train: int, validation: int, language: str, seed: int) -> tuple[lis
 def _sentence(rng: random.Random, language: str, held_out_share: float) -> Sentence:
     while True:
         sentence = _fill(rng.choice(TEMPLATES[language]), rng, language, held_out_share)
-        # A surface that also stands where no slot put it (inside a longer one) would leave a span unlabelled.
+        # A surface that also occurs outside its slots (inside a longer one) would leave a span without a label.
         if all(
             sentence.text.count(surface) == len(spans)
             for surfaces in sentence.label.values()
@@ -66,7 +66,7 @@ def _sentence(rng: random.Random, language: str, held_out_share: float) -> Sente
 
 
 def _fill(template: str, rng: random.Random, language: str, held_out_share: float) -> Sentence:
-    """Entities are labelled as they are met, left to right: types in order of first mention, surfaces within them."""
+    """Fill a template and label its entities from left to right: types in order of first mention, then surfaces."""
     text, label = "", Label()
     chosen: dict[str, str] = {}
     end_of_slot = 0

@@ -1,4 +1,4 @@
-"""The task: which sentences, how to ask, what to answer."""
+"""The task `ner`: its sentences, its prompt, and its answer."""
 
 from __future__ import annotations
 

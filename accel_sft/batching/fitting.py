@@ -1,0 +1,103 @@
+"""Finds which sizes of a forward fit on a device beside the optimizer's state: tried with a backward, or estimated."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+
+from accel_sft.api.errors import UserError
+from accel_sft.batching.device_memory import LEFT_FREE, expected_bytes, free_bytes, out_of_memory
+from accel_sft.batching.layouts import Batching
+from accel_sft.batching.trial import Trial
+from accel_sft.chat.encoding import Encoded
+from accel_sft.launch.collectives import all_ranks, largest_of_ranks
+
+RESERVED_PART = 2**28
+"""Most bytes that are reserved in one piece."""
+
+
+def within_memory(trial: Trial, exact: Sequence[Batching], sizes: Sequence[int]) -> list[Batching]:
+    """Batchings whose forward and backward fit beside the optimizer's state, on all ranks.
+
+    Sizes are tried upwards until one does not fit, or holds a rank's whole part of a step. A size is tried on the
+    longest examples together, or on the forward of a usual step that has most tokens, whichever is larger.
+    """
+    fitting = []
+    by_length = sorted(trial.examples, key=lambda example: -len(example.input_ids))
+    step = trial.config.global_batch_size or len(by_length)
+    longest_first = by_length[: math.ceil(step / trial.accelerator.num_processes)]
+    for batching in exact:
+        for tokens in sizes:
+            sized = dataclasses.replace(batching, tokens=tokens)
+            rows = longest_first[: _most_rows(sized, longest_first)]
+            usual = sized.divide(trial.spread(), trial.accelerator.num_processes)
+            most = max(rows, *itertools.chain(*usual), key=sized.way.tokens_in)
+            if not all_ranks(_fits(trial, sized, most)):
+                break
+            fitting.append(sized)
+            if len(rows) == len(longest_first):
+                break
+    if not fitting:
+        longest = longest_first[0]
+        raise UserError(
+            f"out of device memory: not even {sizes[0]:,} tokens fit through forward and backward "
+            f"(the longest example, {longest.index}, has {len(longest.input_ids):,}); "
+            "add --gradient-checkpointing, lower --max-length, or choose a higher ZeRO stage or --adapter lora"
+        )
+    return fitting
+
+
+def expected_to_fit(trial: Trial, exact: Sequence[Batching], sizes: Sequence[int]) -> list[Batching]:
+    """Batchings of these sizes that by estimate fit on all ranks beside the optimizer's state, or the smallest size."""
+    base = trial.accelerator.unwrap_model(trial.model)
+    room = (1 - LEFT_FREE) * (free_bytes(trial.accelerator.device) - trial.reserved())
+    room = -largest_of_ranks(-room)
+    how = {"recomputed": trial.config.gradient_checkpointing, "itemsize": _itemsize(trial)}
+    sized = [dataclasses.replace(batching, tokens=tokens) for batching in exact for tokens in sizes]
+    fitting = [batching for batching in sized if expected_bytes(base, batching, **how) <= room]
+    return fitting or [batching for batching in sized if batching.tokens == sizes[0]]
+
+
+def _fits(trial: Trial, batching: Batching, rows: list[Encoded]) -> bool:
+    """Whether `run` fits into this rank's memory beside what the first update will allocate."""
+    hold: list[torch.Tensor] = []
+    try:
+        if trial.train:
+            _reserve(trial, hold)
+        trial.run(batching, rows)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        return False
+    finally:
+        hold.clear()
+        if trial.accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return True
+
+
+def _reserve(trial: Trial, hold: list[torch.Tensor]) -> None:
+    """Allocate what training will take besides activations, in pieces that fit into the allocator's gaps."""
+    size = trial.reserved()
+    while size > 0:
+        part = min(size, RESERVED_PART)
+        hold.append(torch.empty(part, dtype=torch.uint8, device=trial.accelerator.device))
+        size -= part
+
+
+def _itemsize(trial: Trial) -> int:
+    """Bytes of one element in the computing type."""
+    if trial.accelerator.mixed_precision != "no":
+        return 2
+    return next(trial.model.parameters()).element_size()
+
+
+def _most_rows(batching: Batching, rows: list[Encoded]) -> int:
+    """Number of these rows, in this order, that one forward takes; at least one."""
+    counts = range(2, len(rows) + 1)
+    return 1 + bisect.bisect_left(counts, True, key=lambda count: len(batching.divide(rows[:count], 1)[0]) > 1)
