@@ -1,6 +1,6 @@
 PYTHON = .venv/bin/python
 
-.PHONY: test lint soak docs docs-zh docs-messages
+.PHONY: test lint soak docs docs-zh docs-messages docs-tools
 
 test:
 	$(PYTHON) -m pytest -n 2
@@ -12,6 +12,11 @@ lint:
 # kills at random instants, each resumed and compared: about twenty minutes on two cores
 soak:
 	$(PYTHON) tests/support/soak.py --kills 50 --seed 0
+
+# what builds the documentation, without torch and the trainer: for whoever only publishes it
+docs-tools:
+	$(PYTHON) -m pip install -q $$($(PYTHON) -c 'import tomllib; \
+		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 
 # the documentation, to be opened at docs/_build/index.html
 docs:

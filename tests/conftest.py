@@ -22,6 +22,7 @@ from packaging.version import Version
 from places import CONFIGS
 
 pytest_plugins = ["overdue"]
+collect_ignore = ["stored_runs"]  # the test of a stored task is run by the test of ours
 pytest.register_assert_rewrite("reference_job", "stopping", "parsers", "planted")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for all that a script puts into the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what tests start inherits the default

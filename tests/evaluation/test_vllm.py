@@ -292,7 +292,8 @@ import test_vllm
 from accel_sft.models.source import Source
 test_vllm.backend(Source("m", "m"))([test_vllm.QUESTION], 4)
 """
-    path = os.pathsep.join([str(SUPPORT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    folders = (SUPPORT.parent, SUPPORT, Path(__file__).parent, os.environ.get("PYTHONPATH", ""))
+    path = os.pathsep.join(map(str, folders))
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": path},

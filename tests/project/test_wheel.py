@@ -18,7 +18,7 @@ from places import ROOT
 import accel_sft
 
 PROJECTS = {"accel_sft": ROOT} | {f"accel_sft_{task}": ROOT / "tasks" / task for task in ("chat", "math", "ner")}
-REPORTING = ROOT / "accel_sft" / "reporting"
+REPORT = ROOT / "accel_sft" / "tools" / "report"
 LAUNCH_FILES = ROOT / "accelerate_configs"
 
 
@@ -104,7 +104,7 @@ def test_wheels_hold_every_module_and_data_file(wheels):
         expected |= {path.relative_to(folder).as_posix() for path in files}
     expected.add("accel_sft/tools/check/page.html")
     for folder in ("page", "vega"):
-        expected |= {f"accel_sft/tools/report/{folder}/{path.name}" for path in (REPORTING / folder).iterdir()}
+        expected |= {f"accel_sft/tools/report/{folder}/{path.name}" for path in (REPORT / folder).iterdir()}
     expected |= {f"accel_sft/launch_files/{path.name}" for path in LAUNCH_FILES.iterdir()}
     assert expected - held == set()
     assert {name for name in held if ".dist-info/" not in name} - expected == set()

@@ -7,3 +7,4 @@ SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
 CONFIGS = ROOT / "accelerate_configs"
 STORED_RUNS = SUPPORT.parent / "stored_runs"
+"""A folder per version: a model, a stopped run, the metrics and weights of the run that was not stopped, and a task."""

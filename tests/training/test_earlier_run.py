@@ -1,19 +1,22 @@
-"""A run that an earlier version began and was stopped after step 3 goes on as that version would have gone on."""
+"""What an earlier version left goes on as it would have gone on then: a run that was stopped, and a task."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import accel_sft
+from fake_plugins import install
 from places import STORED_RUNS
 from safetensors.torch import load_file
 
-"""A folder per version: the model, the stopped run, and the metrics and weights of the run that was not stopped."""
 JOB = ("math", "--model", "model", "--train-examples", "40", "--validation-examples", "7", "--max-steps", "6")
 JOB += ("--global-batch-size", "10", "--learning-rate", "0.01", "--max-length", "128", "--save-every", "3")
 JOB += ("--eval-every", "3", "--seed", "5", "--keep-checkpoints", "5", "--output-dir", "run")
@@ -43,3 +46,20 @@ def test_a_run_of_an_earlier_version_goes_on(version, tmp_path, monkeypatch):
     assert weights.keys() == whole.keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, whole[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_task_that_was_written_for_an_earlier_version_runs_unchanged_and_passes_its_test(version, tmp_path):
+    """It is what `accel-sft new-task before` wrote then."""
+    site = tmp_path / "site"
+    shutil.copytree(STORED_RUNS / version / "task", site)
+    source = (site / "accel_sft_before.py").read_text()
+    install(site, "accel-sft-before", "before = accel_sft_before:BeforeTask", source)
+    installed = {"PYTHONPATH": str(site)}
+    run = accel_sft("before", "--max-steps", "2", run_dir=tmp_path / "run", environment=installed)
+    assert run.status == 0, run.output
+    assert run.result()["after"].keys() >= {"accuracy", "eval_loss"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(site / "tests")]
+    tested = subprocess.run(command, env={**os.environ, **installed}, cwd=site, capture_output=True, text=True)
+    assert tested.returncode == 0, tested.stdout
+    assert "skipped" not in tested.stdout
