@@ -112,7 +112,7 @@ class TaskCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> None:
         if self.tool.compares:
-            self.tool.compares(self.name, self.task_class, self.offers, ctx.params, self._words_of_a_run(ctx))
+            self.tool.run(self.name, self.task_class, self.offers, ctx.params, self._words_of_a_run(ctx))
             return
         from accel_sft.launch.environment import prepare_environment
 

@@ -27,6 +27,8 @@ class TaskTool:
     Attributes:
         does: for the help of the command, below the task's own line.
         run: called with the task's name, the task and the settings; it imports what it needs, which may take seconds.
+            Of a tool that `compares`: with the name, the task's class, the settings that may have several values, the
+            parameters as texts, and what reads the words of one run.
         summary: a line in the list of tools.
         config_class: the trainer's settings, with the tool's own among them.
         takes: names of the settings that it takes; None: all.
@@ -40,11 +42,11 @@ class TaskTool:
         own_options: options that are not settings, by the heading above them.
         make_options: the options of a setting.
         usual: the task's settings besides those given, if not the task's defaults.
-        compares: called in place of `run`, before the settings are read: options have several values.
+        compares: whether options have several values; settings are then read for each run, not before `run`.
     """
 
     does: str
-    run: Callable[[str, Task, TrainConfig], None]
+    run: Callable[..., None]
     summary: str = ""
     config_class: type[TrainConfig] = TrainConfig
     takes: frozenset[str] | None = None
@@ -58,7 +60,7 @@ class TaskTool:
     own_options: Callable[[], dict[str, list[click.Option]]] = dict
     make_options: Callable[[Setting, bool], list[click.Option]] = make_option
     usual: Callable[[str, Sequence[Setting], TrainConfig, Mapping[str, Any]], dict[str, Any]] | None = None
-    compares: Callable[..., None] | None = None
+    compares: bool = False
 
     def settings(self) -> list[Setting]:
         """Those of the trainer and the tool that it takes."""
@@ -162,14 +164,14 @@ TOOLS = {
         "launch.\n\nEvery option of the trainer and the task may have several values: --micro-batch-size 1,32, or the "
         "option once for each. Only the latter where a value may have commas itself: --lora-target-modules, --tracker, "
         "and the task's text options. What stands behind -- is given to every run as it is.",
-        run=_train,
+        run=_compare,
         takes=_TRAINING - _names("output_dir resume dry_run debug"),
         lists=frozenset(),
         lists_task=False,
         own_options=comparison_options,
         make_options=make_list_option,
         arguments=lambda: [click.Argument(["run_words"], nargs=-1, metavar="[-- OPTIONS]", type=click.UNPROCESSED)],
-        compares=_compare,
+        compares=True,
     ),
     "plan": TaskTool(
         summary="Predict memory and speed of training a task under each launch file.",
