@@ -8,6 +8,7 @@ test:
 lint:
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
 
 # kills at random instants, each resumed and compared: about twenty minutes on two cores
 soak:

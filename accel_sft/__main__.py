@@ -9,7 +9,7 @@ if sys.platform == "win32":  # before imports of what there is not
         "in its terminal the commands of the README"
     )
 
-import accel_sft.launch.info  # noqa: F401 - early: it notes who started this process
+import accel_sft.launch.launcher  # noqa: F401 - early: it notes who started this process
 from accel_sft.cli.group import cli
 from accel_sft.commands.completion import NAME, VARIABLE
 from accel_sft.io.terminal import use_utf8

@@ -33,6 +33,8 @@ TYPES = ("address", "book", "company", "game", "government", "movie", "name", "o
 CLUENER_ROWS, CLUENER_BATCH, CLUENER_STEPS = 640, 64, 2
 LAYOUTS = ("shared", "packed", "padded")
 ROWS = (4, 8, 16, 32, 64)
+COPIED = "the default, its prefix copied for each row"
+"""What the CPU kernel for shared prefixes saves."""
 SPIN = "while True: pass"
 
 
@@ -75,12 +77,13 @@ def against_fixed(job: str, common: dict, rounds: int, layouts: Sequence[str], s
         Contestant(" ".join(options.values()) or "the default", sys.executable, "ours.py", options=options, **common)
         for options in ({}, *fixed)
     ]
+    contestants.append(Contestant(COPIED, sys.executable, "ours.py", copied=True, **common))
     for _ in range(rounds):
         for contestant in contestants:
             contestant.run(steps, 1)
     seconds = {each.name: statistics.median(1 / speed for speed in each.speeds) for each in contestants}
     default, *others = contestants
-    fastest = min(others, key=lambda each: seconds[each.name])
+    fastest = min((each for each in others if each.name != COPIED), key=lambda each: seconds[each.name])
     print(f"\n## {job}: the default takes {default.facts['batching']}\n")
     print("| batching | s a step | the default takes |\n|---|---|---|")
     for each in sorted(contestants, key=lambda each: seconds[each.name]):

@@ -30,7 +30,7 @@ def main(rounds: int, hidden_size: int, layers: int) -> None:
     from accel_sft.checkpoint import shards
     from accel_sft.io import manifest
     from accel_sft.launch.accelerator import create_accelerator, prepare_model
-    from accel_sft.launch.info import read_launch
+    from accel_sft.launch.read import read_launch
     from accel_sft.training.optimizer import Stepper, new_optimizer
 
     config = TrainConfig().resolved({})
@@ -39,7 +39,7 @@ def main(rounds: int, hidden_size: int, layers: int) -> None:
     shape = {"hidden_size": hidden_size, "intermediate_size": 4 * hidden_size, "num_hidden_layers": layers}
     model = Qwen2ForCausalLM(Qwen2Config(**shape, num_attention_heads=8, num_key_value_heads=8, vocab_size=32_000))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    model, optimizer = prepare_model(accelerator, launch, model.train(), new_optimizer(model, config), config)
+    model, optimizer = prepare_model(accelerator, launch, model.train(), new_optimizer(model, config), 1.0)
     stepper = Stepper(accelerator, model, optimizer, 1.0)
     ids = torch.arange(32, device=accelerator.device)[None]
     with stepper.boundary(last=True):

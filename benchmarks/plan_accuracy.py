@@ -23,8 +23,8 @@ from typing import Any
 
 import shapes
 import smoke
-from accel_sft.launch.info import Launch
-from accel_sft.memory.closed import estimate
+from accel_sft.launch.read import launch_of_yaml
+from accel_sft.memory.closed_form import estimate
 from accel_sft.memory.estimate import PHASES, totals
 from accel_sft.memory.job import Job
 from accel_sft.memory.model_config import read_config, read_shape, stored_bytes
@@ -115,7 +115,7 @@ def predicted(work: Path, case: dict[str, Any]) -> dict[str, float]:
     tokens, supervised_tokens, rows = case["forward"]
     job = Job(
         shape=read_shape(content, str(folder), folder),
-        launch=Launch.from_yaml(file, "--num_processes", str(case["ranks"])),
+        launch=launch_of_yaml(file, "--num_processes", str(case["ranks"])),
         device="cpu",
         stored_bytes=stored_bytes(content),
         adapter=case["adapter"],

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import smoke
-from accel_sft.launch.info import Launch
-from accel_sft.memory.closed import estimate
+from accel_sft.launch.read import launch_of_yaml
+from accel_sft.memory.closed_form import assemble, estimate
 from accel_sft.memory.estimate import Estimate
 from accel_sft.memory.job import Job
 from accel_sft.memory.model_config import read_shape
 from accel_sft.memory.states import placed
-from accel_sft.tools.plan.simulation import simulate
+from simulated_memory import forward_backward
 
 GIB = 2**30
 MARK = 0.10
@@ -66,7 +66,7 @@ def compare(name: str, adapter: str, recomputed: bool, tokens: int, layers: int 
     config["num_hidden_layers"] = min(config["num_hidden_layers"], layers or config["num_hidden_layers"])
     job = Job(
         shape=read_shape(config, name),
-        launch=Launch.from_yaml(LAUNCH, "--num_processes", "8"),
+        launch=launch_of_yaml(LAUNCH, "--num_processes", "8"),
         device="cuda",
         adapter=adapter,
         gradient_checkpointing=recomputed,
@@ -74,9 +74,10 @@ def compare(name: str, adapter: str, recomputed: bool, tokens: int, layers: int 
         supervised_tokens=tokens // 2,
     )
     begun = time.perf_counter()
-    simulated = simulate(job, config)
+    followed = forward_backward(job, config)
     seconds = time.perf_counter() - begun
     states = placed(job)[0]
+    simulated = assemble(job, placed(job), {"activations": followed.activations, "logits": followed.logits})
     resident = states.weights + states.master + states.moments + states.held + states.buffers + states.gradients
     closed = estimate(job)
     found = {"closed form": _peak(closed) / GIB, "simulation": _peak(simulated) / GIB}

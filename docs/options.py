@@ -74,7 +74,8 @@ def row_of_text(flag: str, default: str, help: str) -> Row:
 def row_of_option(option: click.Option) -> Row:
     """An option that is no setting."""
     default = f"{option.default:g}" if isinstance(option.default, float | int) else ""
-    default = "off" if option.is_flag and not option.is_eager else default
+    if option.is_flag:  # the default of --help is another in each version of click
+        default = "" if option.is_eager else "off"
     return row_of_text(option.opts[-1], default, option.help or "")
 
 

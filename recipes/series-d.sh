@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Series D: why is the GPU idle? Rows a forward, precision, and two tasks' data, with a torch profiler trace of each cell.
-# The findings say which share of a step goes into reading rows and making batches, by the trace: it is all that loader
-# workers, prefetching and pinned memory could save. Each run's report.md says where the rest of its time went, copies,
-# communication and idle time among it. Here with the built-in model, or with real weights on one GPU:
+# The findings say which share of a step goes into reading rows and making batches: it is all that loader workers,
+# prefetching and pinned memory could save. Each run's report.md says what its process did in the rest of the time; what
+# a GPU did, its copies and gaps, is in the traces (profile/, for ui.perfetto.dev). Here with the built-in model, or with real weights on one GPU:
 #
 #   bash recipes/series-d.sh
 #   MODEL=Qwen/Qwen2.5-0.5B-Instruct bash recipes/series-d.sh

@@ -1,1 +1,1 @@
-"""What plugins and settings are: tasks, options, the registry of installed tasks. No torch, no third party."""
+"""Defines tasks and settings, and finds the installed tasks. To import it, the standard library is enough."""

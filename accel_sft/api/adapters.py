@@ -1,4 +1,4 @@
-"""The adapter types that `--adapter` offers; one is added by an entry here and its peft part in models/adapters.py."""
+"""The adapter types that `--adapter` offers. A new type needs an entry here and one in models/adapters.py."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,13 +7,13 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterType:
-    """What settings and launch need to know of an adapter type.
+    """What the checks of the settings and of the launch need to know of an adapter type.
 
     Attributes:
-        saved_settings: keys of peft's `adapter_config.json` that never change in an adapter, each with the field of
-            `TrainConfig` that must agree with it when the adapter is trained further.
+        saved_settings: what is fixed when an adapter is created: each key of peft's `adapter_config.json`, mapped to
+            the field of `TrainConfig` that must have the same value when a saved adapter is trained further.
         mergeable: whether its weights can be added to those of the linear layers that it adapts.
-        launch_problems: why it cannot be trained on a backend and what to do, by accelerate's name of the backend.
+        launch_problems: accelerate's name of a backend, mapped to why this type cannot be trained on it and what to do.
     """
 
     saved_settings: Mapping[str, str]
@@ -30,7 +30,7 @@ ADAPTERS: dict[str, AdapterType] = {
     "adalora": AdapterType(
         saved_settings={"target_r": "lora_r", **_SAVED},
         launch_problems={
-            "DEEPSPEED": "it ranks its directions by each step's gradients, which DeepSpeed frees; "
+            "DEEPSPEED": "it chooses ranks by each step's gradients, which DeepSpeed frees before they can be read; "
             "launch with accelerate_configs/ddp.yaml, or choose --adapter lora"
         },
     ),
@@ -38,54 +38,53 @@ ADAPTERS: dict[str, AdapterType] = {
 """Adapter types by name, which is peft's name of the type in lower case."""
 
 LORA_ONLY = ("use_rslora", "use_dora", "lora_init", "lora_modules_to_save", "lora_target_parameters", "load_in_4bit")
-"""Settings of how LoRA's layers are made. They apply to peft's LoRA alone, and can be combined unless `conflicts`
-objects."""
+"""Settings that need `--adapter lora`. They can be combined, unless `conflicts` reports them."""
 OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
 """Settings that every adapter type has; without an adapter they do nothing."""
 SPLITS = ("pissa", "olora")
-"""Values of `--lora-init` that start the adapter as a part of its base's weights and subtract that part from them."""
+"""Values of `--lora-init` that initialize the adapter with a part of the base model's weights, which lose that part."""
 
 
 def names_of(text: str | None) -> list[str]:
-    """The comma-separated names in an option's text."""
+    """Return the comma-separated names in an option's text."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def unused(config: Any, defaults: Any) -> list[str]:
-    """Names of the adapter settings that were chosen although there is no adapter.
+    """Return the names of the adapter settings that were chosen although there is no adapter.
 
     Args:
         config: a `TrainConfig`.
-        defaults: `TrainConfig` itself, or another object with the default of each setting.
+        defaults: the class `TrainConfig`, or another object with the default of each setting.
     """
     without = OF_ADAPTERS if config.adapter == "none" else ()
     return [name for name in without if getattr(config, name) != getattr(defaults, name)]
 
 
 def conflicts(config: Any, defaults: Any) -> list[str]:
-    """Adapter settings that cannot be combined, one line each.
+    """Return a line for each setting that needs `--adapter lora` but lacks it, or cannot be combined with another.
 
     Args:
         config: a `TrainConfig`.
-        defaults: `TrainConfig` itself, or another object with the default of each setting.
+        defaults: the class `TrainConfig`, or another object with the default of each setting.
     """
     given = [name for name in LORA_ONLY if getattr(config, name) != getattr(defaults, name)]
     flags = {name: f"--{name.replace('_', '-')}" for name in given}
     found = []
     if config.adapter != "lora":
-        return [f"{flag}: it is a property of LoRA; add --adapter lora, or leave it out" for flag in flags.values()]
+        return [f"{flag} works only with --adapter lora: add that, or leave {flag} out" for flag in flags.values()]
     if config.lora_init in SPLITS:
         others = [name for name in given if name not in ("lora_init", "lora_modules_to_save", "lora_target_parameters")]
         found += [
-            f"--lora-init {config.lora_init}: with {flags[name]} its export would need another base than the original "
-            "one; leave one of the two out"
+            f"--lora-init {config.lora_init} cannot be combined with {flags[name]}: the exported adapter would not fit "
+            "the original base model; leave one of the two out"
             for name in others
         ]
     if names_of(config.lora_target_parameters):
         if config.use_dora:
-            found.append("--lora-target-parameters: peft adapts parameters without DoRA; leave --use-dora out")
+            found.append("--lora-target-parameters: peft has no DoRA for parameters; leave --use-dora out")
         if config.lora_dropout:
-            found.append("--lora-target-parameters: peft adapts parameters without dropout; set --lora-dropout 0")
+            found.append("--lora-target-parameters: peft has no dropout for parameters; set --lora-dropout 0")
         if config.lora_init != "default":
             found.append("--lora-target-parameters: --lora-init is for linear layers; leave one of the two out")
     return found

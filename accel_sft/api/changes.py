@@ -1,8 +1,7 @@
-"""Finds the settings in which a resumed run differs, and may not differ, from what its folder records. No torch."""
+"""Finds the settings that a resumed run changes against its folder's record, although it may not. Needs no torch."""
 
 from typing import Any
 
-from accel_sft.api.adapters import LORA_ONLY
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.options import shown
 
@@ -14,19 +13,21 @@ LAYOUT = frozenset(
 )
 """Settings that decide how a run is executed or observed, not what a step computes: a resume may change them."""
 
-_SCHEDULE = ("warmup_steps", "decay_ratio", "min_lr_ratio")
+_OF_DATA = frozenset({"template_date", "control_tokens"})
+"""Settings that decide which tokens are made. If a record lacks one, it is not compared: if tokens differ, so does the
+hash of the data."""
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """One line for each setting outside `LAYOUT` in which a resumed run differs from what its folder records."""
+    """Return a line for each setting outside `LAYOUT` that a resumed run (`after`) changes against the record."""
     lines = []
-    defaults = {name: getattr(TrainConfig, name) for name in ("optimizer", *_SCHEDULE, *LORA_ONLY)}
-    # version 0.1 did not record these
-    unrecorded = {**defaults, "thinking": "template", "template_date": after.get("template_date")}
-    unrecorded["control_tokens"] = after.get("control_tokens")  # the data's hash shows a difference
-    before = {**unrecorded, **before}
-    for key in sorted(before.keys() | after.keys()):
-        if key not in LAYOUT and before.get(key) != after.get(key):
-            flag, was, now = f"--{key.replace('_', '-')}", before.get(key), after.get(key)  # a stranger's record
+    for key in sorted((before.keys() | after.keys()) - LAYOUT):
+        if key in _OF_DATA and key not in before:
+            continue
+        # a record older than an option stands for the option's default, and one older than --thinking for `template`
+        default = "template" if key == "thinking" else getattr(TrainConfig, key, None)
+        was, now = before.get(key, default), after.get(key)
+        if was != now:
+            flag = f"--{key.replace('_', '-')}"  # `shown` escapes it, as the record may be someone else's
             lines.append(f"{shown(flag)}: the run was started with {shown(str(was))}, not {shown(str(now))}")
     return lines

@@ -1,4 +1,4 @@
-"""The trainer's settings, their defaults and limits, validated together before anything is loaded. No torch."""
+"""The trainer's settings, their defaults and limits, validated together before anything is loaded. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import functools
 import re
-from typing import Any
+from typing import Any, Self
 
 from accel_sft.api.adapters import ADAPTERS, SPLITS, conflicts
 from accel_sft.api.optimizers import OPTIMIZERS
@@ -20,7 +20,7 @@ _check, _plan = (functools.partial(option, section=name, basic=True) for name in
 
 @dataclasses.dataclass(kw_only=True)
 class TrainConfig:
-    """Every option of a training run. Where the default is None, the value comes from `--model` or from the data."""
+    """Every option of a training run. None means not given; `resolved` replaces it where there is a usual value."""
 
     model: str = _model("tiny", basic=True, help="Hub id, folder, or `tiny` (built on the spot).")
     init_from: str | None = _model(None, basic=True, help="Start from the weights of an earlier run's folder.")
@@ -151,7 +151,7 @@ class TrainConfig:
     debug: bool = _run(False, help="Tracebacks, and the libraries' own messages.")
 
     def problems(self) -> list[str]:
-        """What is wrong, one line each, naming the flag and the value to give."""
+        """Return a line for each problem, with the flag and what to give instead."""
         found = problems(self)
         for name, (expected, words) in _NUMBER_OR_WORD.items():
             value = getattr(self, name)
@@ -167,9 +167,9 @@ class TrainConfig:
             found.append(
                 f"--decay-ratio: --lr-scheduler {shown(str(self.lr_scheduler))} has none; add --lr-scheduler wsd"
             )
-        numbers = isinstance(self.warmup_steps, int) and isinstance(self.max_steps, int)
-        if numbers and self.warmup_steps > self.max_steps:
-            found.append(f"--warmup-steps {self.warmup_steps}: the run has {self.max_steps} steps; ask for fewer")
+        warmup, steps = self.warmup_steps, self.max_steps
+        if isinstance(warmup, int) and isinstance(steps, int) and warmup > steps:
+            found.append(f"--warmup-steps {warmup}: the run has {steps} steps; ask for fewer")
         if self.patience and self.eval_every == "off":
             found.append("--patience needs evaluations: set --eval-every")
         if self.init_from and self.model != "tiny":
@@ -178,12 +178,12 @@ class TrainConfig:
             found.append(f"--resume {shown(str(self.resume))}: name the run's folder with --output-dir")
         return found + conflicts(self, TrainConfig)
 
-    def resolved(self, defaults: dict[str, Any]) -> TrainConfig:
-        """A copy in which each None is replaced by the model's default, from `defaults`, or else by the usual one."""
+    def resolved(self, defaults: dict[str, Any]) -> Self:
+        """Return a copy in which None is replaced by the model's default (`defaults`) or by the usual one, if any."""
         values = {**_USUAL, **defaults}
         if self.adapter != "none":
             values = {**values, "learning_rate": max(values["learning_rate"], _ADAPTER_LEARNING_RATE)}
-        if self.epochs is not None and self.max_steps is None:  # an explicit length wins over a default one
+        if self.epochs is not None and self.max_steps is None:  # --epochs wins over a default max_steps
             values["max_steps"] = None
         unset = {key: value for key, value in values.items() if getattr(self, key) is None}
         resolved = dataclasses.replace(self, **unset)
@@ -217,7 +217,6 @@ class PlanConfig(TrainConfig):
         None, help="Launch file: a shipped one's name, or a path; may be repeated. Default: every shipped one."
     )
     details: bool = _plan(False, help="Each phase's memory by component; one launch file always shows them.")
-    simulate: bool = _plan(False, help="Beside it a forward and backward on fake tensors: seconds, no memory.")
     probe: bool = _plan(False, help="Beside it two real steps on this machine: loads the model; minutes.")
     json: bool = _plan(False, help="Print JSON.")
 
@@ -233,7 +232,7 @@ class CheckConfig(TrainConfig):
     json: bool = _check(False, help="Print the report as JSON on standard output, nothing else there.")
 
 
-def _is_day(text: Any) -> bool:
+def _is_day(text: str) -> bool:
     try:
         return datetime.date.fromisoformat(text).isoformat() == text
     except (TypeError, ValueError):
@@ -243,7 +242,7 @@ def _is_day(text: Any) -> bool:
 _STEPS = "a number of steps, auto, epoch or off", ("auto", "epoch", "off")
 _EXAMPLES = "a number of examples or auto", ("auto",)
 _NUMBER_OR_WORD = {"eval_every": _STEPS, "save_every": _STEPS, "micro_batch_size": _EXAMPLES}
-"""Settings that are a number or a word, each with the expectation that a message states, and the words."""
+"""Settings that are a number or a word: what messages say is expected, and the accepted words."""
 _USUAL: dict[str, Any] = {
     "max_length": 2048,
     "thinking": "template",

@@ -1,4 +1,4 @@
-"""Reads a `--config` file: options by name in YAML, with every problem of the file reported at once. No torch."""
+"""Reads a `--config` file: options by name in YAML, with every problem of the file reported at once. Needs no torch."""
 
 import difflib
 from pathlib import Path
@@ -14,7 +14,7 @@ _OFF = ("eval_every", "save_every", "resume")
 
 
 def load_yaml(path: str, *classes: type) -> tuple[dict[str, Any], list[str]]:
-    """Settings from a `--config` file, keys being option names with - or _; values read as on the command line.
+    """Read a `--config` file. Its keys are option names with - or _; its values are read as on the command line.
 
     Args:
         classes: the dataclasses (trainer's, task's) whose fields may stand in the file.
@@ -53,7 +53,7 @@ def load_yaml(path: str, *classes: type) -> tuple[dict[str, Any], list[str]]:
 
 
 def task_in(path: str) -> str | None:
-    """The task that a `--config` file names, as a command line would; None if it names none.
+    """Return the task that a `--config` file names, as it would stand on a command line; None if the file has no task.
 
     Raises:
         UserError: the file cannot be read, or is not a mapping in YAML.
@@ -78,9 +78,9 @@ def _mapping(path: str) -> list[tuple[Any, Any]]:
         raise not_options from None
     if tag:
         raise UserError(f"--config {path}: line {_line(tag)}: tags (`!!int 3`) are not read; write the value alone")
-    if root is None or root.id != "mapping":
+    if not isinstance(root, yaml.MappingNode):
         raise not_options
-    return root.value
+    return list(root.value)
 
 
 def _text(node: Any) -> str | None:
@@ -99,4 +99,4 @@ def _value(setting: Setting, node: Any) -> Any:
 
 
 def _line(place: Any) -> int:
-    return place.start_mark.line + 1
+    return int(place.start_mark.line) + 1

@@ -1,4 +1,4 @@
-"""Checks whether a class can be used as a task: its methods, their signatures, its options. Standard library only."""
+"""Checks whether a class can be used as a task: methods, signatures, options. Needs only the standard library."""
 
 import dataclasses
 import inspect
@@ -18,7 +18,7 @@ _METHODS = {
 
 
 def contract_faults(cls: Any) -> list[str]:
-    """Why a class cannot be used as a task, one phrase for each reason; empty when it can."""
+    """Return why a class cannot be used as a task, one phrase for each reason; an empty list if it can."""
     if not isinstance(cls, type) or not issubclass(cls, Task) or cls is Task:
         return [f"{getattr(cls, '__qualname__', repr(cls))} is not a subclass of accel_sft.Task"]
     causes = []
@@ -30,9 +30,9 @@ def contract_faults(cls: Any) -> list[str]:
     fields = {field.name for field in dataclasses.fields(cls)}
     for name, kind in (("main_metric", str), ("higher_is_better", bool)):
         if name in fields:
-            causes.append(f"{name} is an option; without a type annotation it is the class's own")
+            causes.append(f"{name} has a type annotation, which makes it an option; remove the annotation")
         elif not isinstance(getattr(cls, name, None), kind) or getattr(cls, name) == "":
-            causes.append(f"{name} is missing or not a {kind.__name__}")
+            causes.append(f"{name} is missing, empty or not a {kind.__name__}")
     return causes + _option_faults(cls)
 
 
@@ -66,10 +66,13 @@ def _option_faults(cls: type[Task]) -> list[str]:
     causes = []
     for setting in own:
         if not re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]|[a-z]", setting.name):
-            causes.append(f"{setting.name!r} cannot be an option; use lower-case letters, digits and _")
+            causes.append(
+                f"{setting.name!r} cannot be an option's name; use lower-case letters, digits and _, with a letter "
+                "first and no _ last"
+            )
         clash = sorted(_flags(setting) & taken)
         if clash:
-            causes.append(f"option {' and '.join(clash)} is the trainer's or another option's; rename {setting.name!r}")
+            causes.append(f"{' and '.join(clash)}: the trainer or the task has this option; rename {setting.name!r}")
         elif not setting.required and setting.problem(setting.default):
             causes.append(f"default of {setting.problem(setting.default)}")
         taken |= _flags(setting)

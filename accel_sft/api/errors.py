@@ -12,11 +12,11 @@ class UserError(Exception):
     """
 
     def __init__(self, *problems: str) -> None:
-        self.problems = tuple(problem if problem.isprintable() else _spelt_out(problem) for problem in problems)
+        self.problems = tuple(map(_on_one_line, problems))
         super().__init__("\n".join(self.problems))
 
 
-def _spelt_out(text: str) -> str:
+def _on_one_line(text: str) -> str:
     return "".join(mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in text)
 
 
@@ -26,8 +26,8 @@ def first_line(error: BaseException) -> str:
 
 
 def what_and_where(error: BaseException) -> str:
-    """An error in a plugin's code as text, with the innermost source line outside this package."""
-    if isinstance(error, SyntaxError) and error.filename and error.lineno:  # it names the place itself
+    """Describe an error in a plugin's code, with the innermost source line outside this package."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:  # a SyntaxError names its place itself
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     package = Path(__file__).parent.parent
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]

@@ -1,4 +1,4 @@
-"""Says which adapters, settings of adapters and optimizers a launch cannot train with, and why. No torch."""
+"""Says which adapters, settings of adapters and optimizers a launch cannot train with, and why. Needs no torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,12 +21,12 @@ _SETTINGS: dict[tuple[str, Any], Mapping[str, str]] = {
         "z2.yaml",
     },
 }
-"""Problems by (setting, value), then by accelerate's name of the backend, with or without a ZeRO stage. The value True
-stands for any value that switches the setting on."""
+"""Maps (setting, value) to backends (accelerate's name, perhaps with a ZeRO stage) and to why they cannot train so.
+The value True stands for any value that switches the setting on."""
 
 
 def launch_problem(settings: Any, backend: str, stage: int = 0) -> str | None:
-    """Why this launch cannot train with these settings, in one line; None if it can.
+    """Return why this launch cannot train with these settings, in one line; None if it can.
 
     Args:
         settings: a `TrainConfig`, or a `Job` of the plan.

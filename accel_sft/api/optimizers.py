@@ -1,4 +1,4 @@
-"""The optimizers that `--optimizer` offers: bytes of state per element, and where they can train. No torch."""
+"""The optimizers of `--optimizer`: bytes of state per element, and backends that exclude them. Needs no torch."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ _OWN_STATES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerType:
-    """What settings, launch and memory need to know of an optimizer.
+    """What the checks of settings and launch, and the estimates of memory, need to know of an optimizer.
 
     Attributes:
         matrix_bytes, other_bytes: bytes of optimizer state for each element of a trained matrix within the blocks (or
             of an adapter), and for each element of any other trained parameter.
-        package: the package that it needs beside torch.
-        launch_problems: why it cannot train on a backend and what to do, by accelerate's name of the backend.
+        package: the package that the optimizer needs besides torch; None: no other.
+        launch_problems: accelerate's name of a backend, mapped to why this type cannot train on it and what to do.
     """
 
     matrix_bytes: float = 8
@@ -29,7 +29,7 @@ class OptimizerType:
 OPTIMIZERS: dict[str, OptimizerType] = {
     "adamw": OptimizerType(),
     "adamw-8bit": OptimizerType(
-        matrix_bytes=2 + 2 * 4 / 256,  # with a float32 scale for each block of 256
+        matrix_bytes=2 + 2 * 4 / 256,  # two moments: each a byte an element, and a float32 scale for 256 elements
         other_bytes=2 + 2 * 4 / 256,
         package="bitsandbytes",
         launch_problems={

@@ -9,10 +9,10 @@ from typing import Any
 
 _EXPECTED = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 _TYPES = {hint: (kind, hint is not kind) for kind in _EXPECTED for hint in (kind, kind | None)}
-"""By a field's annotation: its type, and whether None is a value too."""
+"""Maps a field's annotation to the setting's type, and to whether None is a value too."""
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _SHOWN = 80
-"""Most characters of a value that a message repeats."""
+"""Maximum number of characters of a value that a message repeats."""
 
 
 def option(
@@ -33,8 +33,8 @@ def option(
         help: one line for `--help`; name the unit.
         choices: the accepted words of a `str` option.
         min, max: inclusive limits of a number.
-        section: heading under which `--help` lists it.
-        basic: whether `--help` lists an option of the trainer; `--help-all` lists all. A task's are always listed.
+        section: heading under which `--help` lists the option.
+        basic: whether `--help` lists an option of the trainer; `--help-all` lists all. No effect on a task's option.
         rows: whether a `str` option names rows for `read_rows`. It may then be given several times (the names are
             joined by commas), and a missing file or folder is refused before anything is loaded.
     """
@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """`max_length` is `--max-length`."""
+        """The option's name on the command line, such as `--max-length` for `max_length`."""
         return "--" + self.name.replace("_", "-")
 
     @property
@@ -75,22 +75,22 @@ class Setting:
         return self.default is dataclasses.MISSING
 
     def read(self, text: str) -> Any:
-        """The value of a text from the command line or a file; if it is none, the text itself, for `problem`."""
+        """Convert a text from the command line or a file, or return it unchanged, for `problem`, if that fails."""
         try:
             return _SWITCH.get(text.lower(), text) if self.type is bool else self.type(text)
         except ValueError:
             return text
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with `value` as this setting, or None."""
+        """Return what is wrong with `value` for this setting, or None."""
         if value is None:
             return None if self.optional else f"{self.flag}: a value is needed"
         if isinstance(value, int) and value.bit_length() > 63:  # too large for a tensor, perhaps even to print
             return f"{self.flag}: a number of {value.bit_length()} bits; 63 are the most"
-        accepted = (int, float) if self.type is float else (self.type,)
+        accepted: tuple[Any, ...] = (int, float) if self.type is float else (self.type,)
         if not isinstance(value, accepted) or (isinstance(value, bool) and self.type is not bool):
             return f"{self.flag} {_represented(value)}: expected {_EXPECTED[self.type]}"
-        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):  # no file's name
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):  # surrogates: bytes, not UTF-8
             return f"{self.flag} {shown(value)}: a NUL or bytes that are not UTF-8 are not text; remove them"
         if self.choices and value not in self.choices:
             return f"{self.flag} {shown(value)}: not one of {', '.join(self.choices)}"
@@ -140,6 +140,6 @@ def settings(cls: type) -> list[Setting]:
 
 
 def problems(instance: Any) -> list[str]:
-    """Every setting of a dataclass instance that is out of its type, choices or limits, one line each."""
+    """Return a line for each setting of a dataclass instance that breaks its type, choices or limits."""
     found = (setting.problem(getattr(instance, setting.name)) for setting in settings(type(instance)))
     return [line for line in found if line]

@@ -1,4 +1,4 @@
-"""Finds tasks by the entry point group `accel_sft.tasks`, and loads one by name; a broken one breaks only itself."""
+"""Finds tasks by the entry point group `accel_sft.tasks`, and loads them by name; a broken one harms no other."""
 
 import dataclasses
 import difflib
@@ -18,7 +18,7 @@ GROUP = "accel_sft.tasks"
 ALLOWED = "ACCEL_SFT_TASKS"
 """Environment variable with the comma-separated tasks, distributions and files whose code may run; unset: all."""
 SHIPPED = {"chat": "accel-sft-chat", "math": "accel-sft-math", "ner": "accel-sft-ner"}
-"""Task names that belong to the distributions this project ships."""
+"""Task names, each with the distribution of this project that alone may use it."""
 RESERVED = frozenset(
     ("tasks", "check", "plan", "compare", "report", "evaluate", "generate", "merge", "push", "new-task", "install")
 ) | {"launch-file", "doctor", "completion", "export-data"}
@@ -27,7 +27,7 @@ RESERVED = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Plugin:
-    """One entry point from a distribution's metadata; `fault` is why it cannot be used, or empty."""
+    """One entry point from a distribution's metadata; `fault` says why it cannot be used; empty if it can."""
 
     name: str
     target: str
@@ -38,19 +38,19 @@ class Plugin:
     fault: str = ""
 
     def broken(self, cause: str) -> UserError:
-        """The one line that names task, entry point, distribution and version, and the cause."""
+        """Return an error whose one line has task, entry point, distribution, version and the cause."""
         cause = " ".join(cause.split())
         return UserError(f"task {self.name!r} ({self.target}, {self.distribution} {self.version}): {cause}")
 
 
 def plugins() -> list[Plugin]:
-    """Every entry point of the group, sorted by name, with the faults that metadata alone shows. Imports none."""
+    """Return every entry point of the group, sorted by name, with faults that its metadata shows; import none."""
     found = sorted(_entry_points(), key=lambda plugin: (plugin.name, plugin.distribution, plugin.target))
     return [dataclasses.replace(plugin, fault=_fault(plugin, found)) for plugin in found]
 
 
 def names() -> dict[str, str]:
-    """Name and one-line summary of each task whose metadata is in order, sorted. Imports no plugin."""
+    """Return name and one-line summary of each task whose metadata shows no fault, without importing a plugin."""
     return {plugin.name: plugin.summary for plugin in plugins() if not plugin.fault}
 
 
@@ -74,13 +74,13 @@ def load(name: str) -> type[Task]:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; did you mean math?`, or nothing where no known name is near."""
+    """Return a text such as `; did you mean math?`, or an empty one if no known name is similar."""
     near = difflib.get_close_matches(name, sorted(known), n=3)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def summary_of(cls: type, fallback: str) -> str:
-    """First line of a class's docstring; a dataclass without one has its signature there, which says nothing."""
+    """Return the first line of a class's docstring, or `fallback` if that is a signature that dataclass wrote."""
     doc = (vars(cls).get("__doc__") or "").strip()
     return fallback if not doc or re.match(rf"{cls.__name__}\(", doc) else doc.splitlines()[0]
 
@@ -91,7 +91,7 @@ def load_plugin(plugin: Plugin) -> type[Task]:
         raise plugin.broken(cause)
     entry_point = importlib.metadata.EntryPoint(plugin.name, plugin.target, GROUP)
     try:
-        cls = entry_point.load()
+        cls: type[Task] = entry_point.load()
     except (Exception, SystemExit) as error:  # a plugin's module may raise anything when imported
         raise plugin.broken(f"cannot be imported: {what_and_where(error)}") from error
     if causes := contract_faults(cls):
@@ -100,7 +100,7 @@ def load_plugin(plugin: Plugin) -> type[Task]:
 
 
 def build(name: str, cls: type[Any], values: dict[str, Any]) -> Any:
-    """An instance of a loaded task, or of the trainer's settings; a UserError has all problems, one line each."""
+    """Build a loaded task, or the trainer's settings, from `values`; a UserError has all problems, one line each."""
     try:
         built = cls(**values)
         found = list(built.problems())
@@ -140,12 +140,12 @@ def _entry_points() -> list[Plugin]:
 
 
 def _printable(text: str) -> str:
-    """A package's own words without control characters, which would steer the terminal that lists it."""
+    """Remove the control characters from a package's metadata: they would steer the terminal that shows it."""
     return "".join(filter(str.isprintable, text))
 
 
 def _section(text: str) -> list[str]:
-    """Lines of the group's section, one for each task, even if other lines of the file are damaged."""
+    """Return the group's lines of an entry_points.txt, one for each task, even if other lines of it are damaged."""
     lines, inside = [], False
     for line in map(str.strip, text.splitlines()):
         if line.startswith("["):
@@ -156,7 +156,7 @@ def _section(text: str) -> list[str]:
 
 
 def _fault(plugin: Plugin, found: list[Plugin]) -> str:
-    """Why a plugin cannot be used, as far as metadata shows; empty if it can."""
+    """Return why a plugin cannot be used, as far as metadata shows; empty if it can."""
     if cause := _refusal(plugin.name, plugin.distribution):
         return cause
     if plugin.fault:
@@ -177,7 +177,7 @@ def _fault(plugin: Plugin, found: list[Plugin]) -> str:
 
 
 def _refusal(*known_as: str) -> str:
-    """Why code that is known by these names may not run here; empty if it may."""
+    """Return why code that is known by these names may not run here; empty if it may."""
     allowed = os.environ.get(ALLOWED)
     if allowed is None or not {name.strip() for name in allowed.split(",")}.isdisjoint(known_as):
         return ""
@@ -193,7 +193,7 @@ def _outdated(plugin: Plugin) -> str:
 
     for text in plugin.requires:
         if not re.match(r"accel[-_.]+sft(?![-_.]*[a-z0-9])", text, re.IGNORECASE):
-            continue  # others' requirements are pip's affair
+            continue  # only the requirement of accel-sft is checked here
         try:
             requirement = Requirement(text)
         except InvalidRequirement:

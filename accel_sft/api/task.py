@@ -1,4 +1,4 @@
-"""The base class of tasks: examples, prompts, answers and scores. Standard library only."""
+"""The base class of tasks: examples, prompts, answers and scores. Needs only the standard library."""
 
 import abc
 import dataclasses
@@ -11,7 +11,7 @@ from accel_sft.api.options import problems
 
 @dataclasses.dataclass(kw_only=True)
 class Task(abc.ABC):
-    """Subclass it as a keyword-only dataclass; every field made with `option` is a command-line option too.
+    """Subclass it as a keyword-only dataclass. Each field is also a command-line option, which `option` describes.
 
     An example may be any object; the trainer only hands it back to the methods below. All methods must be pure:
     every rank calls them and must get the same results, which are kept for later runs.
@@ -43,9 +43,9 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def target(self, example: Any) -> str | list[dict[str, Any]]:
-        """The answer: the only text (with its end-of-turn token) that carries loss.
+        """Return the answer, the only text (with its end-of-turn token) that carries loss.
 
-        Or the turns that follow the prompt, as messages; the last one must be an assistant's. Every assistant turn
+        Or return the turns after the prompt, as messages; the last one must be an assistant's. Every assistant turn
         carries loss unless it has `"weight": 0`. `score` gets the text generated in place of the last turn with loss.
         """
 
@@ -58,7 +58,7 @@ class Task(abc.ABC):
         """Score one generated answer: numbers (or anything JSON can hold that `aggregate` understands) by name."""
 
     def aggregate(self, scores: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """One number per metric from all examples' scores, each counted once; the mean of each key by default."""
+        """Return a number for each metric from the scores, one for each example; by default the mean of each key."""
         for key in scores[0] if scores else ():
             for score in scores:
                 if not isinstance(score.get(key), (int, float)):
@@ -69,5 +69,5 @@ class Task(abc.ABC):
         return {key: sum(score[key] for score in scores) / len(scores) for key in scores[0]} if scores else {}
 
     def problems(self) -> list[str]:
-        """What is wrong with the options, one line each; extend it where options limit each other."""
+        """Return a line for each problem of the options; extend this if some values do not go together."""
         return problems(self)

@@ -1,4 +1,4 @@
-"""A task in one Python file: its class is loaded from there, without a package. Standard library only."""
+"""Loads a task's class from a single Python file, which needs no package. Needs only the standard library."""
 
 import ast
 import dataclasses
@@ -20,7 +20,7 @@ _MODULE = "accel_sft_file_"
 
 @dataclasses.dataclass(frozen=True)
 class TaskFile:
-    """`mytask.py` or `mytask.py:MyTask`, as it was typed; `class_name` is empty where none was named."""
+    """`mytask.py` or `mytask.py:MyTask`, as it was typed; `class_name` is empty if no class was named."""
 
     path: Path
     class_name: str = ""
@@ -32,7 +32,7 @@ class TaskFile:
 
 
 def task_file(word: str) -> TaskFile | None:
-    """The file that a task's name on the command line stands for, or None if it is an installed task's name."""
+    """Return the file that a task's name on the command line stands for, or None if the name is an installed task's."""
     found = re.fullmatch(r"(.+\.py)(?::(\w*))?", word, re.DOTALL)
     return TaskFile(Path(found[1]).expanduser(), found[2] or "") if found else None
 
@@ -53,7 +53,7 @@ def same_task(word: str, other: str) -> bool:
 
 
 def load_file(file: TaskFile) -> type[Task]:
-    """Run a file and check its task against the contract. Modules beside it can be imported by name.
+    """Run a file, check its task against the contract, and return it. The file can import modules beside it by name.
 
     Raises:
         UserError: the file cannot be read or run, has no task or several, or its task breaks the contract.
@@ -73,14 +73,14 @@ def load_file(file: TaskFile) -> type[Task]:
     except (Exception, SystemExit) as error:  # the file may raise anything
         raise UserError(f"{where}: cannot be imported: {' '.join(what_and_where(error).split())}") from error
     _refuse_hidden(where, file.path.absolute().parent, tree)
-    cls = _chosen(where, file, module)
+    cls: type[Task] = _chosen(where, file, module)
     if causes := contract_faults(cls):
         raise UserError(f"{where}: {' '.join('; '.join(causes).split())}")
     return cls
 
 
 def file_record(cls: type) -> dict[str, str] | None:
-    """Path, class and content hash of the file that a task was loaded from; None for an installed one."""
+    """Path, class and content hash of the file that a task was loaded from; None for an installed task."""
     loaded = getattr(sys.modules.get(cls.__module__), "__task_file__", None)
     return {**loaded, "class": cls.__qualname__} if loaded else None
 
@@ -88,11 +88,12 @@ def file_record(cls: type) -> dict[str, str] | None:
 def _module(path: Path, source: bytes) -> types.ModuleType:
     name = _MODULE + re.sub(r"\W", "_", path.stem)
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec  # not None, as the name ends with .py
     module = importlib.util.module_from_spec(spec)
-    module.__task_file__ = {"path": str(path), "sha256": hashlib.sha256(source).hexdigest()}
+    module.__dict__["__task_file__"] = {"path": str(path), "sha256": hashlib.sha256(source).hexdigest()}
     sys.modules[name] = module
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # last: `random.py` beside a task must not break libraries
+        sys.path.append(str(path.parent))  # last, so that `random.py` beside a task does not hide Python's
     return module
 
 
@@ -107,11 +108,12 @@ def _refuse_relative(where: str, tree: ast.Module) -> None:
 
 
 def _refuse_hidden(where: str, folder: Path, tree: ast.Module) -> None:
-    """Raises UserError if an import of the file got another module than the one of that name beside the file."""
+    """Raise UserError if an import in the file found another module than the one of that name beside the file."""
     for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else names
-        for top in {name.partition(".")[0] for name in names} - {"accel_sft"}:  # a checkout of it is no module
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+        for top in {name.partition(".")[0] for name in names} - {"", "accel_sft"}:  # it may be a checkout
             beside = next((p for p in (folder / f"{top}.py", folder / top / "__init__.py") if p.is_file()), None)
             got = getattr(sys.modules.get(top), "__file__", None)
             if beside and got and not beside.samefile(got):

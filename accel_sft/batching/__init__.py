@@ -1,1 +1,1 @@
-"""From the examples of a step to forwards and their loss."""
+"""Divides the examples of a step into forwards, and computes their loss."""

@@ -19,7 +19,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.sequence import in_parts
 from accel_sft.batching.trial import Trial
 from accel_sft.batching.verify import exact_batchings
-from accel_sft.chat.encoding import Encoded
+from accel_sft.chat.encoded import Encoded
 from accel_sft.launch.collectives import largest_of_ranks
 from accel_sft.launch.describe import device_name, parallelism
 from accel_sft.launch.recordable import versions
@@ -34,18 +34,18 @@ LOOKS, LONG_SECONDS = 3, 2.0
 ALIKE = 0.03
 """Times or work that differ by less than this share count as equal."""
 CPU_FORWARD_TOKENS, FORWARD_TOKENS = 64, 1024
-"""Fixed cost of a forward and its backward, in tokens: per thread of a CPU, as all wait meanwhile; on other devices."""
+"""Fixed cost, in tokens, of a forward and its backward: per thread of a CPU, as all threads wait; on other devices."""
 USUAL_WIDTH = 1024
 """Hidden size assumed of a model whose configuration does not name it."""
 
 
 def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence[Encoded] = ()) -> tuple[Batching, str]:
-    """Choose a layout that the model computes as it does single rows, and how much of it goes into one forward.
+    """Choose a layout in which the model's losses are those of single rows, and how many tokens go into one forward.
 
     On a CPU the choice is the one with the least work, which follows from the rows' lengths, so every start chooses
-    alike. On other devices it is the fastest, measured once and kept in the cache; where the model has dropout,
-    whose masks depend on the layout, or nothing can be kept, it is the one with the least work. Random state and
-    gradients stay untouched.
+    alike. So it is on other devices if the model has dropout, whose masks depend on the layout, if a forward needs
+    other ranks, or if nothing can be kept in the cache; otherwise it is the fastest, measured once and kept there.
+    Random state and gradients stay untouched.
 
     Args:
         before: what this run chose earlier; kept if it is still exact.
@@ -60,7 +60,7 @@ def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence
         padded = dataclasses.replace(trial, config=dataclasses.replace(trial.config, batching="padded"))
         return in_parts(trial, exact_batchings(padded, also)[0][0])
     exact, reasons, dropout = exact_batchings(trial, also)
-    if before in (dataclasses.replace(b, tokens=before.tokens, rows=before.rows) for b in exact if before):
+    if before and any(before == dataclasses.replace(b, tokens=before.tokens, rows=before.rows) for b in exact):
         batching, why = before, ", as before"
     elif trial.config.micro_batch_size != "auto":
         batching, why = dataclasses.replace(exact[0], rows=int(trial.config.micro_batch_size)), ""
@@ -72,13 +72,13 @@ def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence
 
 
 def chosen(trial: Trial, exact: Sequence[Batching], dropout: str | None) -> tuple[Batching, str]:
-    """Choose one of these with a limit of tokens; also returns a phrase that says how it was chosen."""
+    """Choose one of the exact batchings, and its limit of tokens; also returns a phrase that says how."""
     if trial.accelerator.device.type in UNTIMED:
         sizes = [dataclasses.replace(b, tokens=tokens) for b in exact for tokens in b.way.cpu_tokens]
         return least_work(trial, sizes), f", the least work of {len(sizes)} sizes"
     if not forwards_alone(trial.accelerator):
         # if a forward failed on one rank, the others would wait; and DeepSpeed's hooks on blocks that it gathers
-        # whole (experts) would reduce gradients in a backward that has none
+        # whole (experts) would reduce gradients of weights, which a trial's backward does not compute
         sizes = expected_to_fit(trial, exact, TRIED_ON_DEVICE)
         return least_work(trial, sizes), f", the least work of {len(sizes)} sizes (not tried: ranks share the weights)"
     sizes = within_memory(trial, exact, TRIED_ON_DEVICE)
@@ -93,8 +93,8 @@ def chosen(trial: Trial, exact: Sequence[Batching], dropout: str | None) -> tupl
 def fastest(trial: Trial, candidates: Sequence[Batching]) -> Batching:
     """Choose among each layout's best size: the one with the least work, unless timing shows another to be faster.
 
-    One forward of each is timed and scaled to a step by its tokens; the other must be faster by more than the
-    timings spread.
+    The largest forward of each is timed, and scaled to a step by its tokens. Another one wins only if its slowest
+    timing beats the fastest of the best so far by more than ALIKE.
     """
     each_layout: dict[tuple[str, str], list[Batching]] = {}
     for batching in candidates:
@@ -112,8 +112,8 @@ def fastest(trial: Trial, candidates: Sequence[Batching]) -> Batching:
 
 
 def least_work(trial: Trial, candidates: Sequence[Batching]) -> Batching:
-    """The candidate with the least work for a step; the first of equals, so every start chooses alike. Of its
-    layout, the smallest size that is about as good."""
+    """Return the candidate with the least work for a step, or rather the smallest size of its layout whose work is as
+    little but for ALIKE. Among equals the first counts, so that every start chooses alike."""
     works = {batching: _work(trial, batching) for batching in candidates}
     least = min(candidates, key=works.__getitem__)
     alike = [b for b in candidates if dataclasses.replace(b, tokens=least.tokens) == least]
@@ -130,7 +130,7 @@ def _work(trial: Trial, batching: Batching) -> float:
 
 
 def _step_seconds(trial: Trial, batching: Batching) -> tuple[float, float]:
-    """Least and most expected seconds of a step of these forwards, from timing the largest of them."""
+    """Return the least and the most seconds that a step is expected to take, from timings of its largest forward."""
     ranks, tokens_in = batching.divide(trial.spread(), trial.accelerator.num_processes), batching.way.tokens_in
     largest = max(itertools.chain(*ranks), key=tokens_in)
     in_all = max(sum(map(tokens_in, forwards)) for forwards in ranks) / tokens_in(largest)

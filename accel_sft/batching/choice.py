@@ -69,8 +69,8 @@ def measured_once(
 ) -> tuple[Batching | None, str]:
     """The batching that `measure` found when it was first called on this machine for `decided`, and where it is kept.
 
-    Every rank calls it. Runs that measure at the same time all use what one of them found. Nothing is measured where it
-    could not be kept, because another start might find something else.
+    Every rank calls it. Runs that measure at the same time all use what one of them found. Nothing is measured where
+    the result could not be kept, because another start might find something else.
 
     Args:
         decided: everything that the measurement depends on.
@@ -93,7 +93,7 @@ def measured_once(
         try:
             with cache.partial(KIND) as made:
                 path = cache.publish(made, KIND, key, {"chosen": dataclasses.asdict(batching)})
-            return manifest.verify(path), f"measured, kept in {path}"  # may be another run's that was quicker
+            return manifest.verify(path), f"measured, kept in {path}"  # another run may have put its own there first
         except OSError as error:
             return None, f"not kept: {cache.folder()} cannot be written ({error.strerror})"
 
@@ -105,12 +105,12 @@ def measured_once(
 
 
 def _batching(chosen: Any) -> Batching | None:
-    named = {field.name for field in dataclasses.fields(Batching)}  # another version may have others
+    named = {field.name for field in dataclasses.fields(Batching)}  # another version's record may have others
     if not isinstance(chosen, dict) or chosen.keys() != named:
         return None
     try:
         batching = Batching(**chosen)
-    except (TypeError, ValueError):  # names of another version, or no names
+    except (TypeError, ValueError):  # `chosen` names no layout or head of this version
         return None
     counts = [count for count in (batching.tokens, batching.rows) if count is not None]
     return batching if all(type(count) is int and count > 0 for count in counts) else None

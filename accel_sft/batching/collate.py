@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from accel_sft.chat.encoding import Encoded
+from accel_sft.chat.encoded import Encoded
 from accel_sft.models.prefix_attention import PrefixedRows
 
 BLOCK = 128
@@ -25,11 +25,12 @@ class Batch:
 
     Attributes:
         inputs: `input_ids` and `attention_mask`; for a tree of rows also `position_ids` and what attention needs; for
-            padded rows with images also what the processor makes of these.
-        keep: where labels are predicted from: positions (P,) of the one sequence, or a mask (B, T) of padded rows.
-        sources: for each target, the index of its kept position among the P, (E,); None: one target each, in order.
+            padded rows with images also what the processor makes of the images.
+        keep: where logits predict a target: indices (P,) in the one sequence, or a mask (B, T) over padded rows.
+        sources: for each of E targets, the index in `keep` of the position that predicts it, (E,); None if each kept
+            position predicts one target, in order.
         targets: token ids to predict, (E,).
-        weights: how many rows predict this token from this position, (E,) float32.
+        weights: for each target, how many rows predict it from its position, (E,) float32.
         head: name in `loss.HEADS` of the function that computes logits and loss.
     """
 
@@ -80,7 +81,7 @@ def tree(rows: Sequence[Encoded], common: Sequence[int], mask: Callable[[torch.T
 
 
 def behind_prefix(rows: Sequence[Encoded], prefix: int) -> Batch:
-    """The same tree where it branches only once: `prefix` tokens that all rows share, then each row's own tokens.
+    """A forward of rows whose tree branches only once: `prefix` tokens that all share, then each row's own tokens.
 
     Attention runs row by row (`prefix_attention.Rows`). The tensors are built by a few array operations, because a loop
     over rows would take noticeable time on a small model.
@@ -110,7 +111,7 @@ def behind_prefix(rows: Sequence[Encoded], prefix: int) -> Batch:
 
 
 def _in_one_sequence(ids: np.ndarray, position: np.ndarray, source: np.ndarray, weight: np.ndarray) -> Batch:
-    """A batch of tokens (T,) and their positions; `weight` rows learn each token, from the token at `source`."""
+    """Make a batch of tokens (T,) at their positions; `weight` rows learn each, predicted by the token at `source`."""
     (labelled,) = weight.nonzero()
     keep, sources = source[labelled], None
     if not (np.diff(keep) > 0).all():  # some position predicts two tokens, or they are not in order
@@ -120,13 +121,13 @@ def _in_one_sequence(ids: np.ndarray, position: np.ndarray, source: np.ndarray, 
 
 
 def dense_mask(end: torch.Tensor) -> torch.Tensor:
-    """The mask of who sees whom, (1, 1, query, key), from the index where each token's subtree ends."""
+    """Return which query sees which key, (1, 1, query, key), from the index where each token's subtree ends."""
     index = torch.arange(len(end), device=end.device)
     return ((index[:, None] >= index[None]) & (index[:, None] < end[None]))[None, None]
 
 
 def block_mask(end: torch.Tensor) -> Any:
-    """The same mask as blocks for FlexAttention: those that are seen in part, and those that are seen whole.
+    """Return the mask of `dense_mask` as FlexAttention's blocks: those seen in part, and those seen whole.
 
     It is computed from the latest and the earliest end of a subtree in each block, never from the dense mask, whose
     size is the square of a forward's tokens.
@@ -142,11 +143,15 @@ def block_mask(end: torch.Tensor) -> Any:
     query, key = number[:, None], number[None]
     whole = (query > key) & (blocks.amin(1)[None] >= (query + 1) * BLOCK)
     part = (query >= key) & (blocks.amax(1)[None] > query * BLOCK) & ~whole
-    arguments = []
-    for seen in (part, whole):
-        order = seen.int().argsort(dim=1, descending=True, stable=True)
-        arguments += [seen.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]]
-    return BlockMask.from_kv_blocks(*arguments, BLOCK_SIZE=BLOCK, mask_mod=within, seq_lengths=(len(end), len(end)))
+    return BlockMask.from_kv_blocks(
+        *_counted(part), *_counted(whole), BLOCK_SIZE=BLOCK, mask_mod=within, seq_lengths=(len(end), len(end))
+    )
+
+
+def _counted(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each query block, return how many key blocks it sees, (1, 1, blocks), and all of them, seen ones first."""
+    order = seen.int().argsort(dim=1, descending=True, stable=True)
+    return seen.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
 
 
 def varlen(rows: Sequence[Encoded]) -> Batch:
@@ -159,21 +164,20 @@ def varlen(rows: Sequence[Encoded]) -> Batch:
 
 
 def _rows(sizes: np.ndarray, starts: np.ndarray, prefix: int) -> PrefixedRows:
-    """`PrefixedRows` of these sizes that begin at `starts`, after `prefix` tokens."""
+    """Return `PrefixedRows` for rows of `sizes` own tokens that begin at `starts`, behind a common `prefix`."""
     longest = int(sizes.max())
     step = np.arange(longest)
     own = (starts - prefix)[:, None] + np.minimum(step, sizes[:, None] - 1)
     (back,) = (step < sizes[:, None]).ravel().nonzero()
-    seen = np.tri(longest, prefix + longest, prefix, dtype=bool)
-    own, back, seen = map(torch.as_tensor, (own.ravel(), back, seen))
-    return PrefixedRows(prefix, longest, own, back, seen if prefix else None)
+    seen = torch.as_tensor(np.tri(longest, prefix + longest, prefix, dtype=bool)) if prefix else None
+    return PrefixedRows(prefix, longest, torch.as_tensor(own.ravel()), torch.as_tensor(back), seen)
 
 
 def padded(rows: Sequence[Encoded], pad_token_id: int) -> Batch:
     """A forward of rows one below the other, padded at the right.
 
     Targets are found by position, so a pad token that equals the end-of-turn token is never supervised. Images are read
-    here, when their forward is next; the model finds positions by itself.
+    only here, just before their forward. The model computes positions by itself.
     """
     shape = (len(rows), max(len(row.input_ids) for row in rows))
     input_ids, attention_mask = np.full(shape, pad_token_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
@@ -186,12 +190,24 @@ def padded(rows: Sequence[Encoded], pad_token_id: int) -> Batch:
             keep[number, span.start - 1 : span.stop - 1] = True
             targets += row.input_ids[span.start : span.stop]
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
-    if pictured := next((row for row in rows if row.images), None):
-        inputs |= pictured.images.source.inputs.tensors(rows, shape)
+    images = [row.images for row in rows]
+    if pictured := next(filter(None, images), None):
+        inputs |= pictured.origin.inputs.tensors([row.input_ids for row in rows], images, shape)
     return _tensors(inputs, keep, None, np.asarray(targets, np.int64), np.ones(len(targets), np.float32))
 
 
-def _tensors(inputs: dict[str, np.ndarray], *fields: np.ndarray | None) -> Batch:
-    """A `Batch` of these inputs and, in order, of `keep`, `sources`, `targets` and `weights`."""
-    tensors = {"attention_mask": None, **{name: torch.as_tensor(array) for name, array in inputs.items()}}
-    return Batch(tensors, *(None if array is None else torch.as_tensor(array) for array in fields))
+def _tensors(
+    inputs: dict[str, np.ndarray],
+    keep: np.ndarray,
+    sources: np.ndarray | None,
+    targets: np.ndarray,
+    weights: np.ndarray,
+) -> Batch:
+    """A `Batch` of tensors, made of arrays."""
+    return Batch(
+        {"attention_mask": None, **{name: torch.as_tensor(array) for name, array in inputs.items()}},
+        torch.as_tensor(keep),
+        None if sources is None else torch.as_tensor(sources),
+        torch.as_tensor(targets),
+        torch.as_tensor(weights),
+    )

@@ -1,4 +1,4 @@
-"""Device memory: recognises that it is out, and predicts what the first update and a forward will take."""
+"""Recognises that a device is out of memory, and computes how much memory a prepared model's first update takes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_sft.batching.layouts import Batching
-from accel_sft.batching.loss import MOST_LOGITS
 from accel_sft.launch.ulysses import sequence_ranks
+from accel_sft.memory.closed_form import CUDA_BYTES
+from accel_sft.memory.job import MOST_LOGITS
+from accel_sft.memory.states import MASTER, MOMENTS
 
 _NO_MEMORY = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_NOT_INITIALIZED",  # its handle, made in the first product, did not fit
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # cuBLAS's handle, made in the first product, did not fit
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
 )
-LIBRARIES_BYTES = {"cuda": 2**30}
-"""Bytes, by type of device, that CUDA and NCCL allocate outside of torch's allocator when training begins."""
 LEFT_FREE = 0.2
 """Share of the device's free memory that an estimate leaves unused."""
 
@@ -45,9 +45,9 @@ def forwards_alone(accelerator: Accelerator) -> bool:
 
 
 def first_update_bytes(accelerator: Accelerator, model: torch.nn.Module, *, moments: bool) -> int:
-    """Bytes that training will take on this rank's device, besides activations and what a prepared model already holds.
+    """Return how many bytes training of a prepared model will still allocate on this rank's device beside activations.
 
-    These are gradients, AdamW's moments, buffers of exchange, and what libraries allocate when they are first called.
+    These are gradients, AdamW's moments, communication buffers, and what libraries allocate when they are first called.
     DeepSpeed 0.19 allocates moments and buckets in the first step, and a float32 copy of the gradients in every step.
 
     Args:
@@ -55,14 +55,14 @@ def first_update_bytes(accelerator: Accelerator, model: torch.nn.Module, *, mome
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine: Any = model if accelerator.state.deepspeed_plugin else None
-    total = LIBRARIES_BYTES.get(accelerator.device.type, 0) + _largest_gradients(model)
+    total = (CUDA_BYTES if accelerator.device.type == "cuda" else 0) + _largest_gradients(model)
     if engine is None:
         for parameter in trained:
             # only what this rank holds: FSDP's parameters have the whole shape
             held = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             if held.device.type != accelerator.device.type:
                 continue  # FSDP's shards on the host, where the optimizer steps them
-            # DDP's buckets exist already, and are the gradients
+            # DDP's buckets exist already, and hold the gradients
             tensors = (not isinstance(model, DistributedDataParallel)) + (0 if moments else 2)
             total += tensors * held.numel() * held.element_size()
         return total
@@ -72,20 +72,20 @@ def first_update_bytes(accelerator: Accelerator, model: torch.nn.Module, *, mome
     part = math.ceil(elements / ranks)
     total += accumulates * (part if stage >= 2 else elements)
     if not engine.zero_use_cpu_optimizer():
-        copied = 4 if stage or computes < 4 else 0
-        total += (copied + (0 if moments else 8)) * (part if stage else elements)
+        copied = MASTER if stage or computes < 4 else 0
+        total += (copied + (0 if moments else MOMENTS)) * (part if stage else elements)
     if stage in (1, 2):
         total += (1 + bool(engine.zero_overlap_comm())) * engine.zero_reduce_bucket_size() * computes
     return total
 
 
 def _largest_gradients(model: torch.nn.Module) -> int:
-    """Bytes of the largest gradients that stand whole beside the others: those of one parameter, or of one FSDP block,
-    twice in float32 (as computed, and as exchanged)."""
+    """Return the bytes of the largest gradients that are whole at one time, beside all others: those of a parameter, or
+    of an FSDP block, which are there twice in float32 (as computed, and as reduced over ranks)."""
     from torch.distributed.fsdp import FSDPModule
 
     block_of: dict[torch.nn.Parameter, torch.nn.Module] = {}
-    for module in model.modules():  # from the outside in
+    for module in model.modules():  # outer modules first: the innermost block counts
         if isinstance(module, FSDPModule):
             block_of.update(dict.fromkeys(module.parameters(), module))
     sizes: dict[Any, int] = {}
@@ -104,8 +104,8 @@ def free_bytes(device: torch.device) -> float:
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def expected_bytes(model: torch.nn.Module, batching: Batching, *, recomputed: bool, itemsize: int) -> float:
-    """Approximate bytes that a forward of `batching.tokens` keeps for its backward, from the model's matrix shapes.
+def expected_bytes(model: Any, batching: Batching, *, recomputed: bool, itemsize: int) -> float:
+    """Return about how many bytes a forward of `batching.tokens` keeps for its backward, by the model's matrices.
 
     A block keeps the inputs and outputs of its matrices, and a third of that besides (norms, rotations, residuals). For
     a Llama that is 12 h + 4 i + 3 kv numbers per token, where 10 h + 4 i + 2 kv have been measured. Of gathered
@@ -120,7 +120,8 @@ def expected_bytes(model: torch.nn.Module, batching: Batching, *, recomputed: bo
     chosen = getattr(config, "num_experts_per_tok", None) or 1
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     outside = {id(getattr(part, "weight", None)) for part in ends}
-    numbers = weights = 0.0
+    numbers = 0.0
+    weights = 0.0
     for parameter in model.parameters():
         shape = getattr(parameter, "ds_shape", parameter.shape)
         if len(shape) >= 2 and id(parameter) not in outside:

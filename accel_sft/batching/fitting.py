@@ -1,4 +1,4 @@
-"""Finds which sizes of a forward fit on a device beside the optimizer's state: tried with a backward, or estimated."""
+"""Finds which sizes of a forward fit on a device beside the optimizer state: by trial (with a backward) or estimate."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from accel_sft.api.errors import UserError
 from accel_sft.batching.device_memory import LEFT_FREE, expected_bytes, free_bytes, out_of_memory
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.trial import Trial
-from accel_sft.chat.encoding import Encoded
+from accel_sft.chat.encoded import Encoded
 from accel_sft.launch.collectives import all_ranks, largest_of_ranks
 
 RESERVED_PART = 2**28
-"""Most bytes that are reserved in one piece."""
+"""Maximum number of bytes that are reserved in one piece."""
 
 
 def within_memory(trial: Trial, exact: Sequence[Batching], sizes: Sequence[int]) -> list[Batching]:
-    """Batchings whose forward and backward fit beside the optimizer's state, on all ranks.
+    """Return the exact batchings, limited to each of the `sizes` that fit beside the optimizer state on all ranks.
 
-    Sizes are tried upwards until one does not fit, or holds a rank's whole part of a step. A size is tried on the
-    longest examples together, or on the forward of a usual step that has most tokens, whichever is larger.
+    Sizes are tried upwards, with forward and backward, until one does not fit, or holds a rank's whole part of a step.
+    A size is tried on the longest examples together, or on the largest forward of a usual step, if that is larger.
     """
     fitting = []
     by_length = sorted(trial.examples, key=lambda example: -len(example.input_ids))
@@ -53,13 +53,18 @@ def within_memory(trial: Trial, exact: Sequence[Batching], sizes: Sequence[int])
 
 
 def expected_to_fit(trial: Trial, exact: Sequence[Batching], sizes: Sequence[int]) -> list[Batching]:
-    """Batchings of these sizes that by estimate fit on all ranks beside the optimizer's state, or the smallest size."""
+    """Return the batchings of `sizes` that are estimated to fit on all ranks; if none is, those of the first size."""
     base = trial.accelerator.unwrap_model(trial.model)
     room = (1 - LEFT_FREE) * (free_bytes(trial.accelerator.device) - trial.reserved())
     room = -largest_of_ranks(-room)
-    how = {"recomputed": trial.config.gradient_checkpointing, "itemsize": _itemsize(trial)}
+    itemsize = next(trial.model.parameters()).element_size() if trial.accelerator.mixed_precision == "no" else 2
+    recomputed = trial.config.gradient_checkpointing
     sized = [dataclasses.replace(batching, tokens=tokens) for batching in exact for tokens in sizes]
-    fitting = [batching for batching in sized if expected_bytes(base, batching, **how) <= room]
+    fitting = [
+        batching
+        for batching in sized
+        if expected_bytes(base, batching, recomputed=recomputed, itemsize=itemsize) <= room
+    ]
     return fitting or [batching for batching in sized if batching.tokens == sizes[0]]
 
 
@@ -88,13 +93,6 @@ def _reserve(trial: Trial, hold: list[torch.Tensor]) -> None:
         part = min(size, RESERVED_PART)
         hold.append(torch.empty(part, dtype=torch.uint8, device=trial.accelerator.device))
         size -= part
-
-
-def _itemsize(trial: Trial) -> int:
-    """Bytes of one element in the computing type."""
-    if trial.accelerator.mixed_precision != "no":
-        return 2
-    return next(trial.model.parameters()).element_size()
 
 
 def _most_rows(batching: Batching, rows: list[Encoded]) -> int:

@@ -1,7 +1,7 @@
 """Layouts of a forward (rows that share prefixes, packed, padded): order of tokens, attention mask, cost.
 
-A layout is an object that orders rows, counts what they cost and makes their tensors. To add one, add a class, or put
-an instance into `LAYOUTS`.
+A layout is an object that orders rows, counts what they cost and makes their tensors. To add one, put
+an instance, of a new class if need be, into `LAYOUTS`.
 """
 
 import abc
@@ -13,7 +13,7 @@ import torch
 
 from accel_sft.batching import collate
 from accel_sft.batching.collate import Batch
-from accel_sft.chat.encoding import Encoded
+from accel_sft.chat.encoded import Encoded
 from accel_sft.io.prefix import common_length
 from accel_sft.models.prefix_attention import installed
 
@@ -37,7 +37,9 @@ class Layout(abc.ABC):
     cpu_tokens: tuple[int, ...] = (256, 512, 1024)
 
     def __init__(self, name: str) -> None:
-        self.name, self.shares, self.one_sequence = name, name == "shared", name != "padded"
+        self.name = name
+        self.shares = name == "shared"
+        self.one_sequence = name != "padded"
 
     def order(self, example: Encoded) -> tuple[Any, int]:
         """Sort key of a step's rows, before they are divided among forwards."""
@@ -56,11 +58,11 @@ class Layout(abc.ABC):
         return True
 
     def tokens_in(self, examples: Sequence[Encoded]) -> int:
-        """Tokens that a forward of these examples, in this order, computes."""
+        """Number of tokens that a forward of these examples, in this order, computes."""
         return sum(len(example.input_ids) for example in examples) - sum(self.common(examples))
 
     def attended_pairs(self, examples: Sequence[Encoded]) -> int:
-        """Pairs of a query and a key that attention computes in a forward of these examples, in this order.
+        """Number of query-key pairs that attention computes in a forward of these examples, in this order.
 
         Each row's own tokens attend to the prefix and to the row, padded to the longest row.
         """
@@ -135,7 +137,7 @@ class Varlen(Layout):
 
 
 class Padded(Layout):
-    """Rows one below the other, padded at the right: what every model is trained with."""
+    """Rows one below the other, padded at the right, as every model can take them."""
 
     attention, implementation = "mask", "*"
     cpu_tokens = (1024, 4096)

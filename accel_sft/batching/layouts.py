@@ -25,7 +25,7 @@ from accel_sft.batching import collate
 from accel_sft.batching.collate import Batch
 from accel_sft.batching.forward_layouts import LAYOUTS, Layout
 from accel_sft.batching.loss import HEADS
-from accel_sft.chat.encoding import Encoded
+from accel_sft.chat.encoded import Encoded
 
 _BY_NAMES = {(layout.name, layout.attention): layout for layout in LAYOUTS}
 
@@ -40,8 +40,8 @@ class Batching:
 
     Attributes:
         layout: `shared`, `packed` or `padded`.
-        tokens: most tokens computed in one forward (a longer row has a forward to itself).
-        rows: most examples in one forward; wins over `tokens`.
+        tokens: maximum number of tokens computed in one forward (a longer row has a forward to itself).
+        rows: maximum number of examples in one forward; if given, `tokens` does not count.
         attention: how attention separates rows in one sequence: `mask`, a dense mask; `blocks`, that mask's blocks
             for FlexAttention; `varlen`, rows' bounds for FlashAttention (`packed` alone); `rows`, which runs them row
             by row behind the one prefix that all rows of the forward share, in any order (`prefix_attention.Rows`).
@@ -66,7 +66,7 @@ class Batching:
         return _BY_NAMES[self.layout, self.attention]
 
     def divide(self, examples: Sequence[Encoded], world_size: int) -> list[list[list[Encoded]]]:
-        """The forwards of each rank: equally many, of nearly equal tokens, with empty ones to make up the number.
+        """Return each rank's forwards: equally many, with nearly equal tokens; empty ones make up the number.
 
         The result is the same on every rank. Forwards are ordered by size, so that ranks that wait for each other in
         every forward (ZeRO-3) wait little.
@@ -86,7 +86,7 @@ class Batching:
         return ranks
 
     def _group(self, examples: list[Encoded], world_size: int) -> list[list[Encoded]]:
-        """The rows of each forward, over all ranks; the forwards are a multiple of the ranks where rows suffice."""
+        """Return the rows of all ranks' forwards, whose number is a multiple of the ranks if there are enough rows."""
         way = self.way
         if self.rows:
             count = world_size * math.ceil(math.ceil(len(examples) / world_size) / self.rows)
@@ -114,7 +114,7 @@ class Batching:
         return sum(self.way.tokens_in(rows) for forwards in self.divide(examples, world_size) for rows in forwards)
 
     def work(self, examples: Sequence[Encoded], world_size: int, width: int, each_forward: float) -> float:
-        """Cost of a step of these examples, in tokens, for the rank that has most.
+        """Return the cost, in tokens, of a step of these examples on the rank with most work.
 
         Args:
             width: the model's hidden size.
@@ -127,7 +127,7 @@ class Batching:
         )
 
     def batch(self, examples: Sequence[Encoded], pad_token_id: int, device: torch.device) -> Batch:
-        """The tensors of one forward; without examples, of a connected forward without a target."""
+        """Return the tensors of one forward; without examples, those of `collate.empty`."""
         assert self.layout == "padded" or not any(row.images for row in examples), "rows with images are padded"
         with device:
             batch = self.way.collate(examples, pad_token_id) if examples else collate.empty(pad_token_id)
@@ -135,10 +135,10 @@ class Batching:
 
 
 def _least_largest(lengths: list[int], own: list[int], count: int, limit: int, way: Layout) -> list[int] | None:
-    """The ends of at most `count` runs of consecutive rows, with the largest run as small as can be; None if it would
-    be above `limit`.
+    """Return the ends of at most `count` groups of consecutive rows, the largest group being as small as can be; None
+    if it would be above `limit`.
 
-    Bisects over the largest allowed size, and for each fills the runs greedily.
+    Bisects over the largest allowed size, and for each size fills the groups greedily.
 
     Args:
         own: tokens of each row that the row before it does not have.

@@ -12,23 +12,22 @@ from torch.utils.checkpoint import checkpoint
 
 from accel_sft.batching.collate import Batch
 from accel_sft.io.heartbeat import heartbeat
+from accel_sft.memory.job import MOST_LOGITS
 from accel_sft.models.architecture import arguments
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 """The output embeddings' own forward."""
 
-MOST_LOGITS = 2**25
-"""Most logits (tokens times vocabulary) held at once: 128 MiB in float32, and about three times that in a backward."""
 EXACT = 0.02
-"""Largest difference of a kernel's losses and gradients in bfloat16 from the formula's, as a share of their norm."""
+"""Maximum difference of a kernel's losses and gradients in bfloat16 from the plain formula's, relative to these."""
 
 
 def nll(model: torch.nn.Module, batch: Batch, most_logits: int | None = None) -> torch.Tensor:
-    """Each target's negative log-likelihood, in nats, float32, (E,); for a batch without targets a connected zero,
-    (1,).
+    """Return each target's negative log-likelihood in nats, float32, (E,); for a batch without targets a zero, (1,),
+    that is still connected to the weights.
 
     Args:
-        most_logits: most logits that a head in pieces holds at once; MOST_LOGITS by default.
+        most_logits: maximum number of logits that the head `pieces` holds at once; MOST_LOGITS by default.
     """
     heartbeat()
     return HEADS[batch.head](model, batch, most_logits or MOST_LOGITS)
@@ -44,8 +43,8 @@ def nll_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def fused_kernel(device: torch.device) -> Any:
-    """cut-cross-entropy (Wijmans et al., 2025, arXiv 2411.09009) where it is installed and the device is a GPU. None
-    elsewhere, where bits must repeat (it adds up its sums in any order), and where its gradients are wrong."""
+    """Return the kernel of cut-cross-entropy (Wijmans et al., 2025, arXiv 2411.09009). None if it is not installed, the
+    device is no GPU, bits must repeat (it adds in no fixed order), or its gradients are wrong on this device."""
     installed = device.type == "cuda" and importlib.util.find_spec("cut_cross_entropy")
     return _exact_kernel(device) if installed and not torch.are_deterministic_algorithms_enabled() else None
 
@@ -67,7 +66,7 @@ def is_exact(kernel: Any, device: torch.device) -> bool:
         found: list[tuple[torch.Tensor, ...]] = []
         for dtype, nll_of in ((torch.bfloat16, kernel), (torch.float64, _plain)):
             ends = [part.to(dtype, copy=True).requires_grad_() for part in (hidden, weight / 8)]
-            losses = nll_of(*ends, targets, reduction="none")
+            losses = nll_of(ends[0], ends[1], targets, reduction="none")
             found.append((losses.detach(), *torch.autograd.grad(losses.sum(), ends)))
     return all((ours - theirs).norm() <= EXACT * theirs.norm() for ours, theirs in zip(*found, strict=True))
 
@@ -111,7 +110,7 @@ def fused(model: torch.nn.Module, batch: Batch, most_logits: int) -> torch.Tenso
 
     def in_kernel(head: torch.nn.Module, logits_of: Logits, hidden: torch.Tensor) -> torch.Tensor:
         kind = type(head)
-        if issubclass(kind, FSDPModule):  # it puts a class of its own above the head's
+        if issubclass(kind, FSDPModule):  # FSDP puts a class of its own above the head's
             kind = kind.__bases__[-1]
         if kind is not torch.nn.Linear or head.bias is not None:
             raise TypeError("the fused head is for a plain matrix")
@@ -152,8 +151,8 @@ def _in_the_head(
 ) -> torch.Tensor:
     """Each target's loss, (E,), from a forward whose head returns `nll_of` the targets' hidden states.
 
-    It is computed within the model's own forward, so that whatever gathers weights for the head (ZeRO-3, FSDP) still
-    does.
+    The loss is computed within the model's own forward, so that whatever gathers weights for the head (ZeRO-3, FSDP)
+    still does.
     """
     head = _unwrapped(model).get_output_embeddings()
     logits_of, own = head.forward, head.__dict__.get("forward")
@@ -172,7 +171,7 @@ def _in_the_head(
             head.forward = own
 
 
-def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+def _unwrapped(model: Any) -> Any:
     """The model below DDP's or DeepSpeed's wrapper."""
     while hasattr(model, "module"):
         model = model.module

@@ -62,12 +62,12 @@ class SequenceGroup:
 
 
 def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
-    """The batching under sequence parallelism, which is one row per forward, and a line that says so.
+    """Return the batching under sequence parallelism, one row per forward, and a line that says so.
 
     Args:
         exact: the batching of padded rows, with the head that the model takes.
     Raises:
-        UserError: the loss of a row in parts is not its loss as a whole, as the model's layers or a trial here show.
+        UserError: the model cannot compute parts of rows: its layers, a failed forward or a wrong loss show that.
     """
     group, model = SequenceGroup.of(trial.accelerator), trial.accelerator.unwrap_model(trial.model)
     longest = max(trial.examples, key=lambda example: (len(example.input_ids), example.index))
@@ -88,7 +88,7 @@ def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:
         with shared_rows():
             try:
                 mine = nll_sum(trial.model, group.part(batch, trial.pad_token_id)).item()
-            except (AssertionError, TypeError) as error:  # DeepSpeed's attention, alike on every rank
+            except (AssertionError, TypeError) as error:  # raised by DeepSpeed's attention, alike on every rank
                 cause = one_line(what_and_where(error), LONGEST_ERROR)
                 raise UserError(_cannot(group, f"its forward of a part of a row fails ({cause})")) from error
         trial.model.train(was_training)

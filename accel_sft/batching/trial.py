@@ -1,9 +1,10 @@
-"""The model and the examples on which batchings are tried before the first step."""
+"""Runs trial forwards and backwards before the first step, to choose a `Batching`: a layout and size of forwards."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -13,15 +14,15 @@ from accel_sft.batching.collate import Batch
 from accel_sft.batching.device_memory import first_update_bytes
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
-from accel_sft.chat.encoding import Encoded
+from accel_sft.chat.encoded import Encoded
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A prepared model and examples on which batchings are tried, the same on every rank.
+    """A model that accelerate has prepared, and examples, the same on every rank, on which each `Batching` is tried.
 
     Attributes:
-        train: whether a backward follows each forward, and dropout will be on.
+        train: whether the run trains: a backward then follows each forward, and dropout is on.
         moments: whether AdamW's moments are allocated already, as in a resumed run.
     """
 
@@ -39,39 +40,43 @@ class Trial:
         return self.accelerator.mixed_precision == "no" and self.config.dtype in ("auto", "float32")
 
     def batch(self, batching: Batching, rows: Sequence[Encoded]) -> Batch:
-        """One forward on this rank's device."""
+        """Return the tensors of one forward of these rows, on this rank's device."""
         return batching.batch(rows, self.pad_token_id, self.accelerator.device)
 
     def spread(self) -> Sequence[Encoded]:
-        """Examples evenly spread over the data, as many as a step has."""
+        """Return examples evenly spread over the data, as many as a step has."""
         count = self.config.global_batch_size or len(self.examples)
         return self.examples[:: max(len(self.examples) // count, 1)][:count]
 
     def reserved(self) -> int:
-        """Bytes that training will take on this rank's device besides activations."""
+        """Return how many bytes the first update will still allocate on this rank's device, besides activations."""
         return first_update_bytes(self.accelerator, self.model, moments=self.moments) if self.train else 0
 
     def run(
         self, batching: Batching, rows: Sequence[Encoded], also: Sequence[torch.Tensor] = ()
     ) -> tuple[float, list[torch.Tensor]]:
-        """Run one forward and, in training, a backward through all but the weights, and wait until the device is done.
+        """Run one forward and, if `train`, a backward to the embedded tokens and `also`; wait for the device.
 
-        The model runs without its wrappers, and no gradient is added to a weight: what exchanges or divides gradients
-        between ranks must not see this backward. Random state and mode are put back.
+        The model is called without its DDP or DeepSpeed wrapper, and no weight's `.grad` changes: the hooks that reduce
+        or partition gradients must not run. The random state and the model's training mode are restored.
 
         Args:
             also: weights whose gradients are computed, too.
         Returns:
-            the sum of the tokens' losses, in nats; and the gradients: first the embedded tokens', then those of `also`
-            that the loss depends on; none outside of training.
+            the sum of the tokens' losses in nats, and a list of gradients, empty unless `train`: that of the embedded
+            tokens, then one for each weight of `also` on which the loss depends.
         """
         model = self.accelerator.unwrap_model(self.model)
         embedded: list[torch.Tensor] = []
-        handle = model.get_input_embeddings().register_forward_hook(
-            lambda _, __, out: embedded.append(out.detach().requires_grad_()) or embedded[-1]
-        )
-        was_training, gradients = model.training, ()
-        model.train(self.train)  # activations are recomputed in training only
+
+        def cut_off(_: Any, __: Any, out: torch.Tensor) -> torch.Tensor:
+            embedded.append(out.detach().requires_grad_())
+            return embedded[-1]
+
+        handle = model.get_input_embeddings().register_forward_hook(cut_off)
+        was_training = model.training
+        gradients: Sequence[torch.Tensor] = ()
+        model.train(self.train)  # gradient checkpointing is on only in training mode
         try:
             with torch.random.fork_rng(), torch.set_grad_enabled(self.train):
                 loss = nll_sum(model, self.batch(batching, rows))

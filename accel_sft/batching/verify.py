@@ -15,14 +15,14 @@ from accel_sft.batching.forward_layouts import LAYOUTS, Layout
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import available_heads, nll
 from accel_sft.batching.trial import Trial
-from accel_sft.chat.encoding import Encoded
+from accel_sft.chat.encoded import Encoded
 from accel_sft.launch.collectives import any_rank, first_reason
 from accel_sft.models.architecture import REFUSALS, arguments, attentions, limited_layers
 from accel_sft.models.prefix_attention import install
 
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
 RANDOM_TOKENS = 512
-"""Tokens compared when a model may be random in training: enough for experts that are drawn at random to differ."""
+"""Number of tokens compared to find out if training is random: enough for experts drawn at random to differ."""
 TOLERANCE, REDUCED_TOLERANCE = 1e-3, 0.25
 """Nats per token by which the loss may differ between layouts, in float32 and in reduced precision. Rows that see each
 other or stand at wrong positions differ by more, even in a random model; that rows do not see each other is also
@@ -33,18 +33,18 @@ float32 and in reduced precision (a busy machine may round otherwise); and how o
 NOISE = 4
 """Tolerance, as a multiple of the noise between identical forwards."""
 FEWEST_LOGITS = 1
-"""Most logits that a head in pieces holds at once while it is checked, so that its pieces are as small as can be."""
+"""Maximum number of logits that the head `pieces` holds at once in a check, so that its pieces are the smallest."""
 IMAGES = "rows hold images, whose placeholders are alike where the images are not, and whose positions have two axes"
 """Reason, in messages, why rows with images are padded."""
 UNLIMITED = 2**31
-"""Tokens in one forward before a limit is chosen."""
+"""Maximum number of tokens in one forward until a limit is chosen."""
 
 
 def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batching], list[str], str | None]:
-    """The batchings that the model computes exactly, among the layouts asked for, and why not the others.
+    """Find the batchings that the model computes exactly, among the layouts asked for, and why it fails the others.
 
     Args:
-        also: rows that will be laid out besides the subject's examples; the longest of all rows is tried.
+        also: rows that will be laid out besides the trial's examples; the longest of all rows is tried.
     Returns:
         batchings without a limit of tokens, at least one; `layout: reason` for each layout that is not exact; and where
         the model has dropout in training, None if it has none.
@@ -62,7 +62,10 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
     whole = Batching("padded", UNLIMITED, head="everywhere")
     # the longest row's logits everywhere might not fit, and what this row checks does not depend on the head
     lean = whole if heads == ["everywhere"] else dataclasses.replace(whole, head="labelled")
-    found, reasons, dropout, was_training = [], [], None, model.training
+    found: list[Batching] = []
+    reasons: list[str] = []
+    dropout = None
+    was_training = model.training
     if any(row.images for row in (*trial.examples, *also)):
         *others, only = asked
         asked, reasons = [only], [f"{' or '.join(others)}: {IMAGES}"] if others else []
@@ -87,11 +90,12 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
                     batching = Batching(name, UNLIMITED, attention=layout.attention, head=head)
                     # ranks that came to different answers would run different forwards
                     mine = [
-                        _differs(trial, batching, *checked, tolerance) for checked in zip(alone, row_sets, strict=True)
+                        _differs(trial, batching, loss, rows, tolerance)
+                        for loss, rows in zip(alone, row_sets, strict=True)
                     ]
                     reason = first_reason(next(filter(None, mine), None))
                     if not reason and layout.one_sequence:
-                        # no head mixes rows, but some add up in any order: the plain one repeats its bits
+                        # no head mixes rows, but some add in no fixed order; the plain one repeats its bits
                         plain = dataclasses.replace(batching, head=lean.head)
                         leaks = [_see_each_other(trial, plain, rows, rounding) for rows in row_sets]
                         reason = "a change in one row changes another" if any(leaks) else None
@@ -133,7 +137,7 @@ def _shortest(examples: Sequence[Encoded]) -> list[Encoded]:
 
 
 def enough(examples: Sequence[Encoded]) -> list[Encoded]:
-    """The shortest rows that together have RANDOM_TOKENS, or all that are looked at."""
+    """Return the shortest of CHECKED_AMONG rows that together have RANDOM_TOKENS, or all of these."""
     among = _shortest(examples)
     totals = list(itertools.accumulate(len(row.input_ids) for row in among))
     return among[: bisect.bisect_left(totals, RANDOM_TOKENS) + 1]
@@ -141,9 +145,9 @@ def enough(examples: Sequence[Encoded]) -> list[Encoded]:
 
 def _row_sets(examples: Sequence[Encoded]) -> list[list[Encoded]]:
     """Two sets of rows: some short ones; and a short one with the longest, which reaches what short rows do not, such
-    as the end of a window.
+    as the end of a sliding window.
 
-    The short rows have images, if any do; the second set then puts a row without images beside the longest.
+    The short rows have images, if any rows do; the second set then puts a row without images beside the longest.
     """
     among = _shortest([row for row in examples if row.images] or examples)
     longest = max(examples, key=lambda example: (len(example.input_ids), example.index))
@@ -166,7 +170,7 @@ def _is_random(model: torch.nn.Module, batch: Batch, rounding: float) -> bool:
     """Whether two forwards of the same rows differ in training on any rank, every time and by more than rounding."""
     for _ in range(LOOKS):
         first, again = nll(model, batch), nll(model, batch)
-        # ranks look equally often, for their forwards may wait for each other
+        # ranks compare equally often, because their forwards may wait for each other
         if not any_rank(not _farthest(first, again) <= rounding):
             return False
     return True
@@ -192,13 +196,13 @@ def _dropout(model: torch.nn.Module, is_random: bool) -> str | None:
 
 
 def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Encoded], tolerance: float) -> str | None:
-    """What is wrong with a few rows in this batching, compared with the sum of their losses alone; None if all is
-    right."""
+    """Say why a few rows cannot be computed in this batching, or that their loss differs from `alone`, the sum of their
+    losses as single rows; None if all is right."""
     batch = trial.batch(batching, rows)
     try:
         together = nll(trial.model, batch, FEWEST_LOGITS)
     except REFUSALS as error:
-        if out_of_memory(error):  # says nothing about what the model can take
+        if out_of_memory(error):  # which says nothing about what the model can take
             raise
         return f"the model does not take it ({first_line(error)[:100]})"
     difference = abs(alone - (together * batch.weights).sum().item()) / batch.weights.sum().item()
@@ -209,8 +213,8 @@ def _differs(trial: Trial, batching: Batching, alone: float, rows: Sequence[Enco
 def _ignores_positions(trial: Trial, batching: Batching, rows: Sequence[Encoded]) -> bool:
     """Whether halving the distances between tokens changes no bit of any loss, on any rank.
 
-    Such a model takes a row in one sequence with others to begin where it stands there. Bits are compared because in
-    reduced precision positions may change a loss by less than rounding does.
+    Such a model takes a row behind others to begin at its place in the sequence, not at position 0. Bits are compared
+    because in reduced precision positions may change a loss by less than rounding does.
     """
     batch = trial.batch(batching, rows)
     closer = {**batch.inputs, "position_ids": batch.inputs["position_ids"] // 2}

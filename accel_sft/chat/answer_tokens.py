@@ -1,79 +1,53 @@
-"""Makes the token ids of a prompt and its answer from the template's texts, and finds the answer's begin and end."""
+"""Tokenizes the texts of prompts and their answers, and finds where each answer begins and ends."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Sequence
 
 from accel_sft.api.errors import UserError
-from accel_sft.chat.control_tokens import Written, without_guards
+from accel_sft.chat.control_tokens import ControlTokens, without_guards
 from accel_sft.chat.conversation import GUARD, Conversation
-from accel_sft.chat.form import divided, dropped
-from accel_sft.chat.image_inputs import ImageInputs, RowImages
-from accel_sft.chat.pieces import PieceTokenizer
+from accel_sft.chat.dropped import check_all_kept
 from accel_sft.chat.rendering import Rendered, Rendering
-from accel_sft.chat.template import MARK, TextDropped, holds, not_a_prefix, refusal
-from accel_sft.chat.tool_calls import lost
-from accel_sft.io.text import one_line
+from accel_sft.chat.template import MARK
 
 _LONG = 1 << 16
-"""A text of more characters has its number of tokens estimated before it is tokenized."""
+"""If a text has more characters, its number of tokens is estimated before it is tokenized."""
 _MARGIN = 4
-"""A text is surely too long if it has this many times the characters of `max_length` tokens of the longest kind; the
-factor allows for texts that normalization shortens."""
+"""A text is surely too long if it has this many times the characters of `max_length` tokens, each as long as the
+vocabulary's longest; the factor allows for texts that normalization shortens."""
 
 
 class AnswerTokens:
-    """Finds each answer's tokens after its prompt's.
+    """Tokenizes prompts with their answers, and finds each answer's tokens.
 
     Args:
-        eos_ids: tokens that end an answer; the tokenizer's eos is added if the template ends answers with none of them.
-        images: makes the model's inputs from images; None: no example has any.
+        eos_ids: tokens that end an answer; if the template writes none of them, answers get the tokenizer's eos.
     """
 
-    def __init__(self, rendering: Rendering, eos_ids: frozenset[int], images: ImageInputs | None = None) -> None:
-        self.images = images
+    def __init__(self, rendering: Rendering, eos_ids: frozenset[int]) -> None:
         self.rendering, self.tokenizer, self.eos_ids = rendering, rendering.tokenizer, eos_ids
         self._tokenize = PieceTokenizer(rendering.control)
-        self._ends = rendering.control.spelled(eos_ids)
-        self._closers: dict[str, int] = {}  # number of end tokens in a text that follows answers
-
-    def with_images(
-        self, texts: list[Rendered], part: Sequence[tuple[int, Conversation]], split: str
-    ) -> list[Rendered]:
-        """The texts of some examples' answers, with as many placeholders for each image as it has tokens.
-
-        Raises:
-            UserError: an image cannot be used, by this model or at all.
-        """
-        if self.images is None or not any(chat.images for _, chat in part):
-            return texts
-        every = [(index, each) for index, chat in part for each in chat.each()]
-        return [
-            self.images.expanded(chat, text, f"{split} example {index}") if chat.images else text
-            for (index, chat), text in zip(every, texts, strict=True)
-        ]
-
-    def images_of(self, chat: Conversation) -> RowImages | None:
-        """What a row keeps of its images; None without images."""
-        return self.images.row(chat) if self.images and chat.images else None
+        self._closers: dict[str, int] = {}  # text after an answer -> number of end tokens in it
 
     def of_texts(self, texts: Sequence[Rendered], counts: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-        """The tokens of each prompt, and of each prompt with what is learnt after it.
+        """Return the tokens of each text's prompt, and those of the prompt with what is learnt after it.
 
         Args:
             counts: number of texts of each chat; the texts are in the order of the chats.
         """
-        written = [part for text in texts for part in (text.prompt, text.prompt + (text.rest or ""))]
+        written = [part for text in texts for part in (text.prompt, text.prompt + text.rest)]
         ends = itertools.accumulate(counts)
         chats = [range(2 * (end - count), 2 * end) for end, count in zip(ends, counts, strict=True) if count > 1]
         ids = self._tokenize(written, chats)
         return list(zip(ids[::2], ids[1::2], strict=True))
 
     def exceeds(self, chat: Conversation, tokens: int) -> bool:
-        """Whether a text that every template writes surely has more than `tokens` tokens. It is estimated, because
-        tokenizing 10 MB takes gigabytes of memory. False says nothing."""
+        """Whether a text that every template writes surely has more than `tokens` tokens: estimated, because tokenizing
+        10 MB takes gigabytes of memory. If False, the conversation may still be too long."""
         always = [turn["content"] for turn in chat.turns if turn["role"] != "assistant"]
         for text in (*always, chat.answer["content"].rpartition("</think>")[2]):
             if len(text) > _LONG and sum(map(len, text.split())) > _MARGIN * self._longest_token * tokens:
@@ -82,61 +56,34 @@ class AnswerTokens:
 
     @functools.cached_property
     def _longest_token(self) -> int:
-        """Characters of the vocabulary's longest token; in some vocabularies a character stands for a byte of text."""
+        """Number of characters of the vocabulary's longest token; in some vocabularies a character is one byte."""
         return max(map(len, self.tokenizer.get_vocab()))
 
-    def control_token(self, chat: Conversation) -> Written | None:
-        """The control token in an example's texts, as `ControlTokens.written` gives it."""
-        return self.rendering.control.written(chat, self._ends)
+    def ids(self, where: str, chat: Conversation, text: Rendered, prompt: list[int], whole: list[int]) -> list[int]:
+        """Return the prompt's tokens followed by the answer's, up to the token that ends the turn.
 
-    def is_empty(self, chat: Conversation) -> bool:
-        """Whether the answer says nothing."""
-        said = divided(chat)[1] if self.rendering.thinking == "keep" else chat.target
-        return not (said.strip() or chat.calls)
-
-    def ids(
-        self, split: str, index: int, chat: Conversation, text: Rendered, prompt: list[int], whole: list[int]
-    ) -> list[int]:
-        """The prompt's tokens and, behind them, the answer's up to the one that ends the turn.
-
-        What a template writes behind the end-of-turn token (Qwen's newline) is cut: no answer contains it.
+        What a template writes after the end-of-turn token (Qwen's newline) is cut off: generation stops before it.
 
         Args:
+            where: the example's name in messages.
             prompt, whole: as `of_texts` gave them.
         Raises:
-            UserError: the template drops or cuts the answer, a call or a message; the prompt does not begin the
-                rendering with an answer; or a control token in a text cannot be read as characters.
+            UserError: the template drops or cuts the answer, a call or a message; the rendering with the answer does
+                not begin with the prompt; or a control token in a text cannot be read as characters.
         """
-        guarded, text = text, Rendered(*(part and without_guards(part) for part in text))
-        form, keeps = self.rendering.form(chat.turns, split, chat.tools), self.rendering.thinking == "keep"
-        thinking, answer = divided(chat)
-        mendable = not keeps and thinking is not None
-        if text.rest is None and not mendable:
-            raise not_a_prefix(self.tokenizer, split, index, text.prompt, text.whole)
-        wanted = [thinking or "", answer] if keeps or "reasoning_content" in chat.answer else [chat.target]
-        whole_answer = text.rest is not None and form.lead is not None
-        if not whole_answer or not all(holds(text.prompt, text.rest, each) for each in wanted):
-            raise refusal(split, index, text.prompt, text.whole, chat.target, thinks=mendable)
-        if name := lost(chat.calls, text.rest):
-            raise refusal(split, index, text.prompt, text.whole, f"the call of a tool, with {name}", thinks=False)
-        missing = text.prompt and dropped(chat.turns, text.prompt)  # rows without any prompt are left out
-        if missing:
-            role, said = missing
-            raise TextDropped(
-                f'{split} example {index}: the model\'s chat template drops "{one_line(said)}", which the {role} turn '
-                "says: it is not in the prompt; give the tokenizer a chat_template that writes every message, or use "
-                "another model, or change messages()"
-            )
+        prompt_text, rest, rendered = map(without_guards, (text.prompt, text.rest, text.whole))
+        plain = text._replace(prompt=prompt_text, rest=rest, whole=rendered)
+        check_all_kept(self.tokenizer, where, chat, plain, keeps_thinking=self.rendering.thinking == "keep")
         if whole[: len(prompt)] != prompt:
             self.rendering.note(
                 "chat template: an answer's first characters change the prompt's last token; answers are tokenized "
                 "apart from prompts, as they are generated"
             )
-            whole = prompt + self._apart(prompt, whole, guarded.rest)
-        if GUARD in guarded.prompt + guarded.rest:
-            self._check_control(f"{split} example {index}", guarded, whole)
-        # only the end tokens that the template writes end an answer, whose text may contain some too
-        tail = form.tail if text.rest.endswith(form.tail) else self.tokenizer.eos_token
+            whole = prompt + self._apart(prompt, whole, text.rest)
+        if GUARD in text.prompt + text.rest:
+            self._check_control(where, text, whole)
+        # an answer ends at the end tokens that the template writes; the answer's own text may contain some too
+        tail = text.form.tail if rest.endswith(text.form.tail) else self.tokenizer.eos_token
         if tail not in self._closers:
             self._closers[tail] = sum(token in self.eos_ids for token in self._tokens(tail))
             self._look_at_marks(tail)
@@ -145,7 +92,7 @@ class AnswerTokens:
         return whole[: ends[0]] if closers and ends else [*whole, self.tokenizer.eos_token_id]
 
     def _look_at_marks(self, tail: str) -> None:
-        """Add a note if answers end with a mark such as `<|im_end|>` that is no token, and with no end token."""
+        """Add a note if answers end with a mark, such as `<|im_end|>`, that is not one token, and with no end token."""
         spelled = next((mark for mark in MARK.findall(tail) if len(self._tokens(mark)) > 1), None)
         if spelled and not self._closers[tail]:
             self.rendering.note(
@@ -155,9 +102,9 @@ class AnswerTokens:
             )
 
     def _check_control(self, where: str, text: Rendered, whole: list[int]) -> None:
-        """Raises UserError if the tokenizer makes control tokens of a text: there are more than the template wrote."""
+        """Raise UserError if there are more control tokens than the template wrote: the others come from a text."""
         control = self.rendering.control
-        own = len(control.pattern.findall(text.prompt + (text.rest or "")))
+        own = len(control.pattern.findall(text.prompt + text.rest))
         if sum(token in control.special_ids for token in whole) > own:
             raise UserError(
                 f"{where}: a control token is written in a text, and this tokenizer cannot read it as characters; take "
@@ -165,8 +112,8 @@ class AnswerTokens:
             )
 
     def _apart(self, prompt: list[int], whole: list[int], rest: str) -> list[int]:
-        """The tokens of what follows a prompt, tokenized without the prompt. Some tokenizers put a blank before any
-        text: the rest is then tokenized after a line break or a special token, where they do not."""
+        """Return the tokens of `rest`, tokenized without the prompt before it. If the tokenizer puts a blank before any
+        text, `rest` is tokenized after a line break or a special token, where the tokenizer puts none."""
         read = self.tokenizer.decode(whole)
         for anchor in ("", "\n", self.tokenizer.eos_token):
             before, ids = self._tokens(anchor), self._tokens(anchor + rest)
@@ -177,3 +124,40 @@ class AnswerTokens:
 
     def _tokens(self, text: str) -> list[int]:
         return self.rendering.control.ids([text])[0] if text else []
+
+
+class PieceTokenizer:
+    """Tokenizes the texts of one chat, each of which begins with the one before it, at about twice the longest's cost.
+
+    A fast tokenizer cuts a text at its special tokens before it does anything else, so the tokens of a text are those
+    of its pieces, each of which begins with a special token. Pieces that texts have in common are tokenized once. The
+    longest text of a chat is also tokenized whole; if that gives other tokens, so are all texts of the chat.
+    """
+
+    def __init__(self, control: ControlTokens) -> None:
+        self._ids, tokenizer = control.ids, control.tokenizer
+        added = tokenizer.added_tokens_decoder.values() if getattr(tokenizer, "is_fast", False) else ()
+        self._special = [token.content for token in added if token.special and not (token.lstrip or token.single_word)]
+
+    def __call__(self, texts: Sequence[str], chats: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The ids of each text.
+
+        Args:
+            chats: indices of the texts of each chat, which begin alike, with the longest last; texts in no chat
+                are tokenized whole.
+        """
+        # only special tokens of the first chat: a vocabulary may have thousands, of which a template writes a few
+        written = [token for token in self._special if chats and token in texts[chats[0][-1]]]
+        if not written:
+            chats = []
+        before_special = re.compile(f"(?={'|'.join(map(re.escape, written))})")
+        cut = {at: before_special.split(texts[at]) for chat in chats for at in chat}
+        pieces = list(dict.fromkeys(itertools.chain.from_iterable(cut.values())))
+        whole = [at for at in range(len(texts)) if at not in cut] + [chat[-1] for chat in chats]
+        ids = dict(zip(pieces, self._ids(pieces), strict=True))
+        found = dict(zip(whole, self._ids([texts[at] for at in whole]), strict=True))
+        for chat in chats:
+            joined = [list(itertools.chain.from_iterable(ids[piece] for piece in cut[at])) for at in chat]
+            exact = joined[-1] == found[chat[-1]]
+            found |= zip(chat, joined if exact else self._ids([texts[at] for at in chat]), strict=True)
+        return [found[at] for at in range(len(texts))]

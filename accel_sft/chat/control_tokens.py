@@ -1,4 +1,4 @@
-"""Reads control tokens that a task's texts contain, such as `<|im_end|>`, as characters: only the chat template's own
+"""Has control tokens in a task's texts, such as `<|im_end|>`, read as characters; those that the chat template writes
 become tokens."""
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken
 
 from accel_sft.chat.conversation import GUARD, OWN, Conversation, Turn, Turns
-from accel_sft.chat.form import split_thinking
+from accel_sft.chat.thinking import split_thinking
 
 
 def _any_of(words: Sequence[str]) -> str:
-    """A pattern that finds the longest of these words at a place. Common beginnings are compared once: a vocabulary may
-    have thousands of words."""
+    """Return a pattern that finds the longest of these words at a place. Beginnings that words share are compared once,
+    as a vocabulary may have thousands of words."""
     rests = itertools.groupby(sorted(words), key=lambda word: word[:1])
     found = [re.escape(first) + _any_of([word[1:] for word in group]) for first, group in rests if first]
     ends = "" in words
@@ -33,7 +33,7 @@ def special_tokens(tokenizer: Any) -> re.Pattern[str]:
 
 
 class Written(NamedTuple):
-    """A control token in a conversation's texts: the text, the token's match in it, and whether it ends an answer."""
+    """A control token in a conversation: the text, the token's match in it, and whether the token ends an answer."""
 
     text: str
     match: re.Match[str]
@@ -48,14 +48,14 @@ def without_guards(text: str) -> str:
 class ControlTokens:
     """Guards texts against being read as control tokens, and tokenizes what a template made of guarded texts.
 
-    A guarded text has GUARD between the characters of each control token, and so passes through the template. Control
-    tokens without a guard are then the template's own. A text with guards is tokenized by a copy of the tokenizer that
-    knows special tokens only in another spelling, with OWN around them; the template's own are written that way.
+    A guarded text has GUARD between the characters of each control token, and goes through the template like that. In
+    the rendering, control tokens without a guard are therefore the template's own. They are respelled, with OWN around
+    them, guards are removed, and the result is tokenized by a copy of the tokenizer that knows only that spelling.
 
     Args:
-        as_text: control tokens in texts are read as characters; False: texts are never guarded.
+        as_text: whether control tokens in texts are to be read as characters; if not, texts are never guarded.
     Attributes:
-        as_text: whether it was asked for and is possible: it needs a fast tokenizer (of the library tokenizers).
+        as_text: whether texts are guarded: if asked for, and if the tokenizer is fast (of the library tokenizers).
         pattern: finds any special token.
     """
 
@@ -72,7 +72,7 @@ class ControlTokens:
         return frozenset(self.tokenizer.decode([token]) for token in ids)
 
     def written(self, chat: Conversation, ends: Collection[str]) -> Written | None:
-        """The first control token in a conversation's texts that would end an answer, or else the first of any kind.
+        """Return a conversation's first control token that would end an answer, else the first of any kind, else None.
 
         Args:
             ends: the tokens that end an answer.
@@ -100,9 +100,9 @@ class ControlTokens:
         return [self._turn(turn) for turn in turns] if self.as_text else turns
 
     def _turn(self, turn: Turn) -> Turn:
-        found = self._guarded(turn)
+        found: Turn = self._guarded(turn)
         if turn["role"] == "assistant" and split_thinking(turn["content"])[0] is not None:
-            for mark in ("<think>", "</think>"):  # around its thinking, which templates look for
+            for mark in ("<think>", "</think>"):  # the marks around thinking stay: templates look for them
                 found["content"] = found["content"].replace(self._guarded(mark), mark, 1)
         return found
 
@@ -112,15 +112,15 @@ class ControlTokens:
             return {self._guarded(name): self._guarded(each) for name, each in value.items()}
         if isinstance(value, list):
             return [self._guarded(each) for each in value]
-        while isinstance(value, str) and self.pattern.search(value):  # two may share characters
+        while isinstance(value, str) and self.pattern.search(value):  # again, as two tokens may share characters
             value = self.pattern.sub(lambda found: GUARD.join(found[0]), value)
         return value
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of texts that a template wrote, without special tokens around them."""
+        """Return the token ids of texts that a template wrote; the tokenizer adds no special tokens around them."""
         plain = [text for text in texts if GUARD not in text]
-        how = {"add_special_tokens": False, "return_attention_mask": False}
-        found = iter(self.tokenizer(plain, **how)["input_ids"] if plain else [])
+        made = self.tokenizer(plain, add_special_tokens=False, return_attention_mask=False) if plain else None
+        found = iter(made["input_ids"] if made else ())
         return [self._ids(text) if GUARD in text else next(found) for text in texts]
 
     def _ids(self, text: str) -> list[int]:
@@ -129,8 +129,8 @@ class ControlTokens:
         return [own.get(token, token) for token in copied.encode(spelled, add_special_tokens=False).ids]
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens, guarded where characters only look like a control token."""
-        text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        """Return the text of tokens, with guards in characters that only look like a control token."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         if not self.as_text or len(self.pattern.findall(text)) <= sum(token in self.special_ids for token in ids):
             return text
         copied, own = self._copied
@@ -141,11 +141,11 @@ class ControlTokens:
 
     @functools.cached_property
     def _copied(self) -> tuple[Any, dict[int, int]]:
-        """A copy of the tokenizer in which special tokens are spelled with OWN around them; the real ids by its ids."""
+        """A copy of the tokenizer that spells special tokens with OWN around them; their real ids by the copy's."""
         copied = copy.deepcopy(self.tokenizer.backend_tokenizer)
         copied.no_truncation()
         copied.no_padding()
-        copied.encode_special_tokens = True  # in their own spelling they are characters
+        copied.encode_special_tokens = True  # special tokens in their usual spelling are read as characters
         copied.add_tokens([_respelled(token) for token in self._special.values()])
         return copied, {copied.token_to_id(_respelled(token).content): at for at, token in self._special.items()}
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
-from accel_sft.chat.pictures import MARK, Picture, marks, read_parts, shown, unmarked
+from accel_sft.chat.image_parts import MARK, marks, read_parts, shown, unmarked
+from accel_sft.chat.pictures import Picture
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.rows.rows import with_places
 
@@ -16,6 +17,8 @@ Turn = dict[str, Any]
 """A turn has `role` and `content`, a text in which MARK stands for an image; an assistant's may have `tool_calls` and
 `reasoning_content`."""
 Turns = list[Turn]
+Tools = list[dict[str, Any]] | None
+"""Schemas of tools, for the chat template."""
 GUARD, OWN = "\ue008\ue009", "\ue00a\ue00b"
 """In texts that are tokenized, GUARD marks a task's control tokens and OWN the template's: see control_tokens.py."""
 _NO_TEXT = re.compile(f"[\ud800-\udfff]|{GUARD}|{OWN}")
@@ -36,7 +39,7 @@ class Conversation(NamedTuple):
     turns: Turns
     answer: Turn
     learnt: tuple[int, ...] = ()
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools = None
     images: tuple[Picture, ...] = ()
 
     @property
@@ -52,14 +55,14 @@ class Conversation(NamedTuple):
 
     @property
     def asked(self) -> str:
-        """The prompt for people, without system turns: the text of the only turn, or each turn behind its role."""
+        """The prompt shown to people, without system turns: the text of the only turn, or each turn after its role."""
         turns = [turn for turn in self.turns if turn["role"] != "system"] or self.turns
         if len(turns) == 1:
             return shown(turns[0]["content"])
         return "\n".join(f"{turn['role']}: {shown(_said(turn))}" for turn in turns)
 
     def each(self) -> list["Conversation"]:
-        """A conversation for each answer that is learnt, in order; it ends with that answer."""
+        """Return a conversation for each answer that is learnt, in order; each ends with its answer."""
         earlier = [Conversation(self.turns[:at], self.turns[at], tools=self.tools) for at in self.learnt]
         if self.images:
             earlier = [each._replace(images=self.images[: marks(each.turns)]) for each in earlier]
@@ -81,16 +84,16 @@ def _said(turn: Turn) -> str:
 
 
 def no_text(text: str) -> bool:
-    """Whether a text contains a lone surrogate, or characters that have a meaning here; no text may."""
+    """Whether a text contains what no text may: a lone surrogate, or characters that have a meaning here."""
     return not text.isprintable() and _NO_TEXT.search(text) is not None
 
 
 def from_task(failed: str, call: Callable[[], Given]) -> Given:
-    """What `call`, the task's own code, returns.
+    """Return what `call`, the task's own code, returns.
 
     Raises:
-        UserError: `call` raised it; or `call` raised anything else, which is reported behind `failed` with the task's
-            line.
+        UserError: `call` raised a UserError; or it raised another error, whose cause and line in the task's code are
+            reported after `failed`.
     """
     try:
         return call()
@@ -104,7 +107,7 @@ def read_split(task: Task, split: str) -> Sequence[Any]:
     """The task's examples of a split.
 
     Raises:
-        UserError: the task fails, gives something else, or gives no example.
+        UserError: the task fails, or gives something else than a sequence of examples, or an empty one.
     """
     what = f"the task's dataset({split!r})"
     examples = from_task(f"{what} failed", lambda: task.dataset(split))
@@ -117,10 +120,11 @@ def read_split(task: Task, split: str) -> Sequence[Any]:
 
 
 def conversation(task: Task, examples: Sequence[Any], split: str, index: int) -> Conversation:
-    """An example's messages and target.
+    """Return an example's messages and target as a conversation.
 
     Raises:
-        UserError: the task fails on it or returns something else, by split and index, and by file and line.
+        UserError: the task fails on the example, which the error names by split and index or by file and line, or
+            returns something unusable.
     """
     try:
         return _conversation(task, examples, f"{split} example {index}", index)
@@ -161,7 +165,7 @@ def _conversation(task: Task, examples: Sequence[Any], where: str, index: int) -
 
 
 def _with_images(found: Conversation, images: list[Picture], where: str) -> Conversation:
-    """The conversation with the images of its turns, out of all that the task gave. Answers may have none."""
+    """Return the conversation with those of the task's images that are in its turns. Images in answers are refused."""
     if any(MARK in turn["content"] for turn in (found.answer, *(found.turns[at] for at in found.learnt))):
         raise UserError(f"{where}: target() gave an answer with an image; only texts are learnt")
     numbered = (Picture(picture.given, number) for number, picture in enumerate(images, 1))
@@ -197,7 +201,7 @@ def _checked(turns: Any, what: str, images: list[Picture]) -> Turns:
 
 
 def _given(turn: Turn) -> Turn:
-    """What a turn has besides role and content, without the null and empty calls that several formats write."""
+    """Return a turn without role and content, and without null values and empty calls, which several formats write."""
     rest = {name: value for name, value in turn.items() if name not in ("role", "content") and value is not None}
     return {name: value for name, value in rest.items() if name != "tool_calls" or value != []}
 
@@ -208,7 +212,7 @@ def _listed(calls: Any) -> list[Any]:
 
 def _call(call: Any, what: str) -> dict[str, Any]:
     """A tool call with its arguments as an object; they may be given as JSON text, as in OpenAI's format."""
-    function = call.get("function", call) if isinstance(call, dict) else None
+    function: Any = call.get("function", call) if isinstance(call, dict) else None
     arguments = function.get("arguments", {}) if isinstance(function, dict) else None
     if isinstance(arguments, str):
         try:
@@ -225,7 +229,7 @@ def _call(call: Any, what: str) -> dict[str, Any]:
 
 
 def _with_turns(turns: Turns, target: list[Any], where: str, images: list[Picture]) -> Conversation:
-    """The conversation of messages and the turns that follow them, up to the last turn that is learnt."""
+    """Return the conversation of messages() and the turns of target(), up to the last turn that is learnt."""
     if any("weight" in turn for turn in turns):
         raise UserError(f'{where}: messages() gave a turn with "weight"; only turns of target() are learnt')
     following = _checked(target, f"{where}: target()", images)

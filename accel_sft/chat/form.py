@@ -1,42 +1,19 @@
-"""How conversations of one shape are given to a chat template, and what it writes around their answers."""
+"""Decides by probes, once for each order of roles, how a chat template takes conversations and what it writes around
+their answers."""
 
 import dataclasses
-import json
 import re
+from collections.abc import Callable
 from typing import Any
 
-from accel_sft.chat.conversation import Conversation, Turn, Turns
-from accel_sft.chat.pictures import MARK as IMAGE
-from accel_sft.chat.template import MARK
+from accel_sft.chat.conversation import Tools, Turn, Turns
+from accel_sft.chat.template import MARK, ChatTemplate, Rejected
+from accel_sft.chat.thinking import closing_mark
 from accel_sft.io.prefix import common_length
 from accel_sft.io.text import one_line
 
-_THINKS = re.compile(r"\s*<think>(.*?)</think>\s*", re.S)
-_OPENED = re.compile(
-    r"(?:(?P<bracket><\|?|\[|◁)"
-    r"(?P<name>(?!END|end_of)[\w:]*(?:think|thought|reason)[\w:]*)"
-    r"(?P<end>\|?>|\]|▷)|<\|channel>thought)\s*$",
-    re.IGNORECASE,
-)
-"""A mark at a text's end that opens thinking: `<think>`, `[THINK]`, `◁think▷`, `<|START_THINKING|>`, Gemma's
-channel."""
-
-
-def split_thinking(target: str) -> tuple[str | None, str]:
-    """The thinking that a target begins with (None without any), and the answer after it."""
-    found = _THINKS.match(target)
-    return (found[1], target[found.end() :]) if found else (None, target)
-
-
-def divided(chat: Conversation) -> tuple[str | None, str]:
-    """The thinking of a conversation's answer (None without any), and the answer after it."""
-    thinking = chat.answer.get("reasoning_content")
-    return split_thinking(chat.target) if thinking is None else (thinking, chat.answer["content"])
-
-
-def wanted(chat: Conversation, thinking: str | None) -> str:
-    """The text that an answer is scored against: the target; under `--thinking keep`, without its thinking."""
-    return divided(chat)[1] if thinking == "keep" else chat.target
+ANSWER, _THOUGHT, _TURN = "\ue000\ue001", "\ue002\ue003", "\ue004{}\ue005"
+"""Placeholders (probes) for an answer, its thinking and a turn: characters that no template strips or splits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,43 +22,52 @@ class Form:
 
     Attributes:
         folds_system: the system text is put before the first user turn's, because the template takes no system role.
-        parts: each content is a list of one text part.
+        parts: each content is given as a list of one text part.
+        drops_answer: the template drops the answer; nothing else is known then.
         sound: the rendering with an answer begins with the generation prompt, except for the prompt's end `unwritten`.
         unwritten: the end of the generation prompt that the template leaves out if an answer follows.
-        instead: what the template writes in its place: the end of `unwritten`, or nothing.
-        system_moves: the rendering with an answer has no system text, or has it elsewhere; its prompt is not used.
-        lead: what the template writes between the prompt and the answer; None: it drops the answer.
+        instead: what the template then writes in place of `unwritten`: the end of it, or nothing.
+        system_moves: the rendering with an answer has no system text, or has it elsewhere; it gives no prompts then.
+        lead: what the template writes between the prompt and the answer.
         tail: what the template writes after the answer.
-        closing_mark: the mark that closes the block opened by the generation prompt; None: it opened none.
+        closing_mark: the mark that closes the block opened by the generation prompt; "": it opened none.
         closing: text that closes that block if the template does not.
-        thinking_as: how a target's thinking is given: in the "content", in its own "field", or "written" by us.
-        thinking_marks: what then stands before the thinking, and between it and the answer.
+        prompt_end: what is appended to prompts: under `--thinking off`, the end of a block that the prompt opens.
+        thinking_as: how a target's thinking is given: in the "content", in its own "field", or "written" by Rendering.
+        thinking_marks: what stands before the thinking, and what between the thinking and the answer.
     """
 
     folds_system: bool = False
     parts: bool = False
+    drops_answer: bool = False
     sound: bool = True
     unwritten: str = ""
     instead: str = ""
     system_moves: bool = False
-    lead: str | None = ""
+    lead: str = ""
     tail: str = ""
-    closing_mark: str | None = None
+    closing_mark: str = ""
     closing: str = ""
+    prompt_end: str = ""
     thinking_as: str = "content"
     thinking_marks: tuple[str, str] = ("<think>", "</think>")
 
     @property
     def closed_by_template(self) -> str:
         """The beginning of `lead` that closes the block which the prompt opened."""
-        found = re.match(rf".*?{re.escape(self.closing_mark)}\s*", self.lead or "", re.S) if self.closing_mark else None
+        found = re.match(rf".*?{re.escape(self.closing_mark)}\s*", self.lead, re.S) if self.closing_mark else None
         return found[0] if found else ""
+
+    @property
+    def learnt_lead(self) -> str:
+        """The text between a prompt and its answer, which is learnt too."""
+        return self.lead.removeprefix(self.closed_by_template) if self.prompt_end else self.closing + self.lead
 
     def before_lead(self, asked: str) -> str:
         """The rendering with an answer up to `lead`, computed from the prompt `asked`."""
         return asked[: len(asked) - len(self.unwritten)] + self.instead
 
-    def given(self, turns: Turns) -> list[dict[str, Any]]:
+    def given(self, turns: Turns) -> Turns:
         """The turns as the template takes them."""
         if self.folds_system:
             system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
@@ -96,9 +82,7 @@ class Form:
             return [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
         return turns
 
-    def with_answer(
-        self, turns: Turns, answer: str, thinking: str | None = None, more: Turn | None = None
-    ) -> list[dict[str, Any]]:
+    def with_answer(self, turns: Turns, answer: str, thinking: str | None = None, more: Turn | None = None) -> Turns:
         """The turns and an answer, as the template takes them.
 
         Args:
@@ -111,61 +95,121 @@ class Form:
         return given
 
 
-def closing_mark(text: str) -> str | None:
-    """The mark that closes the thinking block which opens at a text's end; None if none does."""
-    found = _OPENED.search(text)
-    if not found:
-        return None
-    name = found["name"]
-    if name is None:
-        return "<channel|>"
-    for opening, closing in (("START_", "END_"), ("begin_of", "end_of")):
-        if opening in name:
-            return found["bracket"] + name.replace(opening, closing) + found["end"]
-    return f"{found['bracket']}/{name}{found['end']}"
+class Forms:
+    """Finds the forms of conversations. They depend only on the template, `--thinking`, whether there are tools, and on
+    the order of roles, calls and empty texts beside calls.
 
-
-def dropped(turns: Turns, prompt: str) -> tuple[str, str] | None:
-    """The role of the first turn that has a text missing from a rendered prompt, and that text; None if none has.
-
-    Ignored are white space, the thinking of earlier answers, turns with tool calls, JSON results of tools, and the
-    switches `/think` and `/no_think`: templates rewrite these or leave them out. A text may be written as JSON.
+    Args:
+        note: called with a line for each thing that the trainer does beside what the template itself does.
     """
-    whole = None
-    for turn in turns:
-        role, content = turn["role"], turn["content"]
-        if "tool_calls" in turn or (role == "tool" and content.lstrip()[:1] in ("{", "[")):
-            continue
-        if role == "assistant":
-            content = split_thinking(content)[1].rpartition("</think>")[2]
-        for text in content.split(IMAGE):
-            if text.strip() in prompt:
+
+    def __init__(self, template: ChatTemplate, thinking: str, note: Callable[[str], None]) -> None:
+        self._template, self._thinking, self._note = template, thinking, note
+        self._known: dict[tuple[Any, ...], Form] = {}
+
+    def __call__(self, turns: Turns, split: str, tools: Tools = None) -> Form:
+        """Return the form of conversations with the roles, and the calls, of these turns.
+
+        Raises:
+            UserError: the template rejects the messages, or fails.
+        """
+        # a turn with calls and no text has no text in the probe either: templates check for that
+        silent = ["tool_calls" in turn and not turn["content"] for turn in turns]
+        called = ("tool_calls" in turn for turn in turns)
+        shape = (tools is not None, *zip((turn["role"] for turn in turns), called, silent, strict=True))
+        if shape not in self._known:
+            probes = [{**turn, "content": "" if silent[at] else _TURN.format(at)} for at, turn in enumerate(turns)]
+            try:
+                self._known[shape] = self._decided(probes, split, tools)
+            except Rejected:  # probes are refused by templates that parse contents, such as a tool's JSON
+                self._known[shape] = self._decided(turns, split, tools)
+        return self._known[shape]
+
+    def _decided(self, turns: Turns, split: str, tools: Tools) -> Form:
+        form, asked, whole = self._accepted(turns, split, tools)
+        head, written, tail = whole.partition(ANSWER)
+        if not written:
+            return dataclasses.replace(form, drops_answer=True)
+        at = _parting(asked, head)
+        unwritten, lead, instead = asked[at:], head[at:], ""
+        # the difference must lie after the last turn, and may be marks, but no words such as another header
+        sound = not unwritten or (turns[-1]["content"] in asked[:at] and not MARK.sub("", lead).strip())
+        others, moves = [turn for turn in turns if turn["role"] != "system"], False
+        if not sound and not form.folds_system and 0 < len(others) < len(turns):
+            inner = self(others, split, tools)
+            moves = inner.sound and not inner.drops_answer
+            moves = moves and asked.endswith(inner.unwritten) and head.endswith(inner.lead)
+            if moves:
+                unwritten, lead, instead = inner.unwritten, inner.lead, inner.instead
+        if unwritten and unwritten.endswith(lead):  # Granite's switch stands before the last mark of the prompt
+            instead, lead = lead, ""
+        form = dataclasses.replace(
+            form, sound=sound, unwritten=unwritten, instead=instead, system_moves=moves, lead=lead, tail=tail
+        )
+        if mark := closing_mark(asked):
+            closing = "" if mark in lead else f"\n{mark}\n\n" if asked.endswith("\n") else mark
+            form = dataclasses.replace(form, closing_mark=mark, closing=closing)
+        if self._thinking == "off":
+            form = dataclasses.replace(form, prompt_end=form.closing or form.closed_by_template)
+        if self._thinking == "keep":
+            form = self._with_thinking(form, turns, asked, split, tools)
+        for line in _remarks(form, turns):
+            self._note(line)
+        if tools and not re.search(r"\btools\b", self._template.source):
+            self._note("warning: the chat template takes no tools; what tools() gives is not in the prompts")
+        return form
+
+    def _accepted(self, turns: Turns, split: str, tools: Tools) -> tuple[Form, str, str]:
+        """Return the first form in which the template keeps every text, or else the first that it accepts; and in that
+        form the prompt, and the rendering with an answer."""
+        folds = (False, True) if any(turn["role"] == "system" for turn in turns) else (False,)
+        accepted, refused = [], []
+        for form in (Form(folds_system=folds_system, parts=parts) for parts in (False, True) for folds_system in folds):
+            try:
+                asked = self._template.text(form.given(turns), split, prompt=True, tools=tools)
+                whole = self._template.text(form.with_answer(turns, ANSWER), split, prompt=False, tools=tools)
+            except Rejected as error:
+                refused.append(error)
                 continue
-            whole = whole or _compact(prompt)
-            if _compact(text) not in whole and _compact(json.dumps(text, ensure_ascii=False)[1:-1]) not in whole:
-                return role, text.strip()
-    return None
+            accepted.append((form, asked, whole))
+            told = (turn["content"].strip() for turn in turns if "tool_calls" not in turn)
+            kept = ANSWER in whole and all(text in asked for text in told)  # text beside calls is often left out
+            if kept and not (form.parts and re.search(r"'text'|\"text\"", whole)):  # the list was printed
+                return accepted[-1]
+        if not accepted:
+            raise refused[0]
+        return accepted[0]
+
+    def _with_thinking(self, form: Form, turns: Turns, asked: str, split: str, tools: Tools) -> Form:
+        """Return `form` with the first `thinking_as` under which the template keeps a target's thinking."""
+        begins = "" if form.system_moves else form.before_lead(asked)
+        in_field = form.with_answer(turns, ANSWER, _THOUGHT)
+        try:
+            field = self._template.text(in_field, split, prompt=False, tools=tools)
+        except Rejected:
+            field = ""
+        found = re.fullmatch(f"(.*?){_THOUGHT}(.*?){ANSWER}.*", field[len(begins) :], re.S)
+        if found and field.startswith(begins):
+            before = "" if form.system_moves else found[1].strip()
+            return dataclasses.replace(form, thinking_as="field", thinking_marks=(before, found[2].strip()))
+        in_content = form.with_answer(turns, f"<think>{_THOUGHT}</think>{ANSWER}")
+        whole = self._template.text(in_content, split, prompt=False, tools=tools)
+        rest = whole[len(begins) :]
+        twice = form.closing_mark and MARK.match(rest.lstrip())  # the prompt opened the block already
+        kept = whole.startswith(begins) and _THOUGHT in rest and not twice
+        return form if kept else dataclasses.replace(form, thinking_as="written")
 
 
-def _compact(text: str) -> str:
-    return re.sub(r"\s+|/(?:no_?)?think", "", text)
-
-
-def parting(asked: str, head: str) -> int:
-    """The place where two texts begin to differ, moved to the beginning of a mark that it lies within."""
+def _parting(asked: str, head: str) -> int:
+    """Return the place where two texts begin to differ or, if it is within a mark, the place where the mark begins."""
     at = common_length([asked, head])
     for text in (asked, head):
         at = next((mark.start() for mark in MARK.finditer(text) if mark.start() < at < mark.end()), at)
     return at
 
 
-def remarks(form: Form, turns: Turns, asked: str, closing: str) -> list[str]:
-    """A line for each thing that the trainer does beside what the template does itself.
-
-    Args:
-        asked: the prompt that the template writes for `turns`.
-        closing: what the trainer appends to the prompt.
-    """
+def _remarks(form: Form, turns: Turns) -> list[str]:
+    """A line for each thing that the trainer does beside what the template does itself."""
     lines = []
     if form.folds_system:
         lines.append("chat template: it takes no system message; its text is put before the first user turn's")
@@ -173,13 +217,15 @@ def remarks(form: Form, turns: Turns, asked: str, closing: str) -> list[str]:
         lines.append("chat template: it takes lists of parts; each content is given as one text part")
     if form.system_moves:
         lines.append("chat template: it puts the system message elsewhere once an answer follows; it stays as asked")
-    if form.unwritten and form.lead is not None and (form.sound or form.system_moves):
+    if form.unwritten and (form.sound or form.system_moves):
         lines.append(
             f'chat template: prompts end with "{one_line(form.unwritten)}", which it leaves out once an answer '
             "follows; what is learnt follows the prompt as it is generated from"
         )
-    if closing:
-        lines.append(f'--thinking off: prompts end with an opened block; the trainer adds "{one_line(closing)}"')
+    if form.prompt_end:
+        lines.append(
+            f'--thinking off: prompts end with an opened block; the trainer adds "{one_line(form.prompt_end)}"'
+        )
     elif form.closing:
         lines.append(
             f'chat template: prompts open a block that answers do not close; "{one_line(form.closing)}" is learnt '

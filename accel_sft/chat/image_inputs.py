@@ -1,4 +1,4 @@
-"""Uses the model's processor for rows with images: for the tokens that stand for them, and for the model's inputs."""
+"""Uses the model's processor on rows with images: makes the images' placeholder tokens, and the model's inputs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from accel_sft.rows.rows import example_name
 
 _OF_TOKENS = ("input_ids", "attention_mask")
 _TYPES = "token_type_ids"
-"""End of the names of inputs with each token's kind, text or image: `mm_token_type_ids`, `token_type_ids`."""
+"""End of the names of inputs that hold each token's kind, text or image: `mm_token_type_ids`, `token_type_ids`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,22 +28,22 @@ class RowImages:
     """The images of a row.
 
     Attributes:
-        count: number of the example's images that the row has; they are the first ones.
+        index: the example's place in the split.
+        count: how many of the example's images the row has: its first ones.
         digest: 128 bits of the SHA-256 of the images and of the processor's settings.
-        source: gives the images again; None while the row is made.
+        source: reads the images again; None until the row is read back.
     """
 
+    index: int
     count: int
     digest: bytes
     source: ImageSource | None = dataclasses.field(default=None, compare=False, repr=False)
 
-
-class ImageRow(Protocol):
-    """The fields of an Encoded that this module reads."""
-
-    index: int
-    input_ids: list[int]
-    images: RowImages | None
+    @property
+    def origin(self) -> ImageSource:
+        """`source`, which the images of a row that was read back always have."""
+        assert self.source
+        return self.source
 
 
 def no_processor() -> Any:
@@ -55,7 +55,7 @@ class ImageInputs:
     """Makes placeholders and inputs from images with the model's own processor, loaded at the first image.
 
     Args:
-        load: gives the processor, or raises UserError.
+        load: returns the processor, or raises UserError.
     """
 
     def __init__(self, load: Callable[[], Any]) -> None:
@@ -76,21 +76,21 @@ class ImageInputs:
         images = self.processor.image_processor
         return f"{type(self.processor).__name__} {type(images).__name__} {images.to_json_string()}".encode()
 
-    def row(self, chat: Conversation) -> RowImages | None:
-        """What a row keeps of a conversation's images; None if it has none."""
+    def row(self, index: int, chat: Conversation) -> RowImages | None:
+        """Return what a row keeps of its conversation's images; None if the conversation has none."""
         if not chat.images:
             return None
         digest = hashlib.sha256(self._settings + b"".join(picture.digest.encode() for picture in chat.images))
-        return RowImages(len(chat.images), digest.digest()[:16])
+        return RowImages(index, len(chat.images), digest.digest()[:16])
 
     def expanded(self, chat: Conversation, text: Rendered, where: str) -> Rendered:
-        """The texts with as many placeholders for each image as it has tokens.
+        """Return the texts with as many placeholders for each image as the image has tokens.
 
         Raises:
             UserError: the template does not write one placeholder for each image, or an image cannot be used.
         """
         place, pictures = self.processor.image_token, chat.images
-        if (places := text.prompt.count(place)) != len(pictures) or place in (text.rest or ""):
+        if (places := text.prompt.count(place)) != len(pictures) or place in text.rest:
             raise UserError(
                 f"{where}: the chat template makes {places} placeholders ({place}) of {len(pictures)} images; no text "
                 "may have one, and the template must write one for each image"
@@ -101,12 +101,16 @@ class ImageInputs:
         return text._replace(prompt=prompt)
 
     def _placeholders(self, picture: Picture, where: str) -> str:
-        """What the processor writes for an image. It may depend only on the image's size, which `tensors` checks."""
+        """Return an image's placeholders. They must depend only on the image's size; `tensors` checks their number."""
         try:
             size = (image := picture.opened()).size
             if size not in self._written:
-                how = {"add_special_tokens": False, "return_text_replacement_offsets": True}
-                made = self.processor(text=[self.processor.image_token], images=[[image]], **how)
+                made = self.processor(
+                    text=[self.processor.image_token],
+                    images=[[image]],
+                    add_special_tokens=False,
+                    return_text_replacement_offsets=True,
+                )
                 ((replaced,),) = made["text_replacement_offsets"]
                 self._written[size] = replaced["replacement"]
         except UserError as error:
@@ -115,30 +119,33 @@ class ImageInputs:
             raise UserError(f"{where}: {picture}: {_refusal(error)}") from error
         return self._written[size]
 
-    def tensors(self, rows: Sequence[ImageRow], shape: tuple[int, int]) -> dict[str, np.ndarray]:
-        """The model's inputs besides tokens and mask, for rows padded at the right to this shape (B, T).
+    def tensors(
+        self, ids: Sequence[list[int]], images: Sequence[RowImages | None], shape: tuple[int, int]
+    ) -> dict[str, np.ndarray]:
+        """The model's inputs besides tokens and mask, for rows of these ids padded at the right to this shape (B, T).
 
         The pixels of all images follow each other in the order of their placeholders, by which the model finds them.
 
         Raises:
-            UserError: an image is gone or was changed, or a row's images make other numbers of tokens than it has.
+            UserError: an image is gone or was changed, or a row's images make another number of tokens than it has.
         """
-        pictured = [row for row in rows if row.images]
-        pictures = [row.images.source.pictures(row) for row in pictured]
+        pictured = [of_row for of_row in images if of_row]
+        pictures = [of_row.origin.pictures(of_row) for of_row in pictured]
         texts = [self.processor.image_token * len(each) for each in pictures]
         opened = [[picture.opened() for picture in each] for each in pictures]
-        how = {"add_special_tokens": False, "padding": True, "return_tensors": "pt"}
         try:
-            made = self.processor(text=texts, images=opened, **how)
+            made = self.processor(
+                text=texts, images=opened, add_special_tokens=False, padding=True, return_tensors="pt"
+            )
         except Exception as error:
-            named = ", ".join(row.images.source.of(row) for row in pictured)
+            named = ", ".join(of_row.origin.of(of_row) for of_row in pictured)
             raise UserError(f"{named}: {_refusal(error)}") from error
-        types = self._types([row.input_ids for row in rows])
-        of_rows = [sum(kinds) for row, kinds in zip(rows, types, strict=True) if row.images]
+        types = self._types(ids)
+        of_rows = [sum(kinds) for of_row, kinds in zip(images, types, strict=True) if of_row]
         of_images = [sum(kinds) for kinds in self._types(made["input_ids"].tolist())]
-        for row, here, there in zip(pictured, of_rows, of_images, strict=True):
+        for of_row, here, there in zip(pictured, of_rows, of_images, strict=True):
             if here != there:
-                raise UserError(f"{row.images.source.of(row)}: its images make {there} tokens, and it has {here}")
+                raise UserError(f"{of_row.origin.of(of_row)}: its images make {there} tokens, and it has {here}")
         inputs = {}
         for name, value in made.items():
             if name.endswith(_TYPES):
@@ -149,7 +156,7 @@ class ImageInputs:
                 inputs[name] = value.numpy()
         return inputs
 
-    def _types(self, ids: list[list[int]]) -> list[list[int]]:
+    def _types(self, ids: Sequence[list[int]]) -> list[list[int]]:
         """For each token, 1 if it is an image's, else 0."""
         of_images = {*self.processor.image_token_ids}
         return [[int(token in of_images) for token in row] for row in ids]
@@ -169,26 +176,26 @@ class ImageSource:
     examples: Sequence[Any]
     split: str
 
-    def of(self, row: ImageRow) -> str:
+    def of(self, images: RowImages) -> str:
         """The row's name in messages."""
-        return example_name(self.examples, self.split, row.index)
+        return example_name(self.examples, self.split, images.index)
 
-    def is_as_before(self, row: ImageRow) -> bool:
-        """Whether the row's images, and the processor's settings, are those that it was tokenized with."""
-        return self._found(row)[1] == row.images
+    def is_as_before(self, images: RowImages) -> bool:
+        """Whether a row's images, and the processor's settings, are those that the row was tokenized with."""
+        return self._found(images)[1] == images
 
-    def pictures(self, row: ImageRow) -> tuple[Picture, ...]:
-        """The row's images.
+    def pictures(self, images: RowImages) -> tuple[Picture, ...]:
+        """A row's images.
 
         Raises:
-            UserError: they are not the images that it was tokenized with.
+            UserError: the images, or the processor's settings, are not those that the row was tokenized with.
         """
-        pictures, found = self._found(row)
-        if found != row.images:
-            raise UserError(f"{self.of(row)}: its images are others than at the start; leave files alone that train")
+        pictures, found = self._found(images)
+        if found != images:
+            raise UserError(f"{self.of(images)}: its images are others than at the start; leave files alone that train")
         return pictures
 
-    def _found(self, row: ImageRow) -> tuple[tuple[Picture, ...], RowImages | None]:
-        chat = conversation(self.task, self.examples, self.split, row.index)
-        chat = chat._replace(images=chat.images[: row.images.count])
-        return chat.images, self.inputs.row(chat)
+    def _found(self, images: RowImages) -> tuple[tuple[Picture, ...], RowImages | None]:
+        chat = conversation(self.task, self.examples, self.split, images.index)
+        chat = chat._replace(images=chat.images[: images.count])
+        return chat.images, self.inputs.row(images.index, chat)

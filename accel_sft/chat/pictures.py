@@ -1,4 +1,4 @@
-"""Images in messages: the forms in which tasks give them, their hashes, and their places in a conversation's texts."""
+"""An image that a task gives: the forms in which it may be given, its hash, and its pixels."""
 
 from __future__ import annotations
 
@@ -12,33 +12,26 @@ import stat
 import urllib.parse
 import urllib.request
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
-MARK = "\ue006\ue007"
-"""Stands for an image in the text of a turn; `Conversation.images` has the images in the order of their marks."""
-_SHOWN = "<image>"
 _NUMBERS = ("F", "I")
-"""Pillow's modes whose values it clips to 0 and 255 when it converts them to RGB: floats from 0 to 1 become black."""
+"""Pillow's modes whose values it clips to 0 and 255 in converting to RGB, so that floats from 0 to 1 become black."""
 _GREY_OF_16_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _BITS_PER_SAMPLE = 258
-"""Number of TIFF's tag BitsPerSample: Pillow opens grey values of 12 bits as `I;16` too."""
+"""Number of TIFF's tag BitsPerSample, to be read because Pillow opens grey values of 12 bits as `I;16` too."""
 _PROGRAMS = ("EPS",)
 """Formats that are programs, which Pillow lets Ghostscript run."""
 MAX_FILE_BYTES = 512 << 20
-"""Most bytes of an image file: with the most pixels that are accepted it is smaller, even uncompressed."""
+"""Maximum size of an image file: one with the maximum number of pixels is smaller, even uncompressed."""
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 _NO_FILE = "a folder, a pipe or a device, not a file"
 _KEYS = ("image", "path", "url", "base64", "image_url")
 """Keys of a part that may hold its image: those that transformers reads in a part of type "image", and OpenAI's, in a
 part of type "image_url"."""
-_EXPECTED = (
-    'expected {"type": "text", "text": ...} or {"type": "image", "image": ...}, the image a path, bytes or a PIL image'
-)
 
 
 class Picture:
@@ -51,7 +44,7 @@ class Picture:
     def __init__(self, given: Any, number: int = 1) -> None:
         self.given, self.number = given, number
 
-    def __repr__(self) -> str:  # what a conversation's hash is made of
+    def __repr__(self) -> str:  # the hash of a conversation covers it
         return f"Picture({self.digest})"
 
     @functools.cached_property
@@ -100,7 +93,7 @@ class Picture:
             raise UserError(f"{self} cannot be read: {one_line(str(error), LONGEST_ERROR)}") from error
 
     def _of_eight_bits(self, image: Any) -> Any:
-        """The image, 16-bit grey scaled to 8 bits; called before Pillow decodes the pixels, which may be too many.
+        """Return the image, 16-bit grey scaled to 8 bits. Call this before Pillow decodes the pixels, maybe too many.
 
         Raises:
             UserError: it has pixels of 32 bits, or too many pixels.
@@ -143,7 +136,7 @@ class Picture:
         if isinstance(self.given, bytes):
             return self.given
         try:
-            # it may have become a pipe since the row was read: with O_NONBLOCK, opening it does not wait for a writer
+            # the file may have become a pipe since the row was read; with O_NONBLOCK, open does not wait for a writer
             with open(os.open(self.given, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise UserError(f"{self}: {_NO_FILE}")
@@ -156,7 +149,7 @@ class Picture:
 
 
 def _scaled(grey: Any) -> Any:
-    """A 16-bit grey image scaled to 8 bits, with black and white kept: Pillow's `convert` clips values above 255."""
+    """Scale a 16-bit grey image to 8 bits, keeping black and white; Pillow's `convert` would clip values above 255."""
     import numpy as np
     import PIL.Image
     import PIL.ImageOps
@@ -167,37 +160,12 @@ def _scaled(grey: Any) -> Any:
     return PIL.Image.fromarray(((values * 255 + most // 2) // most).astype(np.uint8))
 
 
-def read_parts(content: Sequence[Any], what: str) -> tuple[str, list[Picture]]:
-    """The text of a content that is a list of parts, with MARK for each image, and the images.
+def picture_of(part: dict[str, Any], what: str) -> Picture:
+    """The image of a part of a content.
 
     Raises:
-        UserError: a part is neither text nor image, or its image does not exist; the message begins with `what`.
+        UserError: the part has no image, or one that does not exist; the message begins with `what`.
     """
-    text, pictures = [], []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "text" and isinstance(part.get("text"), str):
-            text.append(unmarked(part["text"], what))
-        elif kind in ("image", "image_url"):
-            text.append(MARK)
-            pictures.append(_picture(part, what))
-        else:
-            raise UserError(f"{what} gave the part {str(part)[:80]!r}, {_EXPECTED}")
-    return "".join(text), pictures
-
-
-def unmarked(text: str, what: str) -> str:
-    """Check a text, which is returned unchanged.
-
-    Raises:
-        UserError: it contains MARK, which would be taken for an image.
-    """
-    if MARK in text:
-        raise UserError(f"{what} gave a text with the characters U+E006 U+E007, which mean an image here; remove them")
-    return text
-
-
-def _picture(part: dict[str, Any], what: str) -> Picture:
     given = [part[key] for key in _KEYS if part.get(key) is not None]
     if len(given) != 1:
         raise UserError(f"{what} gave the part {str(part)[:80]!r}, expected one image in it")
@@ -235,30 +203,3 @@ def _file_or_bytes(value: str, what: str, *, encoded: bool) -> str | bytes:
         problem = _NO_FILE if os.path.exists(value) else "there is no such file"
         raise UserError(f"{what} gave the image {value!r}; {problem}")
     return value
-
-
-def marks(turns: Sequence[dict[str, Any]]) -> int:
-    """Number of images in turns."""
-    return sum(turn["content"].count(MARK) for turn in turns)
-
-
-def parted(turns: list[dict[str, Any]], pictures: Sequence[Picture]) -> list[dict[str, Any]]:
-    """Turns as a chat template takes them: contents with images are lists of parts; unchanged without pictures."""
-    return [{**turn, "content": _as_parts(turn["content"])} for turn in turns] if pictures else turns
-
-
-def _as_parts(content: Any) -> Any:
-    """A content (a text, or a list of one text part) as a list of parts, if it has images."""
-    text = content[0]["text"] if isinstance(content, list) else content
-    if MARK not in text:
-        return content
-    parts: list[dict[str, Any]] = []
-    for number, piece in enumerate(text.split(MARK)):
-        parts += [{"type": "image"}] * (number > 0)
-        parts += [{"type": "text", "text": piece}] * bool(piece)
-    return parts
-
-
-def shown(text: str) -> str:
-    """A turn's text for people, with `<image>` for each image."""
-    return text.replace(MARK, _SHOWN)

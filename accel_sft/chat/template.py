@@ -1,21 +1,25 @@
-"""Renders text with a chat template, on a fixed day and within a time limit; its failures are errors of one line.
+"""Calls a tokenizer's chat template on turns: with a fixed day, a time limit, and calls in the form that it takes.
 
-Here are also the errors for answers that a template drops.
+A template's failure becomes an error of one line.
 """
 
 import contextlib
 import datetime
+import functools
+import itertools
+import json
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import jinja2
 
 from accel_sft.api.errors import UserError
-from accel_sft.chat.conversation import Turns
-from accel_sft.io.prefix import common_length
+from accel_sft.chat.control_tokens import ControlTokens
+from accel_sft.chat.conversation import GUARD, Tools, Turns
 from accel_sft.io.text import LONGEST_ERROR, one_line
 
 SECONDS = 60
@@ -23,14 +27,103 @@ SECONDS = 60
 MARK = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷\s]+▷")
 """What templates write around blocks: `<think>`, `<|channel|>`, `[/THINK]`, `◁/think▷`."""
 _DIRECTIVES = "aAbBcdDeFGgHIjmMpSuUVwWxXyYZ"
-"""Letters of strftime's directives; the time of the day is 00:00:00."""
+"""Letters of strftime's directives; those of the time of day are rendered as 00:00:00."""
+_ESCAPED_GUARD = GUARD.encode("unicode_escape").decode()
+"""GUARD as it appears if a template prints a list or an object as Python does: `{{ tools }}`."""
+_ARGUMENTS = {"of": "a call"}
+_CALL: dict[str, Any] = {"id": "call00001", "type": "function", "function": {"name": "probe", "arguments": _ARGUMENTS}}
+
+
+class Rejected(UserError):
+    """A chat template rejects messages, or fails on them; in another form it may take them."""
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, with `--thinking` and the day fixed. It takes guarded texts.
+
+    Args:
+        thinking: "off", "template" or "keep".
+        day: YYYY-MM-DD that the template is told; None: the day on which it is rendered.
+    Attributes:
+        arguments: the template's variables that `--thinking` sets, such as `enable_thinking`.
+    """
+
+    def __init__(self, control: ControlTokens, thinking: str, day: str | None) -> None:
+        self._control = control
+        try:
+            self.source = dated(control.tokenizer.get_chat_template(), day)
+        except ValueError as error:  # the tokenizer has several named templates and no default
+            raise UserError(f"the model's chat template cannot be chosen: {one_line(str(error))}") from error
+        on = {"off": False, "keep": True}.get(thinking)
+        names = () if on is None else ("enable_thinking", "thinking")
+        self.arguments: dict[str, Any] = {name: on for name in names if re.search(rf"\b{name}\b", self.source)}
+
+    def text(self, turns: Turns, split: str, *, prompt: bool, tools: Tools = None) -> str:
+        """Render one conversation as `texts` does."""
+        return self.texts([turns], [tools], split, prompt=prompt)[0]
+
+    def texts(self, chats: Sequence[Turns], tools: Sequence[Tools], split: str, *, prompt: bool) -> list[str]:
+        """Render each conversation with its tools; neighbours with the same tools are rendered in one call.
+
+        Args:
+            prompt: also write what begins the answer (the generation prompt).
+        Raises:
+            Rejected: the template rejects the messages, or fails on them.
+            UserError: the template does not finish.
+        """
+        found: list[str] = []
+        for offered, group in itertools.groupby(zip(chats, tools, strict=True), key=itemgetter(1)):
+            given = self.arguments if offered is None else {**self.arguments, "tools": offered}
+            batch = [turns for turns, _ in group]
+            if any("tool_calls" in turn for turns in batch for turn in turns) and self._takes_text_only:
+                batch = [_with_text_arguments(turns) for turns in batch]
+            found += self._written(batch, given, split, prompt)
+        return found
+
+    def _written(self, chats: Sequence[Turns], given: dict[str, Any], split: str, prompt: bool) -> list[str]:
+        roles = "/".join(turn["role"] for turn in chats[0])
+        mend = "change the task's messages() or the model"
+        try:
+            with _limited():
+                found: list[str] = self._control.tokenizer.apply_chat_template(
+                    list(chats), chat_template=self.source, tokenize=False, add_generation_prompt=prompt, **given
+                )
+                "".join(found).encode()  # no tokenizer takes half a surrogate pair
+        except _NoEnd:
+            raise UserError(
+                f"{split}: the model's chat template computed for {SECONDS} seconds on {len(chats)} conversations "
+                f"(roles {roles}) and came to no end; {mend}"
+            ) from None
+        except Exception as error:  # a template is the model's own program, and may raise anything
+            told, cause = "rejects", str(error)
+            if not isinstance(error, jinja2.exceptions.TemplateError):
+                told, cause = "fails on", f"{type(error).__name__}: {error}"
+            raise Rejected(
+                f"{split}: the model's chat template {told} these messages (roles {roles}): "
+                f"{one_line(cause, LONGEST_ERROR)}; {mend}"
+            ) from error
+        return [text.replace(_ESCAPED_GUARD, GUARD) for text in found] if self._control.as_text else found
+
+    @functools.cached_property
+    def _takes_text_only(self) -> bool:
+        """Whether the template writes a call's arguments only if they are given as JSON text. Given an object, such a
+        template writes nothing or Python's repr, or fails (DeepSeek's add text to the arguments)."""
+        turns: Turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+        return not self._writes_call(turns) and self._writes_call(_with_text_arguments(turns))
+
+    def _writes_call(self, turns: Turns) -> bool:
+        try:
+            (text,) = self._written([turns], self.arguments, "train", False)
+        except Rejected:
+            return False
+        return not lost([_CALL], text) and str(_ARGUMENTS) not in text
 
 
 def dated(template: str, day: str | None) -> str:
-    """A template whose `strftime_now` gives this day (YYYY-MM-DD), whenever it is rendered.
+    """Return the template with a `strftime_now` that gives this day (YYYY-MM-DD), whenever it is rendered.
 
     `strftime_now` becomes a macro in front of the template, because apply_chat_template passes plain data on to the
-    template, and no function (transformers 5.23). Jinja removes the line break after the macro.
+    template, but no functions (transformers 5.23). Jinja removes the line break after the macro.
     """
     if not day or "strftime_now" not in template:
         return template
@@ -41,30 +134,14 @@ def dated(template: str, day: str | None) -> str:
     return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
 
 
-class Rejected(UserError):
-    """A chat template rejects messages, or fails on them; in another form it may take them."""
-
-
-class AnswerDropped(UserError):
-    """A chat template drops or cuts an answer."""
-
-
-class TextDropped(UserError):
-    """A chat template drops the text of a message."""
-
-
-class NotAPrefix(UserError):
-    """A prompt is not a prefix of the same prompt with its answer."""
-
-
 class _NoEnd(BaseException):
-    """A template does not finish. Not an Exception: Jinja swallows those while it folds constants."""
+    """A template does not finish. Not an Exception, because Jinja swallows Exceptions while it folds constants."""
 
 
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    """Raises _NoEnd after SECONDS of this process's own computing, in the main thread only, as signals reach no other.
-    Python handles signals between two steps of a loop, and within the power of a large number."""
+    """Raise _NoEnd after SECONDS of this process's CPU time; only in the main thread, as signals reach no other thread.
+    Python handles signals between two steps of a loop, and also while it computes a power of a large number."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -81,76 +158,21 @@ def _limited() -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-def rendered(
-    tokenizer: Any, template: str, conversations: Sequence[Turns], split: str, *, prompt: bool, given: Mapping[str, Any]
-) -> list[str]:
-    """Each conversation as the template writes it.
-
-    Args:
-        prompt: also write what begins the answer (the generation prompt).
-        given: the template's own variables.
-    Raises:
-        Rejected: the template rejects the messages, or fails on them.
-        UserError: the template does not finish.
-    """
-    if not conversations:
-        return []
-    roles = "/".join(turn["role"] for turn in conversations[0])
-    mend = "change the task's messages() or the model"
-    try:
-        with _limited():
-            found = tokenizer.apply_chat_template(
-                list(conversations), chat_template=template, tokenize=False, add_generation_prompt=prompt, **given
-            )
-            "".join(found).encode()  # no tokenizer takes half a surrogate pair
-            return found
-    except _NoEnd:
-        raise UserError(
-            f"{split}: the model's chat template computed for {SECONDS} seconds on {len(conversations)} conversations "
-            f"(roles {roles}) and came to no end; {mend}"
-        ) from None
-    except Exception as error:  # a template is the model's own program, and may raise anything
-        told, cause = "rejects", str(error)
-        if not isinstance(error, jinja2.exceptions.TemplateError):
-            told, cause = "fails on", f"{type(error).__name__}: {error}"
-        raise Rejected(
-            f"{split}: the model's chat template {told} these messages (roles {roles}): "
-            f"{one_line(cause, LONGEST_ERROR)}; {mend}"
-        ) from error
+def _with_text_arguments(turns: Turns) -> Turns:
+    """The turns with the arguments of tool calls as JSON text."""
+    return [
+        {**turn, "tool_calls": [_with_text(call) for call in turn["tool_calls"]]} if "tool_calls" in turn else turn
+        for turn in turns
+    ]
 
 
-def holds(prompt: str, rest: str, target: str) -> bool:
-    """Whether what follows a rendered prompt has the answer; white space does not count.
-
-    Templates strip white space around an answer, and move it around a thinking block, whose opening mark may end the
-    prompt. Text is compared, not tokens, so the tokenizer's normalization makes no difference.
-    """
-    if target.strip() in rest:
-        return True
-    opened = MARK.findall(prompt)[-1:]
-    if opened and prompt.rstrip().endswith(opened[0]):
-        target = target.lstrip().removeprefix(opened[0])
-    return "".join(target.split()) in "".join(rest.split())
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
-def refusal(split: str, index: int, prompt: str, whole: str, target: str, *, thinks: bool) -> AnswerDropped:
-    """The error for a template that drops or cuts an answer; `thinks` says that --thinking keep could mend it."""
-    made, answer = one_line(whole[common_length([prompt, whole]) :]), one_line(target)
-    mend = "learn the thinking with --thinking keep, or " if thinks else ""
-    return AnswerDropped(
-        f'{split} example {index}: the answer would not be trained on: the chat template makes "{made}" of "{answer}"; '
-        f"{mend}give the tokenizer a chat_template that writes an assistant's content whole, or use another model, or "
-        "change the task's target()"
-    )
-
-
-def not_a_prefix(tokenizer: Any, split: str, index: int, asked: str, answered: str) -> NotAPrefix:
-    """The error for a prompt that is not a prefix of the same prompt with its answer; it shows the first difference."""
-    prompt, whole = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (asked, answered))
-    at = common_length([prompt, whole])
-    return NotAPrefix(
-        f"{split} example {index}: the prompt is not a prefix of prompt + answer; they part at token {at}: "
-        f"...{tokenizer.decode(prompt[max(at - 3, 0) : at + 3])!r} against "
-        f"...{tokenizer.decode(whole[max(at - 3, 0) : at + 3])!r}; the chat template or the answer's first characters "
-        "must not change the prompt's tokens"
-    )
+def lost(calls: Sequence[dict[str, Any]], text: str) -> str | None:
+    """Return the first name, of a called tool or of an argument, that a text lacks; None if it lacks no name."""
+    functions = [call["function"] for call in calls]
+    names = [name for function in functions for name in (function["name"], *function["arguments"])]
+    return next((name for name in names if name not in text), None)

@@ -1,1 +1,1 @@
-"""State by parameter: saved, resumed, exported."""
+"""Saves, resumes and exports a run's state, which is stored by parameter."""

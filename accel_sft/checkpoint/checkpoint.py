@@ -1,4 +1,4 @@
-"""Saves checkpoints that are complete or not there, finds them whole after a kill, loads them; and exports weights."""
+"""Saves checkpoints, completely or not at all; finds the newest complete one and loads it; exports weights."""
 
 import contextlib
 import shutil
@@ -23,7 +23,7 @@ from accel_sft.launch.describe import parallelism
 
 @contextlib.contextmanager
 def replacing(accelerator: Accelerator, target: Path) -> Iterator[Path]:
-    """A folder beside `target`, for all ranks to fill; it replaces `target` once it is complete and on the disk.
+    """Yield a folder beside `target` that all ranks fill; it replaces `target` once it is complete and on the disk.
 
     `settle` repairs what a kill leaves behind.
     """
@@ -56,7 +56,7 @@ def settle(run_dir: RunDir) -> None:
 
 def save(
     accelerator: Accelerator,
-    model: torch.nn.Module,
+    model: Any,
     optimizer: Any,
     run_dir: RunDir,
     state: dict[str, Any],
@@ -79,7 +79,7 @@ def save(
             manifest.write(partial, about)
     if accelerator.is_main_process:
         write_atomically(run_dir.latest, target.name + "\n")
-        # Later checkpoints are damaged, or the run was resumed from before them: they do not count.
+        # Checkpoints of later steps do not count: they are damaged, or the run was resumed from an earlier one.
         for old in [path for path in run_dir.all_checkpoints() if step_of(path) <= state["step"]][:-keep]:
             if old.is_symlink() or not old.is_dir():  # a user put it on another disk
                 old.unlink()
@@ -92,7 +92,7 @@ def newest(run_dir: RunDir, resume: str) -> tuple[Path | None, list[str]]:
     """The checkpoint that `--resume` asks for, if any, and a line for each damaged one that was passed over.
 
     Raises:
-        UserError: the named checkpoint is missing or damaged, or all of them are damaged.
+        UserError: the named checkpoint is missing or damaged, or all checkpoints of the run are damaged.
     """
     if resume == "off":
         return None, []
@@ -126,8 +126,8 @@ def undo_after(run_dir: RunDir, step: int) -> list[Path]:
     return moved
 
 
-def load(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, path: Path) -> dict[str, Any]:
-    """Load weights and optimizer, written under any parallelism; returns the `state` that was saved with them.
+def load(accelerator: Accelerator, model: Any, optimizer: Any, path: Path) -> dict[str, Any]:
+    """Load weights and optimizer state, whatever parallelism wrote them; returns the `state` saved with them.
 
     `shards.read_extra` reads the `extra` tensors.
 
@@ -144,7 +144,7 @@ def load(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, path:
             f"numbers; resume it with --mixed_precision {before}, or start a new run from its weights with --init-from"
         )
     shards.read(accelerator, model, optimizer, path)
-    shards.set_loss_scale(accelerator, model, state.get("loss_scale"))
+    shards.set_loss_scale(accelerator, model, state["loss_scale"])
     return state
 
 
@@ -157,14 +157,14 @@ def export(
     beside: Sequence[Path] = (),
     start: Path | None = None,
 ) -> None:
-    """Write weights for plain transformers (all) or peft (the adapter alone), with tokenizer and model card.
+    """Write all weights for plain transformers, or an adapter alone for peft, with tokenizer and model card.
 
-    Weights are gathered from all ranks under ZeRO-3 and FSDP; for an adapter only its own.
+    Under ZeRO-3 and FSDP the weights that are written are gathered from all ranks.
 
     Args:
         beside: files that are copied into the folder, too.
-        start: the file of the adapter's first values, if it began as a part of its base's weights. It is then exported
-            for the original weights.
+        start: the file of the adapter's initial values, if the adapter began as a part of its base's weights. It is
+            then exported as an adapter of the original weights.
     """
     unwrapped = accelerator.unwrap_model(model)
     adapter = hasattr(unwrapped, "peft_config")
@@ -173,7 +173,7 @@ def export(
     for name, parameter in unwrapped.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(parameter), name)
         if first != name and weights and first in weights and (adapter or name in weights):
-            weights[name] = weights[first]  # FSDP gathers tied weights once per name; peft looks for each
+            weights[name] = weights[first]  # of tied weights FSDP gathers a copy per name; peft looks for each name
     with replacing(accelerator, target) as partial:
         if accelerator.is_main_process:
             unwrapped.save_pretrained(str(partial), state_dict=weights)
@@ -185,7 +185,7 @@ def export(
                 shutil.copyfile(file, partial / file.name)
 
 
-def _adapter_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _adapter_weights(accelerator: Accelerator, model: Any) -> dict[str, torch.Tensor]:
     weights = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -198,7 +198,7 @@ def _adapter_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[s
     return weights
 
 
-def _gathered(parameter: torch.nn.Parameter) -> contextlib.AbstractContextManager:
+def _gathered(parameter: torch.nn.Parameter) -> Any:
     if not hasattr(parameter, "ds_id"):
         return contextlib.nullcontext()
     import deepspeed

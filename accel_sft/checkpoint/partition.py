@@ -1,6 +1,5 @@
 """Finds which slice of each parameter and of its Adam state this rank owns, under ZeRO 0-3, DDP and FSDP."""
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -9,17 +8,15 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's state for each element."""
+"""Names of AdamW's states that have a value for each element of a parameter."""
 MUON, IN_8_BITS = ("momentum_buffer",), ("state1", "state2")
-"""Muon's state for each element, and that of bitsandbytes' 8-bit AdamW, which is float32 in tensors below 4,096
-elements.
-"""
+"""The same for Muon, and for bitsandbytes' 8-bit AdamW, whose states are float32 in tensors below 4,096 elements."""
 SCALES = ("absmax1", "absmax2")
-"""Scales of the 8-bit states. bitsandbytes keeps one per block of elements, so a parameter is only saved as a whole."""
+"""Scales of the 8-bit states. bitsandbytes keeps one scale per block, so a parameter is only saved as a whole."""
 
 
 class Span(NamedTuple):
-    """Elements `start` to `start + size` of the flattened parameter `name`; they begin at `offset` in their tensor."""
+    """Elements `start` to `start + size` of the flat parameter `name`, from `offset` on in a partition's tensor."""
 
     name: str
     start: int
@@ -33,12 +30,13 @@ class Partition(NamedTuple):
     tensor: torch.Tensor
     spans: list[Span]
     optimizer: Any  # torch's AdamW, DeepSpeed's for host memory, bitsandbytes', or MuonWithAdamW
-    written: bool = True  # by this rank; one rank writes what all ranks have whole
+    written: bool = True  # whether this rank saves it: a tensor that all ranks have whole is saved by one
 
     @property
     def state(self) -> dict[str, Any]:
         """The optimizer's state for this tensor; empty before the first step."""
-        return self.optimizer.state[self.tensor]
+        state: dict[str, Any] = self.optimizer.state[self.tensor]
+        return state
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -49,11 +47,11 @@ class Partition(NamedTuple):
         return MUON if any(each is self.tensor for each in group["params"]) else MOMENTS
 
     def begin_state(self, step: int) -> None:
-        """Make a state of zeros, as the optimizer does in its first step, but counted as `step` steps."""
+        """Make a state of zeros, as the optimizer does in its first step, but with a count of `step` steps."""
         if self.kinds == IN_8_BITS:
             return self._begin_8_bits(step)
         if self.kinds == MOMENTS:
-            plain = hasattr(self.optimizer, "ds_opt_adam")  # DeepSpeed's own counts in a number
+            plain = hasattr(self.optimizer, "ds_opt_adam")  # DeepSpeed's own Adam counts steps in a plain number
             device = self.tensor.device if self.optimizer.defaults.get("fused") else "cpu"
             self.state["step"] = step if plain else torch.tensor(float(step), device=device)
         dtype = torch.float32 if getattr(self.optimizer, "fp32_optimizer_states", False) else self.tensor.dtype
@@ -68,10 +66,8 @@ class Partition(NamedTuple):
         self.state["step"] = step
 
 
-def partitions(
-    accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, writing: bool = False
-) -> Iterator[Partition]:
-    """This rank's partitions. With `writing`, changes to one are copied to the computing weights before the next."""
+def partitions(accelerator: Accelerator, model: Any, optimizer: Any, writing: bool = False) -> Iterator[Partition]:
+    """Yield this rank's partitions. With `writing`, the caller's changes to each are copied to the model's weights."""
     names = {id(p): name for name, p in accelerator.unwrap_model(model).named_parameters() if p.requires_grad}
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     if deepspeed and model.zero_optimization_stage() == 3:
@@ -90,7 +86,8 @@ def _of_parameters(
     inner = getattr(optimizer, "optimizer", optimizer)
     parameters = stepped = [p for group in inner.param_groups for p in group["params"]]
     if hasattr(optimizer, "fp32_groups"):
-        parameters, stepped = itertools.chain(*optimizer.fp16_groups), itertools.chain(*optimizer.fp32_groups)
+        parameters = [p for group in optimizer.fp16_groups for p in group]
+        stepped = [p for group in optimizer.fp32_groups for p in group]
     for number, (parameter, tensor) in enumerate(zip(parameters, stepped, strict=True)):
         sharded = hasattr(parameter, "placements")
         span = Span(names[id(parameter)], _first_element(parameter) if sharded else 0, 0, flat(tensor).numel())
@@ -106,8 +103,9 @@ def _first_element(parameter: Any) -> int:
     """Where this rank's shard begins in the flattened parameter."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    placed = parameter.shape, parameter.device_mesh, parameter.placements
-    return compute_local_shape_and_global_offset(*placed)[1][0] * (parameter.numel() // max(parameter.shape[0], 1))
+    shape = parameter.shape
+    _, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+    return int(offsets[0] * (parameter.numel() // max(shape[0], 1)))
 
 
 def _of_first_copy(parameter: Any) -> bool:

@@ -1,9 +1,9 @@
-"""A checkpoint's files: trained weights and optimizer state by parameter, read under any number of ranks or ZeRO stage.
+"""Writes a checkpoint's trained weights and optimizer state, by parameter, and reads them under any parallelism.
 
 Under every backend each rank owns spans of flattened parameters, in float32, and AdamW's two moments (or another
-optimizer's state) of the same elements. It writes them under the parameters' names, each with its place. Nothing is
-gathered, and a rank under another parallelism reads the elements that it owns. Files are safetensors; numbers come back
-to the bit (law 3).
+optimizer's state) of the same elements. It writes each span under its parameter's name and place. Nothing is
+gathered, and a rank under another parallelism reads the elements that it owns. Files are safetensors; numbers are
+read back bit for bit (law 3).
 """
 
 import math
@@ -20,23 +20,18 @@ from accel_sft.checkpoint.partition import IN_8_BITS, MOMENTS, MUON, SCALES, Spa
 from accel_sft.io import manifest
 from accel_sft.io.heartbeat import heartbeat
 from accel_sft.io.text import LONGEST_ERROR, one_line
+from accel_sft.memory.closed_form import FILE_BYTES
 
-BYTES = 4 * (1 + len(MOMENTS))
-"""Most bytes per trained parameter in a checkpoint: the weight and AdamW's moments, in float32."""
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of DeepSpeed's loss scaler that change during training."""
-FILE_BYTES = 1 << 30
-"""Bytes above which a file gets no further tensor; about as much is copied to host memory at once."""
 
 
 Extra = Mapping[str, Mapping[str, torch.Tensor]]
 """Tensors that are neither a parameter nor optimizer state, and equal on all ranks: kind -> name -> tensor."""
 
 
-def write(
-    accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, folder: Path, extra: Extra | None = None
-) -> None:
-    """Write this rank's spans as files in `folder`; all ranks together."""
+def write(accelerator: Accelerator, model: Any, optimizer: Any, folder: Path, extra: Extra | None = None) -> None:
+    """Write this rank's spans as files in `folder`; every rank calls it."""
     parts: dict[str, torch.Tensor] = {}
     count = size = 0
 
@@ -55,7 +50,7 @@ def write(
             moments = {key: partition.state[key] for key in partition.kinds if key in partition.state}
             for kind, tensor in {"weights": partition.tensor, **moments}.items():
                 part = flat(tensor)[span.offset : span.offset + span.size]
-                # copied, because it may be swapped in from NVMe only for a moment, or not be in host memory
+                # a copy, because `part` may be swapped in from NVMe only for a moment, or be on a GPU
                 parts[_key(kind, span)] = part.to("cpu", copy=True)
                 size += part.nbytes
             for key in SCALES:
@@ -71,8 +66,8 @@ def write(
     put()
 
 
-def read(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, folder: Path) -> None:
-    """Read what `write` wrote under any parallelism from `folder`, which has a manifest; all ranks together.
+def read(accelerator: Accelerator, model: Any, optimizer: Any, folder: Path) -> None:
+    """Read what `write` wrote under any parallelism from `folder`, which has a manifest; every rank calls it.
 
     Raises:
         UserError: the files do not have all of this model's trained parameters.
@@ -94,41 +89,42 @@ def read(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, folde
                 stored.copy(key, span, partition.state[key])
             for key in SCALES:
                 if key in partition.state:
-                    partition.state[key].copy_(stored.whole(key, span))
+                    partition.state[key].copy_(stored.whole(key, span.name))
 
 
 def read_extra(folder: Path) -> Extra:
     """The `extra` that `write` was given."""
     extra: dict[str, dict[str, torch.Tensor]] = {}
-    for (kind, name), places in _Stored(folder).places.items():
+    stored = _Stored(folder)
+    for kind, name in stored.places:
         if kind not in ("weights", "step", *MOMENTS, *MUON, *IN_8_BITS, *SCALES):
-            ((_, file, key),) = places.values()
-            extra.setdefault(kind, {})[name] = file.get_tensor(key)
+            extra.setdefault(kind, {})[name] = stored.whole(kind, name)
     return extra
 
 
 def _count_up(optimizer: Any, steps: int) -> None:
     """Have DeepSpeed's Adam for host memory make this many steps on a tensor of zeros.
 
-    For bias correction it multiplies its betas step by step; set to a later step, it would take powers, whose last bit
-    differs.
+    For bias correction it multiplies the powers of its betas step by step. Started at a later step, it would compute
+    the powers at once, with another last bit.
     """
-    # the group's betas; accelerate leaves the library's own in the optimizer's defaults
-    (beta1, beta2), nothing = optimizer.param_groups[0]["betas"], [torch.zeros(1) for _ in range(4)]
+    # the group has the run's betas; in the optimizer's defaults accelerate leaves the library's own
+    beta1, beta2 = optimizer.param_groups[0]["betas"]
+    zeros = [torch.zeros(1) for _ in range(4)]
     for step in range(1, steps + 1):
-        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 0.0, beta1, beta2, 1e-8, 0.0, True, *nothing)
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 0.0, beta1, beta2, 1e-8, 0.0, True, *zeros)
 
 
-def loss_scale(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, float]:
+def loss_scale(accelerator: Accelerator, model: Any) -> dict[str, float]:
     """State of the float16 loss scaler; {} in other precisions."""
     if accelerator.scaler is not None:
-        return accelerator.scaler.state_dict()
+        return dict(accelerator.scaler.state_dict())
     scaler = _deepspeed_scaler(accelerator, model)
     return {key: getattr(scaler, key) for key in SCALE if isinstance(getattr(scaler, key, None), int | float)}
 
 
-def set_loss_scale(accelerator: Accelerator, model: torch.nn.Module, found: dict[str, float]) -> None:
-    """Restore the loss scaler. One of another library searches its scale anew, and skips some steps meanwhile."""
+def set_loss_scale(accelerator: Accelerator, model: Any, found: dict[str, float]) -> None:
+    """Restore the loss scaler's state. If another library saved it, a new scale is searched: steps are skipped."""
     if accelerator.scaler is not None:
         if found.keys() == accelerator.scaler.state_dict().keys():
             accelerator.scaler.load_state_dict(found)
@@ -153,12 +149,12 @@ class _Stored:
 
         self.folder = folder
         self.places: dict[tuple[str, str], dict[int, tuple[int, Any, str]]] = {}
-        for path in manifest.files(folder):  # not files that only lie there
+        for path in manifest.files(folder):  # and not every file in the folder
             try:
-                file = safe_open(path, framework="pt")
+                file: Any = safe_open(path, framework="pt")
                 for key in file.keys():  # noqa: SIM118, not a mapping
                     kind, start, name = key.split(":", 2)
-                    first, *others = file.get_slice(key).get_shape()  # an adapter's own tensors have more than one
+                    first, *others = file.get_slice(key).get_shape()  # `extra` tensors have several
                     size = first * math.prod(others)
                     self.places.setdefault((kind, name), {})[int(start)] = (size, file, key)
             except (SafetensorError, ValueError) as error:
@@ -187,10 +183,11 @@ class _Stored:
         """Whether anything of this kind is stored for the span's parameter."""
         return (kind, span.name) in self.places
 
-    def whole(self, kind: str, span: Span) -> torch.Tensor:
-        """The tensor of this kind that is stored for the span's parameter as a whole."""
-        ((_, file, key),) = self.places[(kind, span.name)].values()
-        return file.get_tensor(key)
+    def whole(self, kind: str, name: str) -> torch.Tensor:
+        """The tensor of this kind and name, which is stored as a whole."""
+        ((_, file, key),) = self.places[kind, name].values()
+        tensor: torch.Tensor = file.get_tensor(key)
+        return tensor
 
     def step(self, span: Span) -> float | None:
         """How often the optimizer had updated the parameter; None if never."""

@@ -1,5 +1,7 @@
 """The options of `compare`: those of a run, which may have several values, and its own."""
 
+from typing import Any
+
 import click
 
 from accel_sft.api.options import Setting
@@ -7,9 +9,9 @@ from accel_sft.cli.options import help_of, make_option
 
 
 def make_list_option(setting: Setting, repeated: bool) -> list[click.Option]:
-    """The options of a setting that may have several values: by commas, and by repetition. A switch has two options."""
-    (option,), help = make_option(setting, repeated), help_of(setting)
-    given = {"multiple": True, "help": help, "shell_complete": option.shell_complete}
+    """Return the options of a setting that may have several values, by commas or repetition: two for a switch."""
+    [option] = make_option(setting, repeated)
+    given: dict[str, Any] = {"multiple": True, "help": help_of(setting), "shell_complete": option.shell_complete}
     if setting.type is bool:
         off = click.Option([f"--no-{setting.flag[2:]}", f"no_{setting.name}"], is_flag=True, help="Off; on,off: both.")
         return [click.Option([setting.flag, setting.name], is_flag=False, flag_value="on", metavar="", **given), off]

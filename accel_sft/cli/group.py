@@ -1,4 +1,4 @@
-"""The command line: a command for each task, and the tools. Only running one imports torch."""
+"""The command line: a command for each task, and the tools. Only running a command imports torch."""
 
 import difflib
 import glob
@@ -31,7 +31,7 @@ from accel_sft.tools.report.command import report
 
 
 class TaskGroup(click.Group):
-    """A group whose task commands are known by metadata, and imported one at a time when one is called."""
+    """A group whose task commands are known by metadata, and whose tasks are each imported when they are called."""
 
     context_class = HelpContext
 
@@ -40,7 +40,7 @@ class TaskGroup(click.Group):
         self.tool = tool
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Takes the task from the file behind `--config` where options stand in its place."""
+        """Take the task from the `--config` file if options stand where its name is expected."""
         if args and args[0].startswith("-") and (path := _config_file(args)):
             try:
                 named = task_in(path)
@@ -64,8 +64,8 @@ class TaskGroup(click.Group):
         return [*registry.names(), *self.commands]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """While a shell completes, no plugin is imported but those that are shipped: the command of another task is
-        without the task's own options."""
+        """Return a task's or a tool's command. While a shell completes, only shipped plugins are imported, so another
+        task's command lacks the task's own options."""
         if tool := super().get_command(ctx, cmd_name):
             return tool
         if task_file(cmd_name):
@@ -92,7 +92,7 @@ class TaskGroup(click.Group):
                     formatter.write_dl(rows)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Names, and files that a task may be in: of this folder by name, of others as the shell completes files."""
+        """Complete names, and files that a task may be in: this folder's files by name, others as the shell does."""
         found = super().shell_complete(ctx, incomplete)
         if incomplete.startswith((".", "/", "~")) or "/" in incomplete:
             return [*found, CompletionItem(incomplete, type="file")]
@@ -115,7 +115,7 @@ def _config_file(args: list[str]) -> str | None:
 
 
 def _with_hyphens(name: str) -> str:
-    """The name of an option as it is declared: other trainers write --learning_rate."""
+    """Return an option's name as it is declared, with hyphens: users of other trainers write --learning_rate."""
     return name.replace("_", "-")
 
 

@@ -1,17 +1,18 @@
 """Help that fits the terminal, from 60 columns on, and the option that shows the whole of it."""
 
 import os
+from collections.abc import Iterable
 
 import click
 
 _WHOLE = f"{__name__}.whole"
-"""The key of a context's `meta` that is there while all options are shown."""
+"""A key that is in a context's `meta` if `--help-all` was given."""
 
 
 class HelpFormatter(click.HelpFormatter):
-    """On a narrow terminal the column of names leaves more than half of the width to what they mean."""
+    """Keeps the column of options narrow: on a narrow terminal, most of the width is left to the help texts."""
 
-    def write_dl(self, rows: list[tuple[str, str]], col_max: int = 34, col_spacing: int = 2) -> None:
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 34, col_spacing: int = 2) -> None:
         super().write_dl(rows, min(col_max, self.width * 2 // 5), col_spacing)
 
 
@@ -19,7 +20,7 @@ class HelpContext(click.Context):
     formatter_class = HelpFormatter
 
     def get_help(self) -> str:
-        """The help, and an end without it on other ranks of a launch than the first."""
+        """Return the help on rank 0 of a launch; on other ranks, end the command without it."""
         if os.environ.get("RANK", "0") != "0":
             self.exit()
         return super().get_help()

@@ -44,30 +44,30 @@ def make_option(setting: Setting, repeated: bool = False) -> list[click.Option]:
     """The click option of a setting. It has no default, so that all values are read and checked in one place.
 
     Args:
-        repeated: whether it may be given several times, which joins the values by commas, as for names of rows.
+        repeated: whether the option may be given several times, which joins the values by commas, as for names of rows.
     """
     help = help_of(setting)
     if setting.type is bool:
         return [click.Option([f"{setting.flag}/--no-{setting.flag[2:]}", setting.name], default=None, help=help)]
-    several = {"multiple": True, "callback": _joined} if setting.rows or repeated else {}
     option = click.Option(
         [setting.flag, setting.name],
         type=setting.read,
         metavar="|".join(setting.choices) or _METAVARS[setting.type],
         shell_complete=functools.partial(_complete, setting),
         help=help,
-        **several,
+        multiple=setting.rows or repeated,
+        callback=_joined if setting.rows or repeated else None,
     )
     return [option]
 
 
 def _joined(ctx: click.Context, param: click.Parameter, values: Sequence[str] | None) -> str | None:
-    """The values of an option that may be repeated, as one text; None if it was not given."""
+    """Join by commas the values of an option that may be repeated; return None if it was not given."""
     return ",".join(values) if values else None
 
 
 def help_of(setting: Setting, *, limits: bool = True) -> str:
-    """Its help, default and limits."""
+    """Return a setting's help with its default and, if asked for, its limits."""
     return f"{setting.help} {_brackets(setting, limits)}".strip()
 
 

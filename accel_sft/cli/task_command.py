@@ -12,7 +12,7 @@ from accel_sft.api import registry
 from accel_sft.api.config import ADAPTER, DATA, EVAL, MODEL, OPTIM, RUN, TrainConfig
 from accel_sft.api.config_file import load_yaml, task_in
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import settings
+from accel_sft.api.options import Setting, settings
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import same_task
 from accel_sft.cli.help import HelpContext, help_all_option, shows_all
@@ -37,12 +37,13 @@ class TaskCommand(click.Command):
     """
 
     context_class = HelpContext
+    name: str
 
     def __init__(self, name: str, task_class: type[Task] | None, summary: str, tool: TaskTool = TRAIN) -> None:
         self.task_class, self.tool = task_class, tool
         self.task_settings = settings(task_class) if task_class else []
         train_settings = tool.settings()
-        self.offers = {tool.config_class: train_settings, task_class: self.task_settings}
+        self.offers: dict[Any, list[Setting]] = {tool.config_class: train_settings, task_class: self.task_settings}
         self.sections = {tool.section: [], **tool.own_options()} if tool.section else tool.own_options()
         self.listed = {"config_file", *(option.name for options in self.sections.values() for option in options)}
         self.listed |= {setting.name for setting in self.task_settings if tool.lists_task}
@@ -60,7 +61,7 @@ class TaskCommand(click.Command):
         super().__init__(name, params=params, help=f"{summary}\n\n{tool.does}", context_settings=completing)
 
     def _words_of_a_run(self, ctx: click.Context) -> Callable[[Sequence[str]], Any]:
-        """What reads the words of a training command of this task: the names that they give, and the settings."""
+        """Return a function that takes a run's words, and returns the options in them and what reads their settings."""
         trains = TaskCommand(self.name, self.task_class, "")
 
         def parse(words: Sequence[str]) -> tuple[set[str], Callable[[], tuple[TrainConfig, Task]]]:
@@ -76,7 +77,8 @@ class TaskCommand(click.Command):
         for heading, options in self.sections.items():
             rows = sections.setdefault(heading if whole else _SHORT_HEADINGS.get(heading, heading), [])
             rows += [o.get_help_record(ctx) if whole else self._short_row(ctx, o) for o in options]
-        sections[RUN].append(self.get_help_option(ctx).get_help_record(ctx))
+        if help_option := self.get_help_option(ctx):
+            sections[RUN].append(help_option.get_help_record(ctx))
         for heading, rows in sections.items():
             if shown := [row for row in rows if row]:
                 with formatter.section(heading):
@@ -86,7 +88,7 @@ class TaskCommand(click.Command):
             formatter.write_text(f"Every option: {ctx.command_path} --help-all")
 
     def _short_row(self, ctx: click.Context, option: click.Option) -> tuple[str, str] | None:
-        """An option without its limits, a switch that is off by default without its --no- form; None if not listed."""
+        """Return an option without its limits, and without --no- if it is off by default; None if it is not listed."""
         if option.name not in self.listed:
             return None
         setting = next((s for offered in self.offers.values() for s in offered if s.name == option.name), None)
@@ -98,7 +100,7 @@ class TaskCommand(click.Command):
         return record[0], help_of(setting, limits=False)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Raises UserError with the mend, for what people bring from other trainers."""
+        """Raise a UserError that says what to write instead, for options that people know from other trainers."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -107,7 +109,8 @@ class TaskCommand(click.Command):
             raise
         except click.UsageError as error:
             if "unexpected extra argument" in error.message and any(param.multiple for param in self.params):
-                error.message += "; each value needs its option, as in --train-file A --train-file B"
+                told = f"{error.message}; each value needs its option, as in --train-file A --train-file B"
+                raise click.UsageError(told, error.ctx) from None
             raise
 
     def invoke(self, ctx: click.Context) -> None:
@@ -124,7 +127,7 @@ class TaskCommand(click.Command):
         self.tool.run(self.name, task, config)
 
     def read(self, ctx: click.Context) -> tuple[TrainConfig, Task]:
-        """The settings of the trainer and of the task; a tool that reads no rows has placeholders for files."""
+        """Return the trainer's settings and the task; with `tool.placeholders`, these stand in for required files."""
         try:
             return self._read(ctx)
         except UserError as error:
@@ -138,7 +141,7 @@ class TaskCommand(click.Command):
         return self._read(ctx)
 
     def _read(self, ctx: click.Context) -> tuple[TrainConfig, Task]:
-        """Trainer and task settings from the command line over the YAML file over the defaults.
+        """Return trainer's settings and task: the command line overrides the YAML file, which overrides the defaults.
 
         Raises:
             UserError: every problem of the file, of each value and between values, together. What cannot be known
@@ -157,7 +160,7 @@ class TaskCommand(click.Command):
         built: list[Any] = []
         for cls, offered in self.offers.items():
             mine = {**from_file, **given}
-            usual = self.tool.usual(self.name, self.task_settings, *built, mine) if built and self.tool.usual else {}
+            usual = self.tool.usual(self.name, self.task_settings, built[0].model, mine) if built else {}
             values = {**usual, **mine}
             wrong = {s.name: s.flag for s in offered if s.name in values and s.problem(values[s.name])}
             usable = {s.name: values[s.name] for s in offered if s.name in values and s.name not in wrong}
@@ -168,7 +171,7 @@ class TaskCommand(click.Command):
             except UserError as error:
                 flags = set(wrong.values())
                 problems += [line for line in error.problems if flags.isdisjoint(re.findall(r"--[\w-]+", line))]
-        if not problems and self.tool.reads_rows and built[0].resume == "off":  # a finished run needs them no more
+        if not problems and self.tool.reads_rows and built[0].resume == "off":  # a resumed run may need no rows
             names = {s.flag: getattr(built[1], s.name) for s in self.offers[self.task_class] if s.rows}
             problems = [line for flag, name in names.items() if name for line in absent_rows(name, flag)]
         if problems:
@@ -183,7 +186,7 @@ class TaskCommand(click.Command):
 
 
 def _refuse_clashes(task: str, params: Iterable[click.Option]) -> None:
-    """An option of training is never a task's (`api/contract.py`); one that a tool adds may be, and only it suffers.
+    """Refuse a tool if one of its own options is also the task's; an option of training never is (`api/contract.py`).
 
     Raises:
         UserError: two options of the command have the same name.

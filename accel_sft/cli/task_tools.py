@@ -25,24 +25,24 @@ class TaskTool:
     """A command that every task has.
 
     Attributes:
-        does: for the help of the command, below the task's own line.
+        does: text of the command's help, below the task's own line.
         run: called with the task's name, the task and the settings; it imports what it needs, which may take seconds.
-            Of a tool that `compares`: with the name, the task's class, the settings that may have several values, the
-            parameters as texts, and what reads the words of one run.
+            If the tool `compares`: with the name, the task's class, the settings that may have several values, the
+            command's parameters, and a function that parses the words of one run.
         summary: a line in the list of tools.
         config_class: the trainer's settings, with the tool's own among them.
-        takes: names of the settings that it takes; None: all.
-        lists: names of the basic settings that `--help` lists; None: all that it takes, as `--help-all` does.
-        section: the tool's own settings, which stand first in its help and are all listed.
+        takes: names of the trainer's settings that the command takes; None: all.
+        lists: names of the basic settings that `--help` lists; None: all basic ones that the command takes.
+        section: heading of the tool's own settings, which stand first in its help and are all listed.
         lists_task: whether `--help` lists the task's settings.
         repeated: names of settings that may be given several times, which joins the values by commas.
-        reads_rows: whether rows that are not there are refused when the command line is read.
-        placeholders: whether files that the task needs may be left out, as nothing reads them.
-        arguments: what stands behind the task besides options.
-        own_options: options that are not settings, by the heading above them.
-        make_options: the options of a setting.
-        usual: the task's settings besides those given, if not the task's defaults.
-        compares: whether options have several values; settings are then read for each run, not before `run`.
+        reads_rows: whether a missing file of rows is refused when the command line is read.
+        placeholders: whether required options that name files may be left out, as the tool reads no data.
+        arguments: makes the arguments that follow the task, besides options.
+        own_options: makes options that are not settings, by the heading above them.
+        make_options: makes the options of a setting.
+        usual: gives values for task settings that the user left out, by `--model`; the rest get the task's defaults.
+        compares: whether options may have several values; settings are then read for each run, not before `run`.
     """
 
     does: str
@@ -59,15 +59,15 @@ class TaskTool:
     arguments: Callable[[], list[click.Argument]] = list
     own_options: Callable[[], dict[str, list[click.Option]]] = dict
     make_options: Callable[[Setting, bool], list[click.Option]] = make_option
-    usual: Callable[[str, Sequence[Setting], TrainConfig, Mapping[str, Any]], dict[str, Any]] | None = None
+    usual: Callable[[str, Sequence[Setting], str, Mapping[str, Any]], dict[str, Any]] = lambda *given: {}
     compares: bool = False
 
     def settings(self) -> list[Setting]:
-        """Those of the trainer and the tool that it takes."""
+        """Return the settings that the command takes, of the trainer and of the tool."""
         return [s for s in settings(self.config_class) if self.takes is None or s.name in self.takes]
 
     def is_listed(self, setting: Setting) -> bool:
-        """Whether `--help` lists one of them."""
+        """Whether `--help` lists a setting of the trainer or of the tool."""
         return setting.basic and (self.lists is None or setting.name in self.lists or setting.section == self.section)
 
 
@@ -81,19 +81,19 @@ def _train(name: str, task: Task, config: TrainConfig) -> None:
     run(name, task, config)
 
 
-def _evaluate(name: str, task: Task, config: TrainConfig) -> None:
+def _evaluate(name: str, task: Task, config: EvaluateConfig) -> None:
     from accel_sft.commands.evaluate import run
 
     run(name, task, config)
 
 
-def _plan(name: str, task: Task, config: TrainConfig) -> None:
+def _plan(name: str, task: Task, config: PlanConfig) -> None:
     from accel_sft.tools.plan.command import run
 
     run(name, task, config)
 
 
-def _check(name: str, task: Task, config: TrainConfig) -> None:
+def _check(name: str, task: Task, config: CheckConfig) -> None:
     from accel_sft.tools.check.command import run
 
     run(name, task, config)
@@ -117,28 +117,28 @@ def _same_data_option() -> dict[str, list[click.Option]]:
 
 
 def _settings_of_the_run(
-    name: str, task_settings: Sequence[Setting], config: TrainConfig, given: Mapping[str, Any]
+    name: str, task_settings: Sequence[Setting], model: str, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The task's settings of the run that `--model` names, but for those given.
+    """Return the task's settings of the run that `--model` names, except those given.
 
     Raises:
-        UserError: they name files and `--same-data` is not given: a run's folder may be another's, and name any file of
-            this machine.
+        UserError: the settings name files and `--same-data` is not given; a run's folder may be someone else's, and
+            name any file of this machine.
     """
     from accel_sft.io.run_dir import RunDir
 
     same_data = click.get_current_context().params["same_data"]
-    record = RunDir.record_around(config.model)
+    record = RunDir.record_around(model)
     before = record["task_options"] if record and record["task"] == recorded_name(name) else {}
     if same_data and not before:
-        raise UserError(f"--same-data: --model {config.model} is no run of {name}; name the data by its options")
+        raise UserError(f"--same-data: --model {model} is no run of {name}; name the data by its options")
     mine = [s for s in task_settings if s.name in before.keys() - {*given}]
     mine = [s for s in mine if HIDDEN not in str(before[s.name]) and not s.problem(before[s.name])]
     files = [s for s in mine if NAMES_A_FILE.search(s.name) and before[s.name] != s.default]
     if files and not same_data:
         named = " ".join(f"{s.flag} {shlex.quote(str(before[s.name]))}" for s in files)
         why = "its record names files, and those of a record are not read unasked"
-        raise UserError(f"--model {config.model}: {why}; add --same-data, or {named}, or name others")
+        raise UserError(f"--model {model}: {why}; add --same-data, or {named}, or name others")
     return {s.name: before[s.name] for s in mine}
 
 
@@ -197,7 +197,7 @@ TOOLS = {
         config_class=CheckConfig,
         lists=_names("model init_from max_length global_batch_size micro_batch_size epochs max_steps seed"),
         section=CHECK,
-        reads_rows=False,  # its report has what is missing, among the rest
+        reads_rows=False,  # its report lists missing rows too
     ),
     "export-data": TaskTool(
         summary="Write a task's rows as chat files, for other trainers.",

@@ -24,5 +24,7 @@ def completion(ctx: click.Context, shell: str) -> None:
     Names of installed tasks are completed, files that tasks are in, the options of training, and those of the tasks
     chat, math and ner. The code of other tasks does not run for that, so their own options are not completed.
     """
-    script = get_completion_class(shell)(ctx.find_root().command, {}, NAME, VARIABLE).source()
+    completion_class = get_completion_class(shell)
+    assert completion_class  # click knows the three shells
+    script = completion_class(ctx.find_root().command, {}, NAME, VARIABLE).source()
     click.echo("\n".join(filter(None, (_BEFORE.get(shell), script))))

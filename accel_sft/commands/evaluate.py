@@ -1,4 +1,4 @@
-"""The command `evaluate`: scores a model on a task's validation examples, and its base beside it if named."""
+"""The command `evaluate`: scores a model, and the one that `--base` names, on a task's validation examples."""
 
 import dataclasses
 import time
@@ -24,8 +24,9 @@ from accel_sft.io.files import write_json_lines
 from accel_sft.io.heartbeat import heartbeats_only
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import printable
-from accel_sft.launch.accelerator import shard_for_evaluation, shards_weights
+from accel_sft.launch.accelerator import shard_for_evaluation
 from accel_sft.launch.collectives import by_each_rank, decided_by_main, largest
+from accel_sft.launch.info import Launch
 from accel_sft.launch.precision import recorded
 from accel_sft.launch.start import start
 from accel_sft.models.source import Source, began_with, find_source
@@ -40,7 +41,7 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     """Score `--base`, if given, and `--model` on any launch; print them side by side, and write `--output-dir`.
 
     Raises:
-        UserError: the user must mend something.
+        UserError: something that the user can fix.
     """
     if config.model == "tiny":
         raise UserError("--model: name what to evaluate: a run's folder, saved weights, an adapter or a hub id")
@@ -49,10 +50,10 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
             "--base tiny: the built-in model is made for a run, from the task's text; name the run's folder base/, "
             "which holds it as it was before training"
         )
-    if trained := RunDir.record_around(config.model):  # the run's own settings hold, unless asked otherwise
+    if trained := RunDir.record_around(config.model):  # settings that are not given are the run's own
         own = {"max_length": trained["config"].get("max_length")}
         own["max_new_tokens"] = trained["config"].get("max_new_tokens") or trained.get("max_new_tokens")
-        later = "thinking", "template_date", "control_tokens"  # version 0.1 did not record them
+        later = "thinking", "template_date", "control_tokens"  # older records lack these keys
         own |= {key: trained["config"].get(key) for key in later}
         config = dataclasses.replace(config, **{key: n for key, n in own.items() if getattr(config, key) is None})
         if found := config.problems():
@@ -60,17 +61,17 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
     config = config.resolved({})
     if trained and trained["config"].get("load_in_4bit") and config.generate_with != "vllm":
         config = dataclasses.replace(config, load_in_4bit=True)
-    sources = [find_source(config, RunDir.weights_in(config.model))]
+    sources = [find_source(RunDir.weights_in(config.model))]
     if config.base:
         base = began_with(sources[0], trained) if config.base == "auto" else RunDir.weights_in(config.base)
-        sources.insert(0, find_source(config, base))
+        sources.insert(0, find_source(base))
     sides = ("base", "tuned") if config.base else ("model",)
     named = {side: source.adapter or source.weights for side, source in zip(sides, sources, strict=True)}
     for source in sources if config.generate_with == "vllm" else ():
         vllm.check(source)
     with Watchdog(config.hang_timeout):
         # in another precision than the run's, the model may answer differently
-        accelerator, _ = start(config, task, train=False, began_with=recorded(trained) if trained else None)
+        accelerator, launch = start(config, task, train=False, began_with=recorded(trained) if trained else None)
         if config.generate_with == "vllm":
             decided_by_main(accelerator, vllm.find_python)
         if config.dry_run:
@@ -81,14 +82,14 @@ def run(task_name: str, task: Task, config: EvaluateConfig) -> None:
             notes = _differences(config.model, recorded_name(task_name), accelerator.mixed_precision)
             for line in RunDir.choice_in(config.model) + notes:
                 print(terminal.wrapped(printable(line)), file=terminal.terminal())
-        if config.output_dir:
-            decided_by_main(accelerator, lambda: _claim(Path(config.output_dir)))
+        if folder := config.output_dir:
+            decided_by_main(accelerator, lambda: _claim(Path(folder)))
         with terminal.quiet(None, config.debug):
             evaluations = []
             for (side, name), source in zip(named.items(), sources, strict=True):
                 if accelerator.is_main_process:
                     print(terminal.wrapped(f"{side:<8}  {name}", 10), file=terminal.terminal())
-                evaluations.append(evaluate(accelerator, task, config, source))
+                evaluations.append(evaluate(accelerator, launch, task, config, source))
         if accelerator.is_main_process:
             _publish(recorded_name(task_name), task, config, named, evaluations)
         leave_together()
@@ -119,7 +120,7 @@ def _publish(
 
 
 def _differences(model: str, task_name: str, precision: str) -> list[str]:
-    """Notes on how this evaluation differs from the run's own."""
+    """Return notes on how this evaluation differs from the run's own."""
     if (run := RunDir.record_around(model)) is None:
         return []
     found, trained = [], recorded(run) or precision
@@ -143,8 +144,8 @@ def _claim(folder: Path) -> None:
         raise UserError(f"--output-dir {folder}: cannot be used ({error.strerror})") from None
 
 
-def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, source: Source) -> Evaluation:
-    """Load a model, evaluate it, and free it. ZeRO-3 and FSDP shard it; otherwise every rank holds all of it."""
+def evaluate(accelerator: Accelerator, launch: Launch, task: Task, config: TrainConfig, source: Source) -> Evaluation:
+    """Load a model, evaluate it, and free it. ZeRO-3 and FSDP shard it; otherwise every rank holds the whole model."""
     reset_peak_memory(accelerator.device)
     examples = read_split(task, "validation")
     by_each_rank(lambda: check_scoring(task, examples, config.thinking))
@@ -154,14 +155,14 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, source: 
         for line in encoding.lines():
             print(line, file=terminal.terminal())
     loaded = assembly.load_model(encoding)
-    whole = not shards_weights(accelerator)
-    prepared = loaded.to(accelerator.device) if whole else shard_for_evaluation(accelerator, loaded)
+    shards = launch.shards_weights
+    prepared = shard_for_evaluation(accelerator, loaded) if shards else loaded.to(accelerator.device)
     load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
     some = encoding.kept.some()
     trial = Trial(accelerator, prepared, config, some, assembly.tokenizer.pad_token_id, train=False)
     batching, _ = choose_batching(trial)
     prepared.eval()
-    evaluator = assembly.evaluator(prepared, examples, encoding)
+    evaluator = assembly.evaluator(prepared, encoding, sharded=shards)
     with heartbeats_only():
         eval_loss = evaluator.loss(prepared, batching)
         if not evaluator.backend.uses_model:
@@ -175,7 +176,7 @@ def evaluate(accelerator: Accelerator, task: Task, config: TrainConfig, source: 
 
 
 def _release(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Free a model's memory; only the caller's own reference to it is left."""
+    """Free a model's memory, except what the caller's own reference to it keeps."""
     accelerator.free_memory()
     for parameter in model.parameters():
         if hasattr(parameter, "ds_tensor"):  # DeepSpeed never frees its engine, which holds the model

@@ -9,7 +9,8 @@ from typing import Any
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.conversation import Conversation, conversation, read_split
-from accel_sft.chat.pictures import Picture, parted
+from accel_sft.chat.image_parts import parted
+from accel_sft.chat.pictures import Picture
 from accel_sft.commands.generate import one_process
 from accel_sft.io import terminal
 from accel_sft.io.files import new_folder
@@ -44,7 +45,7 @@ def chat_row(chat: Conversation, folder: Path) -> dict[str, Any]:
     Args:
         folder: gets the row's images in `images/`, each once, named by its hash; the row holds their relative paths.
     Raises:
-        UserError: training would refuse an image too; a row may name any file of this machine.
+        UserError: an image is not one that training accepts; a row may name any file of this machine as an image.
     """
     paths = iter([_copied(picture, folder) for picture in chat.images])
     messages = [

@@ -11,10 +11,10 @@ import click
 from accel_sft.api.errors import UserError
 
 LONGEST_ANSWER = 512
-"""Most tokens of an answer, unless the command line or the run says otherwise."""
+"""Maximum number of tokens of an answer, unless the command line or the run says otherwise."""
 _LIMITS = {"temperature": (0, 100), "top_p": (0, 1), "top_k": (0, 2**31), "repetition_penalty": (0.01, 100)}
 _LIMITS |= {"seed": (0, 2**31)}
-_FILE = {"type": click.Path(), "metavar": "FILE"}  # a shell completes paths for this type
+_FILE: dict[str, Any] = {"type": click.Path(), "metavar": "FILE"}  # a shell completes paths for this type
 EXAMPLES = """\b
 For example:
   accel-sft generate runs/math-20261120-101500 "365="
@@ -62,7 +62,7 @@ def generate(ctx: click.Context, model: str, **options: Any) -> None:
 
 
 def _problems(options: dict[str, Any]) -> list[str]:
-    """The problems of the options, one line each; options that training has too are checked in `_as_trained`."""
+    """Return a line for each problem of the options; those that training has too are checked in `_as_trained`."""
     asked = [name for name in ("prompt", "file", "interactive") if options[name] not in (None, False)]
     found = []
     if len(asked) != 1:
@@ -84,7 +84,7 @@ def _problems(options: dict[str, Any]) -> list[str]:
 
 
 def one_process(command: str) -> list[str]:
-    """A line that refuses a launch of several ranks, which would all do the same work; empty for one process."""
+    """Return a line that refuses a launch of several ranks, which would all do the same work; empty for one process."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return []
     return [f"{command} runs in one process: start it as `accel-sft {command}`, without accelerate launch"]
@@ -102,8 +102,8 @@ def _run(model: str, options: dict[str, Any]) -> None:
     from accel_sft.io.run_dir import RunDir
     from accel_sft.io.text import printable
     from accel_sft.launch.accelerator import create_accelerator
-    from accel_sft.launch.info import read_launch
     from accel_sft.launch.precision import recorded
+    from accel_sft.launch.read import read_launch
 
     chosen = {name: options[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
     sampling = Sampling(**{name: value for name, value in chosen.items() if value is not None})
@@ -115,13 +115,14 @@ def _run(model: str, options: dict[str, Any]) -> None:
         chats, names = [with_system([{"role": "user", "content": options["prompt"] or ""}], system)], ["PROMPT"]
         if expected := expected_of(chats[0]):
             raise UserError(f"PROMPT: expected {expected}")
-    most, sides, told = config.max_new_tokens or LONGEST_ANSWER, {}, {}
+    most = config.max_new_tokens or LONGEST_ANSWER
+    sides, told = {}, {}
     with terminal.quiet(None, config.debug, shown_on=2) as out:
         for line in RunDir.choice_in(model):
             print(terminal.wrapped(printable(line)), file=out)
         began_with = recorded(record) if record else None
         accelerator, _ = create_accelerator(config, read_launch(), began_with=began_with)
-        for side, source in _sources(config, folder, record, options["base"]).items():
+        for side, source in _sources(folder, record, options["base"]).items():
             print(terminal.wrapped(f"{side:<5}  {source.adapter or source.weights}", 7), file=out)
             answerer = Answerer(accelerator, config, source, sampling)
             torch.manual_seed(options["seed"])
@@ -149,23 +150,22 @@ def _run(model: str, options: dict[str, Any]) -> None:
 
 
 def _as_trained(model: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any] | None, str]:
-    """The settings, the run's record if there is one, and the folder of the weights.
+    """Return the settings, the run's record if there is one, and the folder of the weights.
 
     Settings that are not given are the run's own.
     """
     from accel_sft.api.config import EvaluateConfig
     from accel_sft.io.run_dir import RunDir
 
-    names = "thinking", "template_date", "control_tokens", "max_new_tokens", "eval_batch_size", "dtype"
-    names += "trust_remote_code", "debug"
+    of_runs = "thinking", "template_date", "control_tokens", "max_new_tokens"
+    names = *of_runs, "eval_batch_size", "dtype", "trust_remote_code", "debug"
     given = {name: options[name] for name in names if options[name] is not None}
     folder, record = RunDir.weights_in(model), RunDir.record_around(model)
     config = EvaluateConfig(model=folder, **given)
     if found := config.problems():
         raise UserError(*found)
     if record:
-        names = "thinking", "template_date", "control_tokens", "max_new_tokens"
-        own = {name: record["config"].get(name) for name in names}
+        own = {name: record["config"].get(name) for name in of_runs}
         own["max_new_tokens"] = own["max_new_tokens"] or record.get("max_new_tokens")
         config = dataclasses.replace(config, **{key: own[key] for key in own if getattr(config, key) is None})
         if found := config.problems():
@@ -180,16 +180,16 @@ def _system_of(record: dict[str, Any] | None) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _sources(config: Any, folder: str, record: dict[str, Any] | None, base: str | None) -> dict[str, Any]:
-    """The sources of the models to load, by side ("base" comes first, if asked for)."""
+def _sources(folder: str, record: dict[str, Any] | None, base: str | None) -> dict[str, Any]:
+    """Return the sources of the models to load, by side ("base" comes first, if asked for)."""
     from accel_sft.models.source import began_with, find_source
 
-    source = find_source(config, folder)
+    source = find_source(folder)
     if not base:
         return {"model": source}
     if base == "auto":
         base = began_with(source, record)
-    return {"base": find_source(config, base), "tuned": source}
+    return {"base": find_source(base), "tuned": source}
 
 
 def _write(output: str, chats: list[Any], told: dict[str, list[Any]], most: int) -> None:

@@ -1,7 +1,6 @@
 """`accel-sft merge`: adds an adapter to its base, and writes weights that need no adapter."""
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -48,24 +47,23 @@ def merge(ctx: click.Context, run: str, out: str, dtype: str | None, trust_remot
 
 
 def write_merged(folder: str, target: Path, dtype: str | None, trust_remote_code: bool) -> list[str]:
-    """Write an adapter's merged weights into the empty folder `target`; returns lines that say what was done.
+    """Write an adapter's merged weights into the empty folder `target`; return lines that say what was done.
 
     Raises:
         UserError: the adapter cannot be merged; the message says why.
     """
     import shutil
 
-    from accel_sft.api.config import TrainConfig
     from accel_sft.models.load import load_tokenizer
     from accel_sft.models.merge import merge
     from accel_sft.models.pretrained import processor_files
     from accel_sft.models.source import find_source
     from accel_sft.tracking.model_card import of_merged
 
-    config: Any = TrainConfig(trust_remote_code=trust_remote_code).resolved({})
-    source = find_source(config, folder)
-    tokenizer = load_tokenizer(source, config)
-    made = merge(source, config, tokenizer, "bf16" if dtype == "bfloat16" else dtype)
+    source = find_source(folder)
+    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+    dtype = "bf16" if dtype == "bfloat16" else dtype
+    made = merge(source, tokenizer, dtype, trust_remote_code=trust_remote_code)
     made.model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     for file in processor_files(source.weights, made.model):

@@ -106,7 +106,7 @@ def _folder(run: str, what: str | None) -> str:
 
 
 def _stage(source: Path, staged: Path, base_model: str | None) -> list[str]:
-    """Link the model's files into the new folder `staged`; returns the names of the other files in `source`.
+    """Link the model's files into the new folder `staged`; return the names of the other files in `source`.
 
     The configuration and the card of an adapter get the hub id of its base.
 
@@ -178,7 +178,7 @@ def _check_name(name: str, what: str) -> None:
 
 
 def _check_repo(repo: str) -> None:
-    """Raises UserError if `repo` is no valid repository name, or there is no token."""
+    """Raise UserError if `repo` is not a valid repository name, or there is no token."""
     from huggingface_hub import get_token
 
     _check_name(repo, "REPO")
@@ -187,7 +187,7 @@ def _check_repo(repo: str) -> None:
 
 
 def _upload(staged: Path, repo: str, private: bool, message: str) -> str:
-    """Make the repository unless it exists, and upload the folder; returns the repository's address.
+    """Make the repository unless it exists, and upload the folder; return the repository's address.
 
     Raises:
         UserError: the hub refuses, or cannot be reached.
@@ -209,7 +209,7 @@ def _upload(staged: Path, repo: str, private: bool, message: str) -> str:
             404: f"has no {repo} for this token; see that the name is right and the token may write there",
         }.get(status, f"answers {status}: {one_line(error.server_message or str(error), 200)}")
         raise UserError(f"the hub {api.endpoint} {why}") from error
-    except (ValueError, KeyError) as error:  # raised for the answer of a server that is no hub
+    except (ValueError, KeyError) as error:  # raised if a server that is no hub answers
         cause = one_line(str(error), 200)
         raise UserError(f"the hub {api.endpoint} answers as huggingface_hub does not understand ({cause})") from error
     except (HTTPError, OSError) as error:

@@ -21,8 +21,7 @@ from accel_sft.launch.describe import resume_command
 from accel_sft.launch.precision import recorded
 from accel_sft.launch.start import start
 from accel_sft.models.load import trouble_of_compiling
-from accel_sft.models.source import is_tiny
-from accel_sft.models.tiny import TINY_DEFAULTS
+from accel_sft.models.source import resolved
 from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.signals import Interruption, StopSignals
 from accel_sft.resilience.watchdog import Watchdog
@@ -41,18 +40,19 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
             `loss`, `grad_norm`, `learning_rate`, `supervised_tokens`, `tokens`, `seconds`) and the batching of its
             rows. Benchmarks use it. An exception that it raises ends the run.
     Raises:
-        UserError: the user must mend something.
+        UserError: something that the user can fix.
     """
     if config.generate_with == "vllm":
         raise UserError(
             "--generate-with vllm: it reads weights from a folder, and those of a run change with every step; leave it "
             f"out, and afterwards: accel-sft evaluate {task_name} --model RUN --generate-with vllm"
         )
-    config = config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
+    config = resolved(config)
     with terminal.dispensable_output(), StopSignals() as signals, contextlib.ExitStack() as at_end:
         at_end.callback(release)
         with Watchdog(config.hang_timeout):
-            accelerator, launch = start(config, task, began_with=_began_with(config))
+            began_with = _began_with(output_dir=config.output_dir, resume=config.resume)
+            accelerator, launch = start(config, task, began_with=began_with)
             if config.dry_run:
                 return
             run_dir, config, finished = claim_run_dir(accelerator, launch, recorded_name(task_name), task, config)
@@ -62,15 +62,20 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
                 print(terminal.wrapped(line), file=terminal.terminal())
             return
         accelerator.print(terminal.wrapped(f"folder    {run_dir}", 10))
-        signals.run_dir, signals.to_continue = run_dir, resume_command(run_dir.path, config)
+        signals.run_dir, signals.to_continue = run_dir, resume_command(run_dir.path, config.output_dir)
         watch, log = Watchdog(config.hang_timeout, run_dir), run_dir.log(accelerator.process_index)
-        with _ending(accelerator, run_dir, config, signals), terminal.quiet(log, config.debug), watch:
+        with _ending(accelerator, run_dir, config.output_dir, signals), terminal.quiet(log, config.debug), watch:
             prepared = prepare_data(accelerator, launch, run_dir, task, config)
             write_run_record(run_dir, recorded_name(task_name), prepared)
-            steps = prepared.plan.total_steps
-            offloaded = [what for what in ("optimizer", "param") if launch.offload(what) != "none"]
-            shown = {"main_metric": task.main_metric, "terminal": terminal.terminal(), "offloaded": offloaded}
-            with Tracker(accelerator, run_dir, config, total_steps=steps, **shown) as tracker:
+            with Tracker(
+                accelerator,
+                run_dir,
+                config,
+                total_steps=prepared.plan.total_steps,
+                main_metric=task.main_metric,
+                terminal=terminal.terminal(),
+                offloaded=[what for what in ("optimizer", "param") if launch.offload(what) != "none"],
+            ) as tracker:
                 for line in (*prepared.lines, *_warnings(accelerator, task_name, prepared)):
                     tracker.log(line)
                 tracker.phase("data")
@@ -83,15 +88,15 @@ def run(task_name: str, task: Task, config: TrainConfig, *, on_step: OnStep | No
             leave_together()
 
 
-def _began_with(config: TrainConfig) -> str | None:
-    """The precision that a resumed run began with, and keeps if the launch names none; None for a new run."""
-    run_dir = RunDir(expanded(config.output_dir or ""))
-    resumes = config.output_dir and config.resume != "off" and run_dir.record.is_file() and run_dir.has_trained()
+def _began_with(*, output_dir: str | None, resume: str) -> str | None:
+    """Return the precision that a resumed run began with, and keeps if the launch names none; None for a new run."""
+    run_dir = RunDir(expanded(output_dir or ""))
+    resumes = output_dir and resume != "off" and run_dir.record.is_file() and run_dir.has_trained()
     return recorded(run_dir.read_record()) if resumes else None
 
 
 def _warnings(accelerator: Accelerator, task_name: str, prepared: Prepared) -> list[str]:
-    """The lines of the quick check of the tokens; empty on all ranks but rank 0, which alone prints them."""
+    """Return what the quick check of the tokens found, in lines; empty except on rank 0, which alone prints them."""
     if not accelerator.is_main_process:
         return []
     assembly = prepared.assembly
@@ -100,8 +105,8 @@ def _warnings(accelerator: Accelerator, task_name: str, prepared: Prepared) -> l
 
 
 @contextlib.contextmanager
-def _ending(accelerator: Accelerator, run_dir: RunDir, config: TrainConfig, signals: StopSignals) -> Iterator[None]:
-    """While inside, an exception is explained and written to result.json before it is raised again.
+def _ending(accelerator: Accelerator, run_dir: RunDir, output_dir: str | None, signals: StopSignals) -> Iterator[None]:
+    """Inside, an exception is explained and written to result.json before it is raised again.
 
     If a UserError comes before the run has a record, a folder that the user did not name is deleted instead.
     """
@@ -110,7 +115,7 @@ def _ending(accelerator: Accelerator, run_dir: RunDir, config: TrainConfig, sign
     except BaseException as raised:
         signals.failing()  # if the launcher is gone, ranks lose each other: their errors are not the cause
         error = _explained(run_dir, signals, raised)
-        begun = run_dir.record.exists() or config.output_dir is not None
+        begun = run_dir.record.exists() or output_dir is not None
         if not begun and isinstance(error, UserError) and accelerator.is_main_process:
             shutil.rmtree(run_dir.path, ignore_errors=True)  # the user did not name it, and it holds nothing of use
         else:
@@ -130,7 +135,7 @@ def _explained(run_dir: RunDir, signals: StopSignals, error: BaseException) -> B
         )
     interrupted = isinstance(error, KeyboardInterrupt) and not isinstance(error, Interruption)
     if interrupted and (lost := signals.lost_peers()):
-        return UserError(lost)  # a launcher that misses a rank sends the others SIGTERM
+        return UserError(lost)  # when a rank is lost, its launcher sends the others SIGTERM
     if isinstance(error, UserError) or not isinstance(error, Exception):
         return error
     if out_of_memory(error):
@@ -142,6 +147,6 @@ def _explained(run_dir: RunDir, signals: StopSignals, error: BaseException) -> B
         return UserError(trouble)
     if trouble := trouble_of_writing(error, run_dir.path):
         return UserError(f"{run_dir}: {trouble}, then go on with --resume auto")
-    if lost := signals.lost_peers():  # a collective that broke cannot name them
+    if lost := signals.lost_peers():  # a broken collective's error does not name the lost ranks
         return UserError(lost)
     return error

@@ -1,4 +1,4 @@
-"""Decides which examples each optimizer step learns from, by data, seed and global batch size alone."""
+"""Decides which rows of tokens each optimizer step learns from, by data, seed and global batch size alone."""
 
 import functools
 import math
@@ -8,21 +8,22 @@ import numpy as np
 
 
 class StepPlan:
-    """A pure function of (data, seed, global batch size): the examples of every optimizer step.
+    """A pure function of (data, seed, global batch size): the rows of every optimizer step.
 
-    The examples are read as an endless stream, one permutation per epoch; step k takes the next `global_batch_size`
-    examples, across an epoch's end if need be, so each example is seen exactly once per epoch. The last step ends with
+    The rows are read as an endless stream, one permutation per epoch; step k takes the next `global_batch_size` rows,
+    across an epoch's end if need be, so each row is seen exactly once per epoch. The last step ends with
     the last epoch. There is no state: a resumed run asks for the next step.
 
     Args:
-        lengths, supervised: tokens, and tokens with a loss, of each example; shape (examples,).
+        lengths, supervised: number of tokens, and of supervised tokens, of each row; shape (rows,). An example may
+            have several rows.
         max_steps: optimizer steps, or None to derive them from `epochs`.
     """
 
     def __init__(
         self,
-        lengths: Sequence[int],
-        supervised: Sequence[int],
+        lengths: Sequence[int] | np.ndarray,
+        supervised: Sequence[int] | np.ndarray,
         *,
         seed: int,
         global_batch_size: int,
@@ -31,15 +32,16 @@ class StepPlan:
     ) -> None:
         self.lengths, self.supervised = np.asarray(lengths), np.asarray(supervised)
         self.seed, self.global_batch_size = seed, global_batch_size
-        self.stream_length = round((epochs or 0) * len(self.lengths)) if max_steps is None else None
-        self.total_steps = max_steps or max(math.ceil(self.stream_length / global_batch_size), 1)
+        length = round((epochs or 0) * len(self.lengths))
+        self.stream_length = length if max_steps is None else None
+        self.total_steps = max_steps or max(math.ceil(length / global_batch_size), 1)
         self._permutation = functools.lru_cache(maxsize=2)(self._drawn_permutation)
 
     def _drawn_permutation(self, epoch: int) -> np.ndarray:
         return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self.lengths))
 
     def examples(self, step: int) -> np.ndarray:
-        """Indices of the examples that step `step` (from 0) learns from; shape (at most global_batch_size,)."""
+        """Return the indices of the rows that step `step` (from 0) learns from; shape (at most global_batch_size,)."""
         begin = step * self.global_batch_size
         end = begin + self.global_batch_size
         if self.stream_length is not None:
@@ -49,16 +51,16 @@ class StepPlan:
         return np.concatenate([self._permutation(e)[offsets[epochs == e]] for e in range(epochs[0], epochs[-1] + 1)])
 
     def seed_of(self, step: int, rank: int) -> int:
-        """Seed of what a rank draws at random in a step (dropout), so that checkpoints need no random state."""
+        """Return the seed of a rank's random numbers in a step (dropout), so that checkpoints need no random state."""
         return int(np.random.SeedSequence([self.seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)
 
     def epoch(self, step: int) -> float:
-        """Passes over the data finished when `step` steps are done."""
+        """Return how many passes over the data `step` steps make; may be a fraction."""
         end = math.inf if self.stream_length is None else self.stream_length
         return min(step * self.global_batch_size, end) / len(self.lengths)
 
     def ends_epoch(self, step: int) -> bool:
-        """Whether the last of the first `step` steps finishes an epoch."""
+        """Whether step number `step` (from 1) finishes an epoch."""
         return math.floor(self.epoch(step)) > math.floor(self.epoch(step - 1))
 
     def is_due(self, setting: str, step: int) -> bool:

@@ -13,7 +13,8 @@ from typing import Any
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.conversation import conversation
-from accel_sft.chat.encoding import Rules, encode_parts
+from accel_sft.chat.encode import encode_parts
+from accel_sft.chat.encoded import Rules
 from accel_sft.rows.fingerprint import code_fingerprint
 
 
@@ -39,7 +40,7 @@ def token_key(decided: list[Any], task: Task, examples: Sequence[Any], split: st
 
 
 def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
-    """What decides tokens besides the examples, as JSON can hold it.
+    """Return everything besides the examples that decides tokens, as JSON can hold it.
 
     Raises:
         UserError: accel_sft's own files cannot be read.
@@ -49,7 +50,7 @@ def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
         raise UserError("accel_sft's own files cannot all be read, or are not plain files; install it again")
     cls, template = type(tokenizer), json.dumps(tokenizer.chat_template)
     model_code = None
-    if not cls.__module__.startswith("transformers."):  # its code came with the model
+    if not cls.__module__.startswith("transformers."):  # the tokenizer's code came with the model
         model_code = _files(Path(sys.modules[cls.__module__].__file__ or "").parent.glob("*.py"))
     return [
         {name: importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")},
@@ -57,7 +58,7 @@ def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
         [cls.__qualname__, model_code, _vocabulary(tokenizer), tokenizer.eos_token_id],
         [template, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}],
         getattr(tokenizer, "split_special_tokens", None),
-        (rules.day or datetime.date.today().isoformat()) if "strftime_now" in template else None,  # Llama's has it
+        (rules.day or datetime.date.today().isoformat()) if "strftime_now" in template else None,  # as in Llama's
         [sorted(rules.eos_ids), rules.max_length, rules.truncation, rules.thinking, rules.control_tokens],
     ]
 
@@ -65,7 +66,7 @@ def decided_without_examples(tokenizer: Any, rules: Rules) -> list[Any]:
 def _vocabulary(tokenizer: Any) -> str:
     if getattr(tokenizer, "is_fast", False):
         return _sha256(tokenizer.backend_tokenizer.to_str().encode())
-    with tempfile.TemporaryDirectory() as folder:  # a tokenizer in Python: its files are all that decides
+    with tempfile.TemporaryDirectory() as folder:  # a tokenizer in Python: its saved files decide the tokens
         tokenizer.save_pretrained(folder)
         return _files(Path(folder).rglob("*"))
 

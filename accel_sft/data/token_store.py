@@ -1,5 +1,6 @@
-"""A split's tokens in a memory-mapped Arrow file, as a sequence of examples that needs no memory of its own."""
+"""A split's tokens in a memory-mapped Arrow file, as a sequence of rows that are read when they are asked for."""
 
+import dataclasses
 import hashlib
 import mmap
 from bisect import bisect_left, bisect_right
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from accel_sft.chat.encoding import Encoded, Encoding
+from accel_sft.chat.encoded import Encoded, Encoding
 from accel_sft.chat.image_inputs import ImageSource, RowImages
 from accel_sft.io.heartbeat import heartbeat
 
@@ -20,13 +21,16 @@ _IDS = pa.list_(pa.int32())
 _SCHEMA = pa.schema(
     [("index", pa.int32()), ("prompt_length", pa.int32()), ("input_ids", _IDS), ("earlier", _IDS), ("images", _IDS)]
 )
-"""`earlier` has begin, end, begin, end, ...; `images` has the number of a row's images and their digest, if any."""
+"""`earlier` has begin and end of each answer before a row's last one: begin, end, begin, end, ...; `images` is empty in
+a row without images, else it has their number and their digest."""
 _IMAGES_INTS = 5
+"""Length of a row's `images`: one int32 for the number, and four for the digest of 128 bits."""
 
 
 class Columns(NamedTuple):
-    """The columns of some rows, arrays of int32. Row k has `ids[offsets[k] : offsets[k + 1]]`; begin and end of its
-    earlier answers are `earlier[earlier_offsets[k] : earlier_offsets[k + 1]]`."""
+    """The columns of consecutive rows, arrays or memoryviews of int32. `prompts` has each row's prompt length, and
+    `indices` its example's index. Row k has the token ids `ids[offsets[k] : offsets[k + 1]]`; begin and end of its
+    answers before the last one are `earlier[earlier_offsets[k] : earlier_offsets[k + 1]]`."""
 
     prompts: Any
     indices: Any
@@ -57,7 +61,7 @@ class TokenStore(Sequence[Encoded]):
         reader = pa.ipc.open_file(pa.py_buffer(self._map))
         read = [reader.get_batch(number) for number in range(reader.num_record_batches)]
         batches = [_columns(batch) for batch in read]
-        self._batches = [Columns(*map(memoryview, columns)) for columns in batches]  # whose elements are plain int
+        self._batches = [Columns(*(part.data for part in columns)) for columns in batches]  # memoryviews give int
         self._starts = [0, *np.cumsum([len(columns.prompts) for columns in batches], dtype=np.int64).tolist()]
         self.lengths = np.concatenate([np.diff(columns.offsets) for columns in batches])
         self.answers = self.lengths - np.maximum(np.concatenate([columns.prompts for columns in batches]), 1)
@@ -77,7 +81,7 @@ class TokenStore(Sequence[Encoded]):
         return self.take(rows) if isinstance(rows, range) else self.take([rows])[0]
 
     def take(self, rows: Iterable[int]) -> list[Encoded]:
-        """The rows with these indices (from 0); quicker than asking for one at a time."""
+        """Return the rows with these indices (from 0), quicker than one at a time."""
         found = []
         for row in rows:
             number = bisect_right(self._starts, row) - 1
@@ -85,32 +89,33 @@ class TokenStore(Sequence[Encoded]):
             ids = columns.ids[columns.offsets[at] : columns.offsets[at + 1]].tolist()
             bounds = columns.earlier[columns.earlier_offsets[at] : columns.earlier_offsets[at + 1]].tolist()
             earlier = tuple(zip(bounds[::2], bounds[1::2], strict=True))
-            images = self._images_of(row) if len(self.pictured) else None
-            found.append(Encoded(columns.indices[at], ids, columns.prompts[at], earlier, images))
+            index = columns.indices[at]
+            images = self._images_of(row, index) if len(self.pictured) else None
+            found.append(Encoded(index, ids, columns.prompts[at], earlier, images))
         self._release_pages()
         return found
 
     def _release_pages(self) -> None:
-        """Release the pages that were read: one access may map two megabytes, a few hundred may map the whole file.
+        """Unmap the pages that were read: one access may map two megabytes, and some hundred accesses the whole file.
 
-        The system keeps the file in memory that it can spare, so the next access costs some microseconds.
+        The kernel keeps them in its page cache while there is room, so the next access costs only microseconds.
         """
         self._map.madvise(mmap.MADV_DONTNEED)
 
-    def _images_of(self, row: int) -> RowImages | None:
+    def _images_of(self, row: int, index: int) -> RowImages | None:
         at = int(np.searchsorted(self.pictured, row))
         if at == len(self.pictured) or self.pictured[at] != row:
             return None
         count, *_ = kept = self._images[at]
-        return RowImages(int(count), kept[1:].tobytes(), self.source)
+        return RowImages(index, int(count), kept[1:].tobytes(), self.source)
 
     def with_images(self, place: int = 0, ranks: int = 1) -> Iterator[Encoded]:
-        """The rows that have images, or a rank's share of them."""
+        """Yield the rows that have images, or a rank's share of them."""
         for row in self.pictured[place::ranks].tolist():
             yield self[row]
 
     def text_with(self, ids: Sequence[int]) -> int | None:
-        """The index of the first example with a row that has one of these tokens and no images; None if none has."""
+        """Return the index of the first example with one of these token ids in a row without images, or None."""
         for start, columns in zip(self._starts, self.columns(), strict=False):
             places = np.flatnonzero(np.isin(columns.ids, ids))
             rows = np.unique(np.searchsorted(columns.offsets, places, side="right") - 1)
@@ -120,16 +125,16 @@ class TokenStore(Sequence[Encoded]):
         return None
 
     def image_hashes(self) -> np.ndarray:
-        """For each row with images, 64 bits of its images' digest, uint64."""
+        """Return 64 bits of the images' digest for each row with images, uint64."""
         return np.ascontiguousarray(self._images[:, 1:3]).view(np.uint64)[:, 0]
 
     def of(self, index: int) -> list[Encoded]:
-        """The rows of the example with this index in its split; none if it was left out."""
+        """Return the rows of the example with this index in its split; an empty list if it was left out."""
         first, behind = (side(self, index, key=attrgetter("index")) for side in (bisect_left, bisect_right))
         return self[first:behind]
 
     def columns(self) -> Iterator[Columns]:
-        """The columns of all rows, some megabytes at a time: views of the file, valid until the next are asked for."""
+        """Yield the columns of all rows, some megabytes at a time: views of the file, valid until the next come."""
         for batch in self._batches:
             yield Columns(*map(np.asarray, batch))
             self._release_pages()
@@ -141,8 +146,8 @@ class TokenStore(Sequence[Encoded]):
         return largest
 
     def some(self, count: int = 4096) -> list[Encoded]:
-        """All rows, or about `count` of them: the first ones, others spread over all the data, the longest, and the
-        first with images."""
+        """Return all rows, or about `count` of them: the first ones, others spread over all the data, the longest, and
+        the first with images."""
         if len(self) <= count:
             return self[:]
         first, spread = range(count // 8), range(0, len(self), -(-len(self) // count))
@@ -155,6 +160,13 @@ class TokenStore(Sequence[Encoded]):
         return self.take([int(self.lengths.argmax()), *self.pictured[:1].tolist()] if len(self) else [])
 
 
+@dataclasses.dataclass
+class StoredEncoding(Encoding):
+    """A whole split's encoding, whose rows are in a file."""
+
+    kept: TokenStore
+
+
 def _columns(batch: Any) -> Columns:
     """The columns of a record batch, as views of the file."""
     ids, earlier = batch.column("input_ids"), batch.column("earlier")
@@ -163,14 +175,14 @@ def _columns(batch: Any) -> Columns:
 
 
 def _images(batch: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of a record batch's rows with images, and a copy of what each keeps of them, shape (rows, 5)."""
+    """Return the indices of a record batch's rows with images, and a copy of their `images`, shape (indices, 5)."""
     column = batch.column("images")
     values = column.values.to_numpy().reshape(-1, _IMAGES_INTS).copy()
     return np.flatnonzero(np.diff(column.offsets.to_numpy())), values
 
 
 def _earlier_tokens(columns: Columns) -> np.ndarray:
-    """Number of tokens with a loss before each row's last answer."""
+    """Return the number of supervised tokens before each row's last answer."""
     sums = np.concatenate([[0], np.cumsum(columns.earlier[1::2] - columns.earlier[::2])])
     return np.diff(sums[columns.earlier_offsets // 2]).astype(np.int32)
 
@@ -182,7 +194,7 @@ def _stored(example: Encoded) -> dict[str, Any]:
 
 
 def write_part(path: Path, parts: Iterable[Encoding], split: str) -> Encoding:
-    """Write examples as they come, for `merge`; returns what was left out and cut."""
+    """Write encoded examples to a part file for `merge`; return which ones were left out, and which truncated."""
     left_out = Encoding(split)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, _SCHEMA) as writer:
         for part in parts:
@@ -192,37 +204,36 @@ def write_part(path: Path, parts: Iterable[Encoding], split: str) -> Encoding:
 
 
 def merge(parts: Sequence[Path], path: Path) -> str:
-    """Write all parts, in order, to one file; returns the SHA-256 of its tokens, however they are split into parts."""
+    """Write all parts, in order, to one file; return its `fingerprint_of`, which does not depend on their sizes."""
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
         for batches in _enough(parts):
-            for batch in pa.Table.from_batches(batches).combine_chunks().to_batches():  # one, or none
+            for batch in pa.Table.from_batches(batches).combine_chunks().to_batches():  # none without rows, else one
                 writer.write_batch(batch)
     return fingerprint_of(path)
 
 
 def fingerprint_of(path: Path) -> str:
-    """SHA-256 of the tokens in a file that `merge` wrote, and of which of them carry loss."""
-    digests, answers = [hashlib.sha256() for _ in range(5)], 0
-    pictured = hashlib.sha256()
+    """Return a SHA-256 of the rows in a file that `merge` wrote: tokens, which of them are supervised, and images."""
+    digests, answers, images = [hashlib.sha256() for _ in range(6)], 0, 0
     with pa.OSFile(str(path), "rb") as file, pa.ipc.open_file(file) as reader:
         for number in range(reader.num_record_batches):
             heartbeat()
             batch = reader.get_batch(number)
             prompts, _, offsets, ids, earlier_offsets, earlier = _columns(batch)
-            columns = prompts, np.diff(offsets), ids, np.diff(earlier_offsets), earlier
+            columns = prompts, np.diff(offsets), ids, np.diff(earlier_offsets), earlier, _images(batch)[1]
             for digest, column in zip(digests, columns, strict=True):
-                digest.update(np.ascontiguousarray(column, dtype="<i4"))
-            answers += len(earlier)
-            pictured.update(np.ascontiguousarray(_images(batch)[1], dtype="<i4"))
-    # without earlier answers the hash equals that of versions without `earlier`, whose runs may be resumed
-    deciding = digests if answers else digests[:3]
-    if pictured.digest() != hashlib.sha256().digest():
-        deciding = [*deciding, pictured]
+                digest.update(np.ascontiguousarray(column, dtype="<i4").data)
+            answers, images = answers + len(earlier), images + len(columns[-1])
+    # empty columns are left out: older versions lack them, and their runs can be resumed only if the hash is the same
+    deciding = [*digests[:3], *digests[3 : 5 if answers else 3], *digests[5 : 6 if images else 5]]
     return hashlib.sha256(b"".join(digest.digest() for digest in deciding)).hexdigest()
 
 
 def _enough(parts: Sequence[Path]) -> Iterator[list[Any]]:
-    """The record batches of all parts, in lists to be joined: an open store takes some kilobytes for each batch."""
+    """Yield the parts' record batches in lists to be joined, since a store needs some kilobytes for each batch.
+
+    A list has at least `_BATCH_BYTES`; the last one may have less.
+    """
     waiting, size = [], 0
     for part in parts:
         with pa.OSFile(str(part), "rb") as file, pa.ipc.open_stream(file) as reader:

@@ -10,11 +10,12 @@ from accelerate import Accelerator
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.chat.encoding import Encoding, Rules, encode_parts
+from accel_sft.chat.encode import encode_parts
+from accel_sft.chat.encoded import Encoding, Rules
 from accel_sft.chat.image_inputs import ImageInputs, ImageSource, no_processor
 from accel_sft.chat.rendering import Rendering
 from accel_sft.data.token_key import decided_without_examples, token_key
-from accel_sft.data.token_store import TokenStore, fingerprint_of, merge, write_part
+from accel_sft.data.token_store import StoredEncoding, TokenStore, fingerprint_of, merge, write_part
 from accel_sft.io import cache
 from accel_sft.io.terminal import terminal
 from accel_sft.launch.collectives import Team
@@ -24,7 +25,7 @@ KIND, FILE = "tokens", "tokens.arrow"
 _NOTED = "left_out", "cut", "control_tokens"
 """Fields of an Encoding that are kept beside its tokens."""
 _COMPARED = 32
-"""Examples that are tokenized at every start, to check that the cached tokens are what the task makes of them."""
+"""Maximum number of examples that every start tokenizes again, to compare the tokens with the cached ones."""
 _ANNOUNCED = 50_000
 """From this number of examples on, a line announces that they are being tokenized."""
 
@@ -53,12 +54,12 @@ class SplitEncoder:
         self._told = 0
         self._decided = decided_without_examples(tokenizer, rules)
 
-    def __call__(self, examples: Sequence[Any], split: str) -> Encoding:
-        """A split's tokens, from the cache or made and put there.
+    def __call__(self, examples: Sequence[Any], split: str) -> StoredEncoding:
+        """Return a split's tokens, from the cache, or made now and put there.
 
         Raises:
-            UserError: what `encode_parts` and `Encoding.check` raise, for the lowest example, on every rank; examples
-                that differ between ranks, or from one call of the task's methods to the next.
+            UserError: what `encode_parts` and `Encoding.check` raise, for the lowest example, on every rank; or
+                examples differ between ranks, or from one call of the task's methods to the next.
         """
         team = self.team
         keys = team.all(lambda: self.key(examples, split))
@@ -75,7 +76,7 @@ class SplitEncoder:
             folder, about = found[team.rank]
             encoding = self._opened(folder, about, examples, split)
             if all(team.all(lambda: self._agrees(encoding, examples) and self._sees_the_same(encoding))):
-                encoding.notes.append(f"{split}: {len(encoding.kept):,} examples, tokens from the cache")
+                encoding.notes.append(f"{split}: {encoding.kept.examples:,} examples, tokens from the cache")
                 return self._noted(encoding, notes)
             cache.log(f"{folder}: not what the task makes of its rows now; it is made again")
             team.firsts(lambda: cache.discard(KIND, key))
@@ -89,8 +90,8 @@ class SplitEncoder:
             )
         return self._noted(encoding, notes)
 
-    def _noted(self, encoding: Encoding, notes: list[str]) -> Encoding:
-        """The encoding with the notes of its examples, and with the rendering's notes since the last split."""
+    def _noted(self, encoding: StoredEncoding, notes: list[str]) -> StoredEncoding:
+        """Return the encoding with the notes of its examples, and with the rendering's notes since the last split."""
         encoding.notes[:0] = notes
         encoding.notes += self.rendering.notes[self._told :]
         self._told = len(self.rendering.notes)
@@ -110,23 +111,23 @@ class SplitEncoder:
     def parts(
         self, examples: Sequence[Any], indices: Sequence[int], split: str, rules: Rules | None = None
     ) -> Iterator[Encoding]:
-        """Some of a split's examples, as `encode_parts` gives them; by the run's rules unless `rules` are given."""
+        """Encode some of a split's examples with `encode_parts`, by the run's rules unless `rules` are given."""
         return encode_parts(self.rendering, self.task, examples, indices, split, rules or self.rules, self.images)
 
-    def _agrees(self, encoding: Encoding, examples: Sequence[Any]) -> bool:
-        """Whether this process makes the same tokens of some of the examples."""
+    def _agrees(self, encoding: StoredEncoding, examples: Sequence[Any]) -> bool:
+        """Whether some of the examples, tokenized again by this process, give the stored tokens."""
         some = range(0, len(examples), -(-len(examples) // _COMPARED))
         stored = [row for index in some for row in encoding.kept.of(index)]
         return [row for part in self.parts(examples, some, encoding.split) for row in part.kept] == stored
 
-    def _sees_the_same(self, encoding: Encoding) -> bool:
-        """Whether no image in this rank's share of the rows has changed: a file may, and keep its name."""
+    def _sees_the_same(self, encoding: StoredEncoding) -> bool:
+        """Whether all images in this rank's share of the rows are unchanged: a file may change and keep its name."""
         ranks, place = len(self.team.here), self.team.rank - self.team.first
         pictured = encoding.kept.with_images(place, ranks)
-        return all(row.images.source.is_as_before(row) for row in pictured)
+        return all(row.images.origin.is_as_before(row.images) for row in pictured if row.images)
 
-    def _opened(self, folder: Path, about: dict[str, Any], examples: Sequence[Any], split: str) -> Encoding:
-        encodings: list[Encoding] = []
+    def _opened(self, folder: Path, about: dict[str, Any], examples: Sequence[Any], split: str) -> StoredEncoding:
+        encodings = []
 
         def read() -> None:
             try:
@@ -134,12 +135,13 @@ class SplitEncoder:
                 store = TokenStore(folder / FILE, about["fingerprint"], source)
             except OSError as error:
                 raise UserError(f"{folder}: cannot be read any more ({error}); start again") from None
-            encodings.append(Encoding(split, store, **{name: about[name] for name in _NOTED}, examples=examples))
+            noted = {name: about[name] for name in _NOTED}
+            encodings.append(StoredEncoding(split, store, **noted, examples=examples))
 
         self.team.all(read)
         return encodings[0]
 
-    def _made(self, examples: Sequence[Any], split: str, key: str) -> Encoding:
+    def _made(self, examples: Sequence[Any], split: str, key: str) -> StoredEncoding:
         """Tokenize into the cache or, if a machine's cache cannot be written, into temporary files."""
         try:
             return self._made_in_folders(examples, split, key)
@@ -152,13 +154,13 @@ class SplitEncoder:
         encoding.notes.append(note)
         return encoding
 
-    def _made_in_folders(self, examples: Sequence[Any], split: str, key: str | None) -> Encoding:
-        """Tokenize into each machine's cache under this key; None: into temporary folders, removed once read."""
+    def _made_in_folders(self, examples: Sequence[Any], split: str, key: str | None) -> StoredEncoding:
+        """Tokenize into each machine's cache under this key; None: into temporary folders, removed once opened."""
         team = self.team
         with contextlib.ExitStack() as stack:
 
             def entered() -> Path:
-                place = cache.partial(KIND) if key else tempfile.TemporaryDirectory(prefix="accel_sft-")
+                place: Any = cache.partial(KIND) if key else tempfile.TemporaryDirectory(prefix="accel_sft-")
                 return Path(stack.enter_context(place))
 
             folder = _written(team.firsts, entered)[team.rank]
@@ -176,10 +178,11 @@ class SplitEncoder:
                     part.unlink()
                 return cache.publish(folder, KIND, key, about) if key else folder, about
 
-            return self._opened(*_written(team.firsts, merged)[team.rank], examples, split)
+            folder, about = _written(team.firsts, merged)[team.rank]
+            return self._opened(folder, about, examples, split)
 
     def _share(self, folder: Path, examples: Sequence[Any], split: str) -> Encoding:
-        """Write this rank's contiguous share; returns what was left out and cut in it."""
+        """Write the tokens of this rank's contiguous share of examples; return which were left out or truncated."""
         ranks, place = len(self.team.here), self.team.rank - self.team.first
         indices = range(len(examples) * place // ranks, len(examples) * (place + 1) // ranks)
 
@@ -198,9 +201,9 @@ class SplitEncoder:
 
 
 def _kept(key: str) -> tuple[Path, dict[str, Any]] | None:
-    """The cache's entry, None without one. Its fingerprint is computed from the tokens in it, not read from the entry,
-    so that the run's record of its data (`data_sha256`) is true of the tokens that are used."""
-    with contextlib.suppress(OSError):  # it may be removed by now
+    """Return the cache's entry, or None. Its fingerprint is computed from its tokens, not read from the entry, so that
+    the run's record of its data (`data_sha256`) is true of the tokens that are used."""
+    with contextlib.suppress(OSError):  # the entry may have been removed meanwhile
         if found := cache.find(KIND, key):
             folder, about = found
             return folder, {**about, "fingerprint": fingerprint_of(folder / FILE)}
@@ -212,7 +215,7 @@ class _Unwritable(Exception):
 
 
 def _written(collective: Callable[..., list[Any]], work: Callable[[], Any]) -> list[Any]:
-    """What `collective` gathers from `work`; raises _Unwritable on every rank if one of them could not write."""
+    """Return what `collective` gathers from `work`; raise _Unwritable on every rank if one rank could not write."""
 
     def tried() -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Answers conversations that belong to no task, by a model with its tokenizer and template, asked as it was trained."""
+"""Answers conversations that belong to no task, with a model, its tokenizer and its template, used as in training."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -12,9 +12,8 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.chat.answer_text import AnswerText
 from accel_sft.chat.conversation import Turns, no_text
-from accel_sft.chat.encoding import Encoded, end_of_turn_ids
+from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.chat.rendering import Rendering
-from accel_sft.chat.template import rendered
 from accel_sft.evaluation.generate import Generator
 from accel_sft.evaluation.left_padded import GREEDY, Sampling
 from accel_sft.models.load import load_model, load_tokenizer
@@ -29,7 +28,7 @@ class Answer:
     Attributes:
         text: the answer without thinking, and without what the template writes around answers.
         tokens: number of generated tokens, the end-of-turn token included.
-        ended: whether the model ended the answer; if not, it was cut.
+        ended: whether the model ended the answer; if not, the answer is truncated.
     """
 
     text: str
@@ -40,10 +39,10 @@ class Answer:
 class Answerer:
     """A loaded model that answers conversations, many at once or one token by token. It runs in one process.
 
-    `notes` has a line for each case in which the chat template is not used in its own way.
+    `notes` has a line for each thing that is done beside what the chat template itself does.
 
     Args:
-        config: `thinking`, `template_date`, `eval_batch_size`, and the settings that say how weights are loaded.
+        config: `thinking`, `template_date`, `control_tokens`, `eval_batch_size`, and the settings for loading weights.
     Raises:
         UserError: the model cannot be loaded, or has no chat template.
     """
@@ -52,10 +51,11 @@ class Answerer:
         self, accelerator: Accelerator, config: TrainConfig, source: Source, sampling: Sampling = GREEDY
     ) -> None:
         self.name = source.adapter or source.weights
-        self.tokenizer = load_tokenizer(source, config)
+        self.tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
         self.rendering = Rendering(self.tokenizer, config.thinking, config.template_date, config.control_tokens)
         self.answer_text = AnswerText(self.rendering)
-        self.weights, self.settings = source.weights, text_settings(source.weights, config)
+        self.weights = source.weights
+        self.settings = text_settings(source.weights, trust_remote_code=config.trust_remote_code)
         precision = accelerator.mixed_precision
         model = load_model(source, config, precision=precision, deepspeed=False, largest_id=self.tokenizer.pad_token_id)
         self.model = model.to(accelerator.device).eval()
@@ -67,17 +67,13 @@ class Answerer:
         return self.rendering.notes
 
     def encode(self, turns: Turns, max_new_tokens: int, index: int = 0) -> Encoded:
-        """A conversation as the tokens of its prompt, tokenized as in training, and one end-of-turn token.
+        """Return a conversation as the tokens of its prompt, tokenized as in training, and one end-of-turn token.
 
         Raises:
-            UserError: the template rejects it; the prompt has no tokens, tokens that the model does not know, or more
-                than leave room for the answer in what the model can read.
+            UserError: the template rejects the conversation; or its prompt has no tokens, has tokens that the model
+                does not know, or leaves no room for `max_new_tokens` in the model's context.
         """
-        form = self.rendering.form(turns, "prompt")
-        given, control = {"prompt": True, "given": self.rendering.arguments}, self.rendering.control
-        turns = form.given(control.turns(turns))
-        (asked,) = rendered(self.tokenizer, self.rendering.template, [turns], "prompt", **given)
-        (ids,) = control.ids([asked + self.rendering.closing(form)])
+        (ids,) = self.rendering.control.ids([self.rendering.prompt(turns)])
         if not ids:
             raise UserError("prompt: the chat template writes nothing of it")
         if problem := vocabulary_problem(self.weights, self.settings, max(ids)):
@@ -112,9 +108,9 @@ class Answerer:
         return [found[index] for index in range(len(chats))]
 
     def stream(self, turns: Turns, max_new_tokens: int, write: Callable[[str], None]) -> Answer:
-        """The answer to one conversation, whose text goes to `write` as it is generated, thinking included.
+        """Answer one conversation. The answer's text, thinking included, goes to `write` as it is generated.
 
-        KeyboardInterrupt ends it; the answer is then what there is so far.
+        KeyboardInterrupt ends the generation; the answer is then what was generated so far.
         """
         prompt = self.encode(turns, max_new_tokens).input_ids[:-1]
         said = _Said(self.tokenizer, write)
@@ -133,7 +129,8 @@ class _Said(TextStreamer):
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.write, self.ids = write, []
+        self.write = write
+        self.ids: list[int] = []
 
     def put(self, value: torch.Tensor) -> None:
         if not self.next_tokens_are_prompt:
@@ -145,7 +142,7 @@ class _Said(TextStreamer):
 
 
 def expected_of(turns: Any) -> str | None:
-    """A phrase that says what was expected, if `turns` is no conversation that can be answered; None if it is one."""
+    """Return what was expected, as a phrase, if `turns` is not a conversation that can be answered, else None."""
     if not isinstance(turns, list) or not turns:
         return 'a list of {"role": ..., "content": ...}'
     for turn in turns:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from accel_sft.chat.encoding import Encoded
+from accel_sft.chat.encoded import Encoded
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Decodes a batch greedily behind one copy of the rows' common prefix; rows that have ended leave the batch."""
+"""Decodes a batch greedily, with one KV cache for the rows' common prefix; rows that have ended leave the batch."""
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
@@ -14,20 +14,20 @@ from accel_sft.models.architecture import arguments
 from accel_sft.models.prefix_attention import Prefix, install
 
 GROWTH = 32
-"""Tokens that the cache grows by; growing for every token would copy all of it every time."""
+"""Number of tokens by which the KV cache grows; growing it for every token would copy the whole cache every time."""
 DROPPED_AT = 8
-"""Ended rows are dropped once they are at least one in this many rows; dropping them copies the others' cache."""
+"""Ended rows are dropped once they are at least one in this many rows, as dropping copies the cache of all others."""
 
 
 class Decoder:
-    """A model that has read the prefix, and a batch of rows behind it: `start`, then `step` and `keep`.
+    """Decodes rows whose common prefix the model has read once: call `start` with a batch, then `step` and `keep`.
 
     Rows are padded at the left, so that all write the same column of the cache; no row attends to padding. The
-    model is called as a whole, so that ZeRO-3 and FSDP gather its weights, equally often on every rank that calls the
-    same methods.
+    model is called as a whole, so that ZeRO-3 and FSDP gather its weights, and as often on one rank as on any other
+    that calls the same methods.
 
     Args:
-        model: with sdpa attention that takes `position_ids` and a plain cache; in eval mode.
+        model: must have sdpa attention, take `position_ids` and a plain KV cache, and be in eval mode.
         prefix: token ids that all rows begin with; may be empty.
     """
 
@@ -47,17 +47,17 @@ class Decoder:
         """Read the rows' tokens after the prefix, at least one each; returns logits of the next token, (B, vocabulary).
 
         Args:
-            forwards: number of forwards that the rows are divided among; sort the rows by length.
+            forwards: number of forwards that the rows are divided among; the rows should be sorted by length.
         """
         parts = [[rows[at] for at in part] for part in np.array_split(np.arange(len(rows)), forwards)]
         longest = max(map(len, rows))
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         columns = torch.arange(self.length + longest, device=self.device)
         self.seen = (columns < self.length) | (columns >= self.length + longest - lengths[:, None])  # (B, P + T)
-        self.position = self.length + lengths[:, None]  # of the next token
+        self.position = self.length + lengths[:, None]  # of each row's next token
         read = [self._read(part) for part in parts]
         layers = zip(*(cache.layers for _, cache in read), strict=True)
-        self.cache = Cache(layers=[_Columns(of_parts, longest) for of_parts in layers])
+        self.cache: Any = Cache(layers=[_Columns(of_parts, longest) for of_parts in layers])
         return torch.cat([logits for logits, _ in read])
 
     def _read(self, rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, DynamicCache]:
@@ -79,8 +79,10 @@ class Decoder:
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Cache) -> torch.Tensor:
         """Logits after the last of the tokens, whose ids are (B, T); the mask is (B, T, P + keys)."""
-        where = {"position_ids": positions, "attention_mask": mask[:, None], "past_key_values": cache}
-        return self.model(input_ids=ids, **where, **self.shared).logits[:, -1]
+        output = self.model(
+            input_ids=ids, position_ids=positions, attention_mask=mask[:, None], past_key_values=cache, **self.shared
+        )
+        return output.logits[:, -1]
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drop all other rows from the batch."""
@@ -100,8 +102,8 @@ class Decoder:
         """Each row's most likely tokens, up to the first of `ends`, which is part of the answer.
 
         Args:
-            anyone: takes whether this rank has rows left, and returns whether any rank has: ranks that share weights go
-                on together.
+            anyone: called with whether this rank has rows left; returns whether any rank has, because ranks with
+                sharded weights must go on together.
         """
         answers: list[list[int]] = [[] for _ in rows]
         ended = [False] * len(rows)
@@ -116,23 +118,24 @@ class Decoder:
                     ended[row] = token in ends
             places = [place for place, row in enumerate(going) if not ended[row]]
             if length == max_new_tokens or not anyone(bool(places)):
-                return answers
+                break
             if DROPPED_AT * (len(going) - len(places)) >= len(going) > 1:
-                places = places or [0]  # a rank whose rows have ended goes on with one
+                places = places or [0]  # a rank whose rows have all ended goes on with one row
                 kept = torch.tensor(places, device=self.device)
                 going, tokens = [going[place] for place in places], tokens[kept]
                 self.keep(kept)
             logits = self.step(tokens)
+        return answers
 
 
 def as_attended(states: torch.Tensor) -> torch.Tensor:
-    """Keys or values in the type that attention computes in. Under autocast rotary positions leave keys in float32, and
-    the whole cache would be cast again for every token."""
+    """Cast keys or values to the type that attention computes in. Under autocast, rotary positions make keys float32;
+    without this cast, attention would cast the whole KV cache again for every token."""
     kind = states.device.type
     return states.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else states
 
 
-def _kept(cache: DynamicCache) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _kept(cache: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The keys and the values of each layer."""
     return [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
 
@@ -145,7 +148,7 @@ class _Columns(DynamicLayer):
         longest: number of columns of the longest part.
     """
 
-    def __init__(self, parts: Sequence[DynamicLayer], longest: int) -> None:
+    def __init__(self, parts: Sequence[Any], longest: int) -> None:
         super().__init__()
         self.is_initialized, self.length = True, longest
         self._buffers = [self._joined([part.keys for part in parts]), self._joined([part.values for part in parts])]

@@ -17,7 +17,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.chat.answer_text import AnswerText
 from accel_sft.chat.conversation import conversation
-from accel_sft.chat.encoding import Encoded, end_of_turn_ids
+from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.chat.rendering import Rendering
 from accel_sft.evaluation.backend import AnswerBackend
 from accel_sft.evaluation.generate import Generator
@@ -33,11 +33,12 @@ from accel_sft.tracking.system import reset_peak_memory
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """One evaluation, the same on every rank.
+    """The result of one evaluation. Every rank has the same one.
 
     Attributes:
-        metrics: the task's metrics, with `eval_loss` and generation speed.
-        samples: index, prompt, expected, generated and scores of each example.
+        metrics: the task's metrics, `eval_loss`, and generation's seconds, speed and peak memory; `eval_loss` alone if
+            that is the main metric.
+        samples: index, prompt, expected, generated and scores of each example; empty if none was answered.
     """
 
     metrics: dict[str, float]
@@ -52,31 +53,37 @@ def answer_backend(
     source: Source,
     between: Callable[[], None] = lambda: None,
     log: Callable[[str], None] | None = None,
+    *,
+    sharded: bool,
 ) -> AnswerBackend:
-    """The backend that generates the answers, as `--generate-with` says.
+    """The backend that generates the answers, as `--generate-with` says. vLLM takes no `between`, `log` and `sharded`.
 
     Args:
-        model: the model, prepared if the accelerator shards it.
-        between: called by every rank between two batches of answers; may end the evaluation by raising.
-        log: takes the line that says how answers are generated; by default it goes to the terminal, from rank 0.
+        model: the model; if its weights are sharded, as `accelerator.prepare` returned it.
+        between: called by every rank before each batch of answers; may end the evaluation by raising.
+        log: called on rank 0 with a line that says how answers are generated; by default the line is printed.
+        sharded: whether each rank holds only a part of the weights (`Launch.shards_weights`).
     """
     if config.generate_with == "vllm":
         unwrapped = accelerator.unwrap_model(model)
         ends = end_of_turn_ids(tokenizer, unwrapped.generation_config)
-        return VllmBackend(accelerator, config, source, dtype=unwrapped.dtype, stop_token_ids=ends)
+        return VllmBackend(accelerator, source, unwrapped.dtype, ends, config.output_dir, config.trust_remote_code)
     log = log or (lambda line: print(wrapped(line), file=terminal()))
-    return ImageGenerator(Generator(accelerator, tokenizer, model, config.eval_batch_size, between, log))
+    generator = Generator(accelerator, tokenizer, model, config.eval_batch_size, between, log, sharded=sharded)
+    return ImageGenerator(generator)
 
 
 @dataclasses.dataclass
 class Evaluator:
-    """Evaluates a model at any stage, on any number of ranks, without touching training's random state.
+    """Evaluates a model, sharded or not, on any number of ranks. It draws no random numbers.
 
     Attributes:
-        encoded: the rows of the validation examples that can be used; `index` is their place in `examples`.
-        answered: the last row of each example, whose last answer is generated and scored.
+        encoded: the tokenized rows of the validation examples, without those that encoding left out. A row's `index` is
+            its example's index in `examples`. Only the first `--eval-limit` examples are kept.
+        answered: the last row of each example. Only that row's last answer is generated and scored.
         backend: what generates the answers.
-        max_new_tokens: most tokens generated; None: as many as the longest answer has, its end-of-turn token included.
+        max_new_tokens: maximum number of tokens of an answer without `--max-new-tokens`; None: as many as the longest
+            expected answer has, its end-of-turn token included.
     """
 
     accelerator: Accelerator
@@ -90,14 +97,15 @@ class Evaluator:
     answered: Sequence[Encoded] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        asked = self.config.thinking, self.config.template_date, self.config.control_tokens
-        rendering = Rendering(self.tokenizer, *asked)
+        config = self.config
+        rendering = Rendering(self.tokenizer, config.thinking, config.template_date, config.control_tokens)
         self.answer_text = AnswerText(rendering)
-        self.encoded = _first_examples(self.encoded, self.config.eval_limit)
+        self.encoded = _first_examples(self.encoded, config.eval_limit)
         self.answered = list({row.index: row for row in self.encoded}.values())
 
     def __call__(self, model: torch.nn.Module, batching: Batching) -> Evaluation:
-        """Run `loss`, then `score_answers`; for a backend that generates with this model."""
+        """Run `loss`, then `score_answers`. A caller whose backend does not use `model` (vLLM) runs the two itself, and
+        releases the model between them."""
         was_training = model.training
         model.eval()
         try:
@@ -110,14 +118,14 @@ class Evaluator:
 
         Args:
             model: in eval mode.
-            batching: how the forwards are laid out; `--eval-batch-size` is for generation.
+            batching: divides the rows among the ranks, and into forwards; `--eval-batch-size` has no effect here.
         Raises:
             UserError: out of device memory.
         """
         reset_peak_memory(self.accelerator.device)
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         nll_and_tokens = [0.0, 0.0]
-        with torch.no_grad(), _out_of_memory_explained():
+        with torch.no_grad(), _out_of_memory_explained("--max-length, or in training --micro-batch-size"):
             for rows in batching.divide(self.encoded, ranks)[rank]:
                 batch = batching.batch(rows, self.tokenizer.pad_token_id, self.accelerator.device)
                 nll_and_tokens[0] += nll_sum(model, batch).item()
@@ -126,8 +134,8 @@ class Evaluator:
         return nll / tokens
 
     def score_answers(self, eval_loss: float) -> Evaluation:
-        """Have the backend answer greedily, score each answer on the rank that has it, and gather each once. No answers
-        are generated where the task's main metric is the loss.
+        """Generate a greedy answer to each example, score it on the rank that generated it, and give every rank all
+        samples. No answers are generated if the task's main metric is the loss.
 
         Raises:
             UserError: out of device memory; or the task's score() or aggregate() returned something unusable.
@@ -136,14 +144,14 @@ class Evaluator:
             return Evaluation({EVAL_LOSS: eval_loss}, [])
         longest_answer = max(row.answer_tokens for row in self.answered)
         most = self.config.max_new_tokens or self.max_new_tokens or longest_answer
-        with torch.no_grad(), _out_of_memory_explained():
+        with torch.no_grad(), _out_of_memory_explained("--eval-batch-size or --max-new-tokens"):
             generated = self.backend(self.answered, most)
         costs = largest({"seconds": generated.seconds, **generated.peaks}, "generate_")
-        with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the mode, whatever the task's code sets
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the grad mode if the task's code changes it
             every = by_each_rank(lambda: [self._sample(*answer) for answer in generated.answers])
             samples = sorted(itertools.chain.from_iterable(every), key=lambda sample: sample["index"])
             scores = [sample["scores"] for sample in samples]
-            # the same numbers on all ranks
+            # rank 0 aggregates for all ranks, so that they have the same numbers
             metrics = decided_by_main(self.accelerator, lambda: aggregated(self.task, scores))
         assert [s["index"] for s in samples] == sorted(e.index for e in self.answered), "an example was lost or doubled"
         tokens = sum(sample.pop("tokens") for sample in samples)
@@ -168,7 +176,7 @@ class Evaluator:
 
 
 def _first_examples(rows: Sequence[Encoded], count: int | None) -> list[Encoded]:
-    """The rows of the first `count` examples; all rows where it is None."""
+    """The rows of the first `count` examples; all rows if `count` is None."""
     if count is None:
         return list(rows[:])
     indices: set[int] = set()
@@ -182,13 +190,14 @@ def _first_examples(rows: Sequence[Encoded], count: int | None) -> list[Encoded]
 
 
 @contextlib.contextmanager
-def _out_of_memory_explained() -> Iterator[None]:
+def _out_of_memory_explained(options: str) -> Iterator[None]:
+    """Turn an out-of-memory into a UserError that advises to lower these options."""
     try:
         yield
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
         raise UserError(
-            f"evaluation: out of device memory ({first_line(error)[:100]}); lower --eval-batch-size or "
-            "--max-new-tokens, or choose a higher ZeRO stage"
+            f"evaluation: out of device memory ({first_line(error)[:100]}); lower {options}, "
+            "or choose a higher ZeRO stage"
         ) from error

@@ -1,4 +1,4 @@
-"""Generates with the model in memory, by the decoder where it is exact, else by `generate`; equal work per rank."""
+"""Generates answers with the model in memory, on all ranks: by the decoder where it is exact, else by `generate`."""
 
 import contextlib
 import math
@@ -12,12 +12,11 @@ from accelerate import Accelerator
 
 from accel_sft.api.errors import first_line
 from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
-from accel_sft.chat.encoding import Encoded, end_of_turn_ids
+from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.decoder import Decoder
 from accel_sft.evaluation.left_padded import GREEDY, Sampling, generate, nats_apart, padding_changes
 from accel_sft.io.prefix import common_length
-from accel_sft.launch.accelerator import shards_weights
 from accel_sft.launch.collectives import any_rank, first_reason
 from accel_sft.models.adapters import merged, reason_unmergeable
 from accel_sft.models.architecture import REFUSALS, arguments, attentions, limited_layers
@@ -26,24 +25,25 @@ from accel_sft.tracking.system import peak_memory_gib
 SHORTEST_PREFIX = 8
 """Number of common tokens below which sharing them saves nothing."""
 READ_TOKENS = 2048
-"""Tokens, padding included, that one forward over prompts reads at most where rows allow."""
+"""A batch whose prompts have more tokens than this, with padding, is read in several forwards if it has enough rows."""
 FEWEST_ROWS, MOST_ROWS, CACHED_TOKENS = 64, 256, 16384
-"""Without a batch size, a batch has FEWEST_ROWS rows, or up to MOST_ROWS if their cache stays within CACHED_TOKENS."""
+"""Without a batch size, a batch has FEWEST_ROWS rows, or up to MOST_ROWS with at most CACHED_TOKENS in the KV cache."""
 CHECKED_ROWS, CHECKED_AMONG = 3, 256
-"""The decoder is compared with single rows on CHECKED_ROWS of the first CHECKED_AMONG rows."""
+"""Before use, the decoder is compared with forwards of single rows, on CHECKED_ROWS of the first CHECKED_AMONG rows."""
 
 
 class Generator:
-    """Answers prompts with a prepared model at any stage, on any number of ranks; touches no random state.
+    """Answers prompts with a model, sharded or not, on any number of ranks. Greedy answers draw no random numbers.
 
     The first call finds out whether the decoder is exact for this model. `message` then says what was chosen, and why.
 
     Args:
-        model: in eval mode whenever the generator is called, without gradients.
-        batch_size: rows answered at once on one rank; None: by their length.
+        model: must be in eval mode whenever the generator is called; gradients must be off.
+        batch_size: number of rows answered at once on one rank; None: the rows' length decides.
         between: called by every rank before each batch of answers.
-        log: takes `message` once, on rank 0.
-        sampling: how tokens are chosen; all but greedy choice is left to transformers' generate.
+        log: called with `message` once, on rank 0.
+        sampling: how tokens are chosen; if not greedily, transformers' `generate` is used.
+        sharded: whether a rank holds only a part of the weights, so that all take part in each forward.
     """
 
     uses_model = True
@@ -57,15 +57,15 @@ class Generator:
         between: Callable[[], None] = lambda: None,
         log: Callable[[str], None] = lambda line: None,
         sampling: Sampling = GREEDY,
+        sharded: bool = False,
     ) -> None:
         self.accelerator, self.tokenizer, self.sampling = accelerator, tokenizer, sampling
         self.model: Any = accelerator.unwrap_model(model)
-        self.batch_size, self.between, self.log = batch_size, between, log
-        self.sharded = shards_weights(accelerator)
+        self.batch_size, self.between, self.log, self.sharded = batch_size, between, log, sharded
         self.message = ""
 
     def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
-        """Answer this rank's share of the examples; every rank calls it with the same ones."""
+        """Answer this rank's share of the examples. Every rank must call this with the same examples."""
         self.choose(examples, max_new_tokens)
         self.accelerator.wait_for_everyone()
         started = time.perf_counter()
@@ -100,10 +100,10 @@ class Generator:
             self.log(self.message)
 
     def stream(self, prompt: list[int], max_new_tokens: int, streamer: Any) -> list[int]:
-        """Generate one answer by transformers' generate, each token to `streamer`; on one rank, with all weights."""
+        """Generate one answer by transformers' `generate`, each token of it to `streamer`; needs whole weights here."""
         ends = end_of_turn_ids(self.tokenizer, self.model.generation_config)
-        how = max_new_tokens, ends, self.tokenizer.pad_token_id, self.accelerator.device, self.sampling, streamer
-        return generate(self.model, [prompt], *how)[0]
+        pad, device = self.tokenizer.pad_token_id, self.accelerator.device
+        return generate(self.model, [prompt], max_new_tokens, ends, pad, device, self.sampling, streamer)[0]
 
     def _answer_all(self, examples: Sequence[Encoded], max_new_tokens: int) -> list[tuple[Encoded, list[int]]]:
         device, anyone = self.accelerator.device, any_rank if self.sharded else bool
@@ -113,17 +113,17 @@ class Generator:
             decoder = Decoder(self.model, examples[0].input_ids[:prefix], device)
             longest = max(example.prompt_length for example in examples) - prefix + max_new_tokens
             most = self.batch_size or min(max(CACHED_TOKENS // longest, FEWEST_ROWS), MOST_ROWS)
-        answered = []
+        answered: list[tuple[Encoded, list[int]]] = []
         for ranks in divide(examples, self.accelerator.num_processes, most, equal_lengths=bool(self.unpadded)):
             self.between()
             rows = ranks[self.accelerator.process_index]
             if not (rows or self.sharded):
                 continue
-            # a rank without rows left answers any row, because ranks share their weights
+            # with sharded weights, a rank without rows left must take part: it answers any row
             prompts = [row.input_ids[: row.prompt_length] for row in rows or next(filter(None, ranks))[:1]]
             if self.plain:
-                how = max_new_tokens, ends, self.tokenizer.pad_token_id, device, self.sampling
-                answers = generate(self.model, prompts, *how)
+                pad = self.tokenizer.pad_token_id
+                answers = generate(self.model, prompts, max_new_tokens, ends, pad, device, self.sampling)
             else:
                 own, forwards = [prompt[prefix:] for prompt in prompts], _forwards(ranks, prefix)
                 answers = decoder.answers(own, max_new_tokens, ends, forwards=forwards, anyone=anyone)
@@ -132,10 +132,10 @@ class Generator:
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[str | None]:
-        """Within this context, the adapter is merged if that changes no answer; else yields the reason why not."""
+        """Merge the adapter within this context if that changes no answer; else yield the reason why not."""
         model = self.model
         with contextlib.ExitStack() as stack:
-            if hasattr(model, "_original_forward"):  # autocast: casts of the weights are kept from forward to forward
+            if hasattr(model, "_original_forward"):  # autocast: within one context, weights are cast once
                 stack.enter_context(self.accelerator.autocast())
             if not hasattr(model, "peft_config"):
                 yield None
@@ -143,14 +143,14 @@ class Generator:
                 yield "the weights are shared out"
             elif self.accelerator.mixed_precision != "no":
                 yield "its sum with the weights would be rounded"
-            else:  # if memory is short on one rank, none merges, so that all answer alike
+            else:  # if memory is short on one rank, no rank merges, so that all ranks answer alike
                 reason = first_reason(reason_unmergeable(model))
                 if not reason:
                     stack.enter_context(merged(model))
                 yield reason
 
     def _reason_inexact(self, examples: Sequence[Encoded], prefix: int) -> str | None:
-        """How the decoder's predictions for a few rows differ from those for each row alone; None if they do not."""
+        """How the decoder's predictions for a few rows differ from those for each row alone; None if they agree."""
         among = sorted(examples[:CHECKED_AMONG], key=lambda example: (-example.prompt_length, example.index))
         rows = among[:: max(len(among) // CHECKED_ROWS, 1)][:CHECKED_ROWS]
         prompts = [row.input_ids[: row.prompt_length] for row in rows]
@@ -174,7 +174,7 @@ class Generator:
         return None
 
     def _reason_unpadded(self, examples: Sequence[Encoded]) -> str | None:
-        """How predictions for left-padded prompts differ from those for each prompt alone; None if they do not."""
+        """How predictions for left-padded prompts differ from those for each prompt alone; None if they agree."""
         ordered = sorted(examples, key=lambda example: (-example.prompt_length, example.index))
         rows = [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
         if rows[0].prompt_length == rows[-1].prompt_length:
@@ -191,7 +191,7 @@ class Generator:
 
 
 def common_prefix(examples: Sequence[Encoded]) -> int:
-    """Number of tokens that all prompts begin with, fewer than any prompt has; 0 if below SHORTEST_PREFIX."""
+    """Return the length of the prompts' common prefix, shorter than every prompt; 0 if below SHORTEST_PREFIX."""
     prompts = [example.input_ids[: example.prompt_length] for example in examples]
     length = min(common_length(prompts), min(map(len, prompts)) - 1)
     return length if length >= SHORTEST_PREFIX else 0
@@ -200,10 +200,10 @@ def common_prefix(examples: Sequence[Encoded]) -> int:
 def divide(
     examples: Sequence[Encoded], ranks: int, batch_size: int, *, equal_lengths: bool = False
 ) -> list[list[list[Encoded]]]:
-    """Batches of similar work, longest first, each as a list of rows per rank; the same on every rank.
+    """Divide examples into batches of similar length, longest first, each a list of rows for each rank.
 
-    The work of a row is its number of tokens, the expected answer's included. Within a batch the ranks' numbers of rows
-    differ by one at most, and the longest row goes to another rank than in the batch before.
+    A row's length includes the expected answer. Every rank gets the same result. Within a batch the ranks' numbers of
+    rows differ by one at most, and the longest prompt goes to another rank than in the batch before.
 
     Args:
         equal_lengths: whether all prompts of a batch must have the same number of tokens.
@@ -222,13 +222,13 @@ def divide(
 
 
 def _forwards(ranks: Sequence[Sequence[Encoded]], prefix: int) -> int:
-    """The number of forwards that read the prompts of a batch, the same on every rank."""
+    """Return in how many forwards every rank reads its prompts of a batch."""
     most = max(len(rows) * max(row.prompt_length - prefix for row in rows) for rows in ranks if rows)
     return max(1, min(math.ceil(most / READ_TOKENS), *map(len, ranks)))
 
 
 def _reason_unsupported(model: Any, examples: Sequence[Encoded], longest: int) -> str | None:
-    """Why a prompt or the model's configuration rules out the decoder; None if they do not."""
+    """Return why a prompt or the model's configuration rules out the decoder; None if neither does."""
     if any(example.prompt_length == 0 for example in examples):
         return "a prompt is empty"
     attention = getattr(model.config, "_attn_implementation", None)

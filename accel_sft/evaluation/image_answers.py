@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from accel_sft.chat.encoding import Encoded, end_of_turn_ids
+from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.generate import Generator, divide
 from accel_sft.evaluation.left_padded import generate
@@ -26,7 +26,7 @@ class ImageGenerator:
         self._told = False
 
     def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
-        """Answer this rank's share of the examples; every rank calls it with the same ones."""
+        """Answer this rank's share of the examples. Every rank must call this with the same examples."""
         pictured = [example for example in examples if example.images]
         if not pictured:
             return self.generator(examples, max_new_tokens)
@@ -50,7 +50,8 @@ class ImageGenerator:
     def _answer(self, row: Encoded, max_new_tokens: int) -> list[int]:
         model, device = self.generator.model, self.generator.accelerator.device
         prompt = row.input_ids[: row.prompt_length]
-        inputs = row.images.source.inputs.tensors([row._replace(input_ids=prompt)], (1, len(prompt)))
+        assert row.images
+        inputs = row.images.origin.inputs.tensors([prompt], [row.images], (1, len(prompt)))
         more = {name: torch.as_tensor(array, device=device) for name, array in inputs.items()}
         tokenizer = self.generator.tokenizer
         ends = end_of_turn_ids(tokenizer, model.generation_config)

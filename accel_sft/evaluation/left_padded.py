@@ -11,7 +11,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from accel_sft.io.heartbeat import heartbeat
 
 CHECKED_TOKENS = 3
-"""Tokens of each answer that are generated to compare prompts in one batch with each prompt alone."""
+"""Number of tokens of each answer that are generated to compare prompts in one batch with each prompt alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Sampling:
     def settings(self) -> dict[str, Any]:
         """Arguments of a GenerationConfig that override the model's own settings."""
         chosen = {"do_sample": self.temperature > 0, "num_beams": 1, "repetition_penalty": self.repetition_penalty}
-        if self.temperature > 0:
-            chosen |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": None}
-        return chosen
+        if self.temperature <= 0:
+            return chosen
+        return {**chosen, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": None}
 
 
 GREEDY = Sampling()
@@ -70,14 +70,14 @@ def generate(
 def padding_changes(
     model: Any, prompts: Sequence[list[int]], ends: Collection[int], pad_token_id: int, device: torch.device
 ) -> float:
-    """Largest difference, in nats, between the predictions for prompts in one batch and those for each prompt alone.
+    """Return the largest difference, in nats, between predictions for prompts in one batch and for each prompt alone.
 
-    Recurrent layers and compressed caches may take padding for text.
+    They differ, for example, where recurrent layers or compressed caches take padding for text.
     """
-    largest, rest = 0.0, (CHECKED_TOKENS, ends, pad_token_id, device)
-    together = _output(model, prompts, *rest)
+    largest = 0.0
+    together = _output(model, prompts, CHECKED_TOKENS, ends, pad_token_id, device)
     for number, prompt in enumerate(prompts):
-        alone = _output(model, [prompt], *rest)
+        alone = _output(model, [prompt], CHECKED_TOKENS, ends, pad_token_id, device)
         for mine, others in zip(alone.logits, together.logits, strict=False):
             largest = max(largest, nats_apart(mine[0], others[number]))
             if mine[0].argmax() != others[number].argmax():  # from here on they answer different texts
@@ -86,7 +86,7 @@ def padding_changes(
 
 
 def nats_apart(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """Mean difference of log-probabilities of the next token, each weighted with its probability; NaN counts most."""
+    """Return the mean difference of the next token's log-probabilities, weighted by probability; infinity for NaN."""
     alone = expected.double().log_softmax(dim=-1)
     off = (found.double().log_softmax(dim=-1) - alone).abs()
     return (alone.exp() * off).sum().nan_to_num(nan=math.inf).item()
@@ -111,14 +111,14 @@ def _output(
         attention_mask=torch.tensor(mask, device=device),
         streamer=streamer,
         **(more or {}),
-        generation_config=GenerationConfig(  # overrides sampling and penalties in the model's own
+        generation_config=GenerationConfig(  # overrides the sampling and penalties of the model's config
             **sampling.settings(),
             max_new_tokens=max_new_tokens,
             eos_token_id=sorted(ends),
             pad_token_id=pad_token_id,
             use_cache=True,
             return_dict_in_generate=True,
-            output_logits=max_new_tokens <= CHECKED_TOKENS,  # a long answer's would fill the memory
+            output_logits=max_new_tokens <= CHECKED_TOKENS,  # a long answer's logits would fill memory
         ),
         stopping_criteria=StoppingCriteriaList([_heartbeat_criterion]),
     )

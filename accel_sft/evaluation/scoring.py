@@ -1,4 +1,4 @@
-"""Has the task score answers and make metrics of the scores, and checks what it returns."""
+"""Has the task score answers and make metrics of the scores, and checks what the task returns."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from accel_sft.api.errors import UserError, what_and_where
 from accel_sft.api.task import Task
 from accel_sft.chat.conversation import conversation, from_task
-from accel_sft.chat.form import wanted
+from accel_sft.chat.thinking import wanted
 from accel_sft.io.heartbeat import heartbeat, heartbeats_only
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.rows.rows import example_name
@@ -26,7 +26,7 @@ def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = No
         thinking: the value of `--thinking`, which decides which part of a target is scored.
     Raises:
         UserError: as `scored` and `aggregated`. An aggregate() that fails on so few scores is accepted: some metrics
-            need more.
+            need more scores.
     """
     if task.main_metric == EVAL_LOSS:
         return
@@ -44,7 +44,7 @@ def check_scoring(task: Task, examples: Sequence[Any], thinking: str | None = No
             metrics = task.aggregate(scores)
         except UserError:
             raise
-        except Exception:  # noqa: BLE001 - the first evaluation says so if it is more than that
+        except Exception:  # noqa: BLE001 - if more scores do not help, the first evaluation reports it
             return
     _checked(task, metrics)
 

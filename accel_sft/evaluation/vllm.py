@@ -1,4 +1,5 @@
-"""Answers by vLLM, which pins its own torch and transformers: the Python of its environment runs `vllm_script`."""
+"""Generates answers with vLLM. It pins its own torch and transformers, so it is installed in a separate environment,
+whose Python runs `vllm_script`."""
 
 import dataclasses
 import json
@@ -7,29 +8,30 @@ import re
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.chat.encoding import Encoded
+from accel_sft.chat.encoded import Encoded
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.vllm_process import run_script
 from accel_sft.io.files import read_json
 from accel_sft.launch.collectives import long_work_by_main
 from accel_sft.launch.environment import GAPS
 from accel_sft.models.source import Source
+from accel_sft.tracking.system import GIB
 
 PROGRAM, OPTIONS = "ACCEL_SFT_VLLM", "ACCEL_SFT_VLLM_OPTIONS"
-"""Environment variables: the `vllm` or `python` of vLLM's environment; arguments of vllm.LLM as a JSON object."""
+"""Environment variables: PROGRAM has the path of `vllm` or `python` in vLLM's environment, OPTIONS the arguments of
+vllm.LLM as a JSON object."""
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for `max_lora_rank`."""
 CPU_CACHE_GIB = "4"
-"""GiB for keys and values where vLLM runs on a CPU; by default it would take nearly all of the machine's memory."""
+"""GiB of KV cache when vLLM runs on a CPU; vLLM's default is nearly all of the machine's memory."""
 MEMORY_SHARE, MEMORY_SPARE = 0.9, 0.03
-"""Shares of a GPU's memory: what vLLM may take, and what it leaves of what is free."""
+"""Shares of a GPU's total memory: the most that vLLM may take, and how much of the free memory it must leave."""
 
 _LAUNCHER = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|OMP_NUM_THREADS"
@@ -44,27 +46,30 @@ class VllmBackend:
     The caller's model must have left the device before: vLLM takes the memory that it finds free on rank 0's device.
 
     Attributes:
-        dtype: the type that transformers computes in.
+        dtype: the dtype that vLLM computes in, the same as the model's in transformers.
         stop_token_ids: tokens that each end an answer and are part of it.
+        output_dir: the folder for vLLM's log; None: a temporary file, kept only if vLLM fails.
     """
 
     accelerator: Accelerator
-    config: TrainConfig
     source: Source
     dtype: torch.dtype
     stop_token_ids: Iterable[int]
-    uses_model: ClassVar[bool] = False
+    output_dir: str | None
+    trust_remote_code: bool
+    uses_model = False
 
     def __call__(self, examples: Sequence[Encoded], max_new_tokens: int) -> Generated:
-        """Greedy answers to all examples on rank 0 and to none on the others; every rank calls it.
+        """Return greedy answers to all examples on rank 0, and no answers on other ranks. Every rank must call this.
 
         Raises:
-            UserError: there is no vLLM; its script failed, with the last lines of its log; or a prompt has images.
+            UserError: vLLM was not found, has too little memory, or failed (the message has the last lines of its log);
+                or a prompt has images.
         """
-        if pictured := next((example for example in examples if example.images), None):
-            where = pictured.images.source.of(pictured)
-            raise UserError(f"--generate-with vllm: {where} has images, of which it is told nothing; leave it out")
-        log = Path(self.config.output_dir, "vllm.log") if self.config.output_dir else None
+        if pictured := next((example.images for example in examples if example.images), None):
+            where = pictured.origin.of(pictured)
+            raise UserError(f"--generate-with vllm: {where} has images, which vLLM does not get; leave this option out")
+        log = Path(self.output_dir, "vllm.log") if self.output_dir else None
         limit = max(example.prompt_length for example in examples) + max_new_tokens
         device = self.accelerator.device
 
@@ -72,8 +77,8 @@ class VllmBackend:
             share = memory_share(*torch.cuda.mem_get_info(device)) if device.type == "cuda" else None
             request = {
                 "prompts": [example.input_ids[: example.prompt_length] for example in examples],
-                "llm": llm_arguments(self.source, self.dtype, limit, self.config.trust_remote_code, share),
-                # an answer ends where transformers ends it, and not at what the model's configuration alone names
+                "llm": llm_arguments(self.source, self.dtype, limit, self.trust_remote_code, share),
+                # answers end at the same tokens as in transformers; vLLM knows only those of the model's configuration
                 "sampling": {
                     "temperature": 0.0,
                     "max_tokens": max_new_tokens,
@@ -86,21 +91,21 @@ class VllmBackend:
             answers, seconds, peaks = run_script(find_python(), request, environment(), log, device)
             return Generated(list(zip(examples, answers, strict=True)), seconds, peaks)
 
-        self.accelerator.wait_for_everyone()  # until each has released its model
+        self.accelerator.wait_for_everyone()  # a rank comes here once it has released its model
         generated = long_work_by_main(self.accelerator, answer)
         return generated if self.accelerator.is_main_process else Generated([], generated.seconds, generated.peaks)
 
 
 def find_python() -> str:
-    """The Python beside the program that `$ACCEL_SFT_VLLM` names, or beside the `vllm` on PATH.
+    """The Python of vLLM's environment: what `$ACCEL_SFT_VLLM` names, or the one beside the `vllm` there or on PATH.
 
     Raises:
-        UserError: there is none.
+        UserError: none is found, or the variable names another program.
     """
     named = os.environ.get(PROGRAM)
     found = shutil.which(named or "vllm")
     if not found and named:
-        raise UserError(f"--generate-with vllm: {PROGRAM}={named} is no program that can be run; correct or unset it")
+        raise UserError(f"--generate-with vllm: {PROGRAM}={named} cannot be run; correct or unset the variable")
     if not found:
         raise UserError(
             "--generate-with vllm: there is no vllm on PATH; install it into an environment of its own "
@@ -109,8 +114,8 @@ def find_python() -> str:
         )
     if re.fullmatch(r"python[\d.]*", Path(found).name):
         return found
-    paths = Path(found), Path(found).resolve()  # the latter: a link to an environment's program
-    if "vllm" not in [path.name for path in paths]:  # a script whose options would be lost
+    paths = Path(found), Path(found).resolve()  # the program may be a link into an environment
+    if "vllm" not in [path.name for path in paths]:  # a script around vLLM may pass options, which would be lost
         raise UserError(
             f"--generate-with vllm: {PROGRAM}={named} is neither vLLM's `vllm` nor its `python`: name one, and "
             f"give options as JSON in {OPTIONS}"
@@ -124,32 +129,32 @@ def find_python() -> str:
 
 
 def check(source: Source) -> None:
-    """Raise UserError if vLLM cannot serve the adapter, or `$ACCEL_SFT_VLLM_OPTIONS` is no JSON object."""
+    """Raise UserError if vLLM cannot serve the adapter, or `$ACCEL_SFT_VLLM_OPTIONS` is not a JSON object."""
     _options()
     for key, what in {"use_dora": "DoRA", "modules_to_save": "modules trained in full"}.items():
-        if source.adapter and _adapter(source).get(key):
+        if source.adapter and _adapter(source.adapter).get(key):
             raise UserError(
-                f"--generate-with vllm: it serves no {what}, which {source.adapter} has; leave the option out"
+                f"--generate-with vllm: vLLM cannot serve {what}, which {source.adapter} has; leave this option out"
             )
-    if source.adapter and (kind := _adapter(source)["peft_type"]) != "LORA":
+    if source.adapter and (kind := _adapter(source.adapter)["peft_type"]) != "LORA":
         raise UserError(
-            f"--generate-with vllm: it serves LoRA adapters, and {source.adapter} is {kind}; leave the option out"
+            f"--generate-with vllm: vLLM serves only LoRA, but {source.adapter} is {kind}; leave this option out"
         )
 
 
 def llm_arguments(
     source: Source, dtype: torch.dtype, max_model_len: int, trust_remote_code: bool = False, share: float | None = None
 ) -> dict[str, Any]:
-    """Arguments of vllm.LLM; those in `$ACCEL_SFT_VLLM_OPTIONS` come last.
+    """Arguments of vllm.LLM; those in `$ACCEL_SFT_VLLM_OPTIONS` override the others.
 
     Args:
-        max_model_len: tokens of the longest prompt with its answer.
+        max_model_len: tokens of the longest prompt plus the most that are generated.
         share: share of the GPU's memory that vLLM may take; None on a CPU.
     """
     arguments = {
         "model": source.weights,
-        "dtype": str(dtype).removeprefix("torch."),  # by default vLLM would halve float32
-        "generation_config": "vllm",  # the model's own settings may hold a repetition penalty
+        "dtype": str(dtype).removeprefix("torch."),  # by default vLLM would cast float32 to 16 bits
+        "generation_config": "vllm",  # not the model's, which may set a repetition penalty
         "max_model_len": max_model_len,
         "skip_tokenizer_init": True,
         "trust_remote_code": trust_remote_code,
@@ -157,7 +162,7 @@ def llm_arguments(
     if share:
         arguments["gpu_memory_utilization"] = round(share, 2)
     if source.adapter:
-        adapter = _adapter(source)
+        adapter = _adapter(source.adapter)
         rank = max([adapter["r"], *(adapter.get("rank_pattern") or {}).values()])
         arguments |= {"enable_lora": True, "max_lora_rank": next((most for most in LORA_RANKS if most >= rank), rank)}
     return arguments | _options()
@@ -174,18 +179,27 @@ def _options() -> dict[str, Any]:
     return options
 
 
-def _adapter(source: Source) -> dict[str, Any]:
-    return read_json(Path(source.adapter) / "adapter_config.json")
+def _adapter(folder: str) -> dict[str, Any]:
+    return read_json(Path(folder) / "adapter_config.json")
 
 
 def memory_share(free: int, total: int) -> float:
-    """The share of a GPU's memory that vLLM may take, if `free` of its `total` bytes are free."""
-    return min(MEMORY_SHARE, free / total - MEMORY_SPARE)
+    """The share of a GPU's memory that vLLM may take, if `free` of its `total` bytes are free.
+
+    Raises:
+        UserError: nothing is left for vLLM.
+    """
+    share = min(MEMORY_SHARE, free / total - MEMORY_SPARE)
+    if share < 0.01:
+        told = f"{free / GIB:.1f} of the GPU's {total / GIB:.1f} GiB are free"
+        raise UserError(f"--generate-with vllm: only {told}; end the other processes on this GPU")
+    return share
 
 
 def environment() -> dict[str, str]:
-    """This process's variables without its launch's, by which vLLM would take itself for a rank and wait for others."""
+    """vLLM's environment variables: this process's, and `CPU_CACHE_GIB`. Those that the launcher set are left out: with
+    them vLLM would take itself for a rank and wait for the others."""
     kept = {name: value for name, value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
-    if kept.get(GAPS[0]) == GAPS[1]:  # vLLM's own pools of memory may not take it
+    if kept.get(GAPS[0]) == GAPS[1]:  # vLLM's memory pools may fail with expandable segments
         del kept[GAPS[0]]
     return {"VLLM_CPU_KVCACHE_SPACE": CPU_CACHE_GIB, **kept}

@@ -1,4 +1,4 @@
-"""Runs `vllm_script` in another Python: started, watched by the heartbeat, its log read on failure, always ended."""
+"""Runs `vllm_script` in another Python: sends heartbeats while it works, quotes its log if it fails, always ends it."""
 
 import contextlib
 import json
@@ -22,20 +22,20 @@ from accel_sft.tracking.system import GIB
 
 SCRIPT, PREFIX = Path(__file__).with_name("vllm_script.py"), "accel-sft-vllm-"
 POLL_SECONDS = 0.5
-"""Seconds between two looks at the script."""
+"""Seconds between two polls of the script."""
 LEAST_CPU_SECONDS, LEAST_BYTES = 0.02, 4096
-"""Seconds of CPU and bytes from or to files between two looks. Below both, the script makes no progress, and no
-heartbeat is sent."""
+"""CPU seconds, and bytes read from or written to files, between two polls. A script below both makes no progress, and
+no heartbeat is sent."""
 END_SECONDS = 8.0
-"""Seconds until the script's process group must be gone; it is killed five seconds after standard input is closed."""
+"""Maximum wait for the end of the script's process group, which is killed 5 s after standard input is closed."""
 LAST_LINES, LONGEST_LINE = 10, 400
-"""Lines of the log that an error shows, and characters of each."""
+"""Maximum number of lines at the log's end that an error shows, and of characters of each."""
 
 
 def run_script(
     python: str, request: dict[str, Any], environment: Mapping[str, str], log: Path | None, device: torch.device
 ) -> tuple[list[list[int]], float, dict[str, float]]:
-    """Answers to the request's prompts, the seconds they took to generate, and the largest memory in GiB.
+    """Run the script; return its answers to the prompts, the seconds that generating took, and peak memory in GiB.
 
     No process of the script outlives this call, or this process if it is killed.
 
@@ -54,7 +54,7 @@ def run_script(
         _print(f"starting {python}; its log: {log_file}")
         request_file, result_file = Path(folder, "request.json"), Path(folder, "result.json")
         request_file.write_text(json.dumps(request))
-        words = [python, "-P", str(SCRIPT), str(request_file), str(result_file)]  # -P: no file beside it is a library
+        words = [python, "-P", str(SCRIPT), str(request_file), str(result_file)]  # -P: no import from its folder
         status, peaks = _watched(words, environment, output, device)
         if status:
             raise UserError(_failure(f"ended with status {status}", log_file, earlier))
@@ -73,17 +73,19 @@ def run_script(
 def _watched(
     words: list[str], environment: Mapping[str, str], log: Any, device: torch.device
 ) -> tuple[int, dict[str, float]]:
-    """Run the script; returns its exit status, once its process group is gone, and the largest memory of its processes,
+    """Run the script until its process group is gone; return its exit status and its processes' peak memory, which is
     sampled twice a second. The script has a session of its own, so that an interrupt at the terminal reaches only this
     process, which then ends it."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": log, "stderr": subprocess.STDOUT}
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    process = subprocess.Popen(words, **pipes, env=dict(environment), start_new_session=True)
+    process = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+    )
     try:
-        watched, before, peaks = psutil.Process(process.pid), (0.0, 0), {}
+        watched, before = psutil.Process(process.pid), (0.0, 0)
+        peaks: dict[str, float] = {}
         while process.poll() is None:
             now = work(watched)
-            # the sums fall when a process below the script ends
+            # abs, because the sums fall when a child process of the script ends
             if abs(now[0] - before[0]) >= LEAST_CPU_SECONDS or abs(now[1] - before[1]) >= LEAST_BYTES:
                 heartbeat()
             before = now
@@ -94,17 +96,16 @@ def _watched(
             time.sleep(POLL_SECONDS)
         return process.returncode, peaks
     finally:
-        process.stdin.close()  # this ends the script's process group
-        process.wait()
+        process.communicate()  # closes its standard input, which ends the script's process group
         until = time.monotonic() + END_SECONDS
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # none left, or on macOS zombies only
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left, or on macOS only zombies
             while time.monotonic() < until:
                 os.killpg(process.pid, 0)
                 time.sleep(0.05)
 
 
 def _resident_bytes(process: psutil.Process) -> int:
-    """Host memory of a process and those below it; pages that they share count for each."""
+    """Return the resident memory of a process and its descendants; pages that they share count for each of them."""
     total = 0
     with contextlib.suppress(psutil.Error):  # a process that ends meanwhile spoils only this sample
         for each in (process, *process.children(recursive=True)):
@@ -125,7 +126,7 @@ def _failure(what: str, log: Path, earlier: int) -> str:
     """`what` with the log's last lines, and above them earlier messages of exceptions, which often name the cause."""
     with log.open(encoding="utf-8", errors="replace", newline="\n") as file:
         file.seek(earlier)
-        # only the last state of a progress bar
+        # of a progress bar, only the last state
         lines = [line.rstrip().rsplit("\r")[-1][:LONGEST_LINE] for line in file if line.strip()]
     last = lines[-LAST_LINES:]
     causes = [line for line in lines[:-LAST_LINES] if re.search(r"\b[A-Za-z]+(Error|Exception): ", line)]

@@ -1,8 +1,8 @@
-"""Generates answers with vLLM: a script for the Python of vLLM's own environment. Standard library and vllm only.
+"""Generates answers with vLLM: a script for the Python of vLLM's own environment. Imports no package but vllm.
 
 Run as `python -P vllm_script.py REQUEST.json RESULT.json`, with a pipe as standard input that nothing is written to.
 The system closes the pipe when the process at its other end closes it or ends, however that happens. A shell then ends
-this process group: a thread of this process could not while C code holds the interpreter.
+this process group; a thread of this process could not do so while C code holds the GIL.
 
 The request holds `prompts` (lists of token ids), `llm` (arguments of vllm.LLM), `sampling` (of vllm.SamplingParams) and
 `adapter` (the folder of a LoRA adapter, or null). The result holds `answers` (lists of token ids, in the order of the

@@ -1,8 +1,8 @@
-"""The cache: folders found by a hash of their content, complete or absent, and verified when they are opened.
+"""The cache: each entry is a folder, found by a hash of what decides its content, and verified when it is opened.
 
 An entry is made under another name, synced to the disk and renamed, so that neither concurrent nor killed runs leave a
-partial entry. A folder in which other users could put entries is not used: a manifest shows damage, not intent.
-Standard library only.
+partial entry. A folder in which other users could put entries is not used: a manifest shows damage, not
+forgery. Needs only the standard library.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from accel_sft.io.terminal import terminal
 
 _ABANDONED_SECONDS = 3600
 UNUSED_DAYS = 30
-"""Days without use after which an entry is removed, when another one is made."""
+"""Number of days without use after which an entry is removed, as soon as another entry is made."""
 
 
 def folder() -> Path:
@@ -38,7 +38,7 @@ def folder() -> Path:
 
 
 def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
-    """The entry's folder and what was written about it; None if it is absent or damaged, which is logged."""
+    """Return an entry's folder and the `about` of `publish`; None if it is absent, damaged (logged) or foreign."""
     path = folder() / kind / key
     try:
         if not path.is_absolute() or not path.exists() or _foreign(path):
@@ -55,7 +55,7 @@ def find(kind: str, key: str) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _foreign(entry: Path) -> str:
-    """Why other users may have written an entry; "" if only this user and root can write the two folders above it."""
+    """Return why other users may have written an entry; "" if only this user and root can write both folders above."""
     for place in (entry.parent, entry.parent.parent):
         found = place.stat()
         if found.st_uid not in (os.getuid(), 0):
@@ -67,7 +67,7 @@ def _foreign(entry: Path) -> str:
 
 @contextlib.contextmanager
 def partial(kind: str) -> Iterator[Path]:
-    """Make a folder to fill and `publish`; at the end it is removed unless it was published.
+    """Make a folder to fill and `publish`; at the end the folder is removed unless it was published.
 
     Abandoned folders, and entries that were unused for UNUSED_DAYS, are removed first.
 
@@ -90,12 +90,12 @@ def partial(kind: str) -> Iterator[Path]:
     for entry in base.glob("[!.]*"):
         with contextlib.suppress(OSError):
             if entry.stat().st_mtime < time.time() - UNUSED_DAYS * 86400:
-                shutil.rmtree(entry)  # a run that has it open keeps its files
+                shutil.rmtree(entry)  # a run that has opened its files can still read them
     made = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base))
     try:
         yield made
     finally:
-        shutil.rmtree(made, ignore_errors=True)  # after publishing, it is no longer there under this name
+        shutil.rmtree(made, ignore_errors=True)  # a published folder no longer has this name
 
 
 def publish(made: Path, kind: str, key: str, about: dict[str, Any]) -> Path:

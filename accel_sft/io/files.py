@@ -1,4 +1,4 @@
-"""Replaces files and folders as a whole or not at all, and reads and writes JSON. Standard library only."""
+"""Replaces files and folders as a whole or not at all, and reads and writes JSON. Needs only the standard library."""
 
 import contextlib
 import errno
@@ -55,7 +55,7 @@ def put_in_place(partial: Path, target: Path) -> None:
 
 def _sync_all(folder: Path) -> None:
     for path in (*folder.rglob("*"), folder):
-        if path.suffix == ".safetensors":  # safetensors lets only the owner read them; here the umask decides
+        if path.suffix == ".safetensors":  # only the owner may read what safetensors writes
             path.chmod(folder.stat().st_mode & 0o666)
         sync(path)
 
@@ -70,7 +70,7 @@ def new_folder(name: str, what: str) -> Iterator[Path]:
         UserError: `name` is not empty, another process writes it, or it cannot be written.
         Exception: what the block raises.
     """
-    target = Path(os.path.realpath(expanded(name, what)))  # a link stays, and the folder that it names is filled
+    target = Path(os.path.realpath(expanded(name, what)))  # if `name` is a link, it stays, and its target is filled
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise UserError(f"{what} {name}: not empty; name another folder")
@@ -81,7 +81,7 @@ def new_folder(name: str, what: str) -> Iterator[Path]:
             yield partial
             _sync_all(partial)
             try:
-                partial.rename(target)  # the system refuses to replace a file, or a folder with something in it
+                partial.rename(target)  # fails if there is a file, or a folder that is not empty
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
@@ -103,12 +103,12 @@ def new_folder(name: str, what: str) -> Iterator[Path]:
 def _own_partial(target: Path) -> Iterator[Path]:
     """Make an empty folder beside `target` for this process alone, locked while it is filled. At the end it is removed
     unless it was renamed."""
-    import fcntl  # imported here because Windows has none: the command line refuses Windows in one line
+    import fcntl  # not at the top: Windows has none, and `import accel_sft` must not fail before __main__ refuses it
 
     while True:
         partial = target.with_name(f".{target.name}.{os.urandom(4).hex()}.partial")
         partial.mkdir()
-        with contextlib.suppress(FileNotFoundError):  # until it is locked, another process may remove it as abandoned
+        with contextlib.suppress(FileNotFoundError):  # before the lock, another process may take it for abandoned
             descriptor = os.open(partial, os.O_RDONLY)
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -135,7 +135,7 @@ def _others_at_work(target: Path) -> bool:
                 shutil.rmtree(partial, ignore_errors=True)
             except BlockingIOError:
                 alive = True
-            except OSError:  # a file system without locks: nobody knows
+            except OSError:  # a file system without locks: it cannot be known
                 pass
             finally:
                 os.close(descriptor)
@@ -143,9 +143,9 @@ def _others_at_work(target: Path) -> bool:
 
 
 def trouble_of_writing(error: Exception, folder: Path) -> str:
-    """What is wrong with a folder in which writing failed, and what to do; "" if no cause is found.
+    """Return what is wrong with a folder in which writing failed, and what to do; "" if no cause is found.
 
-    The folder itself is examined: writers in C++, in Rust and in threads do not pass on the system's error number.
+    The folder itself is examined: writers in C++, in Rust and in threads do not pass on errno.
     """
     if not folder.is_dir():
         return "the folder is gone; put it back"
@@ -174,7 +174,7 @@ def abandoned(folder: Path) -> list[Path]:
 
 
 def json_safe(value: Any) -> Any:
-    """`value` with NaN and infinity, which JSON does not have, as None, at any depth."""
+    """Return `value` with None in place of NaN and infinity, which JSON does not have, at any depth."""
     if isinstance(value, Mapping):
         return {key: json_safe(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -183,11 +183,11 @@ def json_safe(value: Any) -> Any:
 
 
 MOST_BYTES = 2**29
-"""Largest file of a run that is read as a whole; no run writes a larger one."""
+"""Maximum size of a run's file that is read as a whole; no run writes a larger one."""
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """The text of a regular file of at most MOST_BYTES: a stranger's folder may hold an endless pipe or device.
+    """Return a regular file's text, of at most MOST_BYTES: someone else's folder may have an endless pipe or device.
 
     Raises:
         OSError: it is not a regular file, is too large, or cannot be read.
@@ -196,7 +196,7 @@ def read_text(path: Path, errors: str = "strict") -> str:
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    with path.open("rb") as file:  # some files of /proc report size 0
+    with path.open("rb") as file:  # the read is limited too: some files of /proc report size 0
         content = file.read(MOST_BYTES + 1) if about.st_size <= MOST_BYTES else None
     if content is None or len(content) > MOST_BYTES:
         raise OSError(errno.EFBIG, f"it is larger than {MOST_BYTES >> 20} MiB", str(path))
@@ -211,3 +211,8 @@ def read_json(path: Path) -> Any:
         raise UserError(
             f"{path}: cannot be read ({error}); put it back, or start a new run in another folder"
         ) from None
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """Return `value` if it is a dict, else an empty one: it may come from a damaged file, or someone else's."""
+    return value if isinstance(value, dict) else {}

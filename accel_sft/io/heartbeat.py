@@ -1,6 +1,6 @@
-"""Tells the watchdog about a program: a heartbeat wherever it makes progress, and where it waits for other ranks.
+"""Tells the watchdog when the program makes progress (a heartbeat), and while it waits for other ranks.
 
-Standard library only.
+Needs only the standard library.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def activity_counts() -> bool:
 
 @contextlib.contextmanager
 def exchange() -> Iterator[None]:
-    """Inside, the main thread waits for other ranks, or for a device that waits for them; also a decorator."""
+    """Mark a block, or function, in which the main thread waits for other ranks or for a device that waits for them."""
     global _waiting
     _waiting += 1
     try:

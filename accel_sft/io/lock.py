@@ -1,4 +1,4 @@
-"""Locks the folder of a run or a comparison, so that one process at a time works in it. Standard library only."""
+"""Locks the folder of a run or a comparison for one process at a time. Needs only the standard library."""
 
 import fcntl
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 from accel_sft.api.errors import UserError
 
 LOCK_SECONDS = 8
-"""Seconds to wait for a locked folder, whose owner may be ending: a rank that lost its launcher needs some seconds."""
+"""Seconds to wait for a locked folder, whose owner may be ending: a rank ends some seconds after its launcher."""
 _locked: list[int] = []
 """Descriptors of the folders that this process locked."""
 

@@ -1,6 +1,6 @@
 """Tells a complete folder from a damaged one: a manifest, written last, has each file's size and SHA-256.
 
-Standard library only.
+Needs only the standard library.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from accel_sft.io.heartbeat import heartbeat
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 20
 _THREADS = 8
-"""Files hashed at once: hashing releases the interpreter's lock, and one core hashes slower than disks read."""
+"""Number of threads that hash files: hashing releases the GIL, and one core hashes slower than disks read."""
 
 
 class Damaged(Exception):
@@ -24,7 +24,7 @@ class Damaged(Exception):
 
 
 def write(folder: Path, about: dict[str, Any]) -> None:
-    """Write `about` (JSON) with size and SHA-256 of every file below `folder`, and sync everything to the disk.
+    """Write the manifest: `about` (JSON), and size and SHA-256 of every file below `folder`. Sync everything to disk.
 
     Raises:
         OSError: a file cannot be written.
@@ -57,14 +57,14 @@ def files(folder: Path) -> list[Path]:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Check every byte of the folder; returns the `about` that `write` was given.
+    """Check every byte of the folder; return the `about` that `write` was given.
 
     Raises:
         Damaged: a file is missing, was changed, or is not in the manifest.
         OSError: a file cannot be read.
     """
     content = _content(folder)
-    if extra := sorted({*_names(folder)} - content["files"].keys() - {MANIFEST}):  # a copy of another checkpoint's, say
+    if extra := sorted({*_names(folder)} - content["files"].keys() - {MANIFEST}):  # e.g. copied from elsewhere
         raise Damaged(f"{extra[0]} is not in {MANIFEST}: nothing wrote it here; take it away")
     for name, (size, _) in content["files"].items():
         try:
@@ -94,7 +94,7 @@ def sync(path: Path) -> None:
 
 
 def _names(folder: Path) -> list[str]:
-    """Relative paths of all files below a folder, without those a network file system keeps of deleted ones (.nfs*)."""
+    """Return the relative paths of all files below a folder, except .nfs* (deleted files that NFS still keeps)."""
     found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted(str(path.relative_to(folder)) for path in found if not path.name.startswith(".nfs"))
 
@@ -126,7 +126,8 @@ def _written(path: Path) -> list[Any]:
 
 def _digest(path: Path, size: int) -> str:
     """SHA-256 of a file of this size, read block by block; if it grows meanwhile, at most one more block is read."""
-    digest, block, left = hashlib.sha256(), memoryview(bytearray(_BLOCK)), size
+    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+    left = size
     with path.open("rb", buffering=0) as file:
         while left >= 0 and (count := file.readinto(block)):
             heartbeat()
@@ -136,6 +137,6 @@ def _digest(path: Path, size: int) -> str:
 
 
 def _text(content: dict[str, Any]) -> str:
-    """The manifest's exact bytes, so that a changed escape or space is found too."""
+    """Return the manifest's exact text; by comparison with the file, a changed escape or space is found too."""
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return json.dumps({"sha256": digest, "content": content}, indent=1) + "\n"

@@ -11,7 +11,7 @@ _HEAD_CHARACTERS = 20_000
 
 
 def page_file(name: str, flag: str, usual: str) -> Path:
-    """The file that `flag` names for a page.
+    """Return the path of the page that the option `flag` names.
 
     Args:
         usual: the usual name of such a page, which the error about a folder suggests.

@@ -1,14 +1,13 @@
 """The prefix that several texts, or several rows of tokens, have in common."""
 
 from collections.abc import Sequence
-from typing import Any
 
 
-def common_length(sequences: Sequence[Sequence[Any]]) -> int:
-    """How many leading characters or tokens all of them have in common.
+def common_length(sequences: Sequence[str] | Sequence[list[int]]) -> int:
+    """Return how many leading characters or tokens all sequences have in common.
 
-    The first and the last in alphabetical order differ soonest. They are compared by halves, as Python compares slices
-    several times faster than it loops.
+    The first and the last sequence in sorted order have the shortest prefix in common. It is found by bisection: Python
+    compares slices several times faster than it loops.
     """
     first, last = min(sequences), max(sequences)
     low, high = 0, min(len(first), len(last))

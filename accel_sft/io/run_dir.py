@@ -1,4 +1,4 @@
-"""Names every file of a run's folder, and reads and writes the small ones. Standard library only."""
+"""Names every file of a run's folder, and reads and writes the small ones. Needs only the standard library."""
 
 import contextlib
 import dataclasses
@@ -39,7 +39,7 @@ class RunDir:
     report = _inside("report.md")
     metrics = _inside("metrics.jsonl")
     nonfinite = _inside("nonfinite.jsonl")
-    """Steps that were left out for a NaN or infinite loss or gradient."""
+    """Steps that were not applied because the loss or the gradient was NaN or infinite."""
     batching = _inside("batching.json")
     """The batching that was chosen before step 1."""
     most_tokens = _inside("most-tokens.json")
@@ -47,7 +47,7 @@ class RunDir:
     base = _inside("base")
     """The built-in model as it was before training."""
     adapter_start = _inside("adapter-start.safetensors")
-    """The initial weights of an adapter that begins as a part of its base's weights."""
+    """The initial weights of an adapter that was initialized with a part of its base's weights."""
     best = _inside("best")
     final = _inside("final")
     profile = _inside("profile")
@@ -55,7 +55,7 @@ class RunDir:
     samples = _inside("samples")
     checkpoints = _inside("checkpoints")
     latest = _inside("checkpoints", "latest")
-    """Names the newest checkpoint; written last."""
+    """A file that names the newest checkpoint; it is written after that checkpoint."""
 
     def __str__(self) -> str:
         return str(self.path)
@@ -147,7 +147,7 @@ class RunDir:
 
     def write_ended(self, status: str, error: str) -> None:
         """Record why a running run ended. A finished run's result stays, and so does the first of several causes.
-        Errors of a full or missing disk are suppressed: they must not hide the cause."""
+        Errors of writing, such as a full disk's, are suppressed: they must not hide the cause."""
         if self.read_status() == "running":
             with contextlib.suppress(OSError):
                 self.write_result({"status": status, "error": error})
@@ -166,7 +166,7 @@ class RunDir:
             UserError: the file was damaged.
         """
         path = self.answers(step)
-        try:  # not splitlines(), which breaks lines at other characters too: an answer may hold them
+        try:  # not splitlines(), which would also break lines at characters that answers may have
             return [json.loads(line) for line in read_text(path).split("\n") if line]
         except FileNotFoundError:
             return []
@@ -175,7 +175,7 @@ class RunDir:
 
 
 def _by_step(folder: Path, suffix: str) -> list[Path]:
-    """The entries of `folder` with exactly a step's name, by step: other names are copies that a user put there."""
+    """Return the entries of `folder` with exactly a step's name, by step; other names are copies that a user made."""
     found = folder.glob(f"step-*{suffix}")
     mine = (path for path in found if path.name.removeprefix("step-").removesuffix(suffix).isdecimal())
     return sorted(mine, key=step_of)

@@ -25,7 +25,7 @@ _refused: str | None = None
 class _Output(io.FileIO):
     """Standard output, whose disk may be full and whose reader may be gone."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         global _refused
         try:
             return super().write(data)
@@ -65,7 +65,7 @@ def use_utf8() -> None:
 def dispensable_output() -> Iterator[None]:
     """Inside, lines that cannot be written to standard output go to standard error, which inside `quiet` is a file.
 
-    A run whose log's disk is full, or whose reader is gone, therefore continues: its folder holds all its results.
+    So a run continues if the disk that its output goes to is full, or its reader is gone: its folder has all results.
     """
     global _dispensable
     _dispensable = True
@@ -87,7 +87,7 @@ def quiet(log_file: Path | None, debug: bool = False, shown_on: int = 1) -> Iter
     inner file takes over. With `debug` nothing is redirected.
 
     Args:
-        log_file: it is appended to, and its folder is made; None: a temporary file, which is printed to standard error
+        log_file: the file to append to; its folder is made. None: a temporary file, which is printed to standard error
             if the block raises anything but UserError.
         shown_on: file descriptor of our own lines; 2 where standard output is kept for a command's result.
     """
@@ -137,7 +137,8 @@ def waiting(what: str) -> Iterator[None]:
 
     Only rank 0 prints it.
     """
-    done, began, stream = threading.Event(), time.monotonic(), terminal()
+    done, stream = threading.Event(), terminal()
+    began = time.monotonic()
 
     def tell() -> None:
         pause = SECONDS_OF_SILENCE

@@ -1,14 +1,14 @@
-"""Formats text and numbers that come from elsewhere: one safe line, four digits, a markdown table without markup."""
+"""Formats text and numbers of models, tasks and files, and escapes what would steer a terminal or a markdown table."""
 
 import re
 from collections.abc import Sequence
 from typing import Any
 
 CELL_CHARACTERS = 300
-"""Most characters of a value in a markdown cell; the cell then says how many more there are."""
+"""Maximum number of characters of a value in a markdown cell, which then says how many more there are."""
 LINE_CHARACTERS = 60
 LONGEST_ERROR = 300
-"""The most characters of a task's or library's error that a message repeats."""
+"""Maximum number of characters of a task's or library's error that a message repeats."""
 _MARKUP = re.compile(r"[&<>|*`\\~$]|(?<![^\W_])_|_(?![^\W_])|(?<=\])[(\[:]")
 """Markup that takes effect inside a cell: not an underscore within a word, nor a bracket without a link target."""
 
@@ -25,7 +25,7 @@ def printable(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A number with four digits, None as nothing, anything else as text."""
+    """Format a float with four digits or, from 1,000 on, as a whole number; None as "", anything else as text."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return "" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Builds and prepares the Accelerator; writes and verifies DeepSpeed's gradient clipping, stage and precision."""
+"""Builds the Accelerator, prepares the model with it, and writes and verifies DeepSpeed's settings."""
 
 import atexit
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch.distributed import PrefixStore, TCPStore, register_rendezvous_handler
 
 from accel_sft.api.config import TrainConfig
@@ -21,8 +21,8 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch import ulysses
 from accel_sft.launch.deepspeed_ops import audit_compilation, compiling, spare_unused_operator
-from accel_sft.launch.environment import threads_per_process
-from accel_sft.launch.info import Launch, device_count
+from accel_sft.launch.environment import device_count, threads_per_process
+from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import restarts
 from accel_sft.launch.parallelism import parallelism_config
 from accel_sft.launch.precision import settled
@@ -31,32 +31,33 @@ from accel_sft.launch.precision import settled
 def create_accelerator(
     config: TrainConfig, launch: Launch, *, train: bool = True, began_with: str | None = None
 ) -> tuple[Accelerator, Launch]:
-    """The Accelerator of a launch, synchronised over all its ranks, and the launch with its precision.
+    """Form the process group and build the Accelerator; returns it, and the launch with its precision.
 
-    The trainer decides accumulation boundaries and the schedule: DeepSpeed is configured with one micro-batch a step,
-    never with the real batch. The first rank of each machine prints what DeepSpeed will compile in `prepare_model`.
+    The trainer itself decides accumulation boundaries and the schedule, so DeepSpeed is configured with one micro-batch
+    a step, never with the real batch. The first rank of each machine prints what DeepSpeed will compile in
+    `prepare_model`.
 
     Args:
         launch: as this rank read it.
-        train: if False, ranks share no rows: an evaluation gives each its own.
-        began_with: the precision of the run that is resumed or evaluated, for a launch that names none.
+        train: if False, sequence parallelism is off: in an evaluation each rank has rows of its own.
+        began_with: the precision of the run that is resumed or evaluated, for a launch that names no precision.
     Raises:
-        UserError: the ranks do not form one group.
+        UserError: the ranks do not form one process group, or their launches name different precisions.
     """
     if config.deterministic:
         _repeat_every_bit()
     devices = device_count()
     torch.set_num_threads(threads_per_process())
     if launch.environment.get("LOCAL_RANK", "0") == "0":  # each machine compiles for itself
-        for finding in audit_compilation(launch, devices):
+        for finding in audit_compilation(launch):
             print(wrapped(f"{finding.level}: {finding}"), file=terminal(), flush=True)
-    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # the yaml's value beats any argument
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "1"  # this variable wins over Accelerator's argument
     group: dict[str, Any] = {}
     if restarts() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        register_rendezvous_handler("attempt", _rendezvous_of_this_attempt)
+        register_rendezvous_handler("attempt", _rendezvous_of_this_attempt)  # type: ignore[no-untyped-call] # torch's
         group["init_method"] = "attempt://"
     if launch.world_size > 1:
-        # The watchdog names a hung rank before this timeout, whose error names none; a rank may be downloading a model.
+        # later than the watchdog, which names the hung rank (torch's error does not); a rank may be downloading a model
         group["timeout"] = datetime.timedelta(seconds=max(config.hang_timeout + 300, 3600))
     plugin = None
     if launch.backend == "deepspeed":
@@ -65,11 +66,11 @@ def create_accelerator(
             group["backend"] = "gloo"
             spare_unused_operator()
         plugin = DeepSpeedPlugin()
-        _write_deepspeed_config(plugin.deepspeed_config, launch, config, devices)
-    # gradients are views of DDP's buckets, in which ranks exchange them: a second copy takes 4 bytes a parameter
+        _write_deepspeed_config(plugin.deepspeed_config, launch, config.max_grad_norm, devices)
+    # gradients are views of DDP's communication buckets: a copy beside the buckets would take 4 bytes a parameter
     handlers = [InitProcessGroupKwargs(**group), DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
     cpu = launch.backend == "ddp" and not devices
-    state = PartialState(cpu, **handlers[0].to_kwargs())  # ranks form their group, and agree on the precision
+    state = PartialState(cpu, **handlers[0].to_kwargs())  # forms the process group
     launch = settled(launch, state.device, began_with)
     accelerator = Accelerator(
         mixed_precision=launch.precision[0],
@@ -91,27 +92,29 @@ def create_accelerator(
 
 
 def _repeat_every_bit() -> None:
-    """Before CUDA starts, choose kernels that add in one order, also in attention's backward, or raise an error."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # one workspace for each stream, which cuBLAS then keeps to
+    """Make torch use deterministic kernels, also in attention's backward, or raise; call this before CUDA starts."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # a fixed workspace: otherwise cuBLAS's sums may vary
     os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # transformers hands it to the flash-attn package
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads it
+    # filling would only take time, because nothing reads uninitialized memory
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # a property
 
 
 def _rendezvous_of_this_attempt(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    """The rendezvous of restarted ranks: the launcher's store still has the addresses of the previous attempt."""
+    """Yield a store, the rank and the world size for restarted ranks. The store has a prefix for this attempt, because
+    the launcher's store still holds the addresses of the previous attempt."""
     environment = os.environ
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     store = TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), world_size, is_master=False)
     yield PrefixStore(f"attempt-{restarts()}", store), rank, world_size
 
 
-def _write_deepspeed_config(resolved: dict[str, Any], launch: Launch, config: TrainConfig, devices: int) -> None:
+def _write_deepspeed_config(resolved: dict[str, Any], launch: Launch, max_grad_norm: float, devices: int) -> None:
     resolved.update(
         train_micro_batch_size_per_gpu=1,
         train_batch_size="auto",
         gradient_accumulation_steps=1,
-        gradient_clipping=float(config.max_grad_norm),
+        gradient_clipping=float(max_grad_norm),
         zero_allow_untested_optimizer=True,
         wall_clock_breakdown=False,
         steps_per_print=sys.maxsize,
@@ -132,7 +135,7 @@ def _write_deepspeed_config(resolved: dict[str, Any], launch: Launch, config: Tr
 
 
 def _swap_folder(root: Path) -> Path:
-    """A folder under `root` for this process alone, removed when it ends: two runs must not share swap files."""
+    """Make a folder under `root` for this process alone, as runs must not share swap files; it is removed at exit."""
     root.mkdir(parents=True, exist_ok=True)
     (root / ".gitignore").write_text("*\n")
     host = socket.gethostname()
@@ -147,60 +150,50 @@ def _swap_folder(root: Path) -> Path:
 
 
 def prepare_model(
-    accelerator: Accelerator,
-    launch: Launch,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    config: TrainConfig,
-) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """`accelerator.prepare`, with the optimizer still at step 0 and the engine's settings verified.
+    accelerator: Accelerator, launch: Launch, model: Any, optimizer: Any, max_grad_norm: float
+) -> tuple[Any, Any]:
+    """Call `accelerator.prepare`, keep the optimizer at step 0, and verify DeepSpeed's settings.
 
-    DeepSpeed's stage 0 in half precision makes an optimizer step of zeros while it is built, which decays the weights
-    and counts in Adam's bias correction: without the corrections here its first losses differ from other stages'.
+    While DeepSpeed's stage 0 is built in half precision, it makes an optimizer step with gradients of zero. That step
+    would decay the weights and count in Adam's bias correction, so that the first losses would differ from other
+    stages'. Therefore the learning rate is 0 meanwhile, and the optimizer state is cleared afterwards.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    with compiling(launch, device_count()):
+    with compiling(launch):
         model, optimizer = ulysses.prepare(accelerator, model, optimizer)
     if accelerator.distributed_type.value.startswith("MULTI_"):
-        # buffers (angles of positions) are equal on all ranks; no rank then waits for another in a forward
+        # buffers (rotary position angles) are equal on all ranks; to broadcast them, ranks would wait in each forward
         model.broadcast_buffers = False
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     if type(optimizer.optimizer).__name__ in ("FP16_UnfusedOptimizer", "FP16_Optimizer"):
         optimizer.optimizer.optimizer.state.clear()
-    verify_engine(accelerator, launch, model, config)
+    verify_engine(accelerator, launch, model, max_grad_norm)
     return model, optimizer
 
 
-def shards_weights(accelerator: Accelerator) -> bool:
-    """`Launch.shards_weights`, of the launch that this Accelerator was made for."""
-    plugin = accelerator.state.deepspeed_plugin
-    stage = plugin.zero_stage if plugin else 0
-    return accelerator.distributed_type == DistributedType.FSDP or stage == 3
-
-
-def shard_for_evaluation(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
-    """`accelerator.prepare` of a model that is not trained, for ZeRO-3 and FSDP to share its weights among ranks."""
+def shard_for_evaluation(accelerator: Accelerator, model: Any) -> Any:
+    """Prepare a model that is not trained, so that ZeRO-3 or FSDP shards its weights over the ranks."""
     if not accelerator.is_fsdp2:
         return accelerator.prepare(model)
-    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))  # FSDP2 takes no model alone
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))  # FSDP2 needs an optimizer
     return model
 
 
-def verify_engine(accelerator: Accelerator, launch: Launch, model: torch.nn.Module, config: TrainConfig) -> None:
-    """Read the prepared DeepSpeed engine back; nothing to do for other backends.
+def verify_engine(accelerator: Accelerator, launch: Launch, model: Any, max_grad_norm: float) -> None:
+    """Check the settings of a prepared DeepSpeed engine; other backends are not checked.
 
     Raises:
-        UserError: stage, clipping, accumulation or precision is not what was resolved.
+        UserError: stage, clipping, accumulation, precision or number of ranks is not what was asked for.
     """
     if launch.backend != "deepspeed":
         return
     precision = "bf16" if model.bfloat16_enabled() else "fp16" if model.fp16_enabled() else "no"
     pairs = {
         "ZeRO stage": (launch.stage, model.zero_optimization_stage()),
-        "clipping": (float(config.max_grad_norm), float(model.gradient_clipping())),
+        "clipping": (float(max_grad_norm), float(model.gradient_clipping())),
         "gradient accumulation": (1, model.gradient_accumulation_steps()),
         "precision": (launch.precision[0], precision),
         "ranks": (accelerator.num_processes, model.seq_dp_world_size),

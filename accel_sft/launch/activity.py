@@ -8,12 +8,13 @@ import psutil
 
 
 def work(process: psutil.Process) -> tuple[float, int]:
-    """CPU seconds that a process and its children have used, without the calling thread's, and bytes of files.
+    """Return the CPU seconds that a process and its children used (not the calling thread's), and their bytes of files.
 
-    The bytes are those written, and those read from a disk (this function itself reads /proc, which is on none). Bytes
-    read from a socket do not count, because a process computes with them or writes them.
+    The bytes are those written, and those read from a disk; reads of /proc, which this function itself makes, do not
+    count. Bytes read from a socket need not count, because the process also computes with them or writes them.
     """
-    seconds, count, children = 0.0, 0, []
+    seconds, count = 0.0, 0
+    children: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         children = process.children(recursive=True)
     for each in (process, *children):

@@ -12,8 +12,10 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import shown
 from accel_sft.io.text import one_line
+from accel_sft.launch.audit_findings import LEVELS, Finding, error, note, warning
 from accel_sft.launch.deepspeed_ops import audit_operators
-from accel_sft.launch.info import LEVELS, Finding, Launch, device_count, error, note, warning
+from accel_sft.launch.environment import device_count
+from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import PRECISION
 from accel_sft.launch.parallelism import KEYS, audit_parallelism
 from accel_sft.launch.precision import cpu_flags
@@ -48,22 +50,23 @@ _JSON_DEEPSPEED = """
 
 
 def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> list[Finding]:
-    """Audit a launch before anything is loaded; findings, errors first.
+    """Audit a launch before anything is loaded. Returns the findings, errors first.
 
     Args:
-        devices: accelerators visible, instead of counting them.
+        devices: the number of visible accelerators; None: they are counted.
     """
     devices = device_count() if devices is None else devices
     where = launch.config_file or "the launch"
     if sys.platform == "darwin" and launch.backend in ("deepspeed", "fsdp"):
         what = f"{where}: {'FSDP' if launch.backend == 'fsdp' else 'DeepSpeed'} does not run on macOS"
-        return [error(what, "leave accelerate launch out, for one process on MPS or the CPU")]
+        return [error(what, "start it without accelerate launch: one process then runs on MPS or the CPU")]
     found = [*_keys(launch), *_world(launch, devices, f"{where}"), *_precision(launch, devices), *_optimizer(config)]
     found += _adapter(config)
-    found += audit_parallelism(config, launch, f"{where}")
+    found += audit_parallelism(launch, f"{where}", batching=config.batching, micro_batch_size=config.micro_batch_size)
     if launch.backend == "deepspeed":
         where = launch.json_file or where
-        found += [*_ignored(launch, config, f"{where}"), *_zero(launch, f"{where}"), *audit_operators(launch, devices)]
+        found += [*_ignored(launch, config.max_grad_norm, f"{where}"), *_zero(launch, f"{where}")]
+        found += audit_operators(launch, devices)
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
 
@@ -79,7 +82,7 @@ def refuse(findings: Iterable[Finding]) -> None:
 
 
 def _keys(launch: Launch) -> Iterator[Finding]:
-    """Keys that no library reads: the launcher drops them silently, and the run is not the one that they describe."""
+    """Report keys that neither Accelerate nor DeepSpeed reads: the run would silently differ from the file."""
     if launch.config_file is None and launch.environment.get(PRECISION):
         what = "the launcher's yaml could not be found, so its keys were not checked"
         yield note(what, "start with accelerate launch --config_file FILE")
@@ -106,22 +109,23 @@ def _unknown(where: str, key: str, known: list[str], *, of_accelerate: bool) -> 
     if _numbers(installed)[:2] <= _ACCELERATE:
         return error(what, "remove it")
     what = f"{where} is unknown to accelerate {'.'.join(map(str, _ACCELERATE))}, with which accel_sft was tested"
-    return warning(what, f"see that accelerate {installed} reads it, or remove it")
+    return warning(what, f"check that accelerate {installed} reads it, or remove it")
 
 
 def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
     asked = launch.arguments.get("num_processes") or launch.yaml.get("num_processes")
     if asked and int(asked) != launch.world_size:
-        mend = "distributed_type MULTI_GPU (plain data parallel, on a CPU too) or DEEPSPEED starts several"
+        mend = "set distributed_type to MULTI_GPU (data parallel, also on CPUs) or DEEPSPEED to start several processes"
         if launch.machines > 1 or str(launch.arguments.get("num_machines", "1")) != "1":
             mend = "make --num_processes (all machines together) a multiple of --num_machines"
         kind = launch.yaml.get("distributed_type")
-        yield error(f"{where}: {asked} processes asked for, {launch.world_size} started ({kind})", mend)
+        why = f" (distributed_type {one_line(str(kind))})" if kind else ""
+        yield error(f"{where}: {asked} processes asked for, {launch.world_size} started{why}", mend)
     if devices and launch.local_world_size > devices:
         what = f"{launch.local_world_size} processes on this machine, {devices} GPUs"
         yield error(what, f"--num_processes {devices * launch.machines}")
     if launch.backend == "fsdp" and not devices:
-        what = f"{where}: FSDP needs GPUs; on a CPU each rank would train alone, in silence"
+        what = f"{where}: FSDP needs GPUs; on CPUs each rank would silently train a model of its own"
         yield error(what, "accelerate_configs/z2.yaml or z3.yaml run on a CPU")
     if launch.backend == "megatron":
         yield error(f"{where}: MEGATRON_LM is not supported", "use DEEPSPEED, FSDP or MULTI_GPU")
@@ -132,7 +136,7 @@ def _world(launch: Launch, devices: int, where: str) -> Iterator[Finding]:
     hidden = launch.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or dropped or launch.yaml.get("use_cpu")
     if not devices and not hidden and NVIDIA.exists():
         what = f"torch {importlib.metadata.version('torch')} sees none of this machine's NVIDIA GPUs"
-        mend = "update the driver (nvidia-smi shows it), or install torch for it: delete .venv and run setup.sh again"
+        mend = "update the driver (see nvidia-smi), or get torch for this driver: delete .venv and run setup.sh again"
         yield error(what, f'{mend}; to train on the CPU, set CUDA_VISIBLE_DEVICES=""')
     if launch.yaml.get("use_cpu") and devices:
         what = f"{where}: use_cpu: true is ignored, {devices} GPUs will be used"
@@ -150,8 +154,8 @@ def _precision(launch: Launch, devices: int) -> Iterator[Finding]:
         yield error(f"{launch.json_file}: fp16 and bf16 are both enabled", "enable one of them")
     elif launch.json and asked and asked[0] != value:
         level = error if "mixed_precision" in launch.arguments else warning
-        what = f"{source} fixes the precision to {value}, the launch says {asked[0]}"
-        yield level(what, 'write "enabled": "auto" there, then --mixed_precision decides')
+        what = f"{source} fixes the precision to {value}, but the launch says {asked[0]}"
+        yield level(what, 'set "enabled": "auto" in its bf16 and fp16 sections; --mixed_precision then decides')
     if value not in ("no", "fp16", "bf16", "fp8"):
         yield error(f"mixed_precision {shown(value)} ({source}) is unknown", "--mixed_precision bf16, fp16 or no")
     if value == "fp8":
@@ -165,24 +169,26 @@ def _precision(launch: Launch, devices: int) -> Iterator[Finding]:
             what = f"mixed_precision bf16 ({source}): this GPU computes it by emulation, slowly"
             yield warning(what, "--mixed_precision fp16, or no")
     if value == "bf16" and not devices and not cpu_flags():
-        what = f"mixed_precision bf16 ({source}): this CPU has no instructions for it, and is several times slower"
-        yield warning(what, "--mixed_precision no, or name none: float32 is then chosen here")
+        what = f"mixed_precision bf16 ({source}): this CPU has no bf16 instructions; float32 is several times faster"
+        yield warning(what, "--mixed_precision no, or leave the precision out: float32 is the default on this CPU")
 
 
 def _optimizer(config: TrainConfig) -> Iterator[Finding]:
     if config.optimizer == "muon" and config.adapter == "none" and (config.model != "tiny" or config.init_from):
-        what = "--optimizer muon: all weights of a model that Adam trained learn worse by it (arXiv 2605.10468)"
-        yield warning(what, "--optimizer adamw; or --adapter lora, with which it learns as well")
+        what = "--optimizer muon trains all weights of a model pretrained with Adam worse than AdamW does"
+        mend = "--optimizer adamw; or --adapter lora, with which Muon does as well as AdamW"
+        yield warning(f"{what} (arXiv 2605.10468)", mend)
 
 
 def _adapter(config: TrainConfig) -> Iterator[Finding]:
     for name in unused(config, TrainConfig):
-        what = f"--{name.replace('_', '-')} {getattr(config, name)} is not used: --adapter none trains all weights"
-        yield warning(what, "add --adapter lora, or leave it out")
+        flag = f"--{name.replace('_', '-')}"
+        what = f"{flag} {getattr(config, name)} is not used: --adapter none trains all weights"
+        yield warning(what, f"add --adapter lora, or leave out {flag}")
 
 
-def _ignored(launch: Launch, config: TrainConfig, where: str) -> Iterator[Finding]:
-    """Settings that DeepSpeed would take from the launch; here the trainer decides them."""
+def _ignored(launch: Launch, max_grad_norm: float, where: str) -> Iterator[Finding]:
+    """Report settings of the launch that DeepSpeed would follow, but that the trainer's options decide."""
     given = launch.environment
     steps = launch.json.get("gradient_accumulation_steps")
     steps = steps or given.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
@@ -192,12 +198,12 @@ def _ignored(launch: Launch, config: TrainConfig, where: str) -> Iterator[Findin
     clip = launch.json.get("gradient_clipping")
     clip = given.get("ACCELERATE_GRADIENT_CLIPPING", "auto") if clip is None else clip
     try:
-        differs = clip != "auto" and float(clip) != config.max_grad_norm
+        differs = clip != "auto" and float(clip) != max_grad_norm
     except (TypeError, ValueError, OverflowError):
         differs = True
     if differs:
         clip = one_line(str(clip))
-        what = f"{where}: gradient_clipping {clip} is not used, --max-grad-norm {config.max_grad_norm:g} is"
+        what = f"{where}: gradient_clipping {clip} is not used, --max-grad-norm {max_grad_norm:g} is"
         yield warning(what, f"remove it, or set --max-grad-norm {clip}")
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
         if launch.json.get(key, "auto") != "auto":
@@ -205,7 +211,7 @@ def _ignored(launch: Launch, config: TrainConfig, where: str) -> Iterator[Findin
             yield warning(f"{where}: {key} is not used", mend)
     for key, flags in (("optimizer", "--learning-rate, --weight-decay"), ("scheduler", "--lr-scheduler")):
         if key in launch.json:
-            yield error(f"{where}: {key} belongs to the trainer", f"remove it; {flags} decide")
+            yield error(f"{where}: {key} must not be set, because the trainer creates it", f"use {flags}")
 
 
 def _zero(launch: Launch, where: str) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ All of these are collectives: every rank calls them, in the same order, and gets
 """
 
 import datetime
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,8 +18,8 @@ from accel_sft.io.heartbeat import exchange
 Result = TypeVar("Result")
 
 
-def by_each_rank(work: Callable[[], Result]) -> list[Result]:
-    """Every rank's result of `work`, by rank; if ranks raise UserError, all ranks raise that of the lowest one."""
+def by_each_rank(work: Callable[[], Result | None]) -> list[Result]:
+    """Call `work` on every rank and return all results, by rank; if ranks raise UserError, all raise the lowest's."""
     mine: tuple[Any, Any]
     try:
         mine, wrong = (work(), None), None
@@ -32,14 +33,14 @@ def by_each_rank(work: Callable[[], Result]) -> list[Result]:
 
 
 def decided_by_main(accelerator: Accelerator, decide: Callable[[], Result]) -> Result:
-    """What rank 0's `decide` returns, on every rank; its UserError is raised on every rank."""
+    """Call `decide` on rank 0, and return its result, or raise its UserError, on every rank."""
     return by_each_rank(lambda: decide() if accelerator.is_main_process else None)[0]
 
 
 def long_work_by_main(accelerator: Accelerator, work: Callable[[], Result]) -> Result:
-    """`decided_by_main` for work of any length: the other ranks wait on the host.
+    """Do the same as `decided_by_main`, for work of any length: the other ranks wait on the CPU, through gloo.
 
-    A collective of GPUs gives up after ten minutes, and keeps its GPU busy while it waits.
+    A collective on a GPU fails after the process group's timeout, and keeps the GPU busy while it waits.
     """
     if accelerator.num_processes == 1:
         return work()
@@ -74,22 +75,23 @@ def largest_of_ranks(mine: float) -> float:
     return max(numbers[0] for numbers in gather_numbers([mine]))
 
 
-def largest(readings: dict[str, float | None], prefix: str = "") -> dict[str, float | None]:
-    """The largest of all ranks' readings, by name, with `prefix` before each; None where no rank has one."""
+def largest(readings: dict[str, Result], prefix: str = "") -> dict[str, Result]:
+    """Return all ranks' largest readings by name, with `prefix` before the names; None for those that no rank has."""
     every = gather_object([readings])
-    return {prefix + key: max((e[key] for e in every if e[key] is not None), default=None) for key in readings}
+    return {prefix + k: max((e[k] for e in every if e[k] is not None), default=readings[k]) for k in readings}
 
 
 @exchange()
 def gather_numbers(mine: list[float]) -> list[list[float]]:
-    """Every rank's numbers, by rank; all ranks give equally many. It takes one exchange, cheap enough for every step.
+    """Return every rank's numbers, by rank; all ranks pass equally many. It is one collective, cheap enough for steps.
 
     The numbers are exchanged as float64, in which integers up to 2**53 are exact.
     """
     state = PartialState()
     if state.num_processes == 1:
         return [list(map(float, mine))]
-    return gather(torch.tensor([mine], device=state.device, dtype=torch.float64)).tolist()
+    every: list[list[float]] = gather(torch.tensor([mine], device=state.device, dtype=torch.float64)).tolist()
+    return every
 
 
 class Team:
@@ -98,13 +100,13 @@ class Team:
     def __init__(self, accelerator: Accelerator) -> None:
         self.rank, self.is_main = accelerator.process_index, accelerator.is_main_process
         local = gather_object([accelerator.local_process_index])
-        firsts = [rank for rank, place in enumerate(local) if place == 0]
-        self.first = max(first for first in firsts if first <= self.rank)
-        self.here = range(self.first, min((first for first in firsts if first > self.rank), default=len(local)))
+        self._firsts = [*itertools.accumulate((rank if place == 0 else 0 for rank, place in enumerate(local)), max)]
+        self.first = self._firsts[self.rank]
+        self.here = [rank for rank, first in enumerate(self._firsts) if first == self.first]
 
     all = staticmethod(by_each_rank)
 
     def firsts(self, work: Callable[[], Result]) -> list[Result]:
         """Call `work` on the first rank of each machine; returns, by rank, the result on that rank's machine."""
-        every = self.all(lambda: (self.first, work() if self.rank == self.first else None))
-        return [every[first][1] for first, _ in every]
+        every = self.all(lambda: work() if self.rank == self.first else None)
+        return [every[first] for first in self._firsts]

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from accel_sft.api.errors import UserError
 from accel_sft.io.terminal import waiting
-from accel_sft.launch.info import Finding, Launch, error, note, warning
+from accel_sft.launch.audit_findings import Finding, error, note, warning
+from accel_sft.launch.info import Launch
 
 OPERATORS = {
     "cpu_adam": "the optimizer on the host, 1-4 minutes",
@@ -31,8 +32,8 @@ _LOCAL = {"apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "hfs", "overlay", "ra
 """Types of file systems whose files only this machine writes."""
 
 
-def operators(launch: Launch, devices: int) -> list[str]:
-    """The DeepSpeed operators this launch needs, by name; none without DeepSpeed."""
+def operators(launch: Launch) -> list[str]:
+    """Return the names of the DeepSpeed operators that this launch needs; [] without DeepSpeed."""
     if launch.backend != "deepspeed":
         return []
     places = [launch.offload("optimizer"), launch.offload("param")]
@@ -55,12 +56,12 @@ def spare_unused_operator() -> None:
 
 
 def audit_operators(launch: Launch, devices: int) -> Iterator[Finding]:
-    """Whether this machine can compile what the launch needs: otherwise ninja would fail minutes later."""
-    yield from audit_compilers(operators(launch, devices), devices)
+    """Yield what this machine lacks to compile the launch's operators: without it ninja would fail minutes later."""
+    yield from audit_compilers(operators(launch), devices)
 
 
 def audit_compilers(needed: list[str], devices: int) -> Iterator[Finding]:
-    """What this machine lacks to compile these operators."""
+    """Yield an error for each thing that this machine lacks to compile these operators."""
     if not needed:
         return
     here = f"DeepSpeed compiles {', '.join(needed)} here, and"
@@ -78,7 +79,7 @@ def audit_compilers(needed: list[str], devices: int) -> Iterator[Finding]:
     if "async_io" in needed and not _has_libaio():
         mend = "apt-get install libaio-dev, or use accelerate_configs/z3_offload.yaml"
         yield error("NVMe offload needs libaio with its header, which is missing", mend)
-    # on CUDA too, DeepSpeed compiles cpu_adam without CUDA
+    # only for async_io: DeepSpeed compiles cpu_adam without CUDA, even on a machine with GPUs
     if devices and "async_io" in needed and not _has_nvcc():
         mend = (
             "install the CUDA toolkit of torch's version and set CUDA_HOME, or use accelerate_configs/z3_offload.yaml"
@@ -86,10 +87,10 @@ def audit_compilers(needed: list[str], devices: int) -> Iterator[Finding]:
         yield error("NVMe offload is compiled against CUDA, and nvcc is missing", mend)
 
 
-def audit_compilation(launch: Launch, devices: int) -> Iterator[Finding]:
-    """What this launch will wait for: operators not compiled yet, and other launches that compile them."""
+def audit_compilation(launch: Launch) -> Iterator[Finding]:
+    """Yield what this launch will wait for: operators not compiled yet, and other launches that compile them."""
     uncompiled = []
-    for name in operators(launch, devices):
+    for name in operators(launch):
         locks = [*audit_locks(name)]
         yield from locks
         waits = any(finding.level == "warning" for finding in locks)
@@ -101,27 +102,27 @@ def audit_compilation(launch: Launch, devices: int) -> Iterator[Finding]:
 
 
 def audit_locks(name: str) -> Iterator[Finding]:
-    """A warning if another process compiles this operator.
+    """Yield a warning if another process compiles this operator.
 
-    The lock of a compilation that was killed is removed: torch would wait for it forever.
+    The lock of a compilation that was killed is removed, because torch would wait for it forever.
     """
     lock = library(name).with_name("lock")
     if _abandoned(lock):
         lock.unlink(missing_ok=True)
         yield note(f"{lock}: a compilation of {name} was killed and left it behind", "it is removed")
-    if lock.exists() and time.time() - lock.stat().st_mtime > 60:  # younger: another rank of this launch
+    if lock.exists() and time.time() - lock.stat().st_mtime > 60:  # a younger one may be another rank's of this launch
         mend = "delete the file if no other launch is running"
         yield warning(f"{lock}: another process compiles {name}; this run will wait for it", mend)
 
 
-def compiling(launch: Launch, devices: int) -> contextlib.AbstractContextManager[None]:
+def compiling(launch: Launch) -> contextlib.AbstractContextManager[None]:
     """Inside, DeepSpeed may compile the operators that this launch lacks; a line says how long that takes."""
-    names = [name for name in operators(launch, devices) if not library(name).is_file()]
+    names = [name for name in operators(launch) if not library(name).is_file()]
     return waiting(f"DeepSpeed compiles {', '.join(names)}") if names else contextlib.nullcontext()
 
 
 def library(name: str) -> Path:
-    """The file of the compiled operator. torch keeps it beside its lock, in a folder that this call makes."""
+    """Return the path of the compiled operator, beside which torch keeps a lock. This call makes the folder."""
     from torch.utils.cpp_extension import _get_build_directory
 
     try:
@@ -134,7 +135,7 @@ def library(name: str) -> Path:
 
 
 def _abandoned(lock: Path) -> bool:
-    """Whether no process compiles under this lock: its owner would hold it open, and ninja would run in its folder.
+    """Whether no process compiles under this lock: none holds the lock open, and none (ninja) runs in its folder.
 
     False for another user's lock, and for one that a process on another machine may have made.
     """

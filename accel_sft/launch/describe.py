@@ -1,4 +1,4 @@
-"""The resolved launch as rows for the terminal, and as the record in run.json."""
+"""Describes the resolved launch: as rows for the terminal, as the record in run.json, and as a command line."""
 
 import os
 import platform
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from accel_sft.api.config import TrainConfig
 from accel_sft.launch.environment import usable_cores
 from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import launcher_command, torchrun_command
@@ -20,7 +19,7 @@ from accel_sft.launch.recordable import recordable, versions, without_secrets
 from accel_sft.launch.ulysses import sequence_ranks
 
 
-def describe(accelerator: Accelerator, launch: Launch, config: TrainConfig) -> list[tuple[str, str]]:
+def describe(accelerator: Accelerator, launch: Launch, max_grad_norm: float) -> list[tuple[str, str]]:
     """The resolved launch as (name, value) rows, for the table that is printed at the start."""
     value, why = launch.precision
     places = [(what, launch.offload(what)) for what in ("optimizer", "param")]
@@ -34,7 +33,7 @@ def describe(accelerator: Accelerator, launch: Launch, config: TrainConfig) -> l
         ("device", device_name(accelerator)),
         ("precision", f"{'fp32' if value == 'no' else value} ({why})"),
         ("threads per process", str(torch.get_num_threads())),
-        ("clipping", f"{config.max_grad_norm:g}" if config.max_grad_norm else "off"),
+        ("clipping", f"{max_grad_norm:g}" if max_grad_norm else "off"),
         ("communication", str(accelerator.state.backend or "none")),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions().items())),
     ]
@@ -85,15 +84,15 @@ def started_by() -> list[str]:
     return list(words)
 
 
-def resume_command(run_dir: Path, config: TrainConfig) -> str:
+def resume_command(run_dir: Path, output_dir: str | None) -> str:
     """The command line that continues this run, for a shell in the folder where it was started."""
     words, more = started_by(), []
-    if config.output_dir is None:
+    if output_dir is None:
         more += ["--output-dir", shown_folder(run_dir)]
     if "--resume auto" not in " ".join(words).replace("=", " "):
         more += ["--resume", "auto"]
     short, path = Path(words[0]).name, os.environ.get("PATH", "").split(os.pathsep)
-    if path[0] == sysconfig.get_path("scripts"):  # put there by `prepare_environment`, and not in the user's shell
+    if path[0] == sysconfig.get_path("scripts"):  # `prepare_environment` put it there; the user's shell may lack it
         path = path[1:]
     found = shutil.which(short, path=os.pathsep.join(path))
     return shlex.join([short if found == words[0] else words[0], *words[1:], *more])

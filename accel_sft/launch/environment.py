@@ -1,4 +1,4 @@
-"""Sets the environment variables that libraries read at import: threads, log levels, a PATH with ninja. No torch."""
+"""Sets environment variables that libraries read at import: threads, log levels, PATH. Imported without torch."""
 
 import contextlib
 import ctypes
@@ -14,7 +14,7 @@ from accel_sft.launch.launcher import launcher_command
 from accel_sft.launch.rank_environment import launcher_flags
 
 _QUIET = {
-    "TOKENIZERS_PARALLELISM": "false",  # a fork after its threads have started may hang; ranks share the cores
+    "TOKENIZERS_PARALLELISM": "false",  # a process forked after its threads started may hang; ranks need the cores
     "TRANSFORMERS_VERBOSITY": "error",
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -30,18 +30,21 @@ GAPS = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 def prepare_environment(debug: bool = False) -> None:
     """Set what libraries read at import: threads, log levels, and a PATH on which pip's ninja is found.
 
-    Call it before torch, transformers or deepspeed are imported. A variable the user has set is left alone.
+    Call it before torch, transformers or deepspeed are imported. A variable that the user has set is left alone, except
+    PATH, and OMP_NUM_THREADS as `threads_per_process` says.
 
     Raises:
-        UserError: the variables of a rank have values that no launcher gives.
+        UserError: a variable that a launcher sets for a rank is missing, or no launcher sets it to such a value.
     """
     _check_ranks()
-    # importing torch and transformers makes 400,000 objects that stay: collecting as often as usual is 10% of a start
+    # importing torch and transformers makes 400,000 objects that stay; with Python's usual thresholds the garbage
+    # collector would take 10% of the time of a start
     gc.set_threshold(10_000, 20, 20)
-    os.environ["OMP_NUM_THREADS"] = str(threads_per_process())  # DeepSpeed's CPU Adam has an OpenMP of its own
+    # torch.set_num_threads() alone would not do: DeepSpeed's CPU Adam has an OpenMP runtime of its own
+    os.environ["OMP_NUM_THREADS"] = str(threads_per_process())
     if "OMP_WAIT_POLICY" not in os.environ:
-        # OpenMP's threads spin while they wait for each other, by default for so long that any other program on a core
-        # makes small products a hundred times slower; spinning this long costs nothing on a quiet machine
+        # OpenMP's threads spin while they wait for each other, by default for so long that another program on a core
+        # makes small matrix products a hundred times slower. 5000 spins avoid that, and cost nothing on an idle machine
         os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     _keep_freed_memory()
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # the variable's newer name
@@ -55,7 +58,7 @@ def prepare_environment(debug: bool = False) -> None:
 
 
 def _check_ranks() -> None:
-    """Raises UserError if the variables that a launcher sets are left over or were set by hand, not by a launcher."""
+    """Raise UserError if variables that a launcher sets are missing or impossible, as if left over or set by hand."""
     least = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
     given = {name: os.environ[name] for name in least if name in os.environ}
     wrong = [name for name, value in given.items() if not value.isdecimal() or int(value) < least[name]]
@@ -63,14 +66,14 @@ def _check_ranks() -> None:
         wrong = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if wrong:
         found = ", ".join(f"{name} is {given[name]!r}" if name in given else f"{name} is not set" for name in wrong)
-        raise UserError(f"{found}: unset WORLD_SIZE and RANK for one process, or start ranks with accelerate launch")
+        raise UserError(f"{found}: unset {', '.join(given)} to start one process, or use accelerate launch for several")
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep what is freed for the next step, instead of giving it back and having each page zeroed again.
+    """Make glibc keep freed memory for the next step, instead of returning it to the kernel, which zeroes its pages.
 
-    Tensors of a few megabytes otherwise cost a fifth to a half of a training step on a CPU. Other C libraries have no
-    such call, and an allocator loaded in glibc's place ignores it. The options' numbers are <malloc.h>'s M_*.
+    Otherwise the allocation of tensors of a few megabytes takes a fifth to a half of a training step on a CPU. Other C
+    libraries have no such call, and an allocator in glibc's place ignores it. The options are M_* of <malloc.h>.
     """
     mmap_threshold, trim_threshold, top_pad = -3, -1, -2
     with contextlib.suppress(AttributeError, OSError, TypeError):
@@ -80,10 +83,10 @@ def _keep_freed_memory() -> None:
 
 
 def threads_per_process() -> int:
-    """Compute threads of one rank: this machine's usable cores shared among its ranks, at least one.
+    """Return how many threads a rank computes with: this machine's usable cores shared among its ranks, at least one.
 
-    The launcher gives each of several ranks a single thread, which leaves cores idle. A number that the user asked for
-    is kept: `--num_cpu_threads_per_process`, or OMP_NUM_THREADS (under a launcher, which sets it to 1, only above 1).
+    A number that the user gave is kept: `--num_cpu_threads_per_process`, else OMP_NUM_THREADS. Under a launcher
+    OMP_NUM_THREADS=1 does not count: the launcher sets that itself for each of several ranks, which leaves cores idle.
     """
     asked = launcher_flags(launcher_command()[0]).get("num_cpu_threads_per_process")
     named = asked or os.environ.get("OMP_NUM_THREADS", "")
@@ -93,8 +96,18 @@ def threads_per_process() -> int:
     return max(1, usable_cores() // ranks)
 
 
+def device_count() -> int:
+    """Return how many accelerators ranks can be spread over; 0 with Apple's (MPS), which has no collectives."""
+    import torch
+
+    device = torch.accelerator.current_accelerator()  # None where torch is built for the CPU alone
+    if device is None or device.type == "mps" or not torch.accelerator.is_available():
+        return 0
+    return torch.accelerator.device_count()
+
+
 def usable_cores() -> int:
-    """Physical cores that this process may use: its affinity mask and a container's quota are counted."""
+    """Return how many physical cores this process may use, within its affinity mask and the container's CPU quota."""
     import psutil
 
     limits = [psutil.cpu_count(logical=False) or os.cpu_count() or 1]

@@ -1,35 +1,36 @@
-"""Free memory of the host, as limited by the machine and by every container around this process. No torch."""
+"""Measures free host memory within the limits of the machine and of every cgroup of this process, without torch."""
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 SYSTEM = Path("/")
-"""The root under which the kernel's files are read; tests name another."""
+"""The directory in which proc/ and sys/ are looked up; tests set it to a temporary one."""
 
 
 def free_bytes() -> int:
-    """Bytes that can be allocated before the machine or a container has none left, reclaimable memory included."""
+    """Return how many bytes can still be allocated; memory that the kernel can reclaim (page cache) counts as free."""
     import psutil
 
     return min([psutil.virtual_memory().available, *(limit - used for limit, used in _containers())])
 
 
 def describe() -> str:
-    """Free host memory, and containers' limits and kills, in words."""
+    """Say how much memory is free, each container's limit and use, and how many processes were OOM-killed."""
     import psutil
 
     now = psutil.virtual_memory()
     words = f"{now.available / 2**30:.1f} of {now.total / 2**30:.1f} GiB free"
     for limit, used in _containers():
-        if limit < now.total:  # version 1 of control groups writes "no limit" as a number above all memory
+        if limit < now.total:  # without a limit, cgroup v1 names a number larger than any memory
             words += f", {used / 2**30:.1f} of the container's {limit / 2**30:.1f} GiB used"
-    kills = sum(_field(folder / "memory.events", "oom_kill") for folder in _folders())
-    return f"{words}, {kills} processes killed for it so far" if kills else words
+    # the maximum, since a cgroup's count includes its children's
+    kills = max((_field(folder / "memory.events", "oom_kill") for folder in _folders()), default=0)
+    return f"{words}, processes OOM-killed so far: {kills}" if kills else words
 
 
 def _containers() -> Iterator[tuple[int, int]]:
-    """Limit and use of each control group around this process that has one, in bytes, from the inside out."""
+    """Yield limit and use (page cache not counted), in bytes, of each cgroup of this process that limits memory."""
     for folder in _folders():
         for limit, usage, kept in (
             ("memory.max", "memory.current", ("inactive_file", "active_file")),
@@ -41,7 +42,7 @@ def _containers() -> Iterator[tuple[int, int]]:
 
 
 def _folders() -> Iterator[Path]:
-    """Control groups that count this process's memory, of either version, from the inside out."""
+    """Yield the folders of the cgroups (v1 or v2) that this process's memory counts in, innermost first."""
     root = SYSTEM / "sys/fs/cgroup"
     with contextlib.suppress(OSError):
         for line in (SYSTEM / "proc/self/cgroup").read_text().splitlines():
@@ -50,12 +51,12 @@ def _folders() -> Iterator[Path]:
                 continue
             base = root / "memory" if controllers else root
             own = base / path.strip("/")
-            # in a container the path may be the host's, of which only the root is visible
+            # in a container the path may be that on the host, and only the root exists: folders that do not are skipped
             yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(base) and folder.is_dir())
 
 
 def _field(file: Path, name: str) -> int:
-    """The number behind a name in a file of names and numbers; 0 if it is not there."""
+    """Return the value of `name` in a file whose lines are a name and a value; 0 if the file or the name is missing."""
     with contextlib.suppress(OSError):
         for line in file.read_text().splitlines():
             if line.startswith(f"{name} "):

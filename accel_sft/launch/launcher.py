@@ -1,4 +1,4 @@
-"""The launcher above this process: `accelerate launch`, or torchrun alone. No torch."""
+"""Finds the launcher above this process (`accelerate launch`, or torchrun alone) and its command. No torch."""
 
 import contextlib
 import os
@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+PARENT = os.getppid()
+"""Process id of the parent. Read before torch is imported, which takes seconds: a launcher that is killed meanwhile
+would otherwise go unnoticed."""
 _ACCELERATE = re.compile(r"accelerate([-_.]|$)")
 _TORCHRUN = re.compile(r"(torchrun|torch\.distributed\.run)$")
 PRECISION = "ACCELERATE_MIXED_PRECISION"
@@ -26,7 +29,7 @@ def launcher_environment() -> Mapping[str, str]:
 
     with contextlib.suppress(psutil.Error):
         if process := _above(_ACCELERATE):
-            return process.environ()
+            return dict(process.environ())
     return {}
 
 

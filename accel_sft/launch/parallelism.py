@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from accel_sft.api.config import TrainConfig
-from accel_sft.launch.info import Finding, Launch, error
+from accel_sft.launch.audit_findings import Finding, error
+from accel_sft.launch.info import Launch
 
 if TYPE_CHECKING:
     from accelerate import ParallelismConfig
@@ -27,8 +27,8 @@ _REFUSED = {
 }
 
 
-def audit_parallelism(config: TrainConfig, launch: Launch, where: str) -> Iterator[Finding]:
-    """Errors for parallelism that would not be run, and for sizes that do not fit the number of processes."""
+def audit_parallelism(launch: Launch, where: str, *, batching: str, micro_batch_size: str) -> Iterator[Finding]:
+    """Yield errors for parallelism that is not supported, and for sizes that do not fit the number of processes."""
     named, sizes = [name for name in launch.arguments if name in KEYS.split()], launch.parallelism
     if named and not sizes:
         what = f"--{named[0]} would be ignored in silence: {where} has no parallelism_config"
@@ -41,7 +41,7 @@ def audit_parallelism(config: TrainConfig, launch: Launch, where: str) -> Iterat
         what, mend = _REFUSED["tp"]
         yield error(f"{launch.json_file}: autotp_size {size}: {what} is not supported", mend)
     if sizes.get("sp", 1) > 1:
-        yield from _sequence(config, launch, where)
+        yield from _sequence(launch, where, batching=batching, micro_batch_size=micro_batch_size)
     elif launch.backend == "fsdp":
         yield from _fsdp(launch, where)
     elif any(sizes.get(name, 1) > 1 for name in ("dp_replicate", "dp_shard")):
@@ -50,13 +50,13 @@ def audit_parallelism(config: TrainConfig, launch: Launch, where: str) -> Iterat
 
 
 def parallelism_config(launch: Launch, *, train: bool) -> ParallelismConfig | None:
-    """What the Accelerator is to be built with; None if the launch names no sizes.
+    """Return the `ParallelismConfig` to build the Accelerator with; None if the launch names no sizes.
 
-    The number of ranks that share a copy of the model, or train on different rows, follows from the number of
-    processes, so that `--num_processes` needs no second number.
+    The number of ranks that one copy of the model is sharded over, or of groups that train on different rows, is
+    computed from the number of processes, so that only `--num_processes` has to be set.
 
     Args:
-        train: if False, ranks share no rows.
+        train: if False, sequence parallelism is off.
     """
     from accelerate import ParallelismConfig
 
@@ -83,7 +83,7 @@ def _fsdp(launch: Launch, where: str) -> Iterator[Finding]:
         yield error(what, "remove it: it follows from --num_processes")
 
 
-def _sequence(config: TrainConfig, launch: Launch, where: str) -> Iterator[Finding]:
+def _sequence(launch: Launch, where: str, *, batching: str, micro_batch_size: str) -> Iterator[Finding]:
     ranks, processes = launch.parallelism["sp"], launch.world_size
     if launch.backend != "deepspeed":
         what = f"{where}: parallelism_config_sp_size {ranks}: sequence parallelism is DeepSpeed's"
@@ -98,6 +98,6 @@ def _sequence(config: TrainConfig, launch: Launch, where: str) -> Iterator[Findi
     if launch.stage == 3 and launch.zero.get("reduce_scatter") is False:
         what = f"{launch.json_file}: reduce_scatter false: DeepSpeed would scale gradients by the size of parameters"
         yield error(what, "remove it")
-    if config.batching not in ("auto", "padded") or config.micro_batch_size not in ("auto", "1"):
-        flag = "--batching" if config.batching not in ("auto", "padded") else "--micro-batch-size"
+    if batching not in ("auto", "padded") or micro_batch_size not in ("auto", "1"):
+        flag = "--batching" if batching not in ("auto", "padded") else "--micro-batch-size"
         yield error(f"{flag}: under sequence parallelism a forward is one row, shared by {ranks} ranks", "leave it out")

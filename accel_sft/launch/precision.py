@@ -16,18 +16,28 @@ from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import PRECISION
 
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
-"""Names in /proc/cpuinfo of instructions that multiply bf16: Intel's, Intel's and AMD's, ARM's. oneDNN accepts AVX-512
-alone too, and then emulates bf16 many times slower than float32."""
+"""Names in /proc/cpuinfo of instructions that multiply bf16: of Intel, of Intel and AMD, of ARM. With AVX-512 alone
+oneDNN accepts bf16 too, but emulates it, many times slower than float32."""
 _CAPABILITY = 8
 """Major compute capability from which NVIDIA's GPUs compute bf16: Ampere."""
 
 
 def cpu_flags() -> list[str]:
-    """This processor's instructions for bf16, by name; none if the system does not list them."""
-    file = host_memory.SYSTEM / "proc/cpuinfo"
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
-    given = next((line.split() for line in lines if line.lower().startswith(("flags", "features"))), [])
+    """Return the names of this processor's bf16 instructions; [] if it has none or the system does not list them."""
+    found = (line.split() for line in _cpu_lines() if line.lower().startswith(("flags", "features")))
+    given = next(found, [])
     return [flag for flag in BF16_FLAGS if flag in given]
+
+
+def cpu_name() -> str:
+    """The processor's model, or its architecture if the model is unknown."""
+    named = (line.partition(":")[2].strip() for line in _cpu_lines() if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def _cpu_lines() -> list[str]:
+    file = host_memory.SYSTEM / "proc/cpuinfo"
+    return file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
 
 
 def computes_bf16(device: Any) -> tuple[bool, str]:
@@ -43,14 +53,14 @@ def computes_bf16(device: Any) -> tuple[bool, str]:
 
 
 def recorded(run: Mapping[str, Any]) -> str | None:
-    """The precision that a run's record names; None if it names none, or (in a stranger's record) something else."""
+    """Return the precision that a run's record names; None if the record, perhaps a stranger's, names no known one."""
     launch = run.get("launch")
     found = launch.get("precision") if isinstance(launch, dict) else None
     return found if found in ("no", "bf16", "fp16") else None
 
 
 class _Rank(NamedTuple):
-    """What one rank tells the others: its device, its machine, and what its launch and its run's record name."""
+    """What one rank tells the others: its device, its machine, and the precisions that its launch and record name."""
 
     computes_bf16: bool
     device: str
@@ -61,7 +71,7 @@ class _Rank(NamedTuple):
 
 
 def settled(launch: Launch, device: Any, began_with: str | None = None) -> Launch:
-    """The launch with its precision, the same on all ranks. All ranks call this together once they form a group.
+    """Return the launch with its precision, the same on all ranks. A collective: call it once there is a process group.
 
     Args:
         device: this rank's device.
@@ -94,20 +104,20 @@ def settled(launch: Launch, device: Any, began_with: str | None = None) -> Launc
 
 
 def _lack(rank: _Rank, ranks: list[_Rank]) -> str:
-    """What a rank's device lacks, in words; with the machine's name if other ranks have it."""
+    """Say that a rank's device does not compute bf16; name its machine if another rank's device does."""
     what = rank.device if rank.kind == "cpu" else f"{rank.device} has no bf16"
     return f"{rank.host}: {what}" if any(other.computes_bf16 for other in ranks) else what
 
 
 def expected(launch: Launch, bf16: bool) -> Launch:
-    """The launch as it would compute on devices with or without instructions for bf16, without starting it."""
+    """Return the launch with the precision that it would choose on devices with (`bf16`) or without bf16."""
     if launch.named_precision:
         return launch
     return dataclasses.replace(launch, resolved=("bf16" if bf16 else "no", "as its devices compute it"))
 
 
 def this_machine_computes_bf16(*, with_gpus: bool = True) -> bool:
-    """Whether ranks started here have instructions for bf16: on NVIDIA GPUs by the driver's word, else on the CPU.
+    """Whether ranks started here would have bf16 instructions: of NVIDIA's GPUs, as the driver says, else of the CPU.
 
     Imports no torch.
     """

@@ -1,7 +1,7 @@
 """Computes the variables that `accelerate launch` gives a rank and `Launch` reads, without importing accelerate.
 
-accelerate's own parser imports torch, which takes seconds. The rules here are those of accelerate 1.15, with the yaml's
-oddity that a section's key applies whatever the backend; a test compares the two.
+accelerate's own parser imports torch, which takes seconds. The rules here are those of accelerate 1.15, with an
+oddity of its yaml: a section's key applies whatever the backend is. A test compares the results of both.
 """
 
 from collections.abc import Collection, Mapping
@@ -92,7 +92,7 @@ def rank_environment(content: Mapping[str, Any], flags: Mapping[str, str], where
 def launcher_flags(command: list[str]) -> dict[str, str]:
     """The launcher's own `--name value` flags, by name without dashes.
 
-    Words from `-m` or `--module` on are not read. A script's own flags are, which does no harm under other names.
+    Words from `-m` or `--module` on are not read. A script's own flags are read too, but have other names.
     """
     found: dict[str, str] = {}
     for index, word in enumerate(command):
@@ -107,7 +107,7 @@ def launcher_flags(command: list[str]) -> dict[str, str]:
 
 
 def own_words(command: list[str], without: Collection[str] = ()) -> list[str]:
-    """The launcher's flags as they were typed, up to the module that it starts; none if it starts a script.
+    """Return the launcher's flags as they were typed, up to the module that it starts; [] if it starts a script.
 
     Args:
         without: flags, by name without dashes, that are left out together with their values.
@@ -151,10 +151,9 @@ def _arguments(content: Mapping[str, Any], flags: Mapping[str, str], where: str)
 
 
 def _names_parallelism(content: Mapping[str, Any], flags: Mapping[str, str]) -> bool:
-    """Whether the launcher hands over sizes of dimensions; a flag for a backend hides the file's section."""
-    if any(flag in flags for flag in _BACKENDS.values()):
-        return "use_parallelism_config" in flags
-    return content.get("parallelism_config", {}) != {}
+    """Whether the launcher hands sizes of dimensions to ranks; if a flag names a backend, the file's do not count."""
+    named = any(flag in flags for flag in _BACKENDS.values())
+    return "use_parallelism_config" in flags if named else content.get("parallelism_config", {}) != {}
 
 
 def _precision(args: Mapping[str, Any], where: str) -> str:
@@ -168,7 +167,7 @@ def _precision(args: Mapping[str, Any], where: str) -> str:
 
 
 def _backend(args: Mapping[str, Any], where: str) -> str | None:
-    """The flag of the backend that starts the ranks; None: one process."""
+    """Return the flag of the backend that starts the ranks; None if one process is started."""
     kind = args.get("distributed_type")
     kind = "NO" if kind is False else kind  # as YAML reads a bare NO
     if not isinstance(kind, str) or kind not in (*_BACKENDS, *_ONE_PROCESS):
@@ -181,7 +180,7 @@ def _backend(args: Mapping[str, Any], where: str) -> str | None:
 
 
 def _number(args: Mapping[str, Any], name: str, where: str) -> int:
-    value = args.get(name)
+    value: Any = args.get(name)
     if value is None and (name == "num_machines" or args.get("distributed_type") in (*_ONE_PROCESS, False)):
         return 1
     try:

@@ -15,7 +15,7 @@ import yaml
 from accel_sft.api.options import HIDDEN
 
 _SECRET = re.compile(r"key|(?<!control.)token|secret|passw|passphrase|credential", re.IGNORECASE)
-"""Found in names of secrets, but not in --control-tokens, which is none."""
+"""Matches names of secrets, but not --control-tokens, whose value is no secret."""
 _COUNT = re.compile(r"tokens", re.IGNORECASE)
 _ASSIGNED = re.compile(rf"(?i)([\w-]*(?:{_SECRET.pattern})[\w-]*\s*[=: ]\s*)\S.*")
 """A secret within a text of a launch file: `export HF_TOKEN=...`, `--api-key ...`."""
@@ -34,8 +34,8 @@ _IN_TEXT = tuple(
 
 
 def recordable(value: Any, name: str = "") -> Any:
-    """`value` as JSON can hold it, at any depth. HIDDEN replaces a value of any type under the name of a secret, except
-    a number of tokens; texts are `masked`."""
+    """Return `value` in a form that JSON can hold. At any depth, HIDDEN replaces a value that is named as a secret,
+    except a number of tokens, and texts are `masked`."""
     counts = isinstance(value, (int, float)) and _COUNT.search(name)
     if value is not None and _SECRET.search(name) and not counts:
         return HIDDEN
@@ -76,7 +76,7 @@ def _is_secret(name: str, text: str) -> bool:
 
 
 def without_secrets(content: Mapping[str, Any]) -> str | None:
-    """A launch file's content as YAML, without comments, and with HIDDEN for values named as secrets, in texts too."""
+    """Return a launch file's content as YAML, with HIDDEN for secrets, also within texts; None if it is empty."""
 
     def within(value: Any) -> Any:
         if isinstance(value, dict):
@@ -89,7 +89,7 @@ def without_secrets(content: Mapping[str, Any]) -> str | None:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """A command line for a shell, its program by name alone, without secrets."""
+    """Return a command line for a shell, with the name of its program but no folder, and without secrets."""
     program, *rest = masked_words(words)
     return shlex.join([Path(program).name, *rest])
 

@@ -13,8 +13,10 @@ from accel_sft.io.terminal import quiet, wrapped
 from accel_sft.io.text import printable
 from accel_sft.launch.accelerator import create_accelerator
 from accel_sft.launch.audit import audit, refuse
-from accel_sft.launch.describe import describe, recordable
-from accel_sft.launch.info import Launch, read_launch
+from accel_sft.launch.describe import describe
+from accel_sft.launch.info import Launch
+from accel_sft.launch.read import read_launch
+from accel_sft.launch.recordable import recordable
 
 _TOY = (
     "note: --model is tiny, a toy of a million random weights, which knows no language: good to see that all works, "
@@ -27,13 +29,13 @@ def start(
 ) -> tuple[Accelerator, Launch]:
     """Read the launch, audit it, build its Accelerator, and print the resolved launch and settings once.
 
-    The launch is read only here. Record the returned one: the launch file may be edited meanwhile.
+    Record the returned launch instead of reading it again: the launch file may be edited meanwhile.
 
     Args:
-        train: if False, only the settings that an evaluation uses are shown.
-        began_with: the precision of the run that is resumed or evaluated, for a launch that names none.
+        train: if False, this is an evaluation: only its settings are shown, and sequence parallelism is off.
+        began_with: the precision of the run that is resumed or evaluated, for a launch that names no precision.
     Raises:
-        UserError: every error of the audit.
+        UserError: the audit finds errors (one line each), or the launch cannot be used.
     """
     launch = read_launch()
     findings = audit(config, launch)
@@ -43,7 +45,7 @@ def start(
         if problem := launch_problem(config, accelerator.distributed_type.value, launch.stage):
             raise UserError(problem)
         if accelerator.is_main_process:
-            rows = [row for row in describe(accelerator, launch, config) if train or row[0] != "clipping"]
+            rows = [row for row in describe(accelerator, launch, config.max_grad_norm) if train or row[0] != "clipping"]
             width = max(len(name) for name, _ in rows)
             for name, value in rows:
                 print(wrapped(f"{name:<{width}}  {value}", width + 2), file=terminal)

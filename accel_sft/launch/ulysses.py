@@ -1,8 +1,8 @@
-"""Sequence parallelism by DeepSpeed's Ulysses: ranks share the tokens of each row and, in attention, its heads.
+"""Sequence parallelism by DeepSpeed's Ulysses: ranks share each row's tokens and, in attention, the heads.
 
-Each rank of a group computes with its part of a row's tokens. Around attention they exchange queries, keys and values,
-so that in attention each has all tokens for its part of the heads (Jacobs et al., 2023, arXiv 2309.14509; for models of
-transformers: Bekman et al., 2025, arXiv 2506.13996).
+Each rank of a group computes with its part of a row's tokens. Around attention the ranks exchange queries, keys and
+values, so that in attention each rank has all tokens for its part of the heads (Jacobs et al., 2023, arXiv 2309.14509;
+for models of transformers: Bekman et al., 2025, arXiv 2506.13996).
 """
 
 import contextlib
@@ -19,14 +19,14 @@ _shared: dict[str, Callable[..., Any]] = {}
 
 
 def sequence_ranks(accelerator: Accelerator) -> int:
-    """Ranks that share the tokens of each row; 1 without sequence parallelism."""
+    """Return how many ranks share the tokens of each row; 1 without sequence parallelism."""
     dimensions = accelerator.parallelism_config
     return dimensions.sp_size if dimensions else 1
 
 
 def prepare(accelerator: Accelerator, model: Any, *more: Any) -> Any:
-    """`accelerator.prepare`. Under sequence parallelism, attention over a group is active only inside `shared_rows`;
-    outside, attention of whole rows stays as it was, with its masks.
+    """Call `accelerator.prepare`. Under sequence parallelism, attention over a group is then active only inside
+    `shared_rows`; outside, attention is over whole rows, with masks, as before.
 
     Raises:
         UserError: the model cannot be trained with sequence parallelism.
@@ -42,9 +42,8 @@ def prepare(accelerator: Accelerator, model: Any, *more: Any) -> Any:
     except ValueError as error:  # DeepSpeed or Accelerate cannot divide the heads or cut the layers
         line = first_line(error)
         raise UserError(f"sequence parallelism over {ranks} ranks: {line}; train with z3.yaml instead") from error
-    # DeepSpeed replaces the attention of every forward by its own, which knows no mask
-    _shared[name] = ALL_ATTENTION_FUNCTIONS[name]
-    del ALL_ATTENTION_FUNCTIONS[name]
+    # DeepSpeed has replaced every forward's attention by its own, which knows no mask: keep that for `shared_rows`
+    _shared[name] = ALL_ATTENTION_FUNCTIONS.pop(name)
     return prepared
 
 
@@ -57,4 +56,4 @@ def shared_rows() -> Iterator[None]:
         yield
     finally:
         for name in _shared:
-            del ALL_ATTENTION_FUNCTIONS[name]
+            ALL_ATTENTION_FUNCTIONS.pop(name)

@@ -2,22 +2,22 @@
 
 `forward_bytes` and `logits_bytes` count everything that is held at some time: on a CPU the heap keeps freed memory, so
 the parts add up. A GPU's allocator reuses freed memory, so there `peak_bytes` gives the most that is held at one
-moment, gradients in flight included; its terms were read off the simulation, and benchmarks/plan_simulation.py compares
-both.
+moment, gradients in flight included; its terms were read off simulations, and benchmarks/plan_simulation.py compares
+the two.
 
 What autograd saves was counted tensor by tensor (`saved_tensors_hooks`) on small models of transformers 5.23 in
-bfloat16, float32 and float32 under autocast, full and with an adapter; the formulas below agree with it within 1%, and
-tests/tools/test_plan.py counts again.
+bfloat16, float32 and float32 under autocast, trained whole or by an adapter; the formulas below agree with the counts
+within 1%, and tests/tools/test_plan.py counts again.
 """
 
 from accel_sft.memory.job import MOST_LOGITS, Job
 from accel_sft.memory.shape import Block
 
 _CAPPED = ("gemma2",)
-"""Families with soft caps on scores and logits. transformers 5.23 has no fused attention for them: scores are kept."""
+"""Families with soft caps on scores and logits. transformers 5.23 has no fused attention for them: it keeps scores."""
 _SCORE, _SCORE_BACKWARD = 8, 6
-"""Bytes per attention score where attention is not fused. The forward keeps the first: the capped score, and its
-softmax in float32 and in the computing type. The backward needs the second on top."""
+"""Bytes per attention score where attention is not fused. The forward keeps _SCORE: the capped score, and its softmax
+in float32 and in the computing type. The backward needs _SCORE_BACKWARD on top."""
 _FLOAT32_NORMS = ("gemma",)
 """Families whose norms multiply by their weight in float32 and keep the float32 values for the backward."""
 LOGIT = 12
@@ -31,7 +31,7 @@ _INNER_NORM = 8
 
 
 def block_bytes(job: Job, block: Block) -> float:
-    """Bytes that one block keeps for one token, without recomputation."""
+    """Bytes that one block keeps for one token, without gradient checkpointing."""
     e, hidden = job.computes_bytes, job.shape.hidden_size
     by_group = {
         group: [m for m in block.matrices if m.group == group] for group in ("attention", "feed_forward", "experts")
@@ -45,9 +45,9 @@ def block_bytes(job: Job, block: Block) -> float:
         wide = [m for m in by_group[group] if m.inputs == hidden and m not in inner and m.outputs > 1]
         for last in inner[:1]:
             copies = last.active
-            out = sum(m.outputs for m in wide if m.copies == last.copies)
-            gated = 2 if out >= 2 * last.inputs else 1  # the activated gate, and its product with up
-            kept += e * copies * (out + gated * last.inputs)
+            outputs = sum(m.outputs for m in wide if m.copies == last.copies)
+            gated = 2 if outputs >= 2 * last.inputs else 1  # the activated gate, and its product with up
+            kept += e * copies * (outputs + gated * last.inputs)
             if last.copies > 1:  # a token's hidden state goes to each of its experts, and comes back
                 kept += 2 * e * copies * hidden
     if job.is_frozen:
@@ -123,8 +123,8 @@ def forward_bytes(job: Job) -> float:
 
 
 def logits_bytes(job: Job) -> float:
-    """Bytes that head and loss hold at once: `LOGIT` and a soft cap's for each logit, and the head's inputs where it is
-    fused or works in pieces."""
+    """Bytes that head and loss hold at once: `LOGIT` and those of a soft cap for each logit, and the head's inputs if
+    the head is fused or works in pieces."""
     each = LOGIT + _cap_bytes(job)
     vocabulary, e, hidden = job.shape.vocab_size, job.computes_bytes, job.shape.hidden_size
     if job.head == "fused":
@@ -148,7 +148,7 @@ def peak_bytes(job: Job) -> dict[str, float]:
     stream = t * shape.hidden_size * (4 if cast else e)
     head_weights = shape.vocab_size * shape.hidden_size
     held = 0 if frozen or not shape.tied else (4 if cast else e) * head_weights  # a tied head's gradient
-    inside = e * sum(block.count * block.parameters for block in shape.blocks) if cast else 0  # weights that were cast
+    inside = e * sum(block.count * block.parameters for block in shape.blocks) if cast else 0  # copies by autocast
     casts = {"forward": inside, "backward": inside}
     if job.gradient_checkpointing:
         casts["backward"] = e * shape.largest_block if cast else 0
@@ -158,7 +158,7 @@ def peak_bytes(job: Job) -> dict[str, float]:
         for block in shape.blocks
     ]
     if job.gradient_checkpointing:
-        kept = stream * shape.layers
+        kept: float = stream * shape.layers
         again = max((size + merged + _block_backward(job, block) for size, merged, block in blocks), default=0)
     else:
         kept = sum(block.count * (size + merged) for size, merged, block in blocks)
@@ -179,7 +179,8 @@ def peak_bytes(job: Job) -> dict[str, float]:
 
 def _head_bytes(job: Job, gradient: float) -> tuple[float, float]:
     """Bytes of head and loss in the forward, and in the backward together with the `gradient` bytes of the head's
-    weights. A head in pieces adds the gradients of its first two pieces into a third tensor, and later ones to that."""
+    weights. A head in pieces adds the gradients of its first two pieces into a third tensor, and the
+    gradients of later pieces to that tensor."""
     vocabulary, e, s = job.shape.vocab_size, job.computes_bytes, job.supervised_tokens
     narrow = e if e < 4 else 0
     most = max(MOST_LOGITS // vocabulary, 1)
@@ -213,7 +214,7 @@ def _block_backward(job: Job, block: Block) -> float:
         wide = max(wide, out * (2 if adapts_in_float32 else 1))
         copied = max([copied, *(m.active * hidden for m in into if m.copies > 1)])
     stream = hidden * (4 if job.autocast and not job.is_frozen else e)
-    scores = _SCORE_BACKWARD * _scores(job) - 2 * job.tokens * e * wide  # the feed-forward's part is gone by then
+    scores = _SCORE_BACKWARD * _scores(job) - 2 * job.tokens * e * wide  # the feed-forward's part is freed by then
     return max(job.tokens * e * (wide + copied), scores) + job.tokens * stream + _experts_gradient(job, block)
 
 

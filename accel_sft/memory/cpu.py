@@ -1,9 +1,9 @@
 """Host memory of a rank that trains on a CPU: the states, and what its process, heap and collectives take besides.
 
-The trainer has glibc keep freed blocks of up to 32 MiB (launch/environment.py), so memory that a forward, an engine's
-building or an exchange once took stays resident: phases add up, where a GPU's allocator would reuse the memory.
+The trainer has glibc keep freed blocks of up to 32 MiB (launch/environment.py), so memory that a forward, the building
+of an engine or an exchange once took stays resident. Phases therefore add up, while a GPU's allocator would reuse it.
 benchmarks/plan_accuracy.py measured what stays. The constants below are fitted to the cases that it calls fitted; it
-prints their error on the others.
+prints their error on the other cases.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ PROCESS_BYTES = {"deepspeed": 0.412 * GIB, "ddp": 0.387 * GIB}
 GROWTH_BYTES = 0.12 * GIB
 """Bytes by which a rank grows until its first step has ended: imports, compiled code and caches."""
 HEAP = 1.3
-"""What a forward and its backward leave in the heap, as a multiple of what the forward keeps: the gradients of
-activations are added, and a freed block does not fit every later request."""
+"""What a forward and its backward leave in the heap, as a multiple of what the forward keeps: more than 1, because the
+gradients of activations come on top, and a freed block does not fit every later request."""
 KEPT_FULL = {
     "ddp": (0.04, 3.0),
     0: (0.08, 0.5),
@@ -37,9 +37,9 @@ KEPT_ADAPTER = {
     "offload": (0.11, 0.45),
     "offload 3": (0.42, 2.4),
 }
-"""What heap and collectives keep, in GiB and in bytes per parameter, by backend or ZeRO stage: when all weights are
-trained, and when they are frozen below an adapter. It is made of DDP's first buckets, which DDP replaces by ones in
-another order, weights from before they were flattened or sharded, gathered and merged weights, and exchange buffers."""
+"""What heap and collectives keep, in GiB and in bytes per parameter, by backend or ZeRO stage: KEPT_FULL if all weights
+are trained, KEPT_ADAPTER if they are frozen below an adapter. These are DDP's first buckets, which DDP replaces by ones
+in another order, weights before flattening or sharding, gathered and merged weights, and exchange buffers."""
 BEFORE_MOMENTS = 0.5
 """Share of AdamW's moments that reuses freed blocks in the first step: the moments are allocated after its backward."""
 SAVED_ANEW = 0.25
@@ -60,9 +60,9 @@ def on_cpu(job: Job, at: Placed, forward: Mapping[str, float], checkpoint_bytes:
     """Bytes by phase and component of a rank that trains on a CPU.
 
     Args:
-        at: model states; device and host are one memory and are added up.
-        forward: as in `closed.assemble`.
-        checkpoint_bytes: of one checkpoint file.
+        at: model states, those of device and host added up, which are one memory here.
+        forward: as in `closed_form.assemble`.
+        checkpoint_bytes: bytes of one checkpoint file.
     """
     backend = "deepspeed" if job.launch.backend == "deepspeed" else "ddp"
     start = PROCESS_BYTES[backend]

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 PHASES = ("load", "shard", "first_step", "step", "evaluate", "save", "export")
 """Phases of a run, in order. `first_step` is from the first forward to the first update; `step` is any later step."""
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
-"""Parts of a rank's memory. `buffers`: what is exchanged, gathered, copied or staged, and the rounding of pinned
-memory; `overhead`: the process itself, its libraries and contexts, and what the allocator wastes."""
+"""Parts of a rank's memory. `buffers`: communication buckets, gathered weights, copies for a disk or another device,
+freed memory that the heap keeps; `overhead`: the process, its libraries, the CUDA context, a GPU allocator's gaps."""
 
 Memory = Mapping[str, Mapping[str, float]]
 """phase -> component -> bytes. A missing phase or component was not estimated; one that takes no memory is 0."""
@@ -18,10 +18,9 @@ class Estimate:
     """The most memory that a rank of a job takes within each phase.
 
     Attributes:
-        method: `closed form`, `simulation` or `probe`.
+        method: `closed form` (computed from the model's shape) or `probe` (measured in two steps of the run).
         device: memory of one rank's accelerator; {} where ranks train on the CPU.
-        host: memory of one rank's process; for `method` closed form the private part of it (USS), since ranks share
-            their libraries' code.
+        host: resident memory of one rank's process, the pages that it shares with other ranks included.
         local_ranks: ranks on one machine, for `host_peak_bytes`.
         notes: what the numbers rest on, one sentence each.
         failure: why a probe measured nothing. The job then counts as one that does not fit.
@@ -51,7 +50,8 @@ class Estimate:
         return max(found, key=found.__getitem__) if found else None
 
     def fits(self, gpu_memory: float | None, host_memory: float | None) -> bool:
-        """Whether these bytes of an accelerator and of host memory are enough; None: unknown, not compared."""
+        """Whether the job fits into `gpu_memory` bytes of each accelerator and `host_memory` bytes of each machine. A
+        memory of None is not compared."""
         return not self.failure and not self.over(gpu_memory, host_memory)
 
     def over(self, gpu_memory: float | None, host_memory: float | None) -> tuple[str, ...]:

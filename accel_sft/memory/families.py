@@ -1,9 +1,10 @@
-"""Counts a model's parameters from its config.json alone, for the families whose layers are known. No torch.
+"""Counts a model's parameters from its config.json alone, for families whose layers are known; without torch.
 
 The layers are those of transformers 5.23; tests/tools/test_plan.py builds each family on the meta device and compares.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -70,7 +71,7 @@ _TEXT_OF = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-"""The family of a multimodal model's language model, by the `model_type` of its text configuration."""
+"""The family of a multimodal model's language model, by the `model_type` of its text configuration, or else its own."""
 
 
 def text_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -89,7 +90,7 @@ def count(config: Mapping[str, Any], stored: int | None = None) -> ModelShape | 
 
     Args:
         config: the content of config.json.
-        stored: parameters in the weight files, where known. Those beyond the language model are counted as `other`.
+        stored: number of parameters in the weight files, if known. Those beyond the language model count as `other`.
     """
     text, multimodal = text_config(config)
     name = str(text.get("model_type"))
@@ -158,15 +159,13 @@ def _gated(hidden: int, inner: int, fused: bool = False, bias: bool = False) -> 
 def _experts(family: Family, text: Mapping[str, Any], hidden: int) -> list[Matrix]:
     """Router and experts are plain parameters since transformers 5; a shared expert is made of linear layers."""
     copies = int(text.get("num_experts") or text["num_local_experts"])
-    inner, active = (
-        int(text.get("moe_intermediate_size") or text["intermediate_size"]),
-        int(text["num_experts_per_tok"]),
-    )
-    fused, one = {"group": "experts", "copies": copies, "active": active, "is_linear": False}, family.lora_in_experts
+    inner = int(text.get("moe_intermediate_size") or text["intermediate_size"])
+    active, ranks = int(text["num_experts_per_tok"]), int(family.lora_in_experts)
+    fused = functools.partial(Matrix, group="experts", copies=copies, active=active, is_linear=False)
     found = [
-        Matrix(name="gate", inputs=hidden, outputs=copies, group="experts", is_linear=False, lora_ranks=int(one)),
-        Matrix(name="gate_up_proj", inputs=hidden, outputs=2 * inner, lora_ranks=2 * one, **fused),
-        Matrix(name="down_proj", inputs=inner, outputs=hidden, lora_ranks=int(one), **fused),
+        Matrix(name="gate", inputs=hidden, outputs=copies, group="experts", is_linear=False, lora_ranks=ranks),
+        fused(name="gate_up_proj", inputs=hidden, outputs=2 * inner, lora_ranks=2 * ranks),
+        fused(name="down_proj", inputs=inner, outputs=hidden, lora_ranks=ranks),
     ]
     if shared := text.get("shared_expert_intermediate_size"):
         found += _gated(hidden, int(shared))
@@ -186,7 +185,7 @@ def _given(bias: bool | str, text: Mapping[str, Any]) -> bool:
 
 
 def _vision(vision: Mapping[str, Any]) -> int:
-    """Approximate parameters of a vision tower: attention and a feed-forward of two matrices in each block."""
+    """Estimate a vision tower's number of parameters: attention and a feed-forward of two matrices in each block."""
     width = int(vision.get("embed_dim") or vision.get("hidden_size") or 0)
     depth = int(vision.get("depth") or vision.get("num_hidden_layers") or 0)
     inner = int(vision.get("intermediate_size") or width * vision.get("mlp_ratio", 4))

@@ -1,4 +1,4 @@
-"""`Job`: what is trained, on what, and how. Each answer of `plan` (closed form, simulation, probe) is about a job."""
+"""`Job`: what is trained, on what, and how. Each answer of `plan` (closed form, probe) is about a job."""
 
 import dataclasses
 
@@ -13,12 +13,12 @@ REDUCED = {"bf16": 2, "fp16": 2}
 IN_4_BITS = 0.5 + (1 + 4 / 256) / 64
 """Bytes of one element in NF4: half a byte, plus an 8-bit scale for every 64 elements and a 4-byte scale for every 256
 of those scales."""
-AS_CONFIGURED = ("adapter", "lora_r", "lora_dropout", "use_dora", "lora_init", "lora_modules_to_save")
+AS_CONFIGURED: tuple[str, ...] = ("adapter", "lora_r", "lora_dropout", "use_dora", "lora_init", "lora_modules_to_save")
 AS_CONFIGURED += ("lora_target_parameters", "load_in_4bit", "optimizer", "dtype", "gradient_checkpointing")
 """Attributes of a job that have the name and the value of a setting."""
 MOST_LOGITS = 2**25
-"""Most logits that a head in pieces holds at once. A copy of `batching.loss.MOST_LOGITS`, whose module imports torch; a
-test compares them."""
+"""Maximum number of logits (tokens times vocabulary) that a head in pieces holds at once: 128 MiB in float32, and about
+three times that in a backward."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Job:
 
     Attributes:
         shape: the model's shape.
-        launch: backend, ZeRO stage, offload, precision and ranks; `Launch.from_yaml` reads one without starting it.
+        launch: backend, ZeRO stage, offload, precision and ranks; `launch_of_yaml` reads one without starting it.
         device: `cuda`, or `cpu`, where ranks train in host memory.
         dtype: the value of `--dtype`.
         stored_bytes: bytes of one element in the weight files.
@@ -41,7 +41,7 @@ class Job:
         head: `labelled`, `everywhere`, `pieces` or `fused`, as in `batching.loss.HEADS`.
         dense_mask: whether attention takes a mask of tokens by tokens, as the layouts `shared` and `packed` give sdpa.
         eval_rows: answers generated at once during the run; 0: none are generated.
-        eval_tokens: tokens of the longest of them, its prompt included; 0: as many as a row of the forward has.
+        eval_tokens: tokens of the longest of these answers with its prompt; 0: as many as a row of the forward has.
         saves: whether checkpoints are written.
     """
 
@@ -95,8 +95,8 @@ class Job:
 
     @property
     def autocast(self) -> bool:
-        """Whether float32 weights compute in a reduced precision, as with one process and DDP. Under DeepSpeed and
-        FSDP2 the forward's weights are in that precision themselves."""
+        """Whether autocast computes in a reduced precision from float32 weights, as with one process and DDP. Under
+        DeepSpeed and FSDP2 the forward's weights are in that precision themselves."""
         return self.launch.backend not in ("deepspeed", "fsdp") and self.computes_bytes < 4
 
     @property
@@ -111,11 +111,12 @@ class Job:
 
     @property
     def _in_matrices(self) -> int:
-        """Trained parameters that Muon would update: those of matrices within the blocks, or of an adapter's."""
+        """Number of trained parameters that Muon would update: those in matrices of the blocks, or of an adapter."""
         if self.adapter == "none":
             return self.shape.block_matrices
-        besides = self.lora_target_parameters, self.lora_modules_to_save
-        return self.shape.trained(self.adapter, self.lora_r, self.target_modules, *besides)
+        return self.shape.trained(
+            self.adapter, self.lora_r, self.target_modules, self.lora_target_parameters, self.lora_modules_to_save
+        )
 
     @property
     def _beside_matrices(self) -> int:

@@ -1,4 +1,4 @@
-"""Lengths of a task's tokenized examples: each training run keeps them in the cache, `plan` reads them. No torch."""
+"""Keeps the lengths of a task's tokenized examples in the cache: runs write them, `plan` reads them. Without torch."""
 
 import contextlib
 import dataclasses
@@ -20,10 +20,10 @@ class Lengths:
     """Tokens of a task's training examples.
 
     Attributes:
-        longest: most tokens in one example.
-        longest_supervised: most tokens with a loss in one example.
+        longest: number of tokens of the longest example.
+        longest_supervised: maximum number of supervised tokens in one example.
         mean, mean_supervised: the same two, as means over all examples.
-        source: what they were taken from, in words.
+        source: what the numbers were taken from, in words.
     """
 
     longest: int
@@ -38,7 +38,7 @@ def keep(task: Task, config: TrainConfig, lengths: Any, supervised: Any) -> None
     that cannot be written is ignored: nothing depends on it.
 
     Args:
-        lengths, supervised: tokens of each training example, and those with a loss, as arrays.
+        lengths, supervised: numbers of tokens, and of supervised tokens, of each training example, as arrays.
     """
     about = {
         "longest": int(lengths.max()),
@@ -58,8 +58,8 @@ def keep(task: Task, config: TrainConfig, lengths: Any, supervised: Any) -> None
 
 
 def read(task: Task, config: TrainConfig) -> Lengths:
-    """Lengths of the task's examples under these settings, which must be resolved: those that the last run here kept,
-    else `--max-length` for every example, with a loss on every token."""
+    """Return lengths of the task's examples under these settings, which must be resolved: those that the last run here
+    kept, or else `--max-length` supervised tokens for every example."""
     found = cache.find(_KIND, _key(task, config))
     if found:
         return Lengths(**found[1], source="of the data as it was tokenized here last")

@@ -1,7 +1,7 @@
 """Reads the shape of the model that `--model` names from its configuration, without its weights; a model of an unknown
-family is built without memory."""
+family is built on the meta device."""
 
-import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from accel_sft.memory.families import count, text_config
 from accel_sft.memory.job import BYTES
 from accel_sft.memory.shape import Block, Matrix, ModelShape
 
-_INDEX = "model.safetensors.index.json"
 _MOST_LAYERS, _MOST_WIDE = 10_000, 2**31
 _SIZES = {"num_hidden_layers": _MOST_LAYERS, "hidden_size": _MOST_WIDE, "vocab_size": _MOST_WIDE}
 _SIZES |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), _MOST_WIDE)
@@ -29,33 +28,25 @@ def read_shape(config: dict[str, Any], name: str, folder: Path | None = None) ->
     Args:
         config: the content of config.json.
         name: as the user named the model, for errors.
-        folder: where the weight files are, if they are here.
+        folder: where the weight files are, if they are on this machine.
     Raises:
-        UserError: the family is unknown, and transformers cannot build it.
+        UserError: the family is unknown, and transformers cannot build the model.
     """
     stored = stored_parameters(folder) if folder else None
     return count(config, stored) or on_meta_device(config, name)
 
 
 def stored_parameters(folder: Path) -> int | None:
-    """Parameters in a folder's safetensors files, from their headers; None if there are none or a header is damaged."""
-    index = folder / _INDEX
-    files = sorted(folder.glob("*.safetensors"))
-    if index.is_file() and not files:
-        return None
+    """Parameter count by the headers of a folder's safetensors files; None without files or if one cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
     total = 0
-    for file in files:
-        with file.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            if size > file.stat().st_size:
-                return None
-            header = json.loads(opened.read(size))
-        for key, tensor in header.items():
-            if key != "__metadata__":
-                elements = 1
-                for length in tensor["shape"]:
-                    elements *= length
-                total += elements
+    try:
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, framework="np") as opened:
+                total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+    except (SafetensorError, OSError):
+        return None
     return total or None
 
 
@@ -88,10 +79,10 @@ def stored_bytes(config: dict[str, Any]) -> int:
 
 
 def on_meta_device(config: dict[str, Any], name: str) -> ModelShape:
-    """The shape of a model of any family that transformers knows, built without memory in seconds. Imports torch.
+    """Build a model of any family that transformers knows, without memory, in seconds; return its shape. Imports torch.
 
     Raises:
-        UserError: transformers is not there, or cannot build it.
+        UserError: transformers is not installed, or cannot build the model.
     """
     kind = config.get("model_type")
     try:
@@ -104,7 +95,7 @@ def on_meta_device(config: dict[str, Any], name: str) -> ModelShape:
         ) from None
     try:
         settings = AutoConfig.for_model(**config)
-        auto = next(
+        auto: Any = next(
             (
                 each
                 for each in (AutoModelForCausalLM, AutoModelForImageTextToText)
@@ -159,7 +150,7 @@ def _block(module: Any, active: int | None) -> Block:
     """One block: its linear layers and experts as matrices, the rest as vectors.
 
     Args:
-        active: experts that a token is sent to, if there are any.
+        active: number of experts that a token is sent to; None without experts.
     """
     import torch
 
@@ -169,7 +160,7 @@ def _block(module: Any, active: int | None) -> Block:
         owner, _, own = name.rpartition(".")
         layer = module.get_submodule(owner)
         is_linear = isinstance(layer, torch.nn.Linear)
-        if own == "bias" and is_linear:  # counted with its matrix
+        if own == "bias" and is_linear:  # a bias is counted with its matrix
             continue
         if parameter.ndim not in (2, 3):
             vectors += parameter.numel()
@@ -196,4 +187,4 @@ def _group(name: str, is_linear: bool, copies: int) -> str:
         return "experts"
     if "attn" in name or "attention" in name:
         return "attention"
-    return "feed_forward" if is_linear else "experts"  # a router
+    return "feed_forward" if is_linear else "experts"  # otherwise a router

@@ -1,4 +1,4 @@
-"""`ModelShape`: a model's parameters by group and by block, for the model of memory. Standard library only."""
+"""`ModelShape`: a model's parameters by group and by block, for estimates of memory. Without torch."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ class Matrix:
         copies: how many equal matrices the block has (experts).
         active: how many of the copies a token is multiplied by.
         is_linear: whether it is a linear layer of its own, which an adapter can be put on.
-        lora_ranks: ranks that LoRA on all linear layers gives each copy, in multiples of --lora-r; peft 0.21 adapts the
-            fused experts and the router of some families.
+        lora_ranks: rank that LoRA on all linear layers gives each copy, in multiples of --lora-r; above 0 for fused
+            experts and routers of some families too, which peft 0.21 adapts.
     """
 
     name: str
@@ -72,7 +72,7 @@ class ModelShape:
         positions: rows of a learned embedding of positions; 0 without one.
         other: parameters that text does not reach; always frozen.
         source: what the parameters were counted from, in words.
-        moe: whether it has experts.
+        moe: whether the model has experts.
     """
 
     family: str
@@ -123,18 +123,18 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters in blocks and head that a token is multiplied by; of the experts, the chosen ones."""
+        """Number of parameters in blocks and head that a token is multiplied by; of experts, only the chosen."""
         inside = sum(block.count * _active(block) for block in self.blocks)
         return inside + self.vocab_size * self.hidden_size
 
     @property
     def largest_block(self) -> int:
-        """Parameters of the largest block."""
+        """Number of parameters of the largest block."""
         return max((block.parameters for block in self.blocks), default=0)
 
     @property
     def largest_tensor(self) -> int:
-        """Parameters of the largest single tensor: usually the embedding."""
+        """Number of parameters of the largest single tensor: usually the embedding."""
         single = [m.copies * m.inputs * m.outputs for block in self.blocks for m in block.matrices]
         return max([self.vocab_size * self.hidden_size, *single])
 
@@ -168,7 +168,7 @@ class ModelShape:
         if adapter == "none":
             return self.parameters - self.other
         extra, rank = 0, lora_r
-        if adapter == "adalora":  # it starts with more ranks, and has a vector besides
+        if adapter == "adalora":  # AdaLoRA starts with a larger rank, and has a vector besides
             extra, rank = 1, lora_r * 3 // 2 + 1
         saved = set(names_of(modules_to_save))
         on = [m for m in self.adapted(adapter, target_modules) if m[2].name not in saved]
@@ -176,13 +176,13 @@ class ModelShape:
         return sum(count * ranks * rank * (matrix.inputs + matrix.outputs + extra) for count, ranks, matrix in on)
 
     def lengths(self, target_modules: str = ALL_LINEAR, modules_to_save: str | None = None) -> int:
-        """Number of lengths that DoRA trains: one for each row of the adapted matrices."""
+        """Number of magnitudes that DoRA trains: one for each row of the adapted matrices."""
         saved = set(names_of(modules_to_save))
         on = self.adapted("lora", target_modules)
         return sum(count * matrix.outputs for count, _, matrix in on if matrix.name not in saved)
 
     def saved(self, modules_to_save: str | None) -> int:
-        """Parameters of the modules that `--lora-modules-to-save` names.
+        """Number of parameters of the modules that `--lora-modules-to-save` names.
 
         Raises:
             UserError: a named module whose parameters are not counted by themselves.
@@ -208,11 +208,10 @@ class ModelShape:
         return found
 
     def adapted(self, adapter: str, target_modules: str = ALL_LINEAR) -> Iterator[tuple[int, int, Matrix]]:
-        """The matrices that an adapter is put on, each after its count in the model and its ranks in multiples of
-        --lora-r.
+        """Yield each matrix that an adapter is put on, after its count in the model and its rank in units of --lora-r.
 
         Raises:
-            UserError: a name that no linear layer of a block has.
+            UserError: `target_modules` has a name that no linear layer of a block has.
         """
         names = set(names_of(target_modules))
         every = [(block.count, m) for block in self.blocks for m in block.matrices]

@@ -27,12 +27,12 @@ class Placed:
     """One rank's bytes in one place, device or host, between forwards unless another moment is named.
 
     Attributes:
-        weights: the weights that compute, or their shard.
+        weights: the weights that forwards compute with, or a shard of them.
         master: float32 copies of the trained weights.
         moments: AdamW's moments, from the first step on.
         held: gradients that outlive the update (DDP's buckets, offloaded partitions).
         gradients: gradients of one step at the end of its last backward, besides `held`.
-        in_flight: the largest tensor's gradient, before it has gone where gradients are kept.
+        in_flight: the largest tensor's gradient, before it is moved to where gradients are kept.
         update: further gradients while the optimizer steps: copies, casts, flattened ones.
         gathered: whole weights that a forward or backward has gathered or cast.
         buffers: buffers for exchange, staging and swapping, allocated once.
@@ -56,7 +56,7 @@ class Placed:
 
 
 def placed(job: Job) -> tuple[Placed, Placed]:
-    """What a rank keeps on its device, and in host memory for it; on a CPU the two are one memory."""
+    """Return what a rank keeps on its device, and what in host memory; on a CPU the two are one memory."""
     if job.launch.backend == "fsdp":
         return _fsdp(job)
     if job.launch.backend != "deepspeed":
@@ -65,9 +65,9 @@ def placed(job: Job) -> tuple[Placed, Placed]:
 
 
 def least_bytes(job: Job) -> tuple[float, float]:
-    """Lower bounds of the bytes that a rank needs on its device and on the host: those of the model states alone."""
-    device, host = placed(job)
-    return tuple(each.weights + each.master + each.moments + each.held for each in (device, host))
+    """Return lower bounds of the bytes that a rank needs on its device and on the host: the model states alone."""
+    device, host = (each.weights + each.master + each.moments + each.held for each in placed(job))
+    return device, host
 
 
 def weights_bytes(job: Job) -> float:
@@ -94,7 +94,7 @@ def _data_parallel(job: Job) -> Placed:
 
 def _stage_0(job: Job) -> tuple[Placed, Placed]:
     """DeepSpeed without sharding. In half precision all gradients are cast to float32 for the update, and building the
-    optimizer steps once on zeros: that takes a gradient and both moments, which are freed again."""
+    optimizer steps once on zeros: that takes a gradient and both moments, which are then freed."""
     trained, e = job.trained, job.computes_bytes
     if e == 4:
         gradients = FLOAT32 * trained
@@ -132,14 +132,16 @@ def _stages_1_and_2(job: Job) -> tuple[Placed, Placed]:
         device.update = e * share + FLOAT32 * share
         device.sharding = flattening
         return device, Placed()
-    device.in_flight, device.buffers, device.sharding = largest, buffers + largest, flattening
+    device.in_flight = largest
+    device.buffers += largest
+    device.sharding = flattening
     host = Placed(master=MASTER * share, moments=MOMENTS * share, held=FLOAT32 * share + e * share)
     host.buffers = e * share + largest
     return device, host
 
 
 def _stage_3(job: Job) -> tuple[Placed, Placed]:
-    """Parameters are sharded, and a gathered one stays if it is used again within `stage3_max_reuse_distance`. So a
+    """Parameters are sharded; one that is used again within `stage3_max_reuse_distance` stays gathered. So a
     model of up to half a billion parameters stays whole, whatever its largest layer; DeepSpeed's estimator counts 4
     bytes per parameter of the largest layer only."""
     trained, e, n = job.trained, job.computes_bytes, job.ranks
@@ -171,10 +173,10 @@ def _stage_3(job: Job) -> tuple[Placed, Placed]:
 
 
 def live_parameters(job: Job) -> float:
-    """Most elements that stage 3 keeps gathered at once: those that the step uses again soon.
+    """Return the maximum number of elements that stage 3 keeps gathered at once: those that the step uses again soon.
 
     The distance from a layer's forward to its backward counts the layers in between twice, so half of
-    `stage3_max_reuse_distance` stays gathered; recomputation counts them three times, so a third stays.
+    `stage3_max_reuse_distance` stays gathered; gradient checkpointing counts them three times: a third stays.
     """
     reuse = _zero(job, "stage3_max_reuse_distance", _MAX_LIVE)
     passes = 3 if job.gradient_checkpointing else 2
@@ -202,7 +204,7 @@ def _fsdp(job: Job) -> tuple[Placed, Placed]:
 
 
 def _zero(job: Job, key: str, default: Any) -> float:
-    """A number of the DeepSpeed JSON. `auto` is what Accelerate fills in from the hidden size, else the default."""
+    """Return a number of the DeepSpeed JSON; for `auto`, what Accelerate makes of the hidden size, else `default`."""
     zero: Mapping[str, Any] = job.launch.zero
     value, hidden = zero.get(key, default), job.shape.hidden_size
     if value == "auto":

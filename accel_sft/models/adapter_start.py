@@ -1,8 +1,8 @@
 """PiSSA and OLoRA: a LoRA that begins as a part of its base's weights, while the base keeps the rest.
 
-A file of the run holds the adapter's first values. A resumed run subtracts the same bits from the same weights, which a
-new decomposition might not give; an export subtracts them from the adapter, so that plain peft adds the difference to
-the original base.
+A file of the run holds the adapter's first values. With it, a resumed run subtracts the same bits from the weights, as
+a new decomposition might not; and an export subtracts the first values from the trained adapter, so that plain peft can
+add the difference to the original base.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ def split(adapted: Any, kind: str, start: Path | None) -> None:
             of a QR decomposition).
         start: the file that `keep` wrote, to take the matrices from; None: decompose the weights.
     Raises:
-        UserError: the adapter is on other layers than plain linear ones, or its rank is larger than theirs.
+        UserError: the adapter is on other layers than plain linear ones, or its rank is larger than a layer allows.
     """
     from peft.tuners.lora import Linear
     from safetensors.torch import load_file
@@ -46,7 +46,7 @@ def split(adapted: Any, kind: str, start: Path | None) -> None:
         base, matrices = layer.get_base_layer(), _matrices(name, layer)
         original = base.weight.data
         if stored is None:
-            base.weight.data = original.clone()  # peft subtracts in place, and rounds otherwise than below
+            base.weight.data = original.clone()  # a copy: peft subtracts in place, with other rounding than below
             layer.pissa_init(_NAME, kind) if kind == "pissa" else layer.olora_init(_NAME)
         else:
             for key, parameter in matrices.items():

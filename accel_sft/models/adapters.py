@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from accel_sft.api.adapters import ADAPTERS, SPLITS
+from accel_sft.api.adapters import ADAPTERS, SPLITS, names_of
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, first_line
 from accel_sft.launch import host_memory
@@ -27,18 +27,18 @@ class Adapter:
     """The peft part of an adapter type. The base class serves models without an adapter, or with one of an unknown
     type.
 
-    A type that can be added to the weights also has its class of layers in `_layers`.
+    For a type that can be added to the weights, `_layers` must know its class of layers.
     """
 
     def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
-        """The PeftConfig of a new adapter; `common` are arguments that those of all types take."""
+        """Return the PeftConfig of a new adapter; `common` are arguments that the PeftConfigs of all types take."""
         raise NotImplementedError
 
     def after_step(self, model: Any, step: int) -> None:
         """Called after optimizer step `step` (from 0), before its gradients are cleared."""
 
     def extra_state(self, model: Any) -> ExtraState:
-        """What a checkpoint must hold besides weights and optimizer state."""
+        """Return what a checkpoint must hold besides weights and optimizer state."""
         return {}
 
     def set_extra_state(self, model: Any, state: ExtraState) -> None:
@@ -51,27 +51,33 @@ class Lora(Adapter):
     def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
         from peft import LoraConfig
 
-        scale = {"use_rslora": settings.use_rslora, "use_dora": settings.use_dora}
-        return LoraConfig(r=settings.lora_r, **scale, **common)
+        return LoraConfig(r=settings.lora_r, use_rslora=settings.use_rslora, use_dora=settings.use_dora, **common)
 
 
 class AdaLora(Adapter):
     """AdaLoRA (Zhang et al., 2023): ranks shrink from 1.5 r to r between a tenth and two thirds of the run."""
 
     KINDS = ("ipt", "exp_avg_ipt", "exp_avg_unc")
-    """The allocator's attributes that hold the importance of each parameter's directions."""
+    """Attributes of peft's rank allocator that hold the importance of each element of the adapter's parameters."""
 
     def config(self, settings: TrainConfig, total_steps: int, common: dict[str, Any]) -> Any:
         from peft import AdaLoraConfig
 
-        shrink = {"tinit": total_steps // 10, "tfinal": total_steps // 3, "deltaT": 10, "total_step": total_steps}
-        return AdaLoraConfig(init_r=settings.lora_r * 3 // 2 + 1, target_r=settings.lora_r, **shrink, **common)
+        return AdaLoraConfig(
+            init_r=settings.lora_r * 3 // 2 + 1,
+            target_r=settings.lora_r,
+            tinit=total_steps // 10,
+            tfinal=total_steps // 3,
+            deltaT=10,
+            total_step=total_steps,
+            **common,
+        )
 
     def after_step(self, model: Any, step: int) -> None:
         model.base_model.update_and_allocate(step)
 
     def extra_state(self, model: Any) -> ExtraState:
-        """The importance of directions, and which of them were kept."""
+        """Return the allocator's importances, and which ranks were kept."""
         allocator = model.base_model.rankallocator
         kept = getattr(allocator.peft_config, "rank_pattern", None) or {}
         return {
@@ -92,14 +98,14 @@ TYPES: dict[str, Adapter] = {"lora": Lora(), "adalora": AdaLora()}
 
 
 def type_of(model: Any) -> str | None:
-    """The name of the model's adapter type, which need not be one of ours; None without an adapter."""
+    """The name of the model's adapter type, which need not be one of TYPES; None without an adapter."""
     for config in getattr(model, "peft_config", {}).values():
         return str(getattr(config.peft_type, "value", config.peft_type)).lower()
     return None
 
 
 def adapter_of(model: Any) -> Adapter:
-    """The peft part of the model's adapter type; its hooks do nothing where the model has no adapter of ours."""
+    """The peft part of the model's adapter type; its hooks do nothing if the model has no adapter of one of TYPES."""
     return TYPES.get(type_of(model) or "", Adapter())
 
 
@@ -112,7 +118,7 @@ def new_adapter(
     *,
     images: bool = False,
 ) -> Any:
-    """The model with a new adapter of the type that `--adapter` names; `log` gets a line on layers that it leaves out.
+    """The model with a new adapter of the type that `--adapter` names; `log` gets a line on layers without an adapter.
 
     Args:
         start: the file that `adapter_start.keep` wrote, for an adapter that began as a part of the base's weights.
@@ -122,12 +128,13 @@ def new_adapter(
     """
     from peft import TaskType, get_peft_model
 
+    names, saved = names_of(settings.lora_target_modules), names_of(settings.lora_modules_to_save)
     common = {
         "task_type": TaskType.CAUSAL_LM,
         "lora_alpha": settings.lora_alpha,
         "lora_dropout": settings.lora_dropout,
-        **targets(model, settings),
-        **besides(model, settings),
+        **targets(model, names=names, saved=saved),
+        **besides(model, names=names, saved=saved, parameters=names_of(settings.lora_target_parameters)),
     }
     try:
         adapted = get_peft_model(model, TYPES[settings.adapter].config(settings, total_steps, common))
@@ -154,7 +161,7 @@ def is_mergeable(model: Any) -> bool:
 def merged(model: torch.nn.Module) -> Iterator[None]:
     """Within this context, each linear layer with a mergeable adapter multiplies once: by its weight plus the adapter.
 
-    No weight is written (law 3): the sums are tensors of their own, so nothing has to be undone.
+    No weight is changed: the sums are tensors of their own, so that nothing has to be undone.
 
     Args:
         model: one for which `reason_unmergeable` returns None.
@@ -176,7 +183,7 @@ def _active(layer: Any) -> list[str]:
 
 
 def _layers(model: torch.nn.Module) -> list[Any]:
-    """Layers that together with their adapter are one linear layer; others stay as they are, which is exact as well."""
+    """Layers that together with their adapter are one linear layer; others stay unmerged, which is exact as well."""
     from peft.tuners.adalora import SVDLinear
     from peft.tuners.lora import Linear
 
@@ -193,7 +200,7 @@ def _layers(model: torch.nn.Module) -> list[Any]:
 
 
 def reason_unmergeable(model: torch.nn.Module) -> str | None:
-    """Why `merged` should not be used: the type cannot be added, sums would be rounded, or memory is short; else None.
+    """Return why not to use `merged`: the type cannot be added, sums would be rounded, or memory is short; else None.
 
     Args:
         model: whole, not sharded.

@@ -17,16 +17,15 @@ def without_adapter(model: Any) -> Any:
 
 
 def arguments(model: torch.nn.Module) -> set[str]:
-    """Names that the causal model's forward takes, below an adapter."""
+    """Names of the arguments that the forward of the causal model, below any adapter, takes."""
     return set(inspect.signature(without_adapter(model).forward).parameters)
 
 
-def limited_layers(model: torch.nn.Module, longest: int) -> str | None:
-    """Names the layers without full causal attention at this length (sliding window, recurrent); None if there are
-    none.
+def limited_layers(model: Any, longest: int) -> str | None:
+    """Return the kinds of layers without full causal attention at this length (sliding window, recurrent), else None.
 
-    The names are those of the caches that transformers makes for them. A layer whose cache is empty ("dummy"), such as
-    a plain MLP, attends to no other token.
+    A kind has the name of the cache that transformers makes for it. A layer whose cache is empty ("dummy"), such as a
+    plain MLP, attends to no other token.
     """
     try:
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
@@ -49,9 +48,9 @@ def attentions(model: torch.nn.Module, *names: str) -> list[str]:
 
 
 def beyond_text(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Parameters of a multimodal model outside its language model and head, which no text reaches, by name.
+    """Return, by name, a multimodal model's parameters outside its language model and head: no text reaches them.
 
-    Text gives them no gradient, and data parallelism would wait for one.
+    Text gives these parameters no gradient, and DDP would wait for one.
     """
     base = without_adapter(model)
     if base.config.get_text_config(decoder=True) is base.config:

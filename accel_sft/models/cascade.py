@@ -1,9 +1,9 @@
 """A CPU kernel for attention of many rows to one prefix, without a copy of the prefix for each row.
 
 Attention to the prefix and attention within the row are computed apart, each with its log-sum-exp, and added up in
-these proportions ("cascade", as in Ye et al., FlashInfer, 2024). In the backward, given the log-sum-exp of the whole,
-each part yields its share of the whole's gradient ("ring", as in Liu et al., 2023, arXiv 2310.01889), so only the
-whole's output is kept.
+the proportions of their exponential sums ("cascade", as in Ye et al., FlashInfer, 2024). In the backward, given the
+log-sum-exp of the whole, each part yields its share of the whole's gradient ("ring", as in Liu et al., 2023, arXiv
+2310.01889), so that only the whole's output is kept.
 """
 
 import functools
@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 _TOLERANCE = 1e-4
-"""Largest difference from plain attention, as a share of its norm; above it, torch's kernels are not the known ones."""
+"""Largest allowed difference from plain attention, as a share of its norm; above it, torch's kernels are not used."""
 _known: bool | None = None
 
 
@@ -23,8 +23,8 @@ def usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
         query.device.type == "cpu"
         and query.dtype == key.dtype == value.dtype
         and query.shape[-1] == value.shape[-1]
-        and not (torch.is_autocast_enabled("cpu") and query.dtype == torch.float32)  # autocast would reduce them
-        and _known
+        and not (torch.is_autocast_enabled("cpu") and query.dtype == torch.float32)  # autocast would cast them
+        and bool(_known)
     )
 
 
@@ -80,7 +80,7 @@ class _Cascade(torch.autograd.Function):
         alone = kernel(*before, is_causal=True)
         first = kernel(*behind[:2], *before[2:4], *behind[4:], is_causal=False)
         cut = [cut_rows(tensor, own, ctx.longest) for tensor in behind[1:]]
-        # padding gets a gradient of zero, so it contributes none
+        # the output at padding gets a gradient of zero, so padding contributes nothing
         filled = behind[0].new_zeros(len(own), query.shape[1], query.shape[3])
         filled[back] = behind[0][0].transpose(0, 1)
         second = kernel(filled.unflatten(0, (-1, ctx.longest)).transpose(1, 2), *cut, is_causal=True)
@@ -102,7 +102,7 @@ def _parts(prefix: int, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], lis
 
 
 def cut_rows(tensor: torch.Tensor, own: torch.Tensor, longest: int) -> torch.Tensor:
-    """Rows padded to the longest, L: (1, heads, N, ...) -> (R, heads, L, ...); `own` as in `cascade`."""
+    """Cut out rows, and pad them to the longest, L: (1, heads, N, ...) -> (R, heads, L, ...); `own` as in `cascade`."""
     return tensor[0].transpose(0, 1).index_select(0, own).unflatten(0, (-1, longest)).transpose(1, 2)
 
 
@@ -112,7 +112,7 @@ def _back(rows: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
 
 
 def probe_kernels() -> None:
-    """Find out, once, whether torch has the kernels and they compute attention and gradients of a small example right.
+    """Find out, once, whether torch has the kernels, and whether they compute a small example and its gradients right.
 
     Call it outside any forward, where no compiler, autograd mode or default device of the model is in effect.
     """
@@ -123,17 +123,21 @@ def probe_kernels() -> None:
 
 
 def _kernels_are_known() -> bool:
-    drawn, cpu = torch.Generator("cpu").manual_seed(0), {"dtype": torch.float32, "device": "cpu"}
-    tensors = [torch.randn(1, 2, 8, 8, generator=drawn, requires_grad=True, **cpu) for _ in range(3)]
+    drawn = torch.Generator("cpu").manual_seed(0)
+    tensors = [
+        torch.randn(1, 2, 8, 8, generator=drawn, dtype=torch.float32, device="cpu", requires_grad=True)
+        for _ in range(3)
+    ]
     row = torch.tensor([-1, -1, -1, 0, 0, 0, 1, 1], device="cpu")  # a prefix of three, rows of three and of two
     seen = ((row[None] == -1) | (row[:, None] == row[None])).tril()
     own, back = torch.tensor([0, 1, 2, 3, 4, 4], device="cpu"), torch.tensor([0, 1, 2, 3, 4], device="cpu")
+    query, key, value = tensors
     try:
-        plain = functional.scaled_dot_product_attention(*tensors, attn_mask=seen).transpose(1, 2)
+        plain = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen).transpose(1, 2)
         expected = [plain, *torch.autograd.grad(plain.square().sum(), tensors)]
         ours = cascade(*tensors, 3, own, back, 3, None)
         found = [ours, *torch.autograd.grad(ours.square().sum(), tensors)]
-    # another torch may lack the kernels or take other arguments: the prefix is copied then, which is as exact
+    # another torch may lack the kernels or give them other arguments; the prefix is then copied, which is as exact
     except (AttributeError, RuntimeError, TypeError, ValueError, IndexError, AssertionError):
         return False
     return all(bool((a - b).norm() <= _TOLERANCE * b.norm()) for a, b in zip(found, expected, strict=True))

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from accel_sft.api.errors import UserError, first_line
-from accel_sft.launch.info import device_count
+from accel_sft.launch.environment import device_count
+from accel_sft.models.architecture import without_adapter
 
 _FLAG = "--use-liger-kernel"
 _LEFT_OUT = {"cross_entropy": False, "fused_linear_cross_entropy": False}
@@ -17,8 +18,8 @@ def liger() -> Any:
     """The module of liger-kernel that puts kernels into models.
 
     Raises:
-        UserError: it is not installed or cannot be loaded, or there is no GPU (Triton's interpreter,
-            TRITON_INTERPRET=1, takes the place of one, slowly).
+        UserError: liger-kernel is not installed or cannot be loaded, or there is no GPU (Triton's interpreter,
+            TRITON_INTERPRET=1, takes the place of a GPU, slowly).
     """
     if not device_count() and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(f"{_FLAG}: its kernels need a GPU; leave it out")
@@ -38,7 +39,7 @@ def put_kernels_in(model: torch.nn.Module) -> int:
         UserError: Liger has no kernels for this family of models, or none that fit the installed transformers.
     """
     package = liger()
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapter(model)
     family = base.config.model_type
     if family not in package.MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UserError(f"{_FLAG}: liger-kernel has no kernels for models of type {family}; leave it out")

@@ -1,4 +1,4 @@
-"""Loads weights and tokenizer of a `Source`: in the right type, with the adapter in place, ready to be prepared."""
+"""Loads weights and tokenizer of a `Source`: in the right type, with the adapter in place, for Accelerator.prepare."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -9,16 +9,16 @@ import torch
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, first_line
-from accel_sft.chat.encoding import Rules, end_of_turn_ids
+from accel_sft.chat.encoded import Rules, end_of_turn_ids
 from accel_sft.io.files import read_json
-from accel_sft.launch.info import device_count
+from accel_sft.launch.environment import device_count
 from accel_sft.models.adapters import new_adapter
 from accel_sft.models.pretrained import OR_NONE, freeze_beyond_text, pretrained
 from accel_sft.models.saved_adapter import is_of_whole, saved_adapter
 from accel_sft.models.source import Source, errors_explained
 
 
-def load_tokenizer(source: Source, config: TrainConfig) -> Any:
+def load_tokenizer(source: Source, *, trust_remote_code: bool) -> Any:
     """The tokenizer, with a pad token (its eos token if it has no pad token of its own).
 
     Raises:
@@ -27,7 +27,7 @@ def load_tokenizer(source: Source, config: TrainConfig) -> Any:
     from transformers import AutoTokenizer
 
     with errors_explained(source.tokenizer):
-        tokenizer = AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(source.tokenizer, trust_remote_code=trust_remote_code)
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _processor_template(source.tokenizer)
     if tokenizer.chat_template is None:
@@ -70,18 +70,18 @@ def load_model(
     adapter_start: Path | None = None,
     images: bool = False,
 ) -> Any:
-    """The model, ready to be prepared: weights in the right type, adapter in place.
+    """Return the model, ready for Accelerator.prepare: weights in the right type, adapter in place.
 
     Args:
         precision: the launch's mixed precision, "no", "bf16" or "fp16".
         deepspeed: whether DeepSpeed keeps the float32 copy (then weights are loaded in `precision`).
-        total_steps: optimizer steps to come; 0 to evaluate only: a saved adapter stays frozen, and no new one is made.
+        total_steps: optimizer steps to come; 0 for evaluation alone: a saved adapter stays frozen, no new one is made.
         largest_id: the largest token id that the model will read.
-        log: takes lines on what is not loaded or not trained.
+        log: called with lines about what is not loaded or not trained.
         adapter_start: the file of the adapter's first values, if it began as a part of its base's weights.
         images: whether the model is to read images.
     Raises:
-        UserError: it cannot be loaded, its files lack weights, or the adapter's settings do not fit it.
+        UserError: the model cannot be loaded, its files lack weights, or the adapter's settings do not fit it.
     """
     train = total_steps > 0
     attention = config.attn_implementation or ""
@@ -89,18 +89,18 @@ def load_model(
         raise UserError("--attn-implementation flex_attention: it has no backward on a CPU; leave it out, or use sdpa")
     if "flash" in attention and not device_count():
         raise UserError(f"--attn-implementation {attention}: its kernels need a GPU; leave it out, or use sdpa")
-    if not (config.attn_implementation or config.trust_remote_code):
+    if not (attention or config.trust_remote_code):
         _refuse_kernels(source.weights)
     with errors_explained(source.weights):
-        dtype = _dtype(config, precision, deepspeed, train)
+        reduced = deepspeed or config.adapter != "none" or not train
+        dtype = _dtype(dtype=config.dtype, precision=precision if reduced else "no")
         whole = images or bool(source.adapter and is_of_whole(source.adapter))
-        how = {"largest_id": largest_id, "train": train, "images": whole}
-        model = pretrained(source.weights, config, dtype, log=log, **how)
+        model = pretrained(source.weights, config, dtype, largest_id=largest_id, train=train, log=log, images=whole)
     if source.adapter:
         with errors_explained(source.adapter):
             model = saved_adapter(model, source.adapter, config, train=train)
     elif config.adapter != "none" and train:
-        torch.manual_seed(config.seed)  # the same new adapter on every rank and at every stage
+        torch.manual_seed(config.seed)  # the same new adapter on every rank and at every ZeRO stage
         model = new_adapter(model, config, total_steps, log, adapter_start, images=images)
     freeze_beyond_text(model, log, images=images)
     if train and config.gradient_checkpointing:
@@ -132,7 +132,7 @@ def _refuse_kernels(name: str) -> None:
 
 
 def compile_blocks(model: Any) -> None:
-    """Have torch compile each of the model's repeated blocks, in place; it does so on their first forwards.
+    """Have torch compile each of the model's repeated blocks, in place; torch compiles on their first forwards.
 
     Raises:
         UserError: the model does not say which blocks it repeats.
@@ -147,7 +147,7 @@ def compile_blocks(model: Any) -> None:
 
 def trouble_of_compiling(error: BaseException) -> str:
     """The message for an error of torch's compiler on the blocks' first forward; "" for any other error."""
-    compiler = sys.modules.get("torch._dynamo.exc")  # imported by what compiles
+    compiler = sys.modules.get("torch._dynamo.exc")  # imported once torch compiles
     if compiler is None or not isinstance(error, compiler.BackendCompilerFailed):
         return ""
     return (
@@ -164,31 +164,37 @@ def compile_seconds() -> float:
     return calculate_time_spent().get("total_wall_time", 0.0)
 
 
-def _dtype(config: TrainConfig, precision: str, deepspeed: bool, train: bool) -> torch.dtype:
-    if config.dtype != "auto":
-        return getattr(torch, config.dtype)
-    reduced = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    return reduced if deepspeed or config.adapter != "none" or not train else torch.float32
+def _dtype(*, dtype: str, precision: str) -> torch.dtype:
+    reduced = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return reduced.get(precision, torch.float32) if dtype == "auto" else getattr(torch, dtype)
 
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
-    """Numbers of trained weights and of all weights (whole tensors, also where ZeRO-3 holds only a shard)."""
+    """Return the number of trained weights and that of all weights (in whole tensors, even if ZeRO-3 shards them)."""
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
     return sum(size for size, learns in sizes if learns), sum(size for size, _ in sizes)
 
 
 def encoding_rules(tokenizer: Any, source: Source, config: TrainConfig) -> Rules:
-    """The rules of tokenization besides the tokenizer: ids that end a turn, what happens to long examples."""
+    """Return the rules of tokenization besides the tokenizer, such as ids that end a turn and the maximum length."""
     from transformers import GenerationConfig
     from transformers.utils import cached_file
 
-    generation = None  # a model may have no such settings; then the tokenizer's eos is the only end
+    generation = None  # a model may have no such file; then only the tokenizer's eos ends answers
     with errors_explained(source.weights):
         if cached_file(source.weights, "generation_config.json", **OR_NONE):
             generation = GenerationConfig.from_pretrained(source.weights)
     ends = frozenset(end_of_turn_ids(tokenizer, generation))
     if wrong := [token for token in ends if type(token) is not int]:
         raise UserError(f"--model {source.weights}: generation_config.json: eos_token_id {wrong[0]!r} is no number")
+    assert config.max_length is not None  # the settings are resolved
+    assert config.thinking is not None
+    assert config.control_tokens is not None
     return Rules(
-        ends, config.max_length, config.truncation, config.thinking, config.template_date, config.control_tokens
+        ends,
+        config.max_length,
+        config.truncation,
+        thinking=config.thinking,
+        day=config.template_date,
+        control_tokens=config.control_tokens,
     )

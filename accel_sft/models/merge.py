@@ -21,14 +21,14 @@ _PROBE = "How much is 12 + 34? Say it in one word: forty-six. Und wie heißt das
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-    """A merged model, and how far its logits for a probe are from those of base and adapter apart.
+    """A merged model, and how far its logits for a probe are from those of the unmerged model.
 
     Attributes:
         dtype: type of its weights, a name in DTYPES.
         difference: largest difference of a logit, with the sum in float32.
         rounded: largest difference of a logit, with weights rounded to `dtype` and computed in it.
         largest: the largest logit by absolute value.
-        same, tokens: how many of the probe's next tokens the rounded weights predict alike, and of how many.
+        same, tokens: how many next tokens the rounded weights predict like the unmerged model, and out of how many.
     """
 
     model: Any
@@ -47,21 +47,21 @@ class Merged:
         return line
 
 
-def merge(source: Source, config: TrainConfig, tokenizer: Any, dtype: str | None) -> Merged:
-    """The base of `source` with its adapter added, on the CPU; summed in float32 and rounded once.
+def merge(source: Source, tokenizer: Any, dtype: str | None, *, trust_remote_code: bool) -> Merged:
+    """Return the base of `source` with its adapter added: summed in float32 on the CPU, then rounded once.
 
     Args:
-        dtype: a name in DTYPES; None: bf16 if the base's weights are stored so, else float32.
+        dtype: a name in DTYPES; None: bf16 if the base's weights are stored in bfloat16, else float32.
     Raises:
         UserError: there is no adapter, its type cannot be added to weights, the base is quantized, or the merged model
-            would predict something else, with the reason.
+            would predict something else; the message says why.
     """
     if source.adapter is None:
         raise UserError(f"{source.weights}: full weights, no adapter: there is nothing to merge; use them as they are")
-    config = dataclasses.replace(config, dtype="float32")
+    config = TrainConfig(dtype="float32", trust_remote_code=trust_remote_code)
     adapted = load_model(source, config, precision="no", deepspeed=False).eval()
     base = without_adapter(adapted)
-    stored = _stored_dtype(source, config)
+    stored = _stored_dtype(source, trust_remote_code)
     if getattr(base.config, "quantization_config", None):
         raise UserError(
             f"{source.weights}: the base is quantized, and the sum would be rounded to its few values; merge into "
@@ -77,7 +77,7 @@ def merge(source: Source, config: TrainConfig, tokenizer: Any, dtype: str | None
         model.tie_weights()
         difference = _off(model(input_ids=ids).logits[0], apart)
         largest = apart.abs().max().item()
-        if not difference <= _TOLERANCE * max(largest, 1.0):  # also true of NaN
+        if not difference <= _TOLERANCE * max(largest, 1.0):  # NaN is refused too
             why = f"the adapter changes {shared}" if shared else "see that its weights are finite, and of this base"
             raise UserError(
                 f"{source.adapter}: cannot be merged: the sum's logits would be off by {difference:.2g} (the largest "
@@ -90,10 +90,10 @@ def merge(source: Source, config: TrainConfig, tokenizer: Any, dtype: str | None
     return Merged(model, dtype, difference, _off(found, apart), largest, same, ids.shape[1])
 
 
-def _stored_dtype(source: Source, config: TrainConfig) -> torch.dtype | None:
+def _stored_dtype(source: Source, trust_remote_code: bool) -> torch.dtype | None:
     from transformers import AutoConfig
 
-    settings = AutoConfig.from_pretrained(source.weights, trust_remote_code=config.trust_remote_code)
+    settings = AutoConfig.from_pretrained(source.weights, trust_remote_code=trust_remote_code)
     return getattr(settings.get_text_config(decoder=True), "dtype", None) or getattr(settings, "dtype", None)
 
 

@@ -17,10 +17,10 @@ _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 @dataclasses.dataclass(frozen=True)
 class PrefixedRows:
-    """Where the rows of a sequence stand: `prefix` tokens seen by all, then each row's own tokens, one after another.
+    """Where the rows of a sequence stand: `prefix` tokens seen by all, then the own tokens of one row after another.
 
     Attributes:
-        longest: own tokens of the longest row, L.
+        longest: number of own tokens of the longest row, L.
         own: for each place of the R rows padded to L: which token after the prefix stands there, (R * L,); a shorter
             row repeats its last token.
         back: for each token after the prefix: its place in `own`, (T - prefix,).
@@ -58,7 +58,7 @@ def installed() -> bool:
 
 
 def rows_attention(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -75,15 +75,16 @@ def rows_attention(
 
     Args:
         query: (1, heads, T, D); key and value may have fewer heads.
-        prefix: what precedes each row of a batch, (B, heads, T, D); the mask, (B, 1, T, P + keys), covers both.
+        prefix: precedes each row of a batch; `query` is then (B, heads, T, D), and the mask (B, 1, T, P + keys).
     Returns:
         (1, T, heads, D), and None for the weights, as all attention functions of transformers do.
     """
     if prefix is not None:
-        before = prefix.keys[module.layer_idx], prefix.values[module.layer_idx]
+        shared = prefix.keys[module.layer_idx], prefix.values[module.layer_idx]
         if query.shape[2] == 1:
-            return _one_query(query, key, value, *before, attention_mask, kwargs.get("scaling")), None
-        copies = (shared.expand(len(query), -1, -1, -1) for shared in before)
+            assert attention_mask is not None
+            return _one_query(query, key, value, *shared, attention_mask, kwargs.get("scaling")), None
+        copies = (tensor.expand(len(query), -1, -1, -1) for tensor in shared)
         key, value = (torch.cat(parts, dim=2) for parts in zip(copies, (key, value), strict=True))
     if rows is None:
         whole = query.shape[2] == key.shape[2] and not torch.compiler.is_compiling()
@@ -95,22 +96,23 @@ def rows_attention(
     plain = not (any(args) or kwargs.get("dropout") or any(others))
     if rows.prefix and plain and usable(query, key, value):
         key, value = (repeat_kv(tensor, query.shape[1] // key.shape[1]) for tensor in (key, value))
-        places = rows.prefix, rows.own, rows.back, rows.longest
-        return cascade(query, key, value, *places, kwargs.get("scaling")), None
+        scale = kwargs.get("scaling")
+        return cascade(query, key, value, rows.prefix, rows.own, rows.back, rows.longest, scale), None
     cut = [cut_rows(tensor[:, :, rows.prefix :], rows.own, rows.longest) for tensor in (query, key, value)]
+    sdpa: Any = sdpa_attention_forward
     if not rows.prefix:
-        output, _ = sdpa_attention_forward(module, *cut, None, *args, is_causal=True, **kwargs)
+        output, _ = sdpa(module, *cut, None, *args, is_causal=True, **kwargs)
         return output.flatten(0, 1)[rows.back][None], None
     before = [tensor[:, :, : rows.prefix] for tensor in (query, key, value)]
     for at in (1, 2):
         cut[at] = torch.cat([before[at].expand(len(cut[at]), -1, -1, -1), cut[at]], dim=2)
-    output, _ = sdpa_attention_forward(module, *cut, rows.seen, *args, is_causal=False, **kwargs)
-    first, _ = sdpa_attention_forward(module, *before, None, *args, is_causal=True, **kwargs)
+    output, _ = sdpa(module, *cut, rows.seen, *args, is_causal=False, **kwargs)
+    first, _ = sdpa(module, *before, None, *args, is_causal=True, **kwargs)
     return torch.cat([first, output.flatten(0, 1)[rows.back][None]], dim=1), None
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The mask as numbers to add, made once per forward: sdpa would make one in each layer, kept for the backward.
+    """Return the mask as numbers to add, made once per forward; sdpa would make one per layer, kept for the backward.
 
     Its rows begin at multiples of 8; otherwise GPUs would copy the mask in each layer to align it.
     """
@@ -136,9 +138,9 @@ def _one_query(
     count, heads, _, size = query.shape
     key_heads, before = before_keys.shape[1:3]
     query = (query * (size**-0.5 if scaling is None else scaling)).reshape(count, key_heads, -1, size)
-    scores = [_by_head(query, before_keys[0].mT), query @ key.mT]  # (B, key heads, heads / key heads, P and own)
-    scores = torch.cat(scores, dim=-1).masked_fill(~seen, -torch.inf)
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    # (B, key heads, heads / key heads, P and own)
+    scores = torch.cat([_by_head(query, before_keys[0].mT), query @ key.mT], dim=-1)
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=torch.float32).to(query.dtype)
     output = _by_head(weights[..., :before], before_values[0]) + weights[..., before:] @ value
     return output.reshape(count, 1, heads, -1)
 

@@ -54,7 +54,7 @@ def pretrained(
         dtype=dtype,
         attn_implementation=config.attn_implementation,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # the error below names them
+        ignore_mismatched_sizes=True,  # `_refuse_incomplete` names these weights
         trust_remote_code=config.trust_remote_code,
         **(in_4bit(name, settings, dtype) if config.load_in_4bit else {}),
     )
@@ -75,7 +75,7 @@ def pretrained(
 
 
 def vocabulary_problem(name: str, text: Any, largest_id: int) -> str | None:
-    """Why a model of this text configuration has no embedding for some token up to `largest_id`; None if it has all."""
+    """Return why a model of this text configuration cannot read token `largest_id` or its pad token; None if it can."""
     largest_id, size = max(largest_id, getattr(text, "pad_token_id", None) or 0), getattr(text, "vocab_size", math.inf)
     if largest_id < size:
         return None
@@ -85,7 +85,7 @@ def vocabulary_problem(name: str, text: Any, largest_id: int) -> str | None:
     )
 
 
-def text_settings(name: str, config: TrainConfig) -> Any:
+def text_settings(name: str, *, trust_remote_code: bool) -> Any:
     """The text part of a model's configuration, without its weights.
 
     Raises:
@@ -94,7 +94,7 @@ def text_settings(name: str, config: TrainConfig) -> Any:
     from transformers import AutoConfig
 
     with errors_explained(name):
-        settings = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        settings = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     return settings.get_text_config(decoder=True)
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.models.source import Source, errors_explained
 
 
-def load_processor(source: Source, config: TrainConfig) -> Any:
+def load_processor(source: Source, *, model: str, trust_remote_code: bool) -> Any:
     """The processor of a model that reads images.
 
     Transformers needs torchvision to read videos. Where it is not installed, the processor is made without its part for
@@ -24,43 +23,42 @@ def load_processor(source: Source, config: TrainConfig) -> Any:
     from transformers.utils import is_torchvision_available, is_vision_available
 
     name = source.weights
-    shown = config.model if config.model == "tiny" else name
+    shown = model if model == "tiny" else name
     if not is_vision_available():
         raise UserError("the data has images, which need Pillow: pip install 'accel-sft[images]'")
     if has_torchvision := is_torchvision_available():
         try:
             import torchvision  # noqa: F401
-        except (ImportError, OSError, RuntimeError) as error:  # PyPI's build is for CUDA, and fails without
+        except (ImportError, OSError, RuntimeError) as error:  # PyPI's build is for CUDA, and fails without it
             cause = one_line(str(error), LONGEST_ERROR)
             raise UserError(
                 f"torchvision is installed and cannot be loaded ({cause}); install the build for this torch, or "
                 "uninstall it: images are read without it too"
             ) from error
-    trust = {"trust_remote_code": config.trust_remote_code}
     with errors_explained(name):
-        settings = AutoConfig.from_pretrained(name, **trust)
-        kind = PROCESSOR_MAPPING.get(type(settings), None)
+        settings = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        kind: Any = PROCESSOR_MAPPING.get(type(settings), None)
         if kind is None or "image_processor" not in kind.get_attributes():
             raise UserError(f"--model {shown}: it reads no images, and the data has some; name a vision-language model")
         if "video_processor" in kind.get_attributes() and not has_torchvision:
-            processor = _without_videos(kind, name, trust)
+            processor = _without_videos(kind, name, trust_remote_code)
         else:
-            processor = AutoProcessor.from_pretrained(name, **trust)
+            processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
     if getattr(processor, "image_token", None) is None or not hasattr(processor, "image_token_ids"):
         raise UserError(f"--model {name}: {type(processor).__name__} does not tell which tokens are an image's")
     return processor
 
 
-def _without_videos(kind: Any, name: str, trust: dict[str, Any]) -> Any:
+def _without_videos(kind: Any, name: str, trust: bool) -> Any:
     """A processor of this kind whose part for videos is None."""
     from transformers import AutoImageProcessor, AutoTokenizer
 
     def check(self: Any, name: str, part: Any) -> Any:
         return None if part is None else kind.check_argument_for_proper_class(self, name, part)
 
-    images_only = type(kind.__name__, (kind,), {"check_argument_for_proper_class": check})
-    loaders = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
-    found = {part: loader.from_pretrained(name, **trust) for part, loader in loaders.items()}
+    images_only: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": check})
+    loaders: dict[str, Any] = {"image_processor": AutoImageProcessor, "tokenizer": AutoTokenizer}
+    found = {part: loader.from_pretrained(name, trust_remote_code=trust) for part, loader in loaders.items()}
     parts = [found.get(part) for part in kind.get_attributes()]
     settings, _ = kind.get_processor_dict(name)
     return images_only.from_args_and_dict(parts, settings)

@@ -34,12 +34,14 @@ def in_4bit(name: str, settings: Any, compute: torch.dtype) -> dict[str, Any]:
     bitsandbytes("--load-in-4bit")
     if getattr(settings, "quantization_config", None):
         raise UserError(f"--load-in-4bit: the weights of {name} are quantized already; leave it out, or name others")
-    how = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": compute}
-    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **how)}
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
+    )
+    return {"quantization_config": quantization}
 
 
-def keep_as_trained(model: torch.nn.Module) -> None:
-    """Have a CPU evaluate the 4-bit weights in the form in which it trains on them.
+def keep_as_trained(model: Any) -> None:
+    """Have 4-bit weights on a CPU keep, in evaluation, the form in which they are trained on.
 
     In evaluation, on a CPU that multiplies bfloat16, bitsandbytes 0.50 repacks the weights, rounds their inputs, and
     cannot train on the weights afterwards.

@@ -14,7 +14,7 @@ from accel_sft.models.adapters import is_mergeable, type_of
 
 
 def saved_adapter(model: Any, folder: str, settings: TrainConfig, *, train: bool) -> Any:
-    """The model with the adapter saved in `folder`; added to its weights where all of them are to be trained.
+    """Return the model with the adapter saved in `folder`, or with the adapter merged if all weights are to be trained.
 
     Raises:
         UserError: the adapter has another shape than the settings say, or cannot be added to the weights.
@@ -49,13 +49,13 @@ def is_of_whole(folder: str) -> bool:
 def _with_adapter(model: Any, folder: str, train: bool) -> Any:
     from peft import PeftModel
 
-    with warnings.catch_warnings():  # missing weights would start as a new adapter's
+    with warnings.catch_warnings():  # missing weights would start like those of a new adapter
         warnings.filterwarnings("error", "Found missing adapter keys")
         return PeftModel.from_pretrained(model, folder, is_trainable=train)
 
 
 def _check_shape(folder: str, settings: TrainConfig) -> None:
-    """An adapter that is trained on keeps its shape: refuse settings that say otherwise, which peft would ignore."""
+    """Refuse settings that differ from a saved adapter: it keeps its shape, and peft would ignore the settings."""
     saved = read_json(Path(folder) / "adapter_config.json")
     if settings.lora_init != "default":
         raise UserError(f"--lora-init {settings.lora_init}: the adapter in {folder} has begun; leave the option out")

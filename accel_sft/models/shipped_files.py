@@ -6,23 +6,24 @@ from pathlib import Path
 from accel_sft.api.errors import UserError
 from accel_sft.io.files import read_json
 
-_SHIPPED = ("*.safetensors", "*.safetensors.index.json", "README.md", "*.jinja", "chat_template.json")
-_SHIPPED += ("config.json", "adapter_config.json", "generation_config.json", "tokenizer_config.json")
+_SHIPPED: tuple[str, ...] = ("*.safetensors", "*.safetensors.index.json", "README.md", "*.jinja", "config.json")
+_SHIPPED += ("chat_template.json", "adapter_config.json", "generation_config.json", "tokenizer_config.json")
 _SHIPPED += ("*processor_config.json", "tokenizer.json", "added_tokens.json", "special_tokens_map.json", "tekken.json")
 _SHIPPED += ("vocab.*", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece*.model", "*.tiktoken")
 _TEMPLATES = "additional_chat_templates"
-"""The only folder within that belongs to a model; transformers gives it this name."""
+"""The only subfolder that belongs to a model; transformers gives it this name."""
 
 
 def shipped_files(source: Path) -> tuple[list[Path], list[str]]:
-    """The paths within `source` of the model's files, and the names of what else is there: a folder by its name alone.
+    """Return the paths within `source` of the model's files, and the names of all other files and folders there.
 
-    A Python file is the model's if a configuration names it as the model's own code, or one that is imports it.
+    A Python file is the model's if a configuration names it as the model's own code, or if such a file imports it.
 
     Raises:
-        UserError: a configuration or such code cannot be read.
+        UserError: a configuration or the model's own code cannot be read.
     """
-    code, shipped, left = _own_code(source), [], []
+    code = _own_code(source)
+    shipped, left = [], []
     for path in sorted(source.iterdir()):
         if path.is_dir():
             templates = sorted(path.glob("*.jinja")) if path.name == _TEMPLATES else []

@@ -6,7 +6,7 @@ import hashlib
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
@@ -16,7 +16,9 @@ from accel_sft.io.files import expanded, read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import waiting
 from accel_sft.io.text import LONGEST_ERROR, one_line
+from accel_sft.models.tiny import TINY_DEFAULTS
 
+Settings = TypeVar("Settings", bound=TrainConfig)
 _SAMPLES, _SAMPLE_BYTES = 1 << 14, 1 << 12
 
 
@@ -29,15 +31,15 @@ class Source:
     adapter: str | None = None
 
 
-def find_source(config: TrainConfig, model: str | None = None) -> Source:
-    """The source that `--model` (or `model`) or `--init-from` names.
+def find_source(model: str, *, init_from: str | None = None) -> Source:
+    """The source that `--init-from` names, or else `--model`.
 
     A folder may hold full weights, an adapter (its base is read from `adapter_config.json`), or a run.
 
     Raises:
         UserError: the folder is not there, or holds none of these.
     """
-    name = config.init_from or config.model if model is None else model
+    name = init_from or model
     folder = expanded(name)
     if (run := RunDir(folder)).record.is_file():
         if not run.final.is_dir():
@@ -60,7 +62,7 @@ def find_source(config: TrainConfig, model: str | None = None) -> Source:
         if not (folder / "config.json").is_file():
             raise UserError(f"{name}: no config.json or adapter_config.json in this folder; it is not a saved model")
         return Source(str(folder.resolve()), str(folder))
-    if config.init_from and model is None:
+    if init_from:
         raise UserError(f"--init-from {name}: no such run; give the folder of a finished run or of saved weights")
     parts = folder.parts
     if not name or folder.is_file() or name.startswith((".", "/", "~")) or name.endswith("/") or len(parts) > 2:
@@ -92,10 +94,10 @@ def began_with(source: Source, record: Mapping[str, Any] | None) -> str:
 
 
 def weights_identity(source: Source) -> str | None:
-    """A hash that differs between full weights of the same name and shape in a folder; None for a hub id.
+    """Return a hash that tells full weights in a folder from others of the same name and shape; None for a hub id.
 
-    SHA-256 of the configuration and of the weight files' names, sizes and content. Of a large file 64 MiB
-    are read, evenly spread: training changes every matrix, and reading all takes as long as loading the model.
+    SHA-256 of the configuration and of the weight files' names, sizes and content. Of a large file only 64 MiB, evenly
+    spread, are hashed: training changes every matrix, and hashing all would take as long as loading the model.
 
     Raises:
         UserError: they cannot be read.
@@ -115,17 +117,22 @@ def weights_identity(source: Source) -> str | None:
     return digest.hexdigest()
 
 
-def is_tiny(config: TrainConfig) -> bool:
+def is_tiny(model: str, *, init_from: str | None = None) -> bool:
     """Whether the model to train is the built-in one, fresh or from an earlier run of it."""
-    model, init_from, seen = config.model, config.init_from, set()
+    seen = set()
     while isinstance(init_from, str) and init_from:
         run = RunDir(expanded(init_from, "--init-from"))
-        if init_from in seen or not run.record.is_file():  # a record may name any run, itself too
+        if init_from in seen or not run.record.is_file():  # a record may name any run, even its own
             return False
         seen.add(init_from)
         earlier = run.read_record()["config"]
         model, init_from = earlier.get("model"), earlier.get("init_from")
     return model == "tiny"
+
+
+def resolved(config: Settings) -> Settings:
+    """The settings with the defaults of the model to train in place of each None."""
+    return config.resolved(TINY_DEFAULTS if is_tiny(config.model, init_from=config.init_from) else {})
 
 
 @contextlib.contextmanager

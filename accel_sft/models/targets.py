@@ -1,4 +1,4 @@
-"""Chooses the layers that get an adapter: those that text reaches, and that compute by being called."""
+"""Chooses the layers that get an adapter: those that text reaches, and whose forward is called."""
 
 import inspect
 import re
@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from accel_sft.api.adapters import names_of
-from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.models.architecture import beyond_text, parts_of
 
@@ -17,8 +15,8 @@ READ_IMAGES = "for images pass through it as it is"
 """Reason, in messages, why weights that only images reach are not trained."""
 
 
-def targets(model: torch.nn.Module, settings: TrainConfig) -> dict[str, Any]:
-    """peft's arguments for `--lora-target-modules`.
+def targets(model: torch.nn.Module, *, names: list[str], saved: list[str]) -> dict[str, Any]:
+    """Return peft's arguments for `names`, of `--lora-target-modules`, excluding `saved`, of `--lora-modules-to-save`.
 
     By `all-linear`, peft would also choose layers that no text reaches (in a multimodal model), layers that it then
     refuses, and layers beside which an adapter does nothing; these are excluded.
@@ -26,31 +24,30 @@ def targets(model: torch.nn.Module, settings: TrainConfig) -> dict[str, Any]:
     Raises:
         UserError: a name that no module reached by text has.
     """
-    names = names_of(settings.lora_target_modules)
     beyond = beyond_text(model)
     modules = [name for name, module in model.named_modules() if not _has_any(name, module, beyond)]
-    if names != [ALL_LINEAR] and (missing := [name for name in names if not _ends_any(modules, name)]):
+    chosen = names != [ALL_LINEAR]
+    if chosen and (missing := [name for name in names if not _ends_any(modules, name)]):
         linear = {name.rsplit(".", 1)[-1] for name in modules if hasattr(model.get_submodule(name), "in_features")}
         here = ", ".join(sorted(linear))
         raise UserError(f"--lora-target-modules {', '.join(missing)}: no such module; this model has {here}")
-    excluded = [rf"(.*\.)?{re.escape(name)}" for name in names_of(settings.lora_modules_to_save)]
+    excluded = [rf"(.*\.)?{re.escape(name)}" for name in saved]
     excluded += [rf"(model\.)?{re.escape(part)}\..*" for part in parts_of(beyond)]
-    if names == [ALL_LINEAR]:
+    if not chosen:
         unfit = {_in_block(name) for names in _unfit(model).values() for name in names}
         excluded += [rf"(.*\.)?{re.escape(name)}" for name in sorted(unfit)]
     return {
-        "target_modules": ALL_LINEAR if names == [ALL_LINEAR] else names,
+        "target_modules": names if chosen else ALL_LINEAR,
         "exclude_modules": "|".join(excluded) or None,
     }
 
 
-def besides(model: torch.nn.Module, settings: TrainConfig) -> dict[str, Any]:
-    """peft's arguments for `--lora-target-parameters` and `--lora-modules-to-save`.
+def besides(model: Any, *, names: list[str], saved: list[str], parameters: list[str]) -> dict[str, Any]:
+    """Return peft's arguments, besides those of `targets`, for `--lora-target-parameters` and `--lora-modules-to-save`.
 
     Raises:
         UserError: a name that nothing reached by text has, or that `--lora-target-modules` has too.
     """
-    parameters, saved = names_of(settings.lora_target_parameters), names_of(settings.lora_modules_to_save)
     beyond = beyond_text(model)
     shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in model.named_parameters() if name not in beyond}
     matrices = [name for name, shape in shapes.items() if len(shape) in (2, 3)]
@@ -64,7 +61,7 @@ def besides(model: torch.nn.Module, settings: TrainConfig) -> dict[str, Any]:
         raise UserError(
             f"--lora-modules-to-save {', '.join(missing)}: no such module in this model; print(model) has all"
         )
-    if twice := sorted({*saved} & {*names_of(settings.lora_target_modules)}):
+    if twice := sorted({*saved} & {*names}):
         raise UserError(f"--lora-modules-to-save {', '.join(twice)}: --lora-target-modules names it too; leave one out")
     if parameters:
         found["target_parameters"] = parameters
@@ -79,7 +76,7 @@ def besides(model: torch.nn.Module, settings: TrainConfig) -> dict[str, Any]:
 
 
 def left_out(adapted: Any, *, images: bool = False) -> list[str]:
-    """The layers that an adapter on all linear layers leaves out, with the reason; `images`: the data has some."""
+    """The layers that an adapter on all linear layers leaves out, by reason; `images`: whether the data has any."""
     from peft.tuners.lora.layer import ParamWrapper
 
     model = adapted.get_base_model()
@@ -89,14 +86,14 @@ def left_out(adapted: Any, *, images: bool = False) -> list[str]:
     stood_on = {id(getattr(module.get_base_layer(), module.parameter_name)) for module in wrapped}
     for name, parameter in model.named_parameters():
         is_convolution = hasattr(model.get_submodule(name.rpartition(".")[0]), "kernel_size")
-        whole = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves one dimension
+        whole = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves it one dimension
         if len(whole) == 3 and not (is_convolution or name in beyond or id(parameter) in stood_on):
             found.setdefault("experts in one tensor", []).append(name)
     return [f"{', '.join(dict.fromkeys(map(_in_block, names)))} ({reason})" for reason, names in found.items() if names]
 
 
 def _unfit(model: Any) -> dict[str, list[str]]:
-    """Linear layers that have a forward of their own, or whose weights are used without a call of it, by the reason.
+    """Return, by reason, linear layers with a forward of their own, or with weights used without calling the layer.
 
     Kernels of state-space layers take the weights of their projections directly, so that an adapter does nothing there.
     """

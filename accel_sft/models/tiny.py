@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_sft.api.errors import UserError
+from accel_sft.api.task import Task
+from accel_sft.chat.conversation import conversation
 from accel_sft.io.prefix import common_length
 
 if TYPE_CHECKING:
@@ -49,16 +51,24 @@ CHAT_TEMPLATE = (
 
 _CHARACTER_SCRIPTS = r"\p{Han}\p{Hiragana}\p{Katakana}"
 _PIECES = rf"\p{{N}}|[{_CHARACTER_SCRIPTS}]|[\p{{L}}&&[^{_CHARACTER_SCRIPTS}]]{{1,64}}| ?[^\s\p{{L}}\p{{N}}]{{1,64}}|\s"
-"""Pieces have at most 64 letters: no word has more, and training takes the square of their length."""
+"""Pieces have at most 64 letters: no word has more, and training time grows with the square of their length."""
 _MAX_LENGTH = 4096
 _MAX_TEXT = 1 << 14
-"""Characters of each text that the tokenizer is made from; rows that are much longer are left out anyway."""
+"""Maximum number of characters of a text that the tokenizer is made from; much longer rows are left out anyway."""
+_MAX_EXAMPLES = 1 << 15
+"""Maximum number of examples that the tokenizer is made from: more would hardly change it, but slow every start."""
 _MAX_CHARACTERS = 4096
 _MAX_MERGES = 768
 _MERGE_SHARE = 0.01
 _MIN_COUNT = 4
 _OPENING_SHARE = 0.1
 _OPENING_CHARACTERS = 6
+
+
+def texts_of(task: Task, examples: Sequence[Any]) -> list[str]:
+    """Return every text of the examples or, if there are too many examples, of some that are spread over the data."""
+    some = range(0, len(examples), -(-len(examples) // _MAX_EXAMPLES))
+    return [text for index in some for text in conversation(task, examples, "train", index).texts()]
 
 
 def build_tiny(directory: Path, texts: Sequence[str], seed: int) -> None:
@@ -93,7 +103,7 @@ def build_tiny(directory: Path, texts: Sequence[str], seed: int) -> None:
     # torch.manual_seed would also reseed every GPU, which fork_rng(devices=[]) does not put back.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
-        model = Qwen2ForCausalLM(config).to(torch.float32)
+        model = Qwen2ForCausalLM(config).float()
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -113,7 +123,7 @@ def train_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
 
     openings = common_openings(texts)
     opening = re.compile("|".join([*map(re.escape, openings), ""]))  # matches a text's longest opening
-    corpus = [text[opening.match(text).end() :][:_MAX_TEXT] for text in sorted(set(texts))]
+    corpus = [opening.sub("", text, count=1)[:_MAX_TEXT] for text in sorted(set(texts))]
     characters, merges = _characters_and_merges(corpus)
     pairs: dict[tuple[str, str], None] = {}  # ordered, each once
     for char in characters:
@@ -123,7 +133,8 @@ def train_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
     vocabulary = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     for left, right in pairs:
         vocabulary.setdefault(left + right, len(vocabulary))
-    tokenizer = Qwen2Tokenizer(
+    kind: Any = Qwen2Tokenizer  # takes more than its annotations say
+    tokenizer = kind(
         vocab=vocabulary,
         merges=list(pairs),
         unk_token=None,
@@ -169,7 +180,7 @@ def _bytes_as_text(text: str) -> str:
 
 
 def common_openings(texts: Sequence[str]) -> list[str]:
-    """The openings that at least a tenth of `texts` (and 4) share, longest first, without digits at their end."""
+    """The openings that at least 4 `texts` and a tenth of all share, longest first, without digits at their end."""
     from tokenizers import decoders
 
     groups: dict[str, list[str]] = {}

@@ -7,16 +7,15 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.io.files import json_safe, write_atomically
 from accel_sft.io.run_dir import RunDir
 
 MOST_IN_A_ROW = 10
-"""Skipped steps in a row after which `--on-nonfinite skip` gives up."""
+"""Number of skipped steps in a row at which `--on-nonfinite skip` gives up."""
 WINDOW, FEWEST, DEVIATIONS = 64, 16, 10.0
-"""A loss is a spike if it is DEVIATIONS median absolute deviations above the median of the last WINDOW losses; at least
-FEWEST must be there."""
+"""A loss is a spike if it is DEVIATIONS median absolute deviations above the median of the last WINDOW losses, of
+which there must be at least FEWEST."""
 _SHOWN = 8
 
 
@@ -27,15 +26,16 @@ class Anomalies:
     """
 
     def __init__(
-        self, run_dir: RunDir, config: TrainConfig, precision: str, log: Callable[[str], None], writes: bool
+        self, run_dir: RunDir, on_nonfinite: str, precision: str, log: Callable[[str], None], writes: bool
     ) -> None:
-        self.file, self.config, self.precision = run_dir.nonfinite, config, precision
+        self.file = run_dir.nonfinite
+        self.on_nonfinite, self.precision = on_nonfinite, precision
         self.log, self.writes = log, writes
         self._losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
         self._in_a_row = 0
 
     def rewind(self, step: int) -> None:
-        """Drop the records of steps after `step`, which are repeated."""
+        """Drop the records of steps after `step`, because the resumed run repeats those steps."""
         if self.writes and self.file.exists():
             lines = self.file.read_text(encoding="utf-8", errors="replace").splitlines()
             write_atomically(self.file, "".join(f"{line}\n" for line in lines if _step_in(line) <= step))
@@ -45,7 +45,7 @@ class Anomalies:
         return len(self.file.read_text(encoding="utf-8").splitlines()) if self.file.exists() else 0
 
     def look(self, step: int, loss: float, grad_norm: float, examples: Sequence[Any]) -> None:
-        """Check step `step` (from 1) and its examples; a step whose loss or gradient is not finite was not applied.
+        """Check loss and gradient of step `step` (from 1), which was not applied if either is not finite.
 
         Raises:
             UserError: the loss or gradient is not finite, and the run is to stop or has skipped too many steps.
@@ -72,7 +72,7 @@ class Anomalies:
         message = f"step {step}: {what}, and the step was not applied; its training examples are {_listed(examples)}"
         self._in_a_row += 1
         anew = "start a new run with a lower --learning-rate"
-        if self.config.on_nonfinite == "stop":
+        if self.on_nonfinite == "stop":
             mend = f"look at these examples, and continue with --resume auto --on-nonfinite skip; or {anew}"
             raise UserError(f"{message} (all in {self.file}); {mend}")
         if self._in_a_row >= MOST_IN_A_ROW:

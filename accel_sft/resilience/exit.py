@@ -23,7 +23,7 @@ from accel_sft.io.text import one_line, printable
 _REPEATED = "as another rank of this machine says"
 """Message that ranks record whose failure is the same as an earlier rank's."""
 DISK_SECONDS = 3.0
-"""Seconds that a disk gets to take the last line of a run that is ended from a thread."""
+"""Maximum number of seconds that a thread, before it ends this rank, waits for the disk to take the run's result."""
 
 
 class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
@@ -38,7 +38,7 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
 
     def __init__(self) -> None:
         self.debug = self._succeeded = False
-        atexit.register(self._skip_teardown)  # early, because the first that is registered runs last
+        atexit.register(self._skip_teardown)  # registered early, because the first is called last
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, click.exceptions.Exit):  # --help and --version
@@ -70,7 +70,7 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
         _leave(1)
 
     def _unexpected(self, error: BaseException, trace: str) -> tuple[str, str]:
-        """The text to print and the message to record for an error that no user can mend."""
+        """Return the text to print and the message to record for an error that is not the user's."""
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place, summary = f"{frame.filename}:{frame.lineno}", f"{type(error).__name__}: {error}".rstrip(": \n")
         message = f"{summary} ({place})"
@@ -83,16 +83,16 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
         return f"{trace}Error: unexpected in {place}: {summary}", message
 
     def _skip_teardown(self) -> None:
-        """End a rank that succeeded before Python takes its modules apart.
+        """If this rank succeeded, end its process before Python tears down its modules.
 
-        A thread of gloo that drops its last tensor meanwhile would abort the process (pytorch/pytorch#179291).
+        During teardown a thread of gloo that drops its last tensor would abort the process (pytorch/pytorch#179291).
         """
         if self._succeeded and os.environ.get("WORLD_SIZE", "1") != "1":
             _leave(0)
 
 
 def _record_file() -> Path | None:
-    """The file in which torchrun looks for this rank's error; two folders up are those of all ranks on this machine."""
+    """The file in which torchrun looks for this rank's error, two folders below that of this machine's ranks."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(file) if file else None
 
@@ -128,7 +128,7 @@ def _earlier_failures() -> list[tuple[int, str]]:
 def report(text: str, message: str, file: TextIO | None = None) -> None:
     """Record the message for torchrun, which shows it, and print the text to `file` or standard error.
 
-    Ranks of a machine that fail alike leave both to the first of them.
+    If ranks of a machine fail alike, only the first does so; the others print nothing and record `_REPEATED`.
     """
     trouble, first = "", True
     try:
@@ -136,10 +136,10 @@ def report(text: str, message: str, file: TextIO | None = None) -> None:
     except OSError as error:
         trouble = f"\n(other ranks may print this too: {error})"
     if own := _record_file():
-        # torchrun's clock has whole seconds and it takes the earliest failure for the cause
+        # torchrun takes the failure with the earliest time, in whole seconds, for the cause
         stamp = max([int(time.time()) + (not first), *(1 + earlier for earlier, _ in _earlier_failures())])
         message = message if first else _REPEATED
-        # in the form of its ErrorHandler, but without a call stack, which it would show in place of the message
+        # in the form of torchrun's ErrorHandler, but without a call stack, which would be shown instead of the message
         record = {"message": {"message": message, "extraInfo": {"timestamp": str(stamp)}}}
         try:
             own.with_suffix(".new").write_text(json.dumps(record), encoding="utf-8")
@@ -151,7 +151,7 @@ def report(text: str, message: str, file: TextIO | None = None) -> None:
 
 
 def _is_first(text: str) -> bool:
-    """Claim this text; whether no other rank of this machine has claimed it before. Raises OSError."""
+    """Claim this text; returns whether no other rank of this machine has claimed it before. Raises OSError."""
     own = _record_file()
     if own and own.parent.parent.is_dir():
         claim = own.parent.parent / f"said-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:16]}"
@@ -166,7 +166,7 @@ def _print(text: str, file: TextIO | None = None) -> None:
     own, rank = _record_file(), os.environ.get("RANK", "0")
     if rank != "0" and not (own and own.parent.parent.is_dir()):
         text = f"[rank {rank}] {text}"
-    with contextlib.suppress(OSError, UserError):  # its reader may be gone, or its disk full
+    with contextlib.suppress(OSError, UserError):  # the output's reader may be gone, or its disk full
         print(text, file=file or sys.stderr, flush=True)
 
 
@@ -180,8 +180,8 @@ def _stdout_is_closed() -> bool:
 def leave_together() -> None:
     """Wait until all ranks are done.
 
-    The process group is not destroyed; `ExitHandler` skips that. Destroying it holds Python's lock while gloo's threads
-    end, and a thread that drops a tensor waits for that lock (seen with torch 2.6).
+    Neither this nor `ExitHandler` destroys the process group: that would hold Python's lock (the GIL) until gloo's
+    threads have ended, while a thread that drops a tensor waits for the lock (seen with torch 2.6).
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -189,7 +189,7 @@ def leave_together() -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit; with several ranks at once, because destructors would wait for collectives that no other rank joins."""
+    """Exit; one of several ranks skips destructors, which would wait for collectives that no other rank joins."""
     try:
         sys.stdout.flush()
     except (OSError, UserError):  # Python would complain about unwritten output as it exits

@@ -1,4 +1,4 @@
-"""Finds out, for ranks of this machine, what a main thread does, if it waits for other ranks, how a lost rank ended."""
+"""Finds out where a rank's main thread is, whether it waits for other ranks, and how a rank of this machine ended."""
 
 import contextlib
 import itertools
@@ -17,8 +17,8 @@ from accel_sft.io.heartbeat import in_exchange
 from accel_sft.launch import host_memory
 
 _WAITING = re.compile(r"/torch/(distributed|cuda)/|/torch/autograd/graph\.py|/deepspeed/(comm|runtime)/")
-"""Files of functions in which a rank waits for others: a backward reduces gradients, and a synchronized GPU may itself
-wait for other ranks."""
+"""Source files whose functions may block until other ranks arrive. autograd/graph.py is among them because a backward
+reduces gradients, and torch/cuda because whoever synchronizes a GPU waits for the collectives that run on it."""
 _LIBRARIES = re.compile(
     r"/site-packages/(torch|deepspeed|accelerate|transformers|huggingface_hub|tokenizers|datasets|numpy|pyarrow|safetensors"
     r"|psutil|regex|rich|requests|httpx|urllib3)/"
@@ -26,7 +26,8 @@ _LIBRARIES = re.compile(
 
 
 def waits(frame: FrameType) -> bool:
-    """Whether the main thread waits for other ranks: in a collective, or for its result on a device."""
+    """Return whether the main thread, now in this frame, waits for other ranks or for a device that waits for them."""
+    # farther out than 8 frames, DeepSpeed's engine may be what called a model's or a task's code
     for each, _ in itertools.islice(traceback.walk_stack(frame), 8):
         if _WAITING.search(each.f_code.co_filename):
             return True
@@ -34,25 +35,28 @@ def waits(frame: FrameType) -> bool:
 
 
 def place(frame: FrameType) -> str:
-    """The innermost line that is neither Python's own nor a known library's; a task may lie in site-packages, too."""
+    """Return the innermost line of code that belongs neither to the standard library nor to one of `_LIBRARIES`.
+
+    Other packages in site-packages count, because a task may be installed there.
+    """
     standard = sysconfig.get_path("stdlib")
     for each, line in traceback.walk_stack(frame):
         file = each.f_code.co_filename
         own = "site-packages" in file or not file.startswith((standard, "<frozen"))
         if own and not _LIBRARIES.search(file):
             return f"{each.f_code.co_name} ({file}:{line})"
-    return "no line of Python"
+    return "library code"
 
 
 def _beside() -> list[psutil.Process]:
-    """The processes that the launcher of this rank started on this machine."""
+    """Return the processes that the launcher of this rank started on this machine, this one included."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(os.getppid()).children()
     return []
 
 
 def process_beside(rank: int) -> psutil.Process | None:
-    """The process of another rank that the same launcher started on this machine."""
+    """Return the process of a rank that the launcher of this one started on this machine; None if there is none."""
     for process in _beside():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("RANK") == str(rank):
@@ -61,7 +65,7 @@ def process_beside(rank: int) -> psutil.Process | None:
 
 
 def state(rank: int, host: str) -> str:
-    """The state of a rank's process, as the system reports it."""
+    """Say on which other machine a rank is; on this one, say its process's state, as the kernel reports it."""
     if host not in ("", socket.gethostname()):
         return f"on {host}"
     process = process_beside(rank)
@@ -69,28 +73,30 @@ def state(rank: int, host: str) -> str:
 
 
 def lost_ranks(attempt: Path) -> str:
-    """A sentence about the ranks of this machine that ended without recording an error; "" if there are none.
+    """Return a sentence about the ranks of this machine that ended without recording an error; "" if there are none.
 
-    `attempt` is the folder in which torchrun's ranks of this machine record their errors, by local rank.
+    `attempt` is the folder in which the rank with local rank n records its error for torchrun, as n/error.json.
     """
-    alive, signals = set(), set()
+    alive, signals = set(), []
     for process in _beside():
         with contextlib.suppress(psutil.Error, OSError, ValueError):
             if process.status() != psutil.STATUS_ZOMBIE:
                 alive.add(process.environ().get("LOCAL_RANK"))
-            else:  # its status as wait() would return it is the last field of proc(5)
+            else:  # a zombie: the last field of /proc/PID/stat is the status that wait() would return
                 status = Path(f"/proc/{process.pid}/stat").read_text().split()[-1]
-                signals.add(int(status) & 0x7F)
+                signals.append(int(status) & 0x7F)
     count = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
     lost = [n for n in range(count) if str(n) not in alive and not (attempt / str(n) / "error.json").exists()]
     if not alive or not lost:
         return ""
     names = " and ".join(f"rank {first + number}" for number in lost)
-    if signals <= {signal.SIGKILL}:
-        memory = host_memory.describe()
-        return f"{names} was killed (signal 9, as the system does when memory runs out); host memory now: {memory}"
-    if signals == {0}:
-        return f"{names} ended without an error message"
-    ended_by = " and ".join(signal.Signals(number).name for number in sorted(signals - {0}))
-    return f"{names} was ended by {ended_by}; its output, if any, is in the run's logs"
+    was = "was" if len(lost) == 1 else "were"
+    unexplained = f"{names} ended without an error message"
+    memory = f"host memory now: {host_memory.describe()}"
+    if len(signals) < len(lost):  # the launcher has reaped a zombie, and how that ended can no longer be read
+        return f"{unexplained} (the launcher's summary names the signal, if there was one); {memory}"
+    if set(signals) == {signal.SIGKILL}:
+        return f"{names} {was} killed (signal 9, which the kernel sends when memory runs out); {memory}"
+    ended_by = " and ".join(signal.Signals(number).name for number in sorted({*signals} - {0}))
+    return f"{names} {was} ended by {ended_by}; any output is in the run's logs" if ended_by else unexplained

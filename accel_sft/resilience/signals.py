@@ -9,11 +9,11 @@ import signal
 import threading
 import time
 from types import FrameType
+from typing import Any
 
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import terminal
-from accel_sft.launch.info import PARENT
-from accel_sft.launch.launcher import under_launcher
+from accel_sft.launch.launcher import PARENT, under_launcher
 from accel_sft.resilience.exit import a_peer_failed, lost_peers, record_end, report
 
 WATCH_SECONDS = 1.0
@@ -23,11 +23,11 @@ ECHO_SECONDS = 5.0
 process of a job, and the launcher passes its own on to its ranks."""
 UNHANDLED_SECONDS = 4.0
 """Seconds after which a signal counts as not handled by the main thread, which is then in C and may wait there for a
-rank that has ended. The launcher kills after 30 seconds."""
+rank that has ended. The launcher kills its ranks after 30 seconds."""
 
 
 class Interruption(KeyboardInterrupt):
-    """Raised when a signal has ended the run, after it wrote a checkpoint."""
+    """Ends the run after a signal; the trainer writes a checkpoint before it lets this through."""
 
     def __init__(self, number: int, step: int, command: str) -> None:
         name = signal.Signals(number).name
@@ -47,13 +47,13 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
     """
 
     def __init__(self) -> None:
-        self.asked = 0  # number of the signal that came while `deferred`
+        self.asked = 0  # number of the first signal that came
         self._asked_at = 0.0
         self.deferred = False  # whether signals are only noted, for a loop that checks `asked`
         self.run_dir: RunDir | None = None  # its result says why the watching thread ended this rank
         self.to_continue = ""  # the command that continues the run, once it has a folder
         self._launcher = PARENT if under_launcher() else None
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
         self._ended = threading.Event()
 
     def __enter__(self) -> StopSignals:
@@ -63,7 +63,7 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
         # a process that a task forks (to run an answer with a timeout, say) handles signals as if there were no run
         os.register_at_fork(after_in_child=self._leave_alone)
         if self._launcher is not None:
-            arriving, writing = os.pipe()  # the system writes each signal's number, whatever the main thread is doing
+            arriving, writing = os.pipe()  # each signal's number arrives, whatever the main thread is doing
             os.set_blocking(writing, False)
             signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
             threading.Thread(target=self._watch, args=(arriving,), name="launcher-watch", daemon=True).start()

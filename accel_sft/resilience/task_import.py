@@ -1,4 +1,4 @@
-"""Imports a task under the hang watch, as its module may hang or the launcher be killed meanwhile. No torch."""
+"""Imports a task under the hang watch, because its module may hang or the launcher be killed. No torch."""
 
 import contextlib
 import sys
@@ -10,7 +10,7 @@ from accel_sft.launch.rank_environment import launcher_flags
 
 
 def load_task(name: str, hang_timeout: int) -> type[Task]:
-    """The task's class. `--hang-timeout` counts from the command line only, not from a file: no option is read yet.
+    """Return the task's class. No option is read yet: `--hang-timeout` counts on the command line, not in a file.
 
     Raises:
         UserError: what `registry.load` raises.

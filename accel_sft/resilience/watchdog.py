@@ -32,13 +32,13 @@ from accel_sft.resilience import exit
 from accel_sft.resilience.ranks import place, process_beside, state, waits
 
 SILENT_SECONDS = 5.0
-"""Seconds without a publication after which a rank does not respond; its watching thread publishes every second."""
+"""Seconds without a publication after which a rank counts as not responding; its thread publishes every second."""
 GRACE_SECONDS = 3.0
 """Seconds that all ranks get to write their stacks before one of them ends the run."""
 LEAST_CPU, LEAST_BYTES = 0.005, 4096
-"""Least activity per second that counts as progress during start-up: seconds of a core, bytes of files. Polling stays
-below it. One look of the watching thread takes 3 ms of a core beside 120 processes, more beside others: it does not
-count."""
+"""Least activity per second that counts as progress during start-up: CPU seconds, and bytes of files. A main
+thread that polls stays below both. The watching thread's own CPU time (3 ms per poll with 120 processes on the machine,
+more with more) does not count."""
 
 
 class Sign(NamedTuple):
@@ -52,8 +52,8 @@ class Sign(NamedTuple):
 
 
 class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
-    """Within this context, ends the run if no rank makes progress for `seconds`, and names those that hang; 0: no
-    watch.
+    """Within this context, ends the run if no rank makes progress for `seconds`, and names the ranks that hang. With 0
+    seconds it watches nothing.
 
     Stacks and result are written to `run_dir`; without one, the stack of a rank that hangs goes to the terminal. With
     `alone` it watches this rank's import of a task, without torch: loaded modules and files count as progress there;
@@ -65,7 +65,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         self.rank, self.ranks = int(os.environ.get("RANK", "0")), 1 if alone else int(os.environ.get("WORLD_SIZE", "1"))
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
-        self._store: Any = None  # the launcher's; None for one rank, or where it cannot be reached
+        self._store: Any = None  # the launcher's key-value store; None with one rank, or if it cannot be reached
         self._dumped = 0  # bytes of stacks that were written and shown; they are no progress
         self._worked: dict[int, tuple[float, int]] = {}  # rank -> CPU seconds and bytes at the last look
         self._heard: dict[int, tuple[int, float]] = {}  # rank -> its last tick and when that came
@@ -79,30 +79,35 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     def __exit__(self, *_: object) -> None:
         self._over.set()
         if self.seconds:
-            self._thread.join(SILENT_SECONDS)  # a call to the store that the process's end interrupts would abort it
+            self._thread.join(SILENT_SECONDS)  # an unfinished call to the store would abort the process as it exits
 
     def _watch(self) -> None:
-        path = self.run_dir.stacks(self.rank) if self.run_dir else None  # after those of an earlier attempt
+        path = self.run_dir.stacks(self.rank) if self.run_dir else None  # an earlier attempt may have begun it
         with path.open("a", encoding="utf-8") if path else tempfile.TemporaryFile("a+", encoding="utf-8") as stacks:
             try:
                 self._watch_main_thread(stacks)
             finally:
                 faulthandler.cancel_dump_traceback_later()
-        with contextlib.suppress(OSError):  # the folder may be what was lost
+        with contextlib.suppress(OSError):  # the run's folder may be gone
             if path and not path.stat().st_size:
                 path.unlink()
 
     def _watch_main_thread(self, stacks: IO[str]) -> None:
-        pause, tick, seen, still, shown = min(1.0, self.seconds / 4), 0, (-1, 0), 0.0, False
-        self._store, before = _store() if self.ranks > 1 else None, stacks.seek(0, os.SEEK_END)
-        size = before
+        pause = min(1.0, self.seconds / 4)
+        tick = 0
+        seen = -1, 0
+        still, shown = 0.0, False
+        self._store = _store() if self.ranks > 1 else None
+        size = before = stacks.seek(0, os.SEEK_END)
+        main = threading.main_thread().ident
+        assert main is not None  # it runs
         since = awake = time.monotonic()
         while not self._over.wait(pause if tick else 0):
             now, tick = time.monotonic(), tick + 1
             elapsed, awake = now - awake, now
             if elapsed > SILENT_SECONDS:  # the whole process was stopped, and has continued
                 since += elapsed
-            frame = sys._current_frames()[threading.main_thread().ident]
+            frame = sys._current_frames()[main]
             waiting, there = waits(frame), os.fstat(stacks.fileno()).st_size
             self._dumped, size = self._dumped + there - size, there
             active = not waiting and activity_counts()
@@ -127,7 +132,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
                 self._end(signs)
 
     def _exchange(self, sign: Sign) -> dict[int, Sign]:
-        """Publish this rank's sign; once it has stalled for too long, return the signs of all ranks."""
+        """Publish this rank's sign, and return it; once this rank has stalled for too long, return all ranks' signs."""
         found = {self.rank: sign}
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # the store ends with the launcher, which StopSignals watches
@@ -140,16 +145,16 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         return found
 
     def _has_worked(self, rank: int, seconds: float) -> bool:
-        """Whether a rank of this machine has used the CPU or files in the seconds since the last look."""
+        """Whether a rank of this machine used enough CPU or files to count, in the `seconds` since the last poll."""
         process = psutil.Process() if rank == self.rank else process_beside(rank)
         before, now = self._worked.get(rank, (0.0, 0)), work(process) if process else (0.0, 0)
         now = (now[0], now[1] - self._dumped) if rank == self.rank else now
         self._worked[rank] = now
-        cpu, count = abs(now[0] - before[0]), abs(now[1] - before[1])  # it shrinks when a child process ends
+        cpu, count = abs(now[0] - before[0]), abs(now[1] - before[1])  # the totals shrink when a child process ends
         return (cpu >= LEAST_CPU * seconds and not self.alone) or count >= LEAST_BYTES * seconds
 
     def _all_hang(self, signs: dict[int, Sign], now: float, elapsed: float) -> bool:
-        """Whether no rank makes progress. A rank that does not respond makes none, unless it computes in C."""
+        """Whether no rank makes progress; one that does not respond makes some if it uses CPU or files (in C)."""
         if self._store is None and self.ranks > 1 and signs[self.rank].waiting:
             return False  # it waits for ranks whose signs cannot be read
         for rank, sign in signs.items():

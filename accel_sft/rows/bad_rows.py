@@ -1,4 +1,4 @@
-"""Rows that cannot be used: where each stands and why, and how an audit reads the other rows of the file."""
+"""Records which rows cannot be used, where they stand and why, and lets an audit read the file's other rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 class Place(NamedTuple):
     """Where a row stands: its file and line (from 1); and its number (from 1) if several rows begin on that line.
 
-    `line` is None in files without lines, such as Parquet's.
+    `line` is None in files without lines, such as Parquet files.
     """
 
     file: str
@@ -35,9 +35,9 @@ _left_out: contextvars.ContextVar[list[BadRow] | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def bad_rows_left_out(most: int) -> Iterator[list[BadRow]]:
-    """Inside, `read_rows` leaves bad rows out instead of refusing their file, so that an audit sees the others too.
+    """Inside, `read_rows` leaves bad rows out instead of refusing their file, so that an audit sees the other rows.
 
-    The yielded list receives the rows left out, `most` of them at most. A file with such rows is not kept in the cache.
+    The yielded list receives at most `most` of the bad rows. A file with bad rows is not kept in the cache.
     """
     found: list[BadRow] = _Limited(most)
     token = _left_out.set(found)

@@ -1,8 +1,8 @@
 """Hashes a task's code and options: cached tokens are used only while neither has changed.
 
-It hashes all files of the packages that the code is in and, if these import libraries, the versions of all installed
-packages. If something else may decide what the code does, there is no fingerprint, and every message is read. Standard
-library only.
+The hash covers all files of the packages that the code is in and, if these import libraries, the versions of all
+installed packages. If something else may decide what the code does, there is no fingerprint, and every start reads all
+rows or messages again. Needs only the standard library.
 """
 
 import ast
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 _MAX_BYTES = 64 << 20
-"""Most bytes of one package's files: reading more at every start would take longer than the fingerprint saves."""
+"""Maximum size of a package's files in bytes: to read more at each start would take longer than the hash saves."""
 _INSTALLED = {"site-packages", "dist-packages"}
 _OUTSIDE = """
     open FileIO system popen environ environb getenv exec eval importlib runpy pkgutil linecache subprocess socket
@@ -36,11 +36,12 @@ class _Unknown(Exception):
 
 
 def code_fingerprint(*values: Any) -> str | None:
-    """SHA-256 of what decides how `values` (tasks, functions, plain values) behave; None where that is uncertain.
+    """Return a SHA-256 of all that decides how `values` (tasks, functions, plain values) behave; None if it is unknown.
 
     It is the same in every process and on every machine with the same files and versions.
     """
-    own, imported = {"accel_sft"}, set()
+    own = {"accel_sft"}
+    imported: set[str] = set()
     try:
         described = [_described(value, own) for value in values]
         own -= sys.stdlib_module_names
@@ -53,7 +54,7 @@ def code_fingerprint(*values: Any) -> str | None:
 
 
 def _described(value: Any, own: set[str]) -> Any:
-    """`value` as JSON can hold it; the top-level packages of the classes and functions in it are added to `own`."""
+    """Describe `value` in JSON, and add the top-level packages of the classes and functions in it to `own`."""
     kind = type(value)
     if value is None or kind in (bool, int, float, str, bytes, type(Path())):
         return [kind.__name__, repr(value)]
@@ -67,16 +68,16 @@ def _described(value: Any, own: set[str]) -> Any:
     if isinstance(value, (type, types.FunctionType)):
         for each in value.__mro__ if isinstance(value, type) else (value,):
             found = pkgutil.resolve_name(f"{each.__module__}:{each.__qualname__}")
-            if found is not each or each.__module__ == "__main__":  # replaced, or typed in
+            if found is not each or each.__module__ == "__main__":  # shadowed, or of a script or prompt
                 raise _Unknown
             own.add(each.__module__.partition(".")[0])
         return ["name", value.__module__, value.__qualname__]
     if not dataclasses.is_dataclass(value):
         raise _Unknown
     computed = {name for cls in kind.__mro__ for name, v in vars(cls).items() if type(v) is functools.cached_property}
-    parts = {name: part for name, part in getattr(value, "__dict__", {}).items() if name not in computed}
-    parts |= {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return ["object", _described(kind, own), _described(parts, own)]
+    fields = {name: part for name, part in getattr(value, "__dict__", {}).items() if name not in computed}
+    fields |= {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return ["object", _described(kind, own), _described(fields, own)]
 
 
 def _places(top: str) -> list[Path]:
@@ -84,13 +85,13 @@ def _places(top: str) -> list[Path]:
     spec = sys.modules[top].__spec__ if top in sys.modules else importlib.util.find_spec(top)
     if spec is None or not (spec.submodule_search_locations or spec.has_location):
         raise _Unknown
-    return [Path(place) for place in spec.submodule_search_locations or [spec.origin]]
+    return [Path(place) for place in spec.submodule_search_locations or [str(spec.origin)]]
 
 
 def _files(top: str, imported: set[str]) -> str:
-    """SHA-256 of all files of a package, data too; the top-level modules that its sources import go to `imported`."""
+    """Return a SHA-256 of all files of a package, data too, and add the top-level modules it imports to `imported`."""
     digest, total = hashlib.sha256(), 0
-    pattern = "*.py" if top == "accel_sft" else "*"  # its launch files do not decide what a task does
+    pattern = "*.py" if top == "accel_sft" else "*"  # launch files do not decide what a task does
     for place in _places(top):
         for file in sorted(place.rglob(pattern)) if place.is_dir() else [place]:
             if "__pycache__" in file.parts or (file.is_dir() and not file.is_symlink()):
@@ -114,14 +115,14 @@ def _imported(source: bytes) -> set[str]:
             imported |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             used |= {alias.name for alias in node.names}
-            imported |= set() if node.level else {node.module.partition(".")[0]}
+            imported |= {node.module.partition(".")[0]} if node.module and not node.level else set()
     if not (used | imported).isdisjoint(_OUTSIDE.split()):
         raise _Unknown
     return imported
 
 
 def _installed(imported: set[str]) -> list[str]:
-    """Name and version of all installed packages, which the imported ones may import in turn; [] without imports."""
+    """Return all installed packages, which those imported may import in turn, with versions; [] without imports."""
     provided = _distributions() if imported else {}
     for top in imported:  # a file beside the task, or one installed from a folder, may change and keep its version
         distributions = [metadata.distribution(name) for name in provided.get(top, ())]
@@ -134,5 +135,5 @@ def _installed(imported: set[str]) -> list[str]:
 
 @functools.cache
 def _distributions() -> Mapping[str, list[str]]:
-    """The distributions of each top-level module, read once because it takes a fraction of a second."""
+    """The distributions of each top-level module, read once, as reading takes a fraction of a second."""
     return metadata.packages_distributions()

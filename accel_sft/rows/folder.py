@@ -1,4 +1,4 @@
-"""Finds the data files of a folder. Standard library only."""
+"""Finds the data files of a folder. Needs only the standard library."""
 
 import os
 from pathlib import Path
@@ -24,13 +24,13 @@ def data_files(folder: Path) -> list[Path]:
 
     found, seen = [], set()
     for parent, folders, names in os.walk(folder, onerror=failed, followlinks=True):
-        if (real := os.path.realpath(parent)) in seen:  # a link to a folder above, or a second one to the same
+        if (real := os.path.realpath(parent)) in seen:  # a link has led to a folder that was read already
             folders.clear()
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         paths = [Path(parent, name) for name in names if not name.startswith(".") and name not in _ABOUT_DATA]
-        # a link to nowhere is left to the reader, which says so
+        # a broken link is kept, so that the reader reports it
         found += [path for path in paths if is_data_file(path) and (path.is_file() or not path.exists())]
     found.sort()
     if not found:

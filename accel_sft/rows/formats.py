@@ -1,7 +1,7 @@
-"""Reads files by their suffix (JSON, CSV and Parquet, compressed or not), each as values with their places.
+"""Reads files by their suffix (JSON, CSV and Parquet, compressed or not), and yields their values with places.
 
-A data format is a reader in READERS, a compression is an opener in COMPRESSIONS. pyarrow is imported only for the files
-that need it; all else is standard library.
+Each data format has a reader in READERS, each compression an opener in COMPRESSIONS. pyarrow is imported only for files
+that need it; for the others the standard library is enough.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Reader = Callable[[BinaryIO, str], Iterator[Located]]
 """Takes a seekable stream and the file's name in messages, and yields the values as `located` does."""
 _BATCH_ROWS = 256
 _MOST_DECOMPRESSED, _MOST_TIMES = 256 << 20, 200
-"""A compressed file may hold this many bytes, or this many times its size if that is more; text takes 3 to 10 times."""
+"""A compressed file may hold this many bytes or, if that is more, this many times its size (text: 3 to 10 times)."""
 _FIELDS_SHOWN = 80
 
 
@@ -33,7 +33,7 @@ class Format(NamedTuple):
     """How a file is read.
 
     Attributes:
-        suffix: the suffix without the compression, ".jsonl" for rows.jsonl.gz; "" if it is not in READERS: such a file
+        suffix: the suffix without the compression, ".jsonl" for rows.jsonl.gz; "" if READERS lacks it, and the file
             is read as JSON.
         compression: the suffix of the compression, or "".
     """
@@ -43,7 +43,7 @@ class Format(NamedTuple):
 
     @property
     def is_text_of_rows(self) -> bool:
-        """Whether the file's own bytes hold the rows as JSON, which are then read from there without conversion."""
+        """Whether the file, once decompressed, holds the rows as JSON, so that they need no conversion."""
         return READERS.get(self.suffix, located) is located
 
     @property
@@ -53,7 +53,7 @@ class Format(NamedTuple):
 
 
 def format_of(path: Path) -> Format:
-    """What the file's name says of its format."""
+    """Return the format that a file's name stands for."""
     *_, before, last = ("", "", *(suffix.lower() for suffix in path.suffixes))
     compression = last if last in COMPRESSIONS else ""
     suffix = before if compression else last
@@ -66,10 +66,10 @@ def is_data_file(path: Path) -> bool:
 
 
 def decompress(stream: BinaryIO, format: Format, name: str, target: BinaryIO) -> None:
-    """Write what is inside a compressed file to `target`.
+    """Write the decompressed content of a file to `target`.
 
     Raises:
-        UserError: the file is damaged or cut off.
+        UserError: the file is damaged, truncated or too large inside, or this Python cannot decompress it.
         OSError: `target` cannot be written.
     """
     stream.seek(0)
@@ -125,7 +125,7 @@ def _damaged() -> tuple[type[Exception], ...]:
 
 
 def _comma_separated(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """The rows below a header, each cell as text."""
+    """Yield the rows below the header, with each cell as text."""
     return _delimited(stream, name, ",")
 
 
@@ -138,7 +138,8 @@ def _delimited(stream: BinaryIO, name: str, delimiter: str) -> Iterator[Located]
     stream.seek(0)
     csv.field_size_limit(min(sys.maxsize, (1 << 31) - 1))  # a cell may hold a chat; the default is 128 KiB
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    records, header, line = csv.reader(text, delimiter=delimiter, strict=True), None, 0
+    records = csv.reader(text, delimiter=delimiter, strict=True)
+    header, line = None, 0
     try:
         for record in records:
             begin, line = line + 1, records.line_num
@@ -161,7 +162,7 @@ def _delimited(stream: BinaryIO, name: str, delimiter: str) -> Iterator[Located]
     except UnicodeDecodeError:
         raise UserError(f"{name}:{line + 1}: not UTF-8, here or in the lines after; save the file as UTF-8") from None
     finally:
-        text.detach()  # the stream is its owner's to close
+        text.detach()  # otherwise `text` would close the caller's stream
 
 
 def _header_problem(header: list[str]) -> str:
@@ -171,7 +172,7 @@ def _header_problem(header: list[str]) -> str:
 
 
 def _doubled(columns: list[str]) -> str:
-    """What is wrong if two columns have the same name; "" if none have."""
+    """Return what is wrong if two columns have the same name; "" if all names differ."""
     for column in columns:
         if columns.count(column) > 1:
             return f"the column {column[:_FIELDS_SHOWN]!r} twice; give each a name of its own"
@@ -199,13 +200,13 @@ def _parquet(stream: BinaryIO, name: str) -> Iterator[Located]:
 
 
 def row_as_json(row: dict[str, Any], number: int) -> Located:
-    """A row of Python values as it would be read from JSON, with `number` in place of a line."""
+    """Return a row of Python values as it would be read from JSON, with `number` in place of a line."""
     raw = json.dumps(row, default=_as_json).encode()
     return Located(json.loads(raw), number, 0, raw)
 
 
 def _as_json(value: Any) -> Any:
-    """Stands in for a value that JSON cannot hold. Bytes become an object, so that no parser takes them for text."""
+    """Replace a value that JSON cannot hold. Bytes become an object, so that no parser takes them for text."""
     if isinstance(value, (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)):
         return str(value)
     return {"bytes": len(value)} if isinstance(value, bytes) else {"unknown": type(value).__name__}

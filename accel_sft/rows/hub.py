@@ -36,6 +36,7 @@ def load(name: str) -> Any:
             f"{name}: not a file or folder; to read it as a data set of the hub: pip install datasets"
         ) from None
     found = _NAME.fullmatch(name)
+    assert found  # callers ask `is_dataset_name` first
     split = found["split"] or "train"
     try:
         return datasets.load_dataset(found["id"], found["config"], split=split)

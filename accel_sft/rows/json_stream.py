@@ -1,6 +1,7 @@
 """Reads the values of a JSON array or of JSON Lines one by one, each with its line and its bytes.
 
-Lines are read one at a time. The text of an array is held in memory, its values are not. Standard library only.
+Lines are read one at a time. The text of an array is held in memory, its values are not. Needs only
+the standard library.
 """
 
 import codecs
@@ -12,11 +13,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 from accel_sft.api.errors import UserError
 
-_MAX_DEPTH = 100  # Python's own limit moves with its version and the caller's stack
+_MAX_DEPTH = 100  # Python's own limit depends on its version and on the caller's stack
 MAX_ROW_BYTES = 64 << 20
-"""Most bytes of a line that is read: no longer row can be trained on, and an endless line would fill the memory."""
+"""Maximum number of bytes of a line: a longer row cannot be trained on, and an endless line would fill the memory."""
 _MAX_NAME = 80
-"""Most characters of a field's name that a message repeats: a row's field names may be of any length."""
+"""Maximum number of characters of a field's name that a message repeats: names in a file may have any length."""
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
@@ -50,7 +51,7 @@ class RowProblem(ValueError):
 class RowLeftOut(Exception):
     """Raised by the `parse` given to `read_rows` to leave a row out; its text, a phrase, is reported as the reason.
 
-    For a malformed row raise RowProblem; this is for a row that published files do contain, and that is of no use.
+    For a malformed row raise RowProblem. RowLeftOut is for useless rows that published files are known to contain.
     """
 
 
@@ -60,7 +61,7 @@ class ParsedRow(NamedTuple):
     Attributes:
         group: rows of one group, such as those with one prompt, stay together when some are held out; "": only equal
             rows form a group.
-        notes: what was done to the row; each note is counted over all rows and reported with the first places.
+        notes: what was done to the row; each note is counted over all rows and reported with the first of them.
     """
 
     example: Any
@@ -69,7 +70,7 @@ class ParsedRow(NamedTuple):
 
 
 def located(stream: BinaryIO, name: str) -> Iterator[Located]:
-    """The values of a JSON array or of JSON Lines, whichever the content is.
+    """Yield the values of a JSON array or of JSON Lines, which the content tells apart.
 
     Args:
         stream: read from its beginning; a byte-order mark is accepted.
@@ -106,7 +107,7 @@ def _text(raw: bytes, name: str, line: int, begin: int) -> str:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any] | ValueError:
-    """An object, or the error of a repeated key in its place, so that the rows after it are decoded too."""
+    """Return an object or, if a key is repeated, an error in its place, so that the rows after it are decoded too."""
     row: dict[str, Any] = {}
     for key, value in pairs:
         if key in row:
@@ -153,11 +154,11 @@ def _problems_in(value: Any, depth: int = 0) -> Iterator[ValueError]:
 
 
 def _array(text: str, offset: int) -> Iterator[Located]:
-    """The elements of the array; the first syntax error ends it. `offset` is the number of bytes before `text`."""
+    """Yield the array's elements; a syntax error is yielded last. `offset` is the number of bytes before `text`."""
     at, line, mark = 0, 1, "["
 
     def move(end: int) -> bytes:
-        """Move on to the character at `end`; returns the bytes between."""
+        """Move on to the character at `end`; return the bytes between."""
         nonlocal at, line, offset
         raw = text[at:end].encode()
         at, line, offset = end, line + text.count("\n", at, end), offset + len(raw)
@@ -165,7 +166,7 @@ def _array(text: str, offset: int) -> Iterator[Located]:
 
     def next_mark() -> str:
         """Move on to the next character that is not blank, and return it; "" at the end."""
-        move(_BLANK.match(text, at).end())
+        move(next(_BLANK.finditer(text, at)).end())
         return text[at : at + 1]
 
     def problem(what: str) -> Located:

@@ -1,6 +1,7 @@
-"""Reads one file of rows: all are checked at the first reading, and the place of each is kept in the cache.
+"""Reads one file of rows: each row is checked at the first reading, and its place is kept in the cache.
 
-JSON rows stay in their file; rows of other formats are written to the cache as JSON Lines. Standard library only.
+JSON rows stay in their file; rows of other formats are written to the cache as JSON Lines. Needs only
+the standard library.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from accel_sft.rows.row_file import PLACE, OpenFile, RowFile, Tally, named
 
 MAX_PROBLEMS = 20
 MAX_PIPED_BYTES = 1 << 30
-"""Most bytes that are read from a pipe: they are held in memory, and a pipe may have no end."""
+"""Maximum number of bytes read from a pipe: they are held in memory, and a pipe may have no end."""
 IN_MEMORY_BYTES = 1 << 20
 """JSON files of fewer bytes are held in memory and checked at every start, which takes no longer than finding them in
 the cache."""
 _ANNOUNCED_BYTES = 64 << 20
-"""Size of a file in bytes from which on a line announces that its rows are being converted."""
+"""Files of at least this many bytes are announced by a line when their rows are converted."""
 _KIND, _PLACES, _TEXT = "rows", "places.bin", "rows.jsonl"
 _FORM = 2
 """Version of a cache entry's form; it changes when older entries can no longer be read."""
@@ -50,7 +51,8 @@ def read_file(path: Path, parse: Parse) -> RowFile:
     Raises:
         UserError: as `read_rows`.
     """
-    name, known, format = str(path), code_fingerprint(parse), format_of(path)
+    name, format = str(path), format_of(path)
+    known = code_fingerprint(parse)
     try:
         stream = path.open("rb")
         before = os.fstat(stream.fileno())
@@ -62,7 +64,7 @@ def read_file(path: Path, parse: Parse) -> RowFile:
         content = stream.read(-1 if regular else MAX_PIPED_BYTES + 1) if held else OpenFile(os.dup(stream.fileno()))
         if not regular and len(content) > MAX_PIPED_BYTES:
             raise UserError(f"{name}: more than {MAX_PIPED_BYTES >> 20} MiB come through a pipe; give a file instead")
-        source = io.BytesIO(content) if held else stream
+        source = io.BytesIO(content) if isinstance(content, bytes) else stream
         sha256 = hashlib.file_digest(source, "sha256").hexdigest()
         key = _key(sha256, known, format if converted else "")
     except OSError as error:
@@ -80,9 +82,10 @@ def read_file(path: Path, parse: Parse) -> RowFile:
             cache.log(f"{name}: reading {before.st_size >> 20:,} MiB" + (", once; its rows are kept" if keep else ""))
         try:
             text, checked = _checked(source, about, parse, folder if converted else None)
-        except OSError as error:  # only what is converted is written
+        except OSError as error:  # only converted rows are written here
             raise UserError(f"{name}: cannot be converted in {folder} ({error.strerror}); free space there") from None
-        if not held and (before.st_size, before.st_mtime_ns) != (content.stat.st_size, content.stat.st_mtime_ns):
+        after = content.stat if isinstance(content, OpenFile) else before
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             raise UserError(f"{name}: was changed while it was read; start again")
         return _made(folder, key if keep else None, about, content if text is None else text, checked)
 
@@ -101,7 +104,7 @@ def read_dataset(path: Path, parse: Parse) -> RowFile:
     name, known = str(path), code_fingerprint(parse)
     dataset = hub.load(name)
     key = _key(dataset._fingerprint, known)
-    format = Format(".parquet", "")  # its rows are named by number, as in the files of the hub
+    format = Format(".parquet", "")  # rows are named by number, as in Parquet files
     about = name, format, known and key, dataset._fingerprint
     if known and (found := _kept(about, key, None)):
         return found
@@ -121,7 +124,7 @@ def _key(*decides: Any) -> str:
 
 
 def _workspace(stack: contextlib.ExitStack, keep: bool, converted: bool) -> tuple[Path, bool]:
-    """A folder to write to until the stack closes, and whether it may become an entry of the cache."""
+    """Return a folder that lasts until the stack closes, if one is needed, and whether it may become a cache entry."""
     if keep:
         try:
             return stack.enter_context(cache.partial(_KIND)), True
@@ -141,7 +144,7 @@ class _Checked:
 
 
 def _checked(source: BinaryIO, about: About, parse: Parse, folder: Path | None) -> tuple[OpenFile | None, _Checked]:
-    """Check the rows, after converting them into `folder` if it is given; returns the converted text (or None) too."""
+    """Check the rows, after converting them into `folder` if it is given; return the converted text (or None) too."""
     name, format, *_ = about
     if folder is None:
         return None, _validated(located(source, name), name, format, parse)
@@ -164,9 +167,11 @@ def _validated(
     values: Iterable[Located], name: str, format: Format, parse: Parse, lines: BinaryIO | None = None
 ) -> _Checked:
     """Parse each row and record its place: in the source, or in `lines` if the rows are written there."""
-    found, problems, before, left_out = _Checked(), Tally(), 0, left_out_rows()
+    found, problems = _Checked(), Tally()
+    left_out = left_out_rows()
+    before = 0
     for number, (value, line, begin, raw) in enumerate(values, 1):
-        row = number if raw and line == before else None  # an array may stand on one line
+        row = number if raw and line == before else None  # several rows of an array may begin on one line
         try:
             if isinstance(value, ValueError):
                 raise value
@@ -200,7 +205,7 @@ def _validated(
 
 
 def _told(problems: Tally, name: str, format: Format, bad: int) -> Iterator[str]:
-    """A line for each problem, with the first row that has it and the other rows that have it too."""
+    """Yield a line for each problem, with the first row that has it and the other rows that have it too."""
     for problem, (count, ((line, row), *others)) in problems.items():
         where = f"{name}:{line}:" if format.has_lines else f"{name}: row {line}:"
         told = f"{where} row {row}: {problem}" if row else f"{where} {problem}"
@@ -211,10 +216,10 @@ def _told(problems: Tally, name: str, format: Format, bad: int) -> Iterator[str]
 
 
 def _kept(about: About, key: str, text: OpenFile | bytes | None) -> RowFile | None:
-    """The rows of a cache entry, or None if it is not there; `text` holds the rows, None: the entry holds them too."""
+    """Return the rows of a cache entry, or None if it is not there. `text` holds the rows; None: the entry does."""
     if found := cache.find(_KIND, key):
         folder, tallies = found
-        with contextlib.suppress(OSError):  # it may be removed by now
+        with contextlib.suppress(OSError):  # the entry may have been removed meanwhile
             places = OpenFile(os.open(folder / _PLACES, os.O_RDONLY))
             text = text if text is not None else OpenFile(os.open(folder / _TEXT, os.O_RDONLY))
             return RowFile(*about, text, places, Tally(tallies["left_out"]), Tally(tallies["noted"]))
@@ -222,8 +227,8 @@ def _kept(about: About, key: str, text: OpenFile | bytes | None) -> RowFile | No
 
 
 def _made(folder: Path, key: str | None, about: About, text: OpenFile | bytes, checked: _Checked) -> RowFile:
-    """The file's rows. With a key, their places (and their text, if `folder` has it) go to the cache. If the cache
-    cannot be written, the places stay in memory, and the next start checks all rows again."""
+    """Return the file's rows. With a key, their places (and their text, if `folder` has it) go to the cache. If the
+    cache cannot be written, the places stay in memory, and the next start checks all rows again."""
     places = bytes(checked.places)
     made = RowFile(*about, text, places, checked.left_out, checked.noted, not checked.bad)
     if key is None or checked.bad:

@@ -1,4 +1,4 @@
-"""The rows of one file, none of them in memory: each is found by its place in the file. Standard library only."""
+"""The rows of one file, each found by its place and parsed when it is used. Needs only the standard library."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from accel_sft.rows.formats import Format
 PLACE = struct.Struct("<qIIII")
 """A row's place: its first byte, number of bytes, their CRC-32, line (or row number, from 1), CRC-32 of its group."""
 _PLACES_BYTES = PLACE.size << 14
-"""Bytes of places that are read at once."""
+"""Number of bytes of `places` that `groups` reads at once."""
 _NAMED = 5
 
 
 class OpenFile:
-    """An open file that is sliced as `bytes` are; closed with the last reference to it."""
+    """An open file that can be sliced like `bytes`, and is closed with the last reference to it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -43,8 +43,8 @@ class OpenFile:
 
 
 class Tally(dict[str, list[Any]]):
-    """Remarks about rows: by the remark, how many rows it is about, and the places of the first ones, each as [line (or
-    row number), row number if another row begins on the same line before it]."""
+    """Maps a remark to the number of rows it is about and the places of the first ones: each has the line (or the row's
+    number), and the row's number if another row begins before it on the same line, else None."""
 
     MOST_NAMED = 1000
 
@@ -60,7 +60,7 @@ def named(places: Sequence[Sequence[int | None]], count: int, has_lines: bool) -
     first = places[:_NAMED]
     if has_lines and not any(row for _, row in first):
         shown = f"line{'s' * (count != 1)} " + ", ".join(str(line) for line, _ in first)
-    elif has_lines:  # an array may stand on one line
+    elif has_lines:  # several rows of an array may begin on one line
         shown = ", ".join(f"row {row}" if row else f"line {line}" for line, row in first)
     else:
         shown = f"row{'s' * (count != 1)} " + ", ".join(str(number) for number, _ in first)
@@ -74,7 +74,7 @@ def more(count: int) -> str:
 
 @dataclasses.dataclass
 class RowFile:
-    """The rows of one file, none of which is in memory.
+    """The rows of one file, each parsed when it is used.
 
     Attributes:
         content: a hash of the rows and their parser; None if the parser has no `code_fingerprint`.
@@ -99,12 +99,13 @@ class RowFile:
         return len(self.places) // PLACE.size
 
     def row(self, number: int) -> dict[str, Any]:
-        """The row with this index (from 0), as the parser takes it."""
+        """Return the row with this index (from 0), as the parser takes it."""
         begin, size, checksum, _, _ = self._place(number)
         raw = self.text[begin : begin + size]
         if zlib.crc32(raw) != checksum:
             raise UserError(f"{self.name}: row {number + 1} was changed while it was in use; start again")
-        return json.loads(raw)
+        row: dict[str, Any] = json.loads(raw)
+        return row
 
     def groups(self) -> Iterator[int]:
         """Yield a number for each row, in order: rows that the parser put into one group have the same number."""
@@ -118,7 +119,8 @@ class RowFile:
         if not self.format.has_lines:
             return Place(self.name, None, line)
         alone = not number or self._place(number - 1)[3] != line
-        return Place(self.name, line, None if alone or not self.complete else number + 1)
+        counted = self.complete and not self.left_out  # else the row's number in the file is not known
+        return Place(self.name, line, None if alone or not counted else number + 1)
 
     def place_at(self, line: int, row: int | None) -> Place:
         """The place of a row that a tally names."""

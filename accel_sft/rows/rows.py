@@ -1,7 +1,7 @@
-"""Reads rows of files as a sequence that has none of them in memory: each is parsed when it is used.
+"""Reads rows of files as a sequence that holds no parsed row: each is parsed when it is used.
 
-A source is a file or a folder (JSON, JSON Lines, CSV or Parquet, compressed or not), or a data set of the hub. Standard
-library only.
+A source is a file or a folder (JSON, JSON Lines, CSV or Parquet, compressed or not), or a data set of the hub. Needs
+only the standard library, except for the hub and formats that need pyarrow.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from accel_sft.rows.reading import MAX_PROBLEMS, read_dataset, read_file, unread
 from accel_sft.rows.row_file import RowFile, more, named
 
 _NAMED = 5
-"""Most rows that a note names."""
+"""Maximum number of rows that a note names."""
 _64_BITS = (1 << 64) - 1
 Row = TypeVar("Row")
 
@@ -47,9 +47,9 @@ class LeftOut(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Rows(Sequence[Row]):
-    """The rows of one file or more as a sequence that has none of them in memory: each is read when it is used.
+    """The rows of one or more files, as a sequence that holds no parsed row: each is parsed when it is used.
 
-    A slice is such a sequence too; `list(rows)` has them all in memory.
+    A slice is such a sequence too; `list(rows)` holds all parsed rows in memory.
 
     Attributes:
         notes: lines about the rows, shown at the start: what the parser noted, and what was left out.
@@ -58,7 +58,7 @@ class Rows(Sequence[Row]):
     name: str
     _files: tuple[RowFile, ...]
     _parsers: tuple[Callable[[dict[str, Any]], Row | ParsedRow], ...]
-    _chosen: Sequence[int]
+    _chosen: range | array.array[int]
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class Rows(Sequence[Row]):
         return [self._files[file].place(row) for file, row in map(self._file_of, indices)]
 
     def left_out(self) -> list[LeftOut]:
-        """What the parser left out, by file and reason."""
+        """Return what the parser left out, by file and reason."""
         return [
             LeftOut(reason, count, [file.place_at(*at) for at in places])
             for file in self._files
@@ -91,8 +91,8 @@ class Rows(Sequence[Row]):
     def held_out(self, rows: int, seed: int) -> tuple[Rows[Row], Rows[Row]]:
         """Split the rows in two: the ones to keep, and about `rows` held-out ones, drawn at random by `seed`.
 
-        All rows of a group (`ParsedRow.group`) stay on one side. So fewer may be held out, or more if every group has
-        more rows.
+        All rows of a group (`ParsedRow.group`) stay on one side. So fewer than `rows` may be held out, or more if
+        every group has more than `rows` rows.
 
         Raises:
             UserError: all rows are of one group.
@@ -131,8 +131,8 @@ class Rows(Sequence[Row]):
     @property
     def fingerprint(self) -> str | None:
         """A text that is the same for the same rows and parser; None if the parser has no `code_fingerprint`."""
-        contents = [file.content for file in self._files]
-        if not all(contents):
+        contents = [file.content for file in self._files if file.content]
+        if len(contents) < len(self._files):
             return None
         chosen = self._chosen
         if isinstance(chosen, range):
@@ -165,11 +165,11 @@ class Rows(Sequence[Row]):
 
 
 def read_rows(path: str | Path, parse: Callable[..., Row | ParsedRow], *, with_folder: bool = False) -> Rows[Row]:
-    """Read the rows of a file, or of all data files in a folder, and parse every one once.
+    """Read the rows of a file, or of all data files in a folder, and parse each row once.
 
     Args:
-        path: .parquet, .csv or .tsv; any other suffix is a JSON array of objects or JSON Lines, told apart by content;
-            .gz, .bz2, .xz or .zst behind it is decompressed. Text is UTF-8 (a byte-order mark is accepted). In a
+        path: a .parquet, .csv or .tsv file; any other is a JSON array of objects or JSON Lines, told apart by content.
+            If .gz, .bz2, .xz or .zst follows, it is decompressed. Text is UTF-8 (a byte-order mark is accepted). In a
             folder and its subfolders, the files with these suffixes or .json, .jsonl, .ndjson are read in the order of
             their names. ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT that is no path is a data set of the
             Hugging Face hub, read by the library `datasets`. Several names, joined by commas, are read in this order.
@@ -181,9 +181,11 @@ def read_rows(path: str | Path, parse: Callable[..., Row | ParsedRow], *, with_f
         The examples. Rows of a large file are read again whenever they are used, so that a million take no memory; rows
         of formats other than JSON are kept in the cache as JSON.
     Raises:
-        UserError: a file cannot be read, holds no row, or has bad rows: the first twenty, by file, line and field.
+        UserError: a file cannot be read, has no row, or bad rows: the first twenty problems, by file, line and field.
     """
-    read, parsers, problems = [], [], []
+    read: list[RowFile] = []
+    parsers = []
+    problems: list[str] = []
     for name in row_names(path):
         folder = str(name) if os.path.isdir(name) else os.path.dirname(name)  # Path.is_dir raises for some names
         parser = functools.partial(parse, folder=folder) if with_folder else parse
@@ -205,7 +207,7 @@ def read_rows(path: str | Path, parse: Callable[..., Row | ParsedRow], *, with_f
 
 
 def row_names(names: str | Path) -> list[Path]:
-    """The files, folders and data sets of the hub that an option names, with commas between several.
+    """Return the files, folders and data sets of the hub that an option names, with commas between several.
 
     Raises:
         UserError: a name is empty.
@@ -224,7 +226,7 @@ def row_names(names: str | Path) -> list[Path]:
 
 
 def absent_rows(names: str, flag: str) -> list[str]:
-    """A line for each file or folder that an option names and that does not exist."""
+    """Return a line for each file or folder that an option names and that does not exist."""
     try:
         found = row_names(names)
     except UserError as error:
@@ -250,7 +252,7 @@ def example_name(examples: Sequence[Any], split: str, index: int) -> str:
 
 
 def with_places(lines: Sequence[str], examples: Sequence[Any], split: str) -> list[str]:
-    """Lines that name examples of a split by index, such as "train example 5: ...", with file and line beside it."""
+    """Return the lines; to one that begins like "train example 5:", with an example's index, add file and line."""
     if not isinstance(examples, Rows):
         return list(lines)
 
@@ -275,7 +277,7 @@ def _notes(files: Sequence[RowFile]) -> list[str]:
     return lines
 
 
-def _named(files: Sequence[RowFile], places: Sequence[tuple[RowFile, Sequence[int | None]]], count: int) -> str:
+def _named(files: Sequence[RowFile], places: Sequence[tuple[RowFile, Sequence[Any]]], count: int) -> str:
     if len(files) == 1:
         return named([at for _, at in places], count, files[0].format.has_lines)
     first = places[:_NAMED]

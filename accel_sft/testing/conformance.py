@@ -26,13 +26,13 @@ class TaskConformance:
 
     Attributes:
         task: the task, with the options that its data needs.
-        examples: at most this many examples of each split are checked, evenly spread; leaks are sought among all.
+        examples: at most this many examples of each split are checked, evenly spread; leaks are looked for in all.
         leaks_allowed: a reason why prompts of validation may be in training; empty: they may not.
-        best: the main metric of right answers; None: 1 (or 0, if lower is better) where it lies between 0 and 1, and
-            otherwise any value that is better than garbage's.
+        best: the main metric of right answers; None: if it lies between 0 and 1, it must be 1 (or 0, if lower is
+            better), and otherwise better than that of garbage.
     """
 
-    __test__ = False  # this class itself; see __init_subclass__
+    __test__ = False  # pytest is to run subclasses only; see __init_subclass__
     task: ClassVar[Task]
     examples: ClassVar[int] = 100
     leaks_allowed: ClassVar[str] = ""
@@ -100,7 +100,7 @@ class TaskConformance:
     def test_the_right_answer_scores_best(self) -> None:
         examples, rows = self._answered()
         if not rows:
-            return  # nothing is generated
+            return  # no generated text is scored
         right = self._metric("T401", [self._score("T401", examples[i], text) for i, text in rows])
         best = self.best if self.best is not None else (1.0 if self.task.higher_is_better else 0.0)
         if right != best and (self.best is not None or self._between_zero_and_one(right)):
@@ -140,7 +140,7 @@ class TaskConformance:
             raise AssertionError(finding("T202", str(error))) from error
 
     def _answered(self) -> tuple[Sequence[Any], list[tuple[int, str]]]:
-        """The validation examples; and index and target of those whose generated answer is text, not a tool call."""
+        """Return the validation examples, and index and target of the checked ones whose answer is text, not a call."""
         examples = self._dataset("validation")
         if self.task.main_metric == "eval_loss":
             return examples, []

@@ -1,4 +1,4 @@
-"""Hashes what the trainer would read of a task; they must be equal at every call and on every rank."""
+"""Hashes what the trainer would read of a task; the hashes must be equal at every call and on every rank."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from accel_sft.chat.pictures import Picture
 
 
 def observed(task: Task, split: str, most: int) -> list[str]:
-    """SHA-256 hashes of messages and target of at most `most` examples, evenly spread; each includes the row count."""
+    """Return a SHA-256 for each of at most `most` examples, evenly spread: of the split's size, messages and target."""
     examples = read_split(task, split)
     step = max(1, math.ceil(len(examples) / most))
     found = []

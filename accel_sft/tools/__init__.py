@@ -1,1 +1,1 @@
-"""Tools beside training, each with its own command. Of all of them the engine imports only the quick check."""
+"""Tools beside training, each with its own command. The engine imports only one of their modules, `check.quick`."""

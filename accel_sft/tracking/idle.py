@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from accel_sft.tracking.system import SYSTEM_FIELDS
-from accel_sft.tracking.trace import BATCHES, COMMUNICATION, OPTIMIZER, PAUSE
+from accel_sft.tracking.time_spent import BATCHES, COMMUNICATION, OPTIMIZER, PAUSE
 
 WARMUP_STEPS = 10
 WINDOW_STEPS = 10
@@ -38,7 +38,8 @@ class IdleWatch:
     def _begin_window(self) -> None:
         self._readings: dict[int, list[float]] = defaultdict(list)
         self._spent: Counter[str] = Counter()
-        self._forwards, self._tokens, self._seconds, self._window = 0, 0, 0.0, []
+        self._forwards, self._tokens, self._seconds = 0, 0, 0.0
+        self._window: list[int] = []
 
     def step(
         self,
@@ -47,12 +48,12 @@ class IdleWatch:
         times: Mapping[str, int],
         system: Sequence[Sequence[float]],
     ) -> str | None:
-        """Count a step; returns a warning, once.
+        """Count a step; returns a warning the first time that a GPU idles, else None.
 
         Args:
             record: the step's line of metrics.jsonl: `step`, `tokens` of all ranks, `seconds`.
             seconds: seconds that this rank spent in each span since the step before.
-            times: how often this rank began each span since then.
+            times: how often this rank was in each span since then.
             system: each rank's readings in the order of SYSTEM_FIELDS.
         """
         if self._told or all(math.isnan(numbers[_PERCENT]) for numbers in system):
@@ -72,7 +73,7 @@ class IdleWatch:
         if self._steps <= WARMUP_STEPS:
             return None
         self._spent.update(seconds)
-        self._forwards += times.get(BATCHES, 0) - 1  # the first one divides the step into batches
+        self._forwards += times.get(BATCHES, 0) - 2  # a step's first two spans read and divide its rows
         self._tokens += record["tokens"]
         self._seconds += record["seconds"]
         self._window.append(record["step"])

@@ -35,7 +35,10 @@ class MetricsFile:
         self.close()
         if not self.path.exists():
             return 0, None
-        kept, unreadable, trained, dropped = [], 0, None, False
+        kept = []
+        unreadable = 0
+        trained = None
+        dropped = False
         for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 record = json.loads(line)
@@ -64,7 +67,7 @@ class MetricsFile:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; none without a file. A half-written line is left out.
+    """Return the records of a metrics.jsonl; [] without a file. A half-written line is left out.
 
     Raises:
         OSError: the file exists and cannot be read.

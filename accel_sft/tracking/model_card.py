@@ -38,7 +38,7 @@ def model_card(
         template_arguments: the template's own variables.
         prompt_end: text that follows the template's text in prompts.
         answer_end: text that follows answers, such as a mark that is no token.
-        max_new_tokens: most tokens of an answer, as in the run's evaluations.
+        max_new_tokens: maximum number of tokens of an answer, as in the run's evaluations.
         data: counts by name, such as {"training examples": 1798}, files and fingerprint.
         command: the command line that trained.
         settings: the run's options; those that only say how the run was executed are left out.
@@ -102,7 +102,8 @@ def _usage(
     max_new_tokens: int,
 ) -> str:
     """A Python block that asks one question in plain transformers, or peft."""
-    library, model, imports, base = "transformers", model_class, [], []
+    library, model = "transformers", model_class
+    imports, base = [], []
     if adapter != "none" and model_class == "AutoModelForCausalLM":
         library, model = "peft", "AutoPeftModelForCausalLM"
     load = f"{model}.from_pretrained(folder)"

@@ -11,7 +11,7 @@ class PhasePeaks:
     A phase may come more than once; its largest counts.
 
     Attributes:
-        by_phase: by phase that was measured, `peak_host_memory_gib` and with CUDA `peak_device_memory_gib`.
+        by_phase: for each phase so far, `peak_host_memory_gib` and, with CUDA, `peak_device_memory_gib`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -21,8 +21,8 @@ class PhasePeaks:
         self._peaks: dict[str, float | None] = {"peak_device_memory_gib": None, "peak_host_memory_gib": None}
 
     def begin(self, phase: str | None) -> None:
-        """End the current phase and begin this one; the peak of the phase None is not kept by itself. If this phase is
-        the current one, the call costs nothing."""
+        """End the current phase and begin this one, or none: what follows None counts only for the whole run. If this
+        phase is the current one, the call costs nothing."""
         if phase != self._phase:
             self.largest()
             reset_peak_memory(self.device)

@@ -14,20 +14,22 @@ from accel_sft.io.terminal import wrapped
 from accel_sft.tracking.run_report import is_number
 
 SHORTEST_BAR = 6
-"""Least length of the bar in cells; details are dropped from the line until the bar has it."""
+"""Least width of the bar, in terminal cells. Details are left out of the line until the bar is that wide."""
 SECONDS_BETWEEN_DRAWS = 0.5
 
 
 class ProgressBar:
-    """Steps done, the step's loss, the last evaluation's metric, the step's tokens per second and time to go.
+    """Shows steps done, the step's loss, the last evaluation's metrics, the step's tokens per second and time to go.
 
     On a terminal it is one line at the bottom, redrawn at most twice a second; elsewhere (a file, a pipe, a
-    cluster's log) a plain line every `log_every` steps, without control characters. `done` is the number of steps, of
-    the run's `total_steps`, that are finished.
+    cluster's log) a plain line every `log_every` steps, without control characters. `done` counts the finished
+    steps; the run has `total_steps`.
     """
 
     def __init__(self, total_steps: int, *, log_every: int = 10, file: Any = None) -> None:
-        self.total_steps, self.log_every, self.done = total_steps, log_every, 0
+        self.total_steps = total_steps
+        self.log_every = log_every
+        self.done = 0
         self._metrics: dict[str, float] = {}
         self._file = file or sys.stdout
         self._console = Console(file=self._file, highlight=False)
@@ -82,7 +84,8 @@ class ProgressBar:
         return "  ".join([*parts, self._time_to_go(now)])
 
     def _time_to_go(self, now: float) -> str:
-        """Estimated from the mean step since this start, evaluations and checkpoints included; unknown at first."""
+        """The time to go, from the mean time of a step since this process finished its first one; evaluations and
+        checkpoints count. It is -:--:-- until a second step is done."""
         if self._first is None or self.done <= self._first[0]:
             return "ETA -:--:--"
         step, began = self._first
@@ -91,8 +94,9 @@ class ProgressBar:
         return f"ETA {minutes // 60}:{minutes % 60:02}:{rest:02}"
 
     def _draw(self, now: float) -> None:
-        if self._bar is None:  # not refreshed by a thread, which would take time from the loop
-            shared = self._file is sys.stdout  # then what others print goes above the bar
+        if self._bar is None:
+            shared = self._file is sys.stdout  # if so, rich prints this process's other output above the bar
+            # auto_refresh would start a thread, which takes time from the training loop
             self._bar = Live(console=self._console, auto_refresh=False, redirect_stdout=shared, redirect_stderr=shared)
             self._bar.start()
             self._console.show_cursor(True)  # a killed run must not leave the terminal without a cursor
@@ -108,7 +112,7 @@ class ProgressBar:
             details["rate"] = f"now {record['tokens_per_second']:,.0f} tok/s"
         if self.done < self.total_steps:
             details["left"] = self._time_to_go(now)
-        for least in (None, "rate", "metrics", "loss", "left"):
+        for least in ("", "rate", "metrics", "loss", "left"):
             details.pop(least, None)
             text = "  ".join(filter(None, details.values()))
             cells = self._console.width - cell_len(count) - cell_len(text) - 3  # the last column stays empty

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rich import box
 from rich.cells import cell_len
@@ -16,10 +16,10 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.io.files import write_atomically
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import markdown_cell, markdown_table, one_line, shown
-from accel_sft.tracking.trace import time_sentence
+from accel_sft.tracking.time_spent import time_sentence
 
 SHOWN_SAMPLES = 20
-"""Answers listed in a report; all of them are in the run's samples folder."""
+"""Maximum number of answers listed in a report; all answers are in the run's samples folder."""
 
 COSTS = {
     "generate_seconds": "time for all answers (s)",
@@ -41,7 +41,6 @@ _TRAINING = {
     "peak_host_memory_gib": "peak host memory (GiB)",
 }
 
-
 _NARROW = 24
 """Least width in cells of the column of prompts; in a narrower one longer prompts cannot be read."""
 _MARK = 5
@@ -53,7 +52,7 @@ Samples = Sequence[Mapping[str, Any]]
 """{"index", "prompt", "expected", "generated", "scores"} of each answer of an evaluation."""
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether `value` is a float or an integer of at most 63 bits: JSON may hold integers too large for a float."""
     return isinstance(value, float) or (type(value) is int and value.bit_length() < 64)
 
@@ -61,8 +60,8 @@ def is_number(value: Any) -> bool:
 def comparison_rows(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """(what, base, tuned, change) for every number of two flat evaluations: the task's metrics, loss, then costs.
 
-    The change is a difference. Costs have none: both models were timed in one process, at different moments of it, and
-    its memory holds more than a model. A number that one side lacks is an empty cell there.
+    The change is a difference. Costs have no change, because both models were measured in one process, at different
+    moments of it, and its memory holds more than a model. A number that one side lacks is an empty cell there.
     """
     keys = [key for key in dict.fromkeys([*after, *before]) if is_number(after.get(key, before.get(key)))]
     keys.sort(key=lambda key: ([*COSTS].index(key) + 2) if key in COSTS else key == "eval_loss")
@@ -94,7 +93,7 @@ def render_report(
     trained = "steps" in result  # `evaluate` writes a report too
     parts += ["## Training", markdown_table(["", ""], training)] if trained else []
     if spent := result.get("time_spent"):
-        parts += [f"With `--profile`, {time_sentence(spent)}."]
+        parts += [f"On rank 0 {time_sentence(spent)}."]
     if record:
         parts += ["## Launch, data and settings", markdown_table(["", ""], _settings_rows(record))]
     if result.get("before") or result.get("after"):  # neither with --eval-every off
@@ -160,8 +159,7 @@ def print_report(result: Mapping[str, Any], before_samples: Samples, after_sampl
     rows = _side_by_side(before_samples, after_samples)
     if not rows:
         return
-    count = max(len(before_samples), len(after_samples))
-    title = f"answers ({len(rows)} of {count})"
+    title = f"answers ({len(rows)} of {max(len(before_samples), len(after_samples))})"
     answers = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", expand=True)
     texts = ("expected", *sides)
     marks = {sample["index"]: _mark(sample["scores"].get(result.get("main_metric"))) for sample in after_samples}
@@ -169,7 +167,7 @@ def print_report(result: Mapping[str, Any], before_samples: Samples, after_sampl
     columns -= 3 + _MARK if any(marks.values()) else 0
     lines = [[one_line(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)) for text in row[1:5]] for row in rows]
     longest = max(map(cell_len, (*texts, *(text for _, *others in lines for text in others))))
-    # the same for each, so that equal answers break at the same place
+    # one width for all columns of answers, so that equal answers break at the same place
     wide = min(columns * 3 // (3 * len(texts) + 2), longest)
     left = columns - len(texts) * wide
     if left < _NARROW and any(cell_len(line[0]) > left for line in lines):
@@ -243,13 +241,13 @@ def comparison_table(result: Mapping[str, Any]) -> str:
 
 
 def compared_weights(result: Mapping[str, Any]) -> str:
-    """Which weights the columns `base` and `tuned` are of, if the result says so."""
+    """Say which weights the columns `base` and `tuned` compare; "" if the result does not say so."""
     return "; ".join(f"{side}: {weights}" for side, weights in (result.get("weights") or {}).items())
 
 
 def _mark(score: Any) -> str:
     """The main metric of one answer, as yes for 1 and no for 0; "" if only all answers together have one."""
-    return {1: "yes", 0: "no"}.get(score, f"{score:.2f}"[:_MARK]) if is_number(score) else ""
+    return {1.0: "yes", 0.0: "no"}.get(score, f"{score:.2f}"[:_MARK]) if is_number(score) else ""
 
 
 def _side_by_side(before: Samples, after: Samples) -> list[list[str]]:

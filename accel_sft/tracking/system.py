@@ -89,7 +89,7 @@ class SystemSampler:
         return percent, memory_gib, self._joules() - self._joules_before
 
     def _percent(self, pynvml: Any, handle: Any) -> float:
-        """Mean GPU use since the last call. Steps always ask at the same point, so one moment would say nothing."""
+        """Return the mean GPU use since the last call. Calls come at one point of each step, whose use says little."""
         with contextlib.suppress(pynvml.NVMLError):  # where the driver keeps no samples, or has no new one
             _, samples = pynvml.nvmlDeviceGetSamples(handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, self._seen)
             new = [sample.sampleValue.uiVal for sample in samples if sample.timeStamp > self._seen]
@@ -160,7 +160,7 @@ def seconds_since_start() -> float:
 
 
 def device_memory_gib(device: torch.device) -> dict[str, float | None]:
-    """torch's allocator on `device`: `allocated`, `peak` (since start) and `reserved`; None without CUDA."""
+    """Return torch's memory on `device`: `allocated`, `peak` (since the last reset), `reserved`; None without CUDA."""
     if device.type != "cuda":
         return dict.fromkeys(("allocated", "peak", "reserved"))
     return {
@@ -175,7 +175,7 @@ def host_memory_gib() -> dict[str, float]:
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     peak = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
-    if peak is None:  # useless on Linux: it starts from the peak of the process that forked this one, the launcher
+    if peak is None:  # not on Linux, where ru_maxrss starts from the peak of the launcher, which forked this process
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {"now": psutil.Process().memory_info().rss / GIB, "peak": peak / GIB}
 
@@ -191,5 +191,5 @@ def reset_peak_memory(device: torch.device) -> None:
     """Restart the peaks, so that loading and generating each have their own; for host memory on Linux only."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    with contextlib.suppress(OSError):  # elsewhere, or forbidden in a container: then the peak is the process's
+    with contextlib.suppress(OSError):  # not on Linux, or forbidden in a container: the peak then counts from the start
         Path("/proc/self/clear_refs").write_text("5")  # 5: VmHWM, see proc(5)

@@ -28,6 +28,7 @@ from accel_sft.tracking.system import (
     host_memory_gib,
     seconds_since_start,
 )
+from accel_sft.tracking.time_spent import TimeSpent
 
 _CURVES = {
     "tokens_per_second": "throughput/tokens_per_second",
@@ -65,8 +66,8 @@ class Tracker(contextlib.AbstractContextManager):
         self.accelerator, self.run_dir, self.config, self.main_metric = accelerator, run_dir, config, main_metric
         self._system = SystemSampler(accelerator.device)
         self.usage, self._idle = Usage(), IdleWatch(offloaded)
-        self._joules_before = 0.0  # of this run's earlier starts
-        self._time_spent: dict[str, Any] | None = None
+        self._joules_before = 0.0  # what this run's earlier starts took
+        self._time = TimeSpent()
         self._recorded: list[dict[str, Any]] = []  # this rank's phases
         self._phases: list[dict[str, Any]] = []  # every rank's
         self.peaks = PhasePeaks(accelerator.device)
@@ -104,8 +105,8 @@ class Tracker(contextlib.AbstractContextManager):
         """Every rank's phases in order: `phase`, `rank`, `seconds` since its process started, and GiB of process memory
         and of the device's (None without CUDA) `allocated`, `peak` and `reserved`.
 
-        A collective when a phase is new; TensorBoard shows the table then, as curves of one point would bury the
-        others. Call it on every rank once start-up is over.
+        A collective if a phase is new. TensorBoard then shows the phases as a table, because curves of one point each
+        would bury the other curves. Call it on every rank once start-up is over.
         """
         if len(self._phases) < len(self._recorded) * self.accelerator.num_processes:
             every = gather_object([self._recorded])
@@ -147,6 +148,7 @@ class Tracker(contextlib.AbstractContextManager):
             record["energy_joules"] = energy["joules"]
         self._metrics.append(record)
         self._trackers.curves({**_training_curves(record), **curves}, record["step"])
+        self._time.add(record.get("seconds", 0.0), seconds)
         if warning := self._idle.step(record, seconds, times, system):
             self.log(warning)
         self._line.step(record)
@@ -203,21 +205,20 @@ class Tracker(contextlib.AbstractContextManager):
             self._show_settings()
 
     def profiler(self) -> contextlib.AbstractContextManager[Any]:
-        """Call the result's `step()` after each optimizer step; with --profile, steps 3-5 are traced on every rank."""
+        """Return a context; call its value's `step()` after each optimizer step. With --profile, 3 to 5 are traced."""
         if not self.config.profile:
             return profiler.untraced()
-        ranks = self.accelerator.process_index, self.accelerator.num_processes
-        return profiler.traced_steps(self.run_dir.profile, *ranks, self.log, self._traced if self._writes else None)
+        return profiler.traced_steps(self.run_dir.profile, self.accelerator.process_index, self.log)
 
     def energy(self) -> dict[str, float] | None:
         """`joules` that the run's GPUs took until its last step, by NVML, and the number of `gpus` that count them;
-        None if none does. Known on rank 0 only."""
+        None if no GPU counts. Known on rank 0 only."""
         joules, gpus = self.usage.energy()
         return {"joules": self._joules_before + joules, "gpus": gpus} if gpus else None
 
     def watched(self) -> dict[str, Any]:
         """What result.json says of the machine: `system` by rank and, if known, `energy` and `time_spent`."""
-        known = {"energy": self.energy(), "time_spent": self._time_spent}
+        known = {"energy": self.energy(), "time_spent": self._time.found()}
         return {"system": self.usage.by_rank(), **{name: found for name, found in known.items() if found}}
 
     def close(self) -> None:
@@ -225,9 +226,6 @@ class Tracker(contextlib.AbstractContextManager):
         self._line.close()
         self._metrics.close()
         self._trackers.close()
-
-    def _traced(self, spent: dict[str, Any]) -> None:
-        self._time_spent = spent
 
     def _tell_problem(self) -> None:
         if self._system.problem != self._told:

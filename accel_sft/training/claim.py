@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accel_sft.api.changes import changed
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.api.options import settings
+from accel_sft.api.options import settings, shown
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import file_record
 from accel_sft.chat.conversation import read_split
@@ -47,8 +47,8 @@ def claim_run_dir(
 
     Returns:
         the folder; `config`, with the day that templates are told, and with `--resume auto` if an earlier attempt of
-        this launch claimed the folder; and whether the folder's run is complete already. Other settings than that
-        run's are refused later, by name.
+        this launch claimed the folder; and whether the folder's run is complete already, with these settings. Others
+        are refused later, by name.
     Raises:
         UserError: the folder is not empty and `--resume` is off, belongs to something else, or cannot be written.
     """
@@ -106,7 +106,7 @@ def claim_run_dir(
         run_dir, resume, day, finished = decided_by_main(accelerator, claim)
         if machines > 1:
             _check_shared(accelerator, run_dir)
-    except Exception as error:  # another rank was lost before this one began
+    except Exception as error:  # such as a collective's, if another rank was lost
         for run_dir in claimed:
             run_dir.write_ended("failed", lost_peers() or str(error))
         raise
@@ -138,10 +138,10 @@ def _check_shared(accelerator: Accelerator, run_dir: RunDir) -> None:
 
 
 def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, resumed: bool = False) -> None:
-    """Write `run.json` (settings, data and launch of the run) and `run.yaml`, by which it can be started again.
+    """Write `run.json` (settings, data and launch of the run) and `run.yaml`, by which the run can be started again.
 
-    If the folder's run has trained, the new settings must match its record. That record is replaced only by a call with
-    `resumed`, because a resume may still be refused before.
+    If the folder's run has trained, a call without `resumed` only checks that the settings match its record. A later
+    call with `resumed` replaces the record, because the resume may be refused in between.
 
     Raises:
         UserError: a resumed run's settings or data differ from what the folder records, one line each.
@@ -156,7 +156,7 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
         "system_prompt": prepared.system_prompt,
         "data": prepared.counts(),
         "data_sha256": prepared.fingerprint(),
-        "data_files": _data_files({"train": prepared.train.examples, "validation": prepared.validation_examples}),
+        "data_files": _data_files({"train": prepared.train.examples, "validation": prepared.validation.examples}),
         "task_file": file_record(type(assembly.task)),
         "task_code": code_fingerprint(type(assembly.task)),
         "launch": launch_record(assembly.accelerator, prepared.launch),
@@ -176,11 +176,11 @@ def write_run_record(run_dir: RunDir, task_name: str, prepared: Prepared, *, res
 def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDir) -> None:
     different = _changes(before, now["config"], now["task_options"])
     if before["task"] != now["task"]:
-        different.append(f"task: the run was started with {before['task']}, not {now['task']}")
+        different.append(f"task: the run was started with {shown(str(before['task']))}, not {now['task']}")
     file, file_now = before.get("task_file") or {}, now.get("task_file") or {}
     cls, cls_now = file.get("class"), file_now.get("class")
     if before["task"] == now["task"] and cls != cls_now:
-        different.append(f"task: the run was started with {cls} of {now['task']}, not {cls_now}")
+        different.append(f"task: the run was started with {shown(str(cls))} of {now['task']}, not {cls_now}")
     if not different and before.get("data_sha256") != now["data_sha256"]:
         files = _files_changed(before.get("data_files") or {}, now.get("data_files") or {})
         different.append(f"the data is not what the run was started with{files and f' ({files})'}")
@@ -213,7 +213,7 @@ def _check_unchanged(before: dict[str, Any], now: dict[str, Any], run_dir: RunDi
 
 
 def changes_since_finished(run_dir: RunDir, task: Task) -> list[str]:
-    """Lines that say so if the data files of a finished run are no longer those that it was trained on."""
+    """Return a line that says so if a finished run's data files have changed or cannot be read any more; else []."""
     before = run_dir.read_record().get("data_files") or {}
     try:
         now = _data_files({split: read_split(task, split) for split in before})
@@ -224,7 +224,7 @@ def changes_since_finished(run_dir: RunDir, task: Task) -> list[str]:
 
 
 def _data_files(splits: dict[str, Sequence[Any]]) -> dict[str, list[list[str]]]:
-    """Name and SHA-256 of each file that the splits were read from, for splits that `read_rows` returned."""
+    """Return names and SHA-256 of each split's files, without splits that are not what `read_rows` returned."""
     return {split: [[*each] for each in rows.sha256s] for split, rows in splits.items() if isinstance(rows, Rows)}
 
 
@@ -242,5 +242,5 @@ def _options(task: Task) -> dict[str, Any]:
 
 
 def _changes(before: dict[str, Any], config: dict[str, Any], task_options: dict[str, Any]) -> list[str]:
-    options = recordable(before["task_options"])  # an earlier version masked fewer of them
+    options = recordable(before["task_options"])  # an earlier version masked fewer options
     return changed({**before["config"], **options}, {**config, **task_options})

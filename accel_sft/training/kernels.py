@@ -23,7 +23,7 @@ _SMALL = 1e-12
 def use_liger_kernels(trial: Trial) -> str:
     """Have Liger's kernels compute the prepared model's layers, and return the line that says so.
 
-    The loss of a few rows is compared with and without the kernels; where ranks do not share the weights, so are the
+    The loss of a few rows is compared with and without the kernels. If a forward needs no other rank, so are the
     gradients of the embedded tokens and of trained vectors, such as a norm's weights.
 
     Raises:
@@ -31,7 +31,7 @@ def use_liger_kernels(trial: Trial) -> str:
     """
     accelerator = trial.accelerator
     model = accelerator.unwrap_model(trial.model)
-    # where ranks share the weights, gradients would be reduced as soon as they are computed
+    # where a forward needs other ranks, gradients would be reduced as soon as they are computed
     trial = dataclasses.replace(trial, train=forwards_alone(accelerator))
     head = "labelled" if "labelled" in available_heads(model, accelerator.device) else "everywhere"
     plain, rows = Batching("padded", UNLIMITED, head=head), enough(trial.examples)

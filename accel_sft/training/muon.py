@@ -1,6 +1,5 @@
 """Muon for the matrices of a model's blocks or of an adapter, beside AdamW for everything else, as one optimizer."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,15 +25,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
                     parts.append({**group, "params": params, "of_muon": of_muon})
         self._optimizers: dict[bool, torch.optim.Optimizer] = {}
         if muon := [part for part in parts if part["of_muon"]]:
-            rate = {"lr": adam["lr"], "adjust_lr_fn": "match_rms_adamw"}
-            self._optimizers[True] = torch.optim.Muon(muon, **rate)
+            self._optimizers[True] = torch.optim.Muon(muon, lr=adam["lr"], adjust_lr_fn="match_rms_adamw")
         if others := [part for part in parts if not part["of_muon"]]:
             self._optimizers[False] = torch.optim.AdamW(others, **adam, fused=True)
         owned = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
         super().__init__(owned, {"fused": True})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Make one step of both optimizers."""
         assert closure is None
         for of_muon, optimizer in self._optimizers.items():
@@ -45,8 +43,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def within_blocks(model: Any) -> list[torch.nn.Parameter]:
-    """The trained matrices, without embedding and head, which are tables of vectors, and without experts in one tensor,
-    which torch's Muon does not take."""
+    """Return the matrices for Muon to update: not embedding and head, which are tables of vectors, and not experts
+    that are stacked in one tensor, which torch's Muon does not take."""
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     tables = {id(parameter) for end in ends if end is not None for parameter in end.parameters()}
     return [p for p in model.parameters() if p.requires_grad and p.ndim == 2 and id(p) not in tables]

@@ -15,46 +15,55 @@ from accel_sft.launch.ulysses import sequence_ranks
 from accel_sft.models.adapters import adapter_of
 from accel_sft.models.quantized import bitsandbytes
 from accel_sft.tracking.spans import span
-from accel_sft.tracking.trace import BACKWARD, OPTIMIZER
+from accel_sft.tracking.time_spent import BACKWARD, OPTIMIZER
 from accel_sft.training.muon import MuonWithAdamW, within_blocks
 
 
 def new_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer that `--optimizer` names, with weight decay on matrices only.
 
-    AdamW (Loshchilov and Hutter, 2019); with states in 8 bits (Dettmers et al., 2022), by bitsandbytes; or Muon, see
+    It is AdamW (Loshchilov and Hutter, 2019), bitsandbytes' AdamW with states in 8 bits (Dettmers et al., 2022), or
     `MuonWithAdamW`.
 
     Raises:
         UserError: bitsandbytes is not installed or cannot be loaded, or torch is too old for Muon.
     """
-    # no empty group: DeepSpeed rejects one
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) >= 2]
     vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    adam = {"lr": config.learning_rate, "betas": (config.adam_beta1, config.adam_beta2), "eps": 1e-8}
+    decays = (matrices, config.weight_decay), (vectors, 0.0)
+    # no empty group: DeepSpeed rejects one
+    groups: list[Any] = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
+    adam: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": 1e-8,
+    }
     if config.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
         raise UserError(f"--optimizer muon: torch {torch.__version__} has none; install torch 2.9 or newer")
     if config.optimizer == "muon":
         return MuonWithAdamW(groups, within_blocks(model), adam)
-    groups = [group for group in groups if group["params"]]
     if config.optimizer == "adamw-8bit":
         return bitsandbytes("--optimizer adamw-8bit").optim.AdamW8bit(groups, **adam)
+    if config.optimizer != "adamw":
+        raise NotImplementedError(f"--optimizer {config.optimizer}")  # named in api/optimizers.py and not made here
     return torch.optim.AdamW(groups, **adam, fused=True)
 
 
 class Stepper:
-    """Backward and update on every backend, with boundaries of our own between optimizer steps.
+    """Runs backward and update on every backend; the caller, not the backend, decides where a step's accumulation ends.
 
-    Gradients are averaged, so a micro-batch's loss is sum(nll) * `averaged_over` / N, N being the supervised tokens of
-    the whole step. Clipping is ours on plain backends; under DeepSpeed the engine clips, as launch/accelerator.py
-    set it up.
+    Backends average gradients over ranks, so a micro-batch's loss must be sum(nll) * `averaged_over` / N, N being the
+    supervised tokens of the whole step. Under DeepSpeed the engine clips, as launch/accelerator.py set it up; elsewhere
+    `update` does.
     """
 
     def __init__(self, accelerator: Accelerator, model: Any, optimizer: Any, max_grad_norm: float) -> None:
-        self.accelerator, self.model, self.optimizer, self.max_grad_norm = accelerator, model, optimizer, max_grad_norm
-        self.engine = model if accelerator.distributed_type == DistributedType.DEEPSPEED else None
+        self.accelerator = accelerator
+        self.model = model
+        self.optimizer = optimizer
+        self.max_grad_norm = max_grad_norm
+        self.engine: Any = model if accelerator.distributed_type == DistributedType.DEEPSPEED else None
         self.adapted = accelerator.unwrap_model(model)
         self.adapter = adapter_of(self.adapted)
 
@@ -63,9 +72,9 @@ class Stepper:
             group["lr"] = rate
 
     def boundary(self, last: bool) -> contextlib.AbstractContextManager:
-        """Wraps one micro-batch's forward and backward; ranks exchange gradients on the last one.
+        """Return a context for one micro-batch's forward and backward; ranks exchange gradients only in the last one.
 
-        Under FSDP they exchange on each: otherwise gradients would stay whole on every rank, in the computing type.
+        Under FSDP they exchange gradients in each: otherwise every rank would keep whole ones, in the computing dtype.
         """
         if self.engine is not None:
             self.engine.set_gradient_accumulation_boundary(last)
@@ -98,7 +107,7 @@ class Stepper:
             return float(managed if managed is not None else math.nan if norm is None else norm)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or math.inf)
         finite = bool(norm.isfinite())
-        if finite or self.accelerator.scaler is not None:  # a scaler checks for itself, and learns its scale
+        if finite or self.accelerator.scaler is not None:  # a loss scaler checks by itself, and adapts its scale
             self.optimizer.step()
         if finite:
             self.adapter.after_step(self.adapted, step)
@@ -107,7 +116,7 @@ class Stepper:
 
     @property
     def averaged_over(self) -> int:
-        """Number by which the sum of all ranks' gradients is divided: without sequence parallelism, that of the ranks.
+        """Divisor of the sum of all ranks' gradients; without sequence parallelism it is the number of ranks.
 
         Under sequence parallelism each rank has the gradient of its part of a row. DeepSpeed 0.19 divides their sum by
         the number of groups at stages 0 to 2, and by the number of all ranks at stage 3, which reduces and scatters
@@ -120,7 +129,7 @@ class Stepper:
 
     @property
     def alone(self) -> bool:
-        """Whether a step may be repeated after any failure: no engine and no other rank has seen a part of it."""
+        """Whether a step may be repeated after any failure: neither an engine nor another rank has a part of it."""
         return self.engine is None and self.accelerator.num_processes == 1
 
     @property
@@ -129,7 +138,7 @@ class Stepper:
         return forwards_alone(self.accelerator)
 
     def discard_gradients(self) -> None:
-        """Drop the gradients of a step that is to be repeated; under DeepSpeed they must be NaN on all ranks."""
+        """Drop the gradients of a step to be repeated. DeepSpeed's must be NaN on all ranks: `update` skips NaN."""
         if self.engine is not None:
             self.update(0)
         self.optimizer.zero_grad(set_to_none=True)
@@ -137,7 +146,7 @@ class Stepper:
             torch.cuda.empty_cache()
 
     def _unmanaged_norm(self) -> float | None:
-        """The gradient's norm where no DeepSpeed optimizer computes it (stage 0), whose gradients are whole and
+        """Return the gradient's norm at stage 0, where no DeepSpeed optimizer computes it, and gradients are whole and
         averaged; None at other stages."""
         if self.engine.zero_optimization_stage() > 0:
             return None

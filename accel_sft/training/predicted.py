@@ -13,7 +13,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.launch import host_memory
 from accel_sft.launch.collectives import by_each_rank, largest
 from accel_sft.launch.info import Launch
-from accel_sft.memory.closed import estimate
+from accel_sft.memory.closed_form import estimate
 from accel_sft.memory.estimate import Estimate, totals
 from accel_sft.memory.job import AS_CONFIGURED, Job
 from accel_sft.memory.model_config import UnusableModel, read_config, read_shape, stored_bytes
@@ -31,9 +31,9 @@ class Prediction:
 
     Args:
         weights: folder or hub id of the model.
-        log: takes lines of warning.
+        log: called with each line of warning.
     Raises:
-        UserError: on every rank, if on some rank the model states alone, a lower bound, do not fit; not with `--force`.
+        UserError: on every rank, if without `--force` the model states alone (a lower bound) do not fit on some rank.
     """
 
     def __init__(
@@ -44,14 +44,7 @@ class Prediction:
         weights: str,
         log: Callable[[str], None],
     ) -> None:
-        self.job: Job | None = None
-        try:
-            job = _job(config, weights, launch, accelerator.device)
-            self.job = job if job.trained else None  # the load refuses modules that are not there
-        except UnusableModel:
-            raise
-        except (UserError, OSError, ValueError) as error:
-            log(f"no memory is predicted: {error}")
+        self.job = _job(config, weights, launch, accelerator.device, log)
         lines = by_each_rank(lambda: _misfits(self.job, config.force) if self.job else [])
         for line in dict.fromkeys(line for of_rank in lines for line in of_rank):
             log(line)
@@ -59,39 +52,56 @@ class Prediction:
     def measured(self, tracker: Tracker, train_step: TrainStep) -> dict[str, Any]:
         """What the run took, for result.json; all ranks call it together.
 
-        It has the largest peaks, the peaks of each phase, and these beside the closed form's prediction for the largest
+        There are the largest peaks, each phase's peaks, and these beside the closed form's prediction for the largest
         forward that was made (`forward`: its tokens, supervised tokens and rows). Trackers show the comparison, too.
         """
         peaks = largest(tracker.peaks.largest())
         by_phase = {phase: largest(found) for phase, found in tracker.peaks.by_phase.items()}
         memory, (tokens, supervised_tokens, rows) = {}, train_step.largest_forward
         if self.job is not None and supervised_tokens and self.job.launch.sequence_ranks == 1:
-            sizes = {"tokens": tokens, "supervised_tokens": supervised_tokens, "rows": rows}
-            job = dataclasses.replace(self.job, **sizes, head=train_step.batching.head)
+            job = dataclasses.replace(
+                self.job,
+                tokens=tokens,
+                supervised_tokens=supervised_tokens,
+                rows=rows,
+                head=train_step.batching.head,
+            )
             memory = _beside(estimate(job), by_phase)
         tracker.memory(memory)
         forward = [tokens, supervised_tokens, rows]
         return {**peaks, "memory_by_phase": by_phase, "memory": memory, "forward": forward}
 
 
-def _job(config: TrainConfig, weights: str, launch: Launch, device: torch.device) -> Job:
-    """The run as a job of `plan`, with a small forward: the forward's size is chosen later, by the memory left."""
+def _job(
+    config: TrainConfig, weights: str, launch: Launch, device: torch.device, log: Callable[[str], None]
+) -> Job | None:
+    """The run as a job of `plan`, with a small forward: the forward's size is chosen later, by the memory left. None,
+    which is logged, for a model whose parameters cannot be counted."""
     from transformers.utils import cached_file
 
-    folder = Path(weights) if Path(weights).is_dir() else Path(cached_file(weights, "config.json")).parent
-    content = read_config(folder)
-    return Job(
-        shape=read_shape(content, weights, folder),
-        launch=launch,
-        device=device.type,
-        stored_bytes=stored_bytes(content),
-        target_modules=config.lora_target_modules,
-        **{name: getattr(config, name) for name in AS_CONFIGURED},
-        tokens=1,
-        supervised_tokens=1,
-        eval_rows=0 if config.eval_every == "off" else 1,
-        saves=config.save_every != "off",
-    )
+    try:
+        folder = Path(weights)
+        if not folder.is_dir():
+            folder = Path(str(cached_file(weights, "config.json"))).parent
+        content = read_config(folder)
+        job = Job(
+            shape=read_shape(content, weights, folder),
+            launch=launch,
+            device=device.type,
+            stored_bytes=stored_bytes(content),
+            target_modules=config.lora_target_modules,
+            **{name: getattr(config, name) for name in AS_CONFIGURED},
+            tokens=1,
+            supervised_tokens=1,
+            eval_rows=0 if config.eval_every == "off" else 1,
+            saves=config.save_every != "off",
+        )
+        return job if job.trained else None  # loading refuses names of modules that the model lacks
+    except UnusableModel:
+        raise
+    except (UserError, OSError, ValueError) as error:
+        log(f"no memory is predicted: {error}")
+        return None
 
 
 def _misfits(job: Job, force: bool) -> list[str]:

@@ -1,11 +1,12 @@
 """Makes from settings what a run computes with: source, tokenizer, tokenized examples, step plan, model, evaluator."""
 
 import dataclasses
+import functools
 import hashlib
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from accelerate import Accelerator
@@ -16,16 +17,17 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.optimizers import OPTIMIZERS
 from accel_sft.api.task import Task
 from accel_sft.batching.device_memory import forwards_alone
-from accel_sft.chat.conversation import conversation, read_split
-from accel_sft.chat.encoding import Encoding
+from accel_sft.chat.conversation import read_split
 from accel_sft.checkpoint.checkpoint import replacing
 from accel_sft.data.step_plan import StepPlan
+from accel_sft.data.token_store import StoredEncoding
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.evaluator import Evaluator, answer_backend
 from accel_sft.evaluation.scoring import check_scoring
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import by_each_rank, decided_by_main
-from accel_sft.launch.info import Launch, device_count
+from accel_sft.launch.environment import device_count
+from accel_sft.launch.info import Launch
 from accel_sft.memory import lengths
 from accel_sft.models.adapter_start import keep
 from accel_sft.models.liger import liger
@@ -33,12 +35,10 @@ from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
 from accel_sft.models.processor import load_processor
 from accel_sft.models.quantized import bitsandbytes
 from accel_sft.models.source import Source, find_source
-from accel_sft.models.tiny import build_tiny
+from accel_sft.models.tiny import build_tiny, texts_of
 from accel_sft.rows.reading import MAX_PROBLEMS
 from accel_sft.rows.rows import with_places
 
-_TINY_EXAMPLES = 1 << 15
-"""Most training examples that the tokenizer of `tiny` is made from: more hardly change it, and slow every start."""
 _IMAGES_NOT_SHARDED = (
     "the data has images, and ZeRO-3 and FSDP share out the layers that read them: a rank whose forward has no image "
     "would keep the others waiting for ever; launch with accelerate_configs/z2.yaml or ddp.yaml"
@@ -58,48 +58,57 @@ class Assembly:
 
     def __init__(self, accelerator: Accelerator, task: Task, config: TrainConfig, source: Source) -> None:
         self.accelerator, self.task, self.config, self.source = accelerator, task, config, source
-        self.tokenizer = load_tokenizer(source, config)
+        self.tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
         rules = encoding_rules(self.tokenizer, source, config)
-        self.encode = SplitEncoder(accelerator, self.tokenizer, task, rules, lambda: load_processor(source, config))
+        load = functools.partial(load_processor, source, model=config.model, trust_remote_code=config.trust_remote_code)
+        self.encode = SplitEncoder(accelerator, self.tokenizer, task, rules, load)
 
-    def load_model(self, *encodings: Encoding, total_steps: int = 0, run_dir: RunDir | None = None, **more: Any) -> Any:
-        """Load the model for these tokens, not prepared yet; `total_steps` optimizer steps are to come, 0 to evaluate
-        only. If an adapter begins as a part of its base's weights, its first values are kept in `run_dir`, and read
-        from there when the run is resumed."""
-        precision, deepspeed = self.accelerator.mixed_precision, self.accelerator.state.deepspeed_plugin is not None
-        launch: dict[str, Any] = {"precision": precision, "deepspeed": deepspeed}
-        largest_id = max(self.tokenizer.pad_token_id, *(encoding.kept.largest_id() for encoding in encodings))
+    def load_model(
+        self, *encodings: StoredEncoding, total_steps: int = 0, run_dir: RunDir | None = None, **more: Any
+    ) -> Any:
+        """Load the model for these tokens, to be trained for `total_steps` (0: only evaluated); it is not prepared by
+        accelerate yet. If an adapter begins as a part of its base's weights, its initial values are kept in `run_dir`,
+        and read from there when the run is resumed."""
         images = any(len(encoding.kept.pictured) for encoding in encodings)
         if images and not forwards_alone(self.accelerator):
             raise UserError(_IMAGES_NOT_SHARDED)
         if images:
             for encoding in encodings:
                 self._check_texts(encoding)
-        launch |= {"total_steps": total_steps, "largest_id": largest_id, "images": images}
         begun = run_dir.adapter_start if run_dir and run_dir.has_trained() else None
         splits = self.config.lora_init in SPLITS
-        model = load_model(self.source, self.config, **launch, adapter_start=begun if splits else None, **more)
+        model = load_model(
+            self.source,
+            self.config,
+            precision=self.accelerator.mixed_precision,
+            deepspeed=self.accelerator.state.deepspeed_plugin is not None,
+            total_steps=total_steps,
+            largest_id=max(self.tokenizer.pad_token_id, *(encoding.kept.largest_id() for encoding in encodings)),
+            adapter_start=begun if splits else None,
+            images=images,
+            **more,
+        )
         if run_dir and not begun:
             file = run_dir.adapter_start
             decided_by_main(self.accelerator, lambda: keep(model, file) if splits else file.unlink(missing_ok=True))
         return model
 
-    def _check_texts(self, encoding: Encoding) -> None:
-        """Raise UserError if a text without images has an image's token: the model would look for its pixels."""
+    def _check_texts(self, encoding: StoredEncoding) -> None:
+        """Raise UserError if a text without images has an image's placeholder: the model would look for pixels."""
         processor = self.encode.images.processor
         index = encoding.kept.text_with(processor.image_token_ids)
         if index is not None:
             what = f"its text has {processor.image_token}, which stands for an image, and it has none; remove it"
-            lines = [f"{encoding.split} example {index}: {what}"]
-            raise UserError(*with_places(lines, encoding.kept.source.examples, encoding.split))
+            line = f"{encoding.split} example {index}: {what}"
+            raise UserError(*with_places([line], encoding.examples, encoding.split))
 
-    def evaluator(
-        self, model: Any, examples: Sequence[Any], encoding: Encoding, max_new_tokens: int | None = None, **more: Any
-    ) -> Evaluator:
-        """Makes the Evaluator of these examples. The settings choose its answer backend, which `more` is handed to."""
-        backend = answer_backend(self.accelerator, self.config, self.tokenizer, model, self.source, **more)
-        data = self.task, examples, encoding.kept, self.config
-        return Evaluator(self.accelerator, self.tokenizer, *data, backend, max_new_tokens)
+    def evaluator(self, model: Any, split: StoredEncoding, max_new_tokens: int | None = None, **more: Any) -> Evaluator:
+        """Make the Evaluator of a split. The settings choose its answer backend, which gets `more`."""
+        config, tokenizer = self.config, self.tokenizer
+        backend = answer_backend(self.accelerator, config, tokenizer, model, self.source, **more)
+        return Evaluator(
+            self.accelerator, tokenizer, self.task, split.examples, split.kept, config, backend, max_new_tokens
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +117,8 @@ class Prepared:
 
     launch: Launch
     assembly: Assembly
-    validation_examples: Sequence[Any]
-    train: Encoding
-    validation: Encoding
+    train: StoredEncoding
+    validation: StoredEncoding
     plan: StepPlan
 
     @property
@@ -149,20 +157,20 @@ class Prepared:
 
     @property
     def longest_answer(self) -> int:
-        """Tokens of the longest answer in either split, end of turn included: by default the most to be generated."""
+        """Tokens of the longest answer in either split, end of turn included: the default limit for generation."""
         return max(int(split.kept.answers.max()) for split in (self.train, self.validation))
 
     @property
     def system_prompt(self) -> str | None:
         """The system message that the first validation examples have in common; None if they have none or several."""
-        task, firsts = self.assembly.task, self.validation.kept[:_COMPARED]
-        chats = [task.messages(self.validation_examples[example.index]) for example in firsts]
+        task, validation = self.assembly.task, self.validation
+        chats = [task.messages(validation.examples[row.index]) for row in validation.kept[:_COMPARED]]
         found = {tuple(str(turn["content"]) for turn in turns if turn["role"] == "system") for turns in chats}
         (only,) = found if len(found) == 1 else ((),)
         return only[0] if len(only) == 1 else None
 
     def fingerprint(self) -> str:
-        """SHA-256 of both splits' tokens, in order: a resumed run must read the same."""
+        """SHA-256 of both splits' tokens, in order: a resumed run must have the same tokens."""
         both = self.train.kept.fingerprint + self.validation.kept.fingerprint
         return hashlib.sha256(both.encode()).hexdigest()
 
@@ -178,33 +186,34 @@ def prepare_data(
     _refuse_missing_packages(config)
     splits: list[Sequence[Any]] = []
     # an error of one rank is raised on all of them, before any of them writes a file
-    by_each_rank(lambda: splits.extend(_read(task, config)))
+    by_each_rank(lambda: splits.extend(_read(task, eval_every=config.eval_every, thinking=config.thinking)))
     train_examples, validation_examples = splits
-    base = None
-    if config.model == "tiny" and not config.init_from:
-        base = str(run_dir.base)
-        if not run_dir.base.exists() or not run_dir.has_trained():  # a fresh start must not meet an earlier tokenizer
+    model = config.model
+    if model == "tiny" and not config.init_from:
+        model = str(run_dir.base)
+        if not run_dir.base.exists() or not run_dir.has_trained():  # a fresh start must not use an earlier tokenizer
             with replacing(accelerator, run_dir.base) as partial:
                 decided_by_main(accelerator, lambda: build_tiny(partial, texts_of(task, train_examples), config.seed))
-    assembly = Assembly(accelerator, task, config, find_source(config, base))
+    assembly = Assembly(accelerator, task, config, find_source(model, init_from=config.init_from))
     train = assembly.encode(train_examples, "train")
     validation = assembly.encode(validation_examples, "validation")
     if not assembly.encode.rendering.control.as_text:
-        _refuse_forged_turns({"train": train_examples, "validation": validation_examples}, train, validation)
+        _refuse_forged_turns(train, validation)
     if accelerator.is_main_process and len(train.kept):
         lengths.keep(task, config, train.kept.lengths, train.kept.supervised)
-    return Prepared(launch, assembly, validation_examples, train, validation, plan_steps(train, config))
+    return Prepared(launch, assembly, train, validation, plan_steps(train, config))
 
 
-def _refuse_forged_turns(splits: Mapping[str, Sequence[Any]], *encodings: Encoding) -> None:
-    """Raise UserError if an answer's own text ends the turn: what follows would be learnt as turns of others. It is
+def _refuse_forged_turns(*encodings: StoredEncoding) -> None:
+    """Raise UserError if an answer's own text ends the turn: what follows would be learnt as another turn. It is
     called only where control tokens in texts are not read as characters."""
-    lines, count = [], 0
+    lines: list[str] = []
+    count = 0
     for encoding in encodings:
         rows = encoding.control_tokens["answers"]
         count += len(rows)
         named = [f"{encoding.split} example {row}: the answer's text ends the turn itself" for row in rows]
-        lines += with_places(named[: MAX_PROBLEMS - len(lines)], splits[encoding.split], encoding.split)
+        lines += with_places(named[: MAX_PROBLEMS - len(lines)], encoding.examples, encoding.split)
     if count:
         raise UserError(
             *lines,
@@ -214,13 +223,14 @@ def _refuse_forged_turns(splits: Mapping[str, Sequence[Any]], *encodings: Encodi
         )
 
 
-def plan_steps(train: Encoding, config: TrainConfig) -> StepPlan:
+def plan_steps(train: StoredEncoding, config: TrainConfig) -> StepPlan:
     """The optimizer steps over these examples that the settings ask for.
 
     Raises:
-        UserError: they ask for less than one example, or to warm up for longer than the run.
+        UserError: the settings ask for less than one example, or to warm up for longer than the run.
     """
-    if config.max_steps is None and round(config.epochs * len(train.kept)) == 0:
+    assert config.global_batch_size is not None  # the settings are resolved, and have either steps or epochs
+    if config.epochs is not None and round(config.epochs * len(train.kept)) == 0:
         raise UserError(f"--epochs {config.epochs:g}: not one of {len(train.kept)} examples; ask for more")
     plan = StepPlan(
         train.kept.lengths,
@@ -243,23 +253,17 @@ def _refuse_missing_packages(config: TrainConfig) -> None:
         bitsandbytes("--load-in-4bit")
     if config.use_liger_kernel:
         liger()
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # torch.compile's, on CPUs
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # for torch.compile
     if config.compile and not device_count() and not shutil.which(compiler):
         raise UserError(
             f"--compile: there is no C++ compiler ({compiler}); install one, name it in CXX, or leave it out"
         )
 
 
-def _read(task: Task, config: TrainConfig) -> Iterator[Sequence[Any]]:
-    """Both splits; checks that answers to the validation examples can be scored, if they will be."""
+def _read(task: Task, *, eval_every: str, thinking: str | None) -> Iterator[Sequence[Any]]:
+    """Yield both splits; if the run will score answers, check that those to the validation examples can be scored."""
     yield read_split(task, "train")
     validation = read_split(task, "validation")
-    if config.eval_every != "off":
-        check_scoring(task, validation, config.thinking)
+    if eval_every != "off":
+        check_scoring(task, validation, thinking)
     yield validation
-
-
-def texts_of(task: Task, examples: Sequence[Any]) -> list[str]:
-    """Each message and target of the examples; where there are too many, of some that are spread over the data."""
-    some = range(0, len(examples), -(-len(examples) // _TINY_EXAMPLES))
-    return [text for index in some for text in conversation(task, examples, "train", index).texts()]

@@ -23,13 +23,12 @@ from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import PRECISION, launcher_command, torchrun_command
 from accel_sft.launch.rank_environment import own_words
 from accel_sft.launch.recordable import command_line, recordable, without_secrets
-from accel_sft.models.source import is_tiny
-from accel_sft.models.tiny import TINY_DEFAULTS
+from accel_sft.models.source import resolved
 
 _LEFT_OUT = ("output_dir", "resume", "dry_run")
 """Settings that run.yaml leaves out: a run that is started again has its own folder, and begins at its first step."""
 _IN_FILE = ("num_processes", "num_machines", "mixed_precision")
-"""Flags of the launcher that go into launch.yaml, because the run's numbers depend on them; others stay flags."""
+"""Flags of the launcher that go into launch.yaml, because the run's numbers depend on them; other flags stay flags."""
 
 
 def write_run_yaml(run_dir: RunDir, task_name: str, task: Task, config: TrainConfig, launch: Launch) -> None:
@@ -47,8 +46,9 @@ def write_run_yaml(run_dir: RunDir, task_name: str, task: Task, config: TrainCon
     file = file_record(type(task))
     named = {TASK: f"{file['path']}:{file['class']}" if file else task_name}
     usual = TrainConfig(model=config.model, init_from=config.init_from, adapter=config.adapter)
-    defaults = usual.resolved(TINY_DEFAULTS if is_tiny(config) else {}).as_dict()
-    # written only if not at these values: the model always is; other settings' defaults depended on the adapter above
+    defaults = resolved(usual).as_dict()
+    # values that count as defaults: None for the model, so that it counts as chosen; the adapter, whose own default is
+    # none, was given above because other settings' defaults depend on it
     defaults |= {"model": None, "init_from": None, "adapter": "none", "template_date": config.template_date}
     defaults |= {setting.name: setting.default for setting in settings(type(task))}
     mine = {**config.as_dict(), **{setting.name: getattr(task, setting.name) for setting in settings(type(task))}}
@@ -69,14 +69,14 @@ def _yaml(values: dict[str, Any]) -> str:
 
 def _launch_file(run_dir: RunDir, launch: Launch) -> str:
     """The launch file's content, with the flags of the command line that decide the run's numbers, and with the
-    precision used, which another machine might not choose. A DeepSpeed JSON that it names is copied."""
+    precision used, which another machine might not choose. A DeepSpeed JSON that it names is copied to the run."""
     content = dict(launch.yaml)
     for name in _IN_FILE:
         if (value := launch.arguments.get(name)) is not None:
             content[name] = int(value) if value.isdecimal() else value
     section, precision = content.get("deepspeed_config") or {}, launch.precision[0]
     if launch.json_file and section.get("deepspeed_config_file"):
-        content.pop("mixed_precision", None)  # the launcher takes it from only one file
+        content.pop("mixed_precision", None)  # the launcher takes the precision from one file only
         kinds = {name: {**(launch.json.get(name) or {}), "enabled": name == precision} for name in ("bf16", "fp16")}
         write_atomically(run_dir.deepspeed, json.dumps(recordable({**launch.json, **kinds}), indent=2) + "\n")
         content["deepspeed_config"] = {**section, "deepspeed_config_file": str(run_dir.deepspeed)}
@@ -88,7 +88,7 @@ def _launch_file(run_dir: RunDir, launch: Launch) -> str:
 
 
 def _header(run_dir: RunDir, launch: Launch) -> str:
-    """Comments: the command that starts the run again, and what else it takes to have the same bits."""
+    """Return comments: the command that starts the run again, and what else must be the same for equal bits."""
     folder, launcher = shown_folder(run_dir.path), launcher_command()[0]
     words = ["accel-sft"]
     if launcher:

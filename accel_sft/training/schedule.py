@@ -12,16 +12,18 @@ def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
     (warmup-stable-decay) stays, and falls linearly over the last `--decay-ratio` of the steps; constant stays. A rate
     that falls reaches `--min-lr-ratio` of the peak right after the last step.
     """
-    warmup_steps = config.warmup_steps
+    peak, warmup_steps = config.learning_rate, config.warmup_steps
+    assert peak is not None  # resolved
     if warmup_steps is None:
         warmup_steps = math.ceil(config.warmup_ratio * total_steps)
     if step < warmup_steps:
-        return config.learning_rate * (step + 1) / warmup_steps
+        return peak * (step + 1) / warmup_steps
     if config.lr_scheduler == "constant":
-        return config.learning_rate
+        return peak
     begin = warmup_steps
     if config.lr_scheduler == "wsd":
         begin = max(begin, total_steps - math.ceil(config.decay_ratio * total_steps))
     progress = max(step - begin, 0) / max(total_steps - begin, 1)
-    left = 0.5 * (1 + math.cos(math.pi * progress)) if config.lr_scheduler == "cosine" else 1 - progress
-    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    left = {"cosine": cosine, "linear": 1 - progress, "wsd": 1 - progress}[config.lr_scheduler]
+    return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)

@@ -18,8 +18,8 @@ class TrainState:
     step: int = 0
     seconds: float = 0.0  # spent in steps, without evaluations and checkpoints
     tokens: int = 0  # trained on, prompts included, padding left out
-    before: dict[str, float] | None = None  # the first evaluation's metrics
-    latest: dict[str, float] | None = None  # the newest evaluation's
+    before: dict[str, float | None] | None = None  # the first evaluation's metrics
+    latest: dict[str, float | None] | None = None  # the newest evaluation's
     evaluated_step: int = -1  # step of the newest evaluation; -1 before there is one
     best: float | None = None  # best main metric so far
     best_loss: float | None = None  # loss of the same evaluation
@@ -52,7 +52,7 @@ class TrainState:
         return patience is not None and self.without_better >= patience
 
     def update_best(self, value: float, loss: float, higher_is_better: bool) -> bool:
-        """Record a main metric; returns whether it is the best so far. Of equal ones, the one with the lower loss is.
+        """Record a main metric; returns whether it is the best so far. At equal values, a lower loss is better.
 
         NaN is never the best.
         """

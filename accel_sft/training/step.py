@@ -1,4 +1,4 @@
-"""Runs an optimizer step's forwards and backwards, smaller ones when out of memory; reduces its loss over ranks."""
+"""Runs an optimizer step's forwards and backwards, with smaller forwards if out of memory; sums its loss over ranks."""
 
 import dataclasses
 import json
@@ -13,14 +13,14 @@ from accel_sft.batching.device_memory import out_of_memory
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.sequence import SequenceGroup
-from accel_sft.chat.encoding import Encoded
+from accel_sft.chat.encoded import Encoded
 from accel_sft.io.files import read_json, write_atomically
 from accel_sft.io.heartbeat import exchange
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import gather_numbers
 from accel_sft.launch.ulysses import shared_rows
 from accel_sft.tracking.spans import span
-from accel_sft.tracking.trace import BATCHES, COMMUNICATION, FORWARD
+from accel_sft.tracking.time_spent import BATCHES, COMMUNICATION, FORWARD
 from accel_sft.training.optimizer import Stepper
 
 
@@ -50,7 +50,10 @@ class TrainStep:
     def __init__(
         self, stepper: Stepper, batching: Batching, pad_token_id: int, run_dir: RunDir, log: Callable[[str], None]
     ) -> None:
-        self.stepper, self.pad_token_id, self.run_dir, self.log = stepper, pad_token_id, run_dir, log
+        self.stepper = stepper
+        self.pad_token_id = pad_token_id
+        self.run_dir = run_dir
+        self.log = log
         self.batching = batching
         self.largest_forward = (0, 0, 0)
         if most := _most_tokens(run_dir):
@@ -80,12 +83,14 @@ class TrainStep:
             with shared_rows(), self.stepper.boundary(last=number == len(forwards)):
                 nll = None if oom.tokens else self._nll(rows, step)
                 if nll is None:
-                    # Other ranks exchange gradients in this backward: one row takes part, with a NaN loss.
+                    # Other ranks exchange gradients in this backward: this rank takes part with one row and a NaN loss.
                     oom = oom if oom.tokens else self._about(rows)
-                    nll = self._nll(sorted(rows, key=_length)[:1], step, repeatable=False) * math.nan
+                    nll = self._nll(sorted(rows, key=_length)[:1], step)
+                    assert nll is not None  # one row is not repeated
+                    nll = nll * math.nan
                 value = nll.detach()
-                # 1, or NaN for a loss that is not finite: every gradient is then NaN on all ranks, and the step is
-                # left out; an infinite loss alone may have finite gradients
+                # 1, or NaN for a loss that is not finite, to make every gradient NaN on all ranks: the step is then
+                # left out. Without it, an infinite loss may have finite gradients
                 sound = value - value + 1
                 loss = nll * (sound * self.stepper.averaged_over / supervised_tokens)
                 try:
@@ -116,7 +121,7 @@ class TrainStep:
     def _limit(self, tokens: int) -> None:
         self.batching = dataclasses.replace(self.batching, rows=None, tokens=tokens)
 
-    def _nll(self, rows: list[Encoded], step: int, repeatable: bool = True) -> torch.Tensor | None:
+    def _nll(self, rows: list[Encoded], step: int) -> torch.Tensor | None:
         """The summed loss of one forward; None after an out-of-memory if the step can be repeated. It is a method of
         its own, so that nothing keeps the tensors of a failed forward."""
         try:
@@ -128,7 +133,7 @@ class TrainStep:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            if not (repeatable and self.stepper.forwards_alone and len(rows) > 1):
+            if not (self.stepper.forwards_alone and len(rows) > 1):
                 raise self._unrepeatable(rows, step) from error
         return None
 
@@ -152,9 +157,9 @@ class TrainStep:
 def reduce_step(
     share: torch.Tensor, oom: OutOfMemory, signal: int, system: list[float]
 ) -> tuple[float, OutOfMemory, int, list[list[float]]]:
-    """Reduce a step over ranks, with the same result on each: the summed loss, the smallest out-of-memory, a signal
-    that any rank got, and all ranks' system readings."""
-    numbers = [share.item(), signal, *oom, *system]  # waits for this rank's GPU, and for no other rank
+    """Reduce a step over ranks, with the same result on each: the summed loss, the smallest forward's
+    out-of-memory, a signal that any rank got, and all ranks' system readings."""
+    numbers = [share.item(), signal, *oom, *system]  # item() waits for this rank's GPU, but for no other rank
     with span(COMMUNICATION):
         every = gather_numbers(numbers)
     without = [OutOfMemory(*map(int, numbers[2:5])) for numbers in every if numbers[2]]

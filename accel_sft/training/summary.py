@@ -11,7 +11,7 @@ from accel_sft.api.options import settings
 from accel_sft.api.task import Task
 from accel_sft.api.task_file import file_record
 from accel_sft.chat.conversation import conversation
-from accel_sft.chat.pictures import parted
+from accel_sft.chat.image_parts import parted
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import columns, terminal
 from accel_sft.launch.describe import shown_folder, started_by
@@ -19,6 +19,7 @@ from accel_sft.launch.recordable import command_line, recordable, versions
 from accel_sft.models.load import compile_seconds
 from accel_sft.tracking import run_report as report
 from accel_sft.tracking.model_card import model_card
+from accel_sft.tracking.time_spent import time_sentence
 from accel_sft.training.prepare import Prepared
 from accel_sft.training.state import TrainState
 
@@ -26,13 +27,13 @@ from accel_sft.training.state import TrainState
 def card(
     task_name: str, prepared: Prepared, state: TrainState, model_class: str, energy: dict[str, float] | None
 ) -> str:
-    """The text of README.md beside the weights of this state, with its newest evaluation beside the untrained weights'.
+    """Return the model card (README.md) of this state's weights, which compares the newest evaluation with the first.
 
     Args:
         energy: what `Tracker.energy` returned.
     """
     config, task, rendering = prepared.assembly.config, prepared.assembly.task, prepared.assembly.encode.rendering
-    chat = conversation(task, prepared.validation_examples, "validation", prepared.validation.kept[0].index)
+    chat = conversation(task, prepared.validation.examples, "validation", prepared.validation.kept[0].index)
     form = rendering.form(chat.turns, "validation", chat.tools)
     return model_card(
         base_model=config.init_from or config.model,
@@ -40,8 +41,8 @@ def card(
         adapter=config.adapter,
         model_class=model_class,
         messages=parted(form.given(chat.turns), chat.images),
-        template_arguments={**rendering.arguments, **({"tools": chat.tools} if chat.tools else {})},
-        prompt_end=rendering.closing(form),
+        template_arguments={**rendering.template.arguments, **({"tools": chat.tools} if chat.tools else {})},
+        prompt_end=form.prompt_end,
         answer_end=rendering.tail(form),
         max_new_tokens=config.max_new_tokens or prepared.longest_answer,
         data={**_files(task), **prepared.counts(), "SHA-256 of the tokens": prepared.fingerprint()},
@@ -112,7 +113,8 @@ def publish(
     commands = [f"accel-sft {command}" for command in commands]
     if "tensorboard" in config.tracker:
         commands.append(f"tensorboard --logdir {folder}")
-    lines = [
+    lines = [f"on rank 0 {time_sentence(measured['time_spent'])}"] if "time_spent" in measured else []
+    lines += [
         f"{run_dir}: weights in {' and '.join(folders)}, numbers in report.md",
         f"next: {'; '.join(commands)}",
     ]

@@ -23,9 +23,9 @@ from accel_sft.models.load import parameter_counts
 from accel_sft.models.pretrained import auto_class, processor_files
 from accel_sft.resilience.anomalies import Anomalies
 from accel_sft.resilience.signals import Interruption, StopSignals
-from accel_sft.tracking.spans import span
+from accel_sft.tracking.spans import span, taken
 from accel_sft.tracking.system import peak_memory_gib
-from accel_sft.tracking.trace import PAUSE
+from accel_sft.tracking.time_spent import BATCHES, PAUSE
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training import summary
 from accel_sft.training.kernels import use_liger_kernels
@@ -54,48 +54,54 @@ class Trainer:
     ) -> None:
         self.run_dir, self.task_name, self.prepared = run_dir, task_name, prepared
         self.tracker, self.signals, self.on_step = tracker, signals, on_step
-        self.plan, self.train_examples, assembly = prepared.plan, prepared.train.kept, prepared.assembly
+        assembly, train, validation = prepared.assembly, prepared.train, prepared.validation
+        self.plan, self.train_examples = prepared.plan, train.kept
         self.accelerator, self.task, self.config = assembly.accelerator, assembly.task, assembly.config
-        accelerator, config = self.accelerator, self.config
+        accelerator, config, log = self.accelerator, self.config, tracker.log
         self.state = TrainState()
         torch.set_grad_enabled(True)  # a task whose own model scores answers may have turned gradients off
         self.anomalies = Anomalies(
-            run_dir, config, accelerator.mixed_precision, tracker.log, writes=accelerator.is_main_process
+            run_dir, config.on_nonfinite, accelerator.mixed_precision, log, writes=accelerator.is_main_process
         )
         self.batching_asked = [config.batching, config.micro_batch_size]
-        self.prediction = Prediction(accelerator, prepared.launch, config, assembly.source.weights, tracker.log)
+        self.prediction = Prediction(accelerator, prepared.launch, config, assembly.source.weights, log)
         tracker.peaks.begin("load")
-        more = {"total_steps": self.plan.total_steps, "log": tracker.log, "run_dir": run_dir}
-        model = assembly.load_model(prepared.train, prepared.validation, **more)
+        model = assembly.load_model(train, validation, total_steps=self.plan.total_steps, run_dir=run_dir, log=log)
         self.model_class, self.beside = auto_class(model).__name__, processor_files(assembly.source.weights, model)
         tracker.phase("model")
         self.load_peaks = largest(peak_memory_gib(accelerator.device), "load_")
         self.trained_parameters, parameters = parameter_counts(model)
-        tracker.log(f"{self.trained_parameters:,} of {parameters:,} parameters are trained")
+        log(f"{self.trained_parameters:,} of {parameters:,} parameters are trained")
         tracker.peaks.begin("shard")
         optimizer = new_optimizer(model, config)
         check_host_memory(accelerator, model, prepared.launch, config.optimizer)
-        self.model, self.optimizer = prepare_model(accelerator, prepared.launch, model, optimizer, config)
+        self.model, self.optimizer = prepare_model(accelerator, prepared.launch, model, optimizer, config.max_grad_norm)
         tracker.phase("sharded")
         tracker.peaks.begin(None)
         self.stepper = Stepper(accelerator, self.model, self.optimizer, config.max_grad_norm)
-        validated = prepared.validation_examples, prepared.validation, prepared.longest_answer
-        self.evaluator = assembly.evaluator(self.model, *validated, between=self.between_answers, log=tracker.log)
+        self.evaluator = assembly.evaluator(
+            self.model,
+            validation,
+            prepared.longest_answer,
+            sharded=prepared.launch.shards_weights,
+            between=self.between_answers,
+            log=log,
+        )
 
     def resume(self) -> None:
         """Load the checkpoint that `--resume` asks for, if there is one; check that the next ones fit on the disk."""
-        asked = self.run_dir, self.config.resume
-        path, passed_over = decided_by_main(self.accelerator, lambda: checkpoint.newest(*asked))
+        accelerator, resume = self.accelerator, self.config.resume
+        path, passed_over = decided_by_main(accelerator, lambda: checkpoint.newest(self.run_dir, resume))
         for line in passed_over:
             self.tracker.log(line)
-        saved, here = {}, parallelism(self.accelerator)
+        saved, here = {}, parallelism(accelerator)
         if path:
-            saved = checkpoint.load(self.accelerator, self.model, self.optimizer, path)
+            saved = checkpoint.load(accelerator, self.model, self.optimizer, path)
             self.stepper.adapter.set_extra_state(self.stepper.adapted, shards.read_extra(path))
             self.state = TrainState.of(saved, path)
         self.train_step = self.new_train_step(saved["batching"] if saved.get("layout") == here else None)
         if path:
-            if self.config.resume != "auto" and self.accelerator.is_main_process:
+            if resume != "auto" and accelerator.is_main_process:
                 for aside in checkpoint.undo_after(self.run_dir, self.state.step):
                     self.tracker.log(f"{aside}: of a later step, put aside")
             other = differences(saved["layout"], here)
@@ -107,22 +113,21 @@ class Trainer:
         self.tracker.phases()
         self.saved_step = self.state.step
         if self.config.save_every != "off":
-            check_disk(self.accelerator, self.model, self.run_dir)
+            check_disk(accelerator, self.model, self.run_dir)
 
     def new_train_step(self, before: dict[str, Any] | None) -> TrainStep:
-        """The train step, with the batching from before the stop unless another is asked for; records the choice."""
+        """Make the train step, with the batching from before the stop unless another is asked for, and record it."""
         job = [self.prepared.fingerprint(), self.plan.global_batch_size]
         if before is None and self.config.resume != "off":
             before = choice.read(self.accelerator, self.run_dir, job)
         kept = choice.restored(before, self.batching_asked)
         pad_token_id = self.prepared.assembly.tokenizer.pad_token_id
-        some, evaluated = self.train_examples.some(), self.prepared.validation.kept
-        moments = self.state.step > 0
+        some, moments = self.train_examples.some(), self.state.step > 0
         trial = Trial(self.accelerator, self.model, self.config, some, pad_token_id, moments=moments)
         if self.config.use_liger_kernel:
             self.tracker.log(use_liger_kernels(trial))
         # the validation loss is computed in the same layout
-        batching, message = choose_batching(trial, before=kept, also=evaluated.extremes())
+        batching, message = choose_batching(trial, before=kept, also=self.prepared.validation.kept.extremes())
         self.tracker.log(message)
         choice.write(self.accelerator, self.run_dir, self.batching_asked, batching, job)
         return TrainStep(self.stepper, batching, pad_token_id, self.run_dir, self.tracker.log)
@@ -130,19 +135,19 @@ class Trainer:
     def train(self) -> None:
         """Evaluate the untrained model, then train to the end. A signal saves a checkpoint before it ends the run.
 
-        From here on signals are deferred: what follows the loop takes seconds and has no checkpoint of its own.
+        Signals are deferred, also after this returns: what follows takes seconds and has no checkpoint of its own.
         """
         self.signals.deferred = True
-        with self.tracker.profiler() as profiler:  # a trace takes its time: it comes after the checkpoint
+        with self.tracker.profiler() as profiler:  # the trace, slow to write, comes after the checkpoint
             try:
-                self.evaluate_and_save()  # also those that a signal prevented before
+                self.evaluate_and_save()  # also what a signal prevented in an earlier start
                 self.loop(profiler)
             except Interruption:
                 self.save()
                 raise
 
     def loop(self, profiler: Any) -> None:
-        """One optimizer step after the other, until the plan ends, patience runs out, or a signal comes."""
+        """Make optimizer steps until the plan ends, patience runs out, or a signal comes."""
         plan, stepper, state, config = self.plan, self.stepper, self.state, self.config
         phase = "first_step"  # AdamW's moments are made in it
         self.model.train()
@@ -154,12 +159,14 @@ class Trainer:
             rate = learning_rate(state.step, plan.total_steps, config)
             stepper.set_learning_rate(rate)
             torch.manual_seed(plan.seed_of(state.step, self.accelerator.process_index))  # dropout masks
-            examples = self.train_examples.take(rows.tolist())
+            with span(BATCHES):
+                examples = self.train_examples.take(rows.tolist())
             share, oom = self.train_step.forward_backward(examples, supervised_tokens, state.step + 1)
             self.signals.exit_if_orphaned()
             loss, oom, signal, system = reduce_step(share, oom, self.signals.asked, self.tracker.system())
             if oom.tokens:
                 self.train_step.retry_smaller(oom, state.step + 1)
+                taken()  # the step's time is that of its repetition
                 continue
             grad_norm, phase = stepper.update(state.step), "step"
             state.step += 1
@@ -193,7 +200,7 @@ class Trainer:
     def stop_if(self, signal: int) -> None:
         """Raise Interruption if there was a signal; it is the same on all ranks."""
         if signal:
-            raise Interruption(signal, self.state.step, resume_command(self.run_dir.path, self.config))
+            raise Interruption(signal, self.state.step, resume_command(self.run_dir.path, self.config.output_dir))
 
     def between_answers(self) -> None:
         """Let a signal end an evaluation, on all ranks, before its next batch of answers."""
@@ -203,7 +210,7 @@ class Trainer:
         """Evaluate the current weights; export them as best/ if the task's main metric improved."""
         state = self.state
         self.tracker.peaks.begin("evaluate")
-        with torch.compiler.set_stance("force_eager"):  # answers grow by a token at a time, each another shape
+        with torch.compiler.set_stance("force_eager"):  # an answer has a new shape with each token
             evaluation = self.evaluator(self.model, self.train_step.batching)
         self.tracker.evaluation(state.step, evaluation.metrics, evaluation.samples)
         state.latest, state.evaluated_step = {**evaluation.metrics, **self.load_peaks}, state.step
@@ -220,8 +227,8 @@ class Trainer:
         """Write the current weights, with a model card, for plain transformers or peft."""
         self.tracker.peaks.begin("export")
         card = summary.card(self.task_name, self.prepared, self.state, self.model_class, self.tracker.energy())
-        beside = self.beside, self.run_dir.adapter_start
-        checkpoint.export(self.accelerator, self.model, self.prepared.assembly.tokenizer, target, card, *beside)
+        tokenizer, start = self.prepared.assembly.tokenizer, self.run_dir.adapter_start
+        checkpoint.export(self.accelerator, self.model, tokenizer, target, card, self.beside, start)
 
     def save(self) -> None:
         """Write a checkpoint of this step, with the counters, metrics and batching so far."""
@@ -230,8 +237,8 @@ class Trainer:
         saved = {"step": self.state.step, "progress": dataclasses.asdict(self.state), "batching": batching}
         self.tracker.flush()
         self.tracker.peaks.begin("save")
-        where, keep = (self.accelerator, self.model, self.optimizer, self.run_dir), self.config.keep_checkpoints
-        checkpoint.save(*where, saved, keep, self.stepper.adapter.extra_state(self.stepper.adapted))
+        extra, keep = self.stepper.adapter.extra_state(self.stepper.adapted), self.config.keep_checkpoints
+        checkpoint.save(self.accelerator, self.model, self.optimizer, self.run_dir, saved, keep, extra)
         self.saved_step = self.state.step
 
     def finalize(self) -> None:

@@ -105,10 +105,10 @@ def test_a_run_that_starts_from_a_tiny_one_is_tiny_too(tmp_path):
         earlier = {"task": "math", "config": config, "task_options": {}}
         (tmp_path / name / "run.json").write_text(json.dumps(earlier))
     (tmp_path / "weights").mkdir()
-    found = {name: is_tiny(TrainConfig(init_from=str(tmp_path / name))) for name in ("a", "b", "c", "d", "weights")}
+    found = {name: is_tiny("tiny", init_from=str(tmp_path / name)) for name in ("a", "b", "c", "d", "weights")}
     assert found == {"a": True, "b": True, "c": False, "d": False, "weights": False}
-    assert is_tiny(TrainConfig())
-    assert not is_tiny(TrainConfig(model="org/model"))
+    assert is_tiny("tiny")
+    assert not is_tiny("org/model")
 
 
 def test_a_resume_may_change_the_layout_and_not_the_mathematics():

@@ -52,7 +52,7 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll, nll_sum
 from accel_sft.batching.trial import Trial
 from accel_sft.batching.verify import UNLIMITED
-from accel_sft.chat.encoding import Encoded
+from accel_sft.chat.encoded import Encoded
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import collectives
 from accel_sft.models.prefix_attention import install, installed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 
 import architectures
@@ -20,11 +21,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
+from accel_sft.batching import fitting
 from accel_sft.batching.device_memory import expected_bytes
 from accel_sft.batching.fitting import within_memory
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.trial import Trial
-from accel_sft.chat.encoding import Encoded
+from accel_sft.chat.encoded import Encoded
 from accel_sft.commands import train
 from accel_sft.io.run_dir import RunDir
 from accel_sft.training.optimizer import Stepper, new_optimizer
@@ -255,6 +257,22 @@ def test_what_is_expected_of_a_forward_is_about_what_it_takes():
             taken = device.peak - before
         expected = expected_bytes(trial.model, batching, recomputed=recomputed, itemsize=4)
         assert taken / 3 < expected < 3 * taken
+
+
+def test_without_a_trial_forwards_are_as_large_as_the_estimate_lets_them(monkeypatch):
+    """Where ranks share weights, nothing is tried."""
+    trial, *_ = job(tiny_llama())
+    sizes = (1024, 2048, 4096, 8192)
+
+    def found(free):
+        monkeypatch.setattr(fitting, "free_bytes", lambda device: free)
+        return [each.tokens for each in fitting.expected_to_fit(trial, [Batching("padded", 0)], sizes)]
+
+    assert found(math.inf) == [*sizes]
+    assert found(0) == [1024]  # the smallest, whatever is predicted
+    some = [len(found(mebibytes * 2**20)) for mebibytes in (16, 32, 64, 128)]
+    assert some == sorted(some)
+    assert len(set(some)) > 2
 
 
 # for each batching other code is compiled

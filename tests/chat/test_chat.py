@@ -7,9 +7,8 @@ from models import Sums, encode, make_tiny
 from transformers import AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.api.config import TrainConfig
 from accel_sft.chat.control_tokens import ControlTokens
-from accel_sft.chat.encoding import end_of_turn_ids
+from accel_sft.chat.encoded import end_of_turn_ids
 from accel_sft.models.load import load_tokenizer
 from accel_sft.models.source import Source
 
@@ -172,7 +171,7 @@ def test_no_chat_template_and_a_template_that_rejects(tokenizer, tmp_path):
     bare.chat_template = None
     bare.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="no chat template"):
-        load_tokenizer(Source(str(tmp_path), str(tmp_path)), TrainConfig().resolved({}))
+        load_tokenizer(Source(str(tmp_path), str(tmp_path)), trust_remote_code=False)
     bare.chat_template = "{{ raise_exception('no system role here') }}"
     with pytest.raises(UserError, match=r"rejects these messages .*no system role here"):
         encoded(bare)

@@ -25,10 +25,9 @@ from transformers import AutoModelForImageTextToText
 from vision import Colours
 
 from accel_sft import UserError
-from accel_sft.api.config import TrainConfig
 from accel_sft.batching.layouts import Batching
 from accel_sft.chat.conversation import conversation, read_split
-from accel_sft.chat.encoding import Rules
+from accel_sft.chat.encoded import Rules
 from accel_sft.chat.pictures import Picture
 from accel_sft.commands import export_data
 from accel_sft.commands.merge import write_merged
@@ -108,8 +107,7 @@ class Transformers:
 
 
 def processor_of(folder):
-    config = TrainConfig(model=str(folder)).resolved({})
-    return load_processor(find_source(config), config)
+    return load_processor(find_source(str(folder)), model=str(folder), trust_remote_code=False)
 
 
 def test_losses_are_those_of_transformers_own_processor_and_model(run):
@@ -182,11 +180,10 @@ def test_the_kit_knows_pil_images_by_their_pixels():
 
 
 def encoder(model, task, **rules):
-    config = TrainConfig(model=str(model)).resolved({})
-    source = find_source(config)
-    tokenizer = load_tokenizer(source, config)
+    source = find_source(str(model))
+    tokenizer = load_tokenizer(source, trust_remote_code=False)
     rules = Rules(frozenset({tokenizer.eos_token_id}), **{"max_length": 512, "truncation": "error"} | rules)
-    return SplitEncoder(Accelerator(cpu=True), tokenizer, task, rules, lambda: load_processor(source, config))
+    return SplitEncoder(Accelerator(cpu=True), tokenizer, task, rules, lambda: processor_of(model))
 
 
 def test_equal_texts_with_other_images_have_other_tokens_in_the_cache_and_another_loss(made, tmp_path):

@@ -18,7 +18,7 @@ from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.chat.answer_text import AnswerText
 from accel_sft.chat.conversation import Conversation
-from accel_sft.chat.encoding import Rules
+from accel_sft.chat.encoded import Rules
 from accel_sft.chat.rendering import Rendering
 from accel_sft.data import tokenization
 from accel_sft.evaluation.backend import Generated
@@ -300,7 +300,7 @@ def test_rows_that_an_earlier_version_kept_are_looked_at_again(tiny, monkeypatch
         Accelerator(cpu=True), own, Says(), Rules(frozenset([own.eos_token_id]), 99, "drop")
     )
     with monkeypatch.context() as earlier:  # which looked at nothing, and whose code was another
-        earlier.setattr("accel_sft.chat.answer_tokens.holds", lambda *_: True)
+        earlier.setattr("accel_sft.chat.dropped.holds", lambda *_: True)
         earlier.setattr(encoder, "_decided", [*encoder._decided, "earlier"])
         assert len(encoder(["odd", "even"], "train").kept) == 2
         assert "tokens from the cache" in encoder(["odd", "even"], "train").lines()[0]

@@ -26,9 +26,9 @@ from accel_sft.api.changes import changed
 from accel_sft.api.config import EvaluateConfig, TrainConfig
 from accel_sft.chat import template
 from accel_sft.chat.control_tokens import ControlTokens
-from accel_sft.chat.encoding import Rules
-from accel_sft.chat.form import closing_mark
+from accel_sft.chat.encoded import Rules
 from accel_sft.chat.rendering import Rendering
+from accel_sft.chat.thinking import closing_mark
 from accel_sft.cli.task_tools import TOOLS
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.backend import Generated
@@ -350,6 +350,18 @@ def test_texts_make_no_control_tokens(any_tokenizer, name):
     assert len([token for token in row.input_ids if token in control.special_ids]) > len(special[0])
 
 
+def test_a_prompt_that_a_template_writes_as_a_python_object_is_asked_as_it_was_trained(tokenizer):
+    """Its control tokens are characters, and what kept them apart is not in the text."""
+    own, _ = of_family(tokenizer, "Qwen2.5")
+    own.chat_template = "{{ messages }}{% if add_generation_prompt %} answer: {% endif %}"
+    rendering = Rendering(own, "template", DAY)
+    asked = rendering.control.ids([rendering.prompt([{"role": "user", "content": "is <|im_start|> odd?"}])])[0]
+    text = own.decode(asked)
+    assert "<|im_start|>" in text.replace(" ", "")
+    assert "ue008" not in text
+    assert not rendering.control.special_ids & {*asked}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_of_training_are_what_is_generated_from(tokenizer, name):
     own, ends = of_family(tokenizer, name)
@@ -533,10 +545,10 @@ def test_a_template_that_is_in_a_file_of_its_own_is_found(tiny, tmp_path, name):
     jinja.unlink()
     (tmp_path / "model" / name).write_text(json.dumps({"chat_template": text}) if name.endswith("json") else text)
     source = Source(str(tmp_path / "model"), str(tmp_path / "model"))
-    assert load_tokenizer(source, TrainConfig().resolved({})).chat_template == text
+    assert load_tokenizer(source, trust_remote_code=False).chat_template == text
     (tmp_path / "model" / name).unlink()
     with pytest.raises(UserError, match="no chat template"):
-        load_tokenizer(source, TrainConfig().resolved({}))
+        load_tokenizer(source, trust_remote_code=False)
 
 
 def test_marks_that_open_a_block_and_those_that_close_it():

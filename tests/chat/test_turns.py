@@ -24,10 +24,10 @@ from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.trial import Trial
 from accel_sft.batching.verify import exact_batchings
+from accel_sft.chat.answer_tokens import PieceTokenizer
 from accel_sft.chat.control_tokens import ControlTokens
 from accel_sft.chat.conversation import Conversation, conversation
-from accel_sft.chat.encoding import Rules
-from accel_sft.chat.pieces import PieceTokenizer
+from accel_sft.chat.encoded import Rules
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.evaluator import Evaluator

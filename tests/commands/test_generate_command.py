@@ -45,7 +45,7 @@ def run(launched):
 def answerer(folder, sampling=None, **options):
     config = EvaluateConfig(model=str(folder), **options).resolved({})
     more = {} if sampling is None else {"sampling": sampling}
-    return Answerer(Accelerator(cpu=True), config, find_source(config, str(folder)), **more)
+    return Answerer(Accelerator(cpu=True), config, find_source(str(folder)), **more)
 
 
 def test_a_file_of_prompts_is_answered_as_the_run_answered_them_beside_its_base(run, tmp_path):

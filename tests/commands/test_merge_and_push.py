@@ -24,7 +24,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.api.config import TrainConfig
 from accel_sft.cli.group import cli
 from accel_sft.commands import merge as merge_module
 from accel_sft.commands.push import hub_id
@@ -67,9 +66,8 @@ def adapter(base, tmp_path_factory):
 
 
 def merged(folder, dtype=None):
-    config = TrainConfig().resolved({})
-    source = find_source(config, str(folder))
-    return merge(source, config, AutoTokenizer.from_pretrained(source.tokenizer), dtype)
+    source = find_source(str(folder))
+    return merge(source, AutoTokenizer.from_pretrained(source.tokenizer), dtype, trust_remote_code=False)
 
 
 def logits(model):

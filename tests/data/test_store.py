@@ -24,7 +24,7 @@ from places import SUPPORT
 from transformers import AutoTokenizer
 
 from accel_sft import UserError
-from accel_sft.chat.encoding import Rules, end_of_turn_ids
+from accel_sft.chat.encoded import Rules, end_of_turn_ids
 from accel_sft.data import token_key, tokenization
 from accel_sft.data.tokenization import FILE, KIND, SplitEncoder
 from accel_sft.io import cache, manifest
@@ -206,7 +206,7 @@ def test_what_is_left_out_is_named_by_file_and_line(tokenizer, tmp_path):
 
 
 def test_parts_of_which_nothing_is_left_harm_no_other(tokenizer, monkeypatch):
-    monkeypatch.setattr("accel_sft.chat.encoding._PART_EXAMPLES", 3)
+    monkeypatch.setattr("accel_sft.chat.encode._PART_EXAMPLES", 3)
     blank = {"target": lambda self, example: "" if example < 60 or example > 1300 else str(example)}
     task = type("PartlyBlank", (Sums,), blank)()
     direct = encode(tokenizer, task, EXAMPLES, "train", **vars(rules(tokenizer)))
@@ -389,7 +389,7 @@ import sys
 from accelerate import Accelerator
 from models import Sums
 from transformers import AutoTokenizer
-from accel_sft.chat.encoding import Rules
+from accel_sft.chat.encoded import Rules
 from accel_sft.data.tokenization import SplitEncoder
 
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])

@@ -28,7 +28,7 @@ from transformers import (
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.batching.layouts import Batching
-from accel_sft.chat.encoding import Encoded, end_of_turn_ids
+from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.evaluation import generate
 from accel_sft.evaluation.decoder import Decoder
 from accel_sft.evaluation.evaluator import Evaluator, answer_backend
@@ -321,7 +321,7 @@ def test_an_adapter_stays_apart_on_all_ranks_where_one_has_no_room(tiny, tokeniz
 def evaluated(model, tokenizer, examples, task):
     config = TrainConfig(max_new_tokens=3).resolved({})
     accelerator = Accelerator(cpu=True)
-    backend = answer_backend(accelerator, config, tokenizer, model, Source("m", "m"))
+    backend = answer_backend(accelerator, config, tokenizer, model, Source("m", "m"), sharded=False)
     evaluator = Evaluator(accelerator, tokenizer, task, range(len(examples)), examples, config, backend)
     return evaluator(model, Batching("shared", 256))
 

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from accel_sft import UserError
 from accel_sft.api.config import EvaluateConfig, TrainConfig
 from accel_sft.batching.layouts import Batching
-from accel_sft.chat.encoding import Encoded
+from accel_sft.chat.encoded import Encoded
 from accel_sft.commands import evaluate as evaluate_command
 from accel_sft.commands import train
 from accel_sft.evaluation import vllm, vllm_process
@@ -79,8 +79,8 @@ def fake(tmp_path, monkeypatch):
 
 
 def backend(source: Source, ends=(0,)):
-    accelerator, config = Accelerator(cpu=True), TrainConfig().resolved({})
-    return vllm.VllmBackend(accelerator, config, source, dtype=torch.float32, stop_token_ids=ends)
+    accelerator = Accelerator(cpu=True)
+    return vllm.VllmBackend(accelerator, source, torch.float32, ends, output_dir=None, trust_remote_code=False)
 
 
 # --- what is answered ---
@@ -147,7 +147,7 @@ def test_an_adapter_answers_as_it_does_in_peft(fake, tmp_path, monkeypatch):
     free = [ids[0, row.prompt_length :].tolist() for row, ids in zip(examples, alone, strict=True)]
     end = free[0][2]  # so that at least one answer ends early, and the token that ends it counts
     expected = [ids[: ids.index(end) + 1] if end in ids else ids for ids in free]
-    source = find_source(TrainConfig(), str(tmp_path / "adapter"))
+    source = find_source(str(tmp_path / "adapter"))
     generated = backend(source, ends={end})(examples, 6)
     assert [row.index for row, _ in generated.answers] == [0, 1, 2, 3, 4]
     assert [ids for _, ids in generated.answers] == expected
@@ -190,6 +190,12 @@ def test_it_takes_of_a_gpu_what_is_free_at_most():
     assert vllm.memory_share(free=40, total=80) == pytest.approx(0.47)
 
 
+@pytest.mark.parametrize("free", [0, 1, 2])
+def test_a_gpu_without_free_memory_is_refused(free):
+    with pytest.raises(UserError, match=f"only {free}.0 of the GPU's 80.0 GiB are free; end the other processes"):
+        vllm.memory_share(free=free * 2**30, total=80 * 2**30)
+
+
 # --- what is refused ---
 
 
@@ -201,7 +207,7 @@ def test_training_refuses_it_with_the_way_out():
 def test_an_adapter_it_cannot_serve_is_refused_before_anything_is_loaded(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "ADALORA", "base_model_name_or_path": "org/base"}')
     config = EvaluateConfig(model=str(tmp_path), generate_with="vllm")
-    with pytest.raises(UserError, match=r"it serves LoRA adapters, and .* is ADALORA"):
+    with pytest.raises(UserError, match=r"vLLM serves only LoRA, but .* is ADALORA"):
         evaluate_command.run("sums", Sums(), config)
 
 
@@ -226,7 +232,7 @@ def test_the_program_may_be_named(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(fake.folder / "bin"))
     assert vllm.find_python() == python
     monkeypatch.setenv(vllm.PROGRAM, str(tmp_path / "none"))
-    with pytest.raises(UserError, match=f"ACCEL_SFT_VLLM={tmp_path}/none is no program"):
+    with pytest.raises(UserError, match=f"ACCEL_SFT_VLLM={tmp_path}/none cannot be run"):
         vllm.find_python()
     script = tmp_path / "with-options"
     script.write_text('#!/bin/sh\nexec vllm "$@" --tensor-parallel-size 2\n')
@@ -316,7 +322,7 @@ def test_a_loss_without_memory_has_its_message_with_vllm_too(tmp_path):
     model.forward = full
     config = TrainConfig().resolved({})
     evaluator = Evaluator(Accelerator(cpu=True), tokenizer, Sums(), [], [QUESTION], config, backend(Source("m", "m")))
-    with pytest.raises(UserError, match=r"evaluation: out of device memory \(no room\); lower"):
+    with pytest.raises(UserError, match=r"evaluation: out of device memory \(no room\); lower --max-length"):
         evaluator.loss(model, Batching("shared", 256))
 
 

@@ -28,14 +28,14 @@ from odd_input import changed, damaged, holds, in_pieces, one_line_each, texts, 
 from places import CONFIGS, STORED_RUNS
 
 from accel_sft import UserError
-from accel_sft.api.config import EvaluateConfig, TrainConfig
+from accel_sft.api.config import TrainConfig
 from accel_sft.chat import template
 from accel_sft.checkpoint import checkpoint, shards
 from accel_sft.io import manifest
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.audit import audit
-from accel_sft.launch.info import Launch
 from accel_sft.launch.precision import recorded
+from accel_sft.launch.read import launch_of_yaml
 from accel_sft.launch.recordable import recordable, without_secrets
 from accel_sft.models.source import began_with, find_source
 from accel_sft.models.tiny import train_tokenizer
@@ -216,7 +216,7 @@ def test_launch_files(count, tmp_path, monkeypatch):
         for name, content in zip(("launch.yaml", "deepspeed.json"), drawn, strict=True):
             Path(name).write_bytes(content)
         try:
-            launch = Launch.from_yaml("launch.yaml")
+            launch = launch_of_yaml("launch.yaml")
             findings = audit(TrainConfig(), launch, devices=2)
         except UserError as error:
             one_line_each(error)
@@ -286,7 +286,7 @@ def test_files_of_a_run(count, tmp_path, monkeypatch):
     def evaluated():
         if record := RunDir.record_around(str(folder)):
             assert recorded(record) in (None, "no", "bf16", "fp16")
-            assert isinstance(began_with(find_source(EvaluateConfig(model="model")), record), str)
+            assert isinstance(began_with(find_source("model"), record), str)
 
     def check(files):
         for name, content in files.items():

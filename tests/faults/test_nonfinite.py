@@ -13,7 +13,6 @@ from fake_plugins import install
 from safetensors.torch import load_file
 
 from accel_sft import UserError
-from accel_sft.api.config import TrainConfig
 from accel_sft.io.run_dir import RunDir
 from accel_sft.resilience.anomalies import MOST_IN_A_ROW, Anomalies
 
@@ -139,8 +138,8 @@ class Example:
         self.index = index
 
 
-def health(tmp_path, said, **settings):
-    return Anomalies(RunDir(tmp_path), TrainConfig(**settings), "no", said.append, writes=True)
+def health(tmp_path, said, on_nonfinite="stop"):
+    return Anomalies(RunDir(tmp_path), on_nonfinite, "no", said.append, writes=True)
 
 
 def test_a_run_that_only_leaves_out_ends(tmp_path):
@@ -161,7 +160,7 @@ def test_records_that_were_damaged_are_dropped_at_a_resume(tmp_path):
 
 
 def test_an_overflow_under_fp16_is_the_search_for_its_scale(tmp_path):
-    watched = Anomalies(RunDir(tmp_path), TrainConfig(), "fp16", print, writes=True)
+    watched = Anomalies(RunDir(tmp_path), "stop", "fp16", print, writes=True)
     watched.look(1, 2.0, math.inf, [Example(1)])
     with pytest.raises(UserError, match="the loss is nan"):
         watched.look(2, math.nan, math.inf, [Example(1)])

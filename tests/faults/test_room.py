@@ -19,7 +19,7 @@ from accel_sft import UserError
 from accel_sft.checkpoint import capacity
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
-from accel_sft.launch.info import Launch
+from accel_sft.launch.read import launch_of_yaml
 
 GIB = 2**30
 
@@ -43,7 +43,7 @@ def test_a_checkpoint_without_room_is_not_begun(tmp_path, monkeypatch):
 )
 def test_states_that_host_memory_cannot_take_are_not_begun(yaml, bytes_each, monkeypatch):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1000, 999)
-    launch = Launch.from_yaml(CONFIGS / f"{yaml}.yaml")
+    launch = launch_of_yaml(CONFIGS / f"{yaml}.yaml")
     monkeypatch.setattr(model, "bias", None)
     monkeypatch.setattr(host_memory, "free_bytes", lambda: bytes_each * 999_000)
     capacity.check_host_memory(accelerator, model, launch)
@@ -56,8 +56,8 @@ def test_states_that_host_memory_cannot_take_are_not_begun(yaml, bytes_each, mon
 
 def test_a_checkpoints_files_take_no_more_than_one_of_them_and_the_largest_parameter(monkeypatch):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1000, 999, bias=False)
-    monkeypatch.setattr(capacity.shards, "FILE_BYTES", 1000)
-    launch = Launch.from_yaml(CONFIGS / "z3_nvme.yaml", "--num_processes", "8")
+    monkeypatch.setattr(capacity.closed_form, "FILE_BYTES", 1000)
+    launch = launch_of_yaml(CONFIGS / "z3_nvme.yaml", "--num_processes", "8")
     more = torch.nn.ModuleList([model, *(torch.nn.Linear(1000, 999, bias=False) for _ in range(99))])
     needed = 8 * (1000 + 12 * 999_000 / 8)
     monkeypatch.setattr(host_memory, "free_bytes", lambda: needed)
@@ -89,11 +89,12 @@ def test_a_containers_limit_counts_and_what_the_system_would_give_back_does_not(
         "job/memory.events": "low 0\noom 1\noom_kill 3\n",
         "job/step/memory.max": f"{2 * GIB}\n",
         "job/step/memory.current": f"{GIB // 2}\n",
+        "job/step/memory.events": "oom_kill 2\n",  # which the count of its parent includes
     }
     monkeypatch.setattr(host_memory, "SYSTEM", control_groups(tmp_path, ["0::/job/step"], files))
     assert host_memory.free_bytes() == GIB // 2 + GIB // 4
     assert "0.2 of the container's 1.0 GiB used" in host_memory.describe()
-    assert host_memory.describe().endswith("3 processes killed for it so far")
+    assert host_memory.describe().endswith("GiB used, processes OOM-killed so far: 3")
 
 
 def test_the_first_version_of_control_groups_counts_too_where_only_its_root_is_seen(tmp_path, monkeypatch):

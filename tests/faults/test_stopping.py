@@ -309,11 +309,13 @@ def test_a_rank_that_was_killed_is_named_with_the_memory_there_was(tmp_path):
         ranks(process)[1].kill()
         assert process.wait(60) != 0
     said = (tmp_path / "run.log").read_text()
-    assert "Error: rank 1 was killed (signal 9, as the system does when memory runs out); host memory now: " in said
+    # once the launcher has reaped the rank, nobody else can read the signal
+    told = r"rank 1 (was killed \(signal 9, .*\)|ended without an error message \(the launcher's .*\)); host memory"
+    assert re.search(f"Error: {told}", said)
     assert "Traceback (most recent call last):\n  File" not in said.split("Error: rank 1")[0]
     result = json.loads((run_dir / "result.json").read_text())
     assert result["status"] == "failed"
-    assert result["error"].startswith("rank 1 was killed (signal 9")
+    assert re.match(told, result["error"])
     assert "; to continue: " in result["error"]
     assert result["error"].endswith("--resume auto")
     assert "will write a checkpoint" not in said, "nothing will be written: rank 1 is missing"

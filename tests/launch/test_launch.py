@@ -30,8 +30,9 @@ from accel_sft.launch import deepspeed_ops, describe, parallelism, recordable
 from accel_sft.launch.accelerator import verify_engine
 from accel_sft.launch.audit import audit, refuse
 from accel_sft.launch.environment import threads_per_process, usable_cores
-from accel_sft.launch.info import Launch, read_launch
+from accel_sft.launch.info import Launch
 from accel_sft.launch.rank_environment import CONFIG_KEYS
+from accel_sft.launch.read import launch_of_yaml, read_launch
 
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 Z2 = {
@@ -63,7 +64,7 @@ def of_the_launch(environment, *more):
 
 def seen_by_a_rank(config_file, *flags):
     """The launch as its first rank reads it; computed, and compared with what Accelerate's launcher hands over."""
-    launch = Launch.from_yaml(config_file, *flags)
+    launch = launch_of_yaml(config_file, *flags)
     assert of_the_launch(launch.environment) == of_the_launch(environment_of_a_rank(config_file, *flags))
     return launch
 
@@ -272,7 +273,7 @@ def test_a_launch_from_its_yaml_is_that_of_a_real_rank(content, flags, world_siz
     accelerate = Path(sysconfig.get_path("scripts"), "accelerate")
     command = [accelerate, "launch", "--config_file", path, "--main_process_port", "0", *flags, script, answer]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
-    launch = Launch.from_yaml(path, *flags)
+    launch = launch_of_yaml(path, *flags)
     ranks = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
     assert of_the_launch(launch.environment, *ranks) == of_the_launch(json.loads(answer.read_text()), *ranks)
     assert (launch.world_size, launch.machines) == (world_size, 1)
@@ -315,7 +316,7 @@ REFUSED = {
 def test_what_the_launcher_would_refuse_is_refused_in_a_line(case, tmp_path):
     content, expected = REFUSED[case]
     with pytest.raises(UserError, match=re.escape(expected)) as raised:
-        Launch.from_yaml(written(tmp_path, content))
+        launch_of_yaml(written(tmp_path, content))
     assert len(raised.value.problems) == 1
 
 
@@ -325,15 +326,15 @@ def test_a_launch_file_that_cannot_be_read_is_named(text, tmp_path):
     if text:
         path.write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(UserError, match=r"launch\.yaml: cannot be read"):
-        Launch.from_yaml(path)
+        launch_of_yaml(path)
 
 
 def test_a_launch_from_its_yaml_needs_no_torch():
     script = """
         import sys, time
-        from accel_sft.launch.info import Launch
+        from accel_sft.launch.read import launch_of_yaml
         begun = time.process_time()
-        print(Launch.from_yaml("accelerate_configs/z3_offload.yaml").offload("param"))
+        print(launch_of_yaml("accelerate_configs/z3_offload.yaml").offload("param"))
         assert time.process_time() - begun < 0.5
         assert not {"torch", "accelerate", "deepspeed"} & set(sys.modules)
         """
@@ -483,7 +484,7 @@ NEWER, TESTED = "1.16.0", "1.15.4"
 @pytest.mark.parametrize(
     ("key", "accelerate", "level", "expected"),
     [
-        ("colour", NEWER, "warning", "is unknown to accelerate 1.15, with which accel_sft was tested: see that accel"),
+        ("colour", NEWER, "warning", "is unknown to accelerate 1.15, with which accel_sft was tested: check that"),
         ("colour", TESTED, "error", "is unknown, and would be ignored in silence: remove it"),
         ("zero_sage", NEWER, "error", "is unknown, and would be ignored in silence: did you mean zero_stage?"),
         ("zero_sage", TESTED, "error", "is unknown, and would be ignored in silence: did you mean zero_stage?"),
@@ -546,7 +547,13 @@ def test_json_beats_the_command_line_only_with_an_error(tmp_path, built):
 
 def test_a_world_smaller_than_asked_for_is_an_error(tmp_path, built):
     launch = seen_by_a_rank(written(tmp_path, DDP | {"distributed_type": "NO"}))
-    assert "2 processes asked for, 1 started" in lines(audit(TrainConfig(), launch, devices=0), "error")[0]
+    (line,) = lines(audit(TrainConfig(), launch, devices=0), "error")
+    assert "2 processes asked for, 1 started (distributed_type NO): set distributed_type to MULTI_GPU" in line
+
+
+def test_a_launch_without_a_distributed_type_is_not_said_to_have_one():
+    launch = Launch({"num_processes": "2"}, None, "", {}, None, {}, {})
+    assert "the launch: 2 processes asked for, 1 started: set" in lines(audit(TrainConfig(), launch, 0), "error")[0]
 
 
 def test_use_cpu_would_drop_deepspeed(tmp_path, built, monkeypatch):
@@ -578,7 +585,7 @@ def test_missing_tools_are_named(tmp_path, monkeypatch):
     errors = "\n".join(lines(found, "error"))
     for mend in ("install g++", "python3-dev", "pip install ninja", "libaio-dev"):
         assert mend in errors
-    (line,) = lines(deepspeed_ops.audit_compilation(launch, 0), "note")
+    (line,) = lines(deepspeed_ops.audit_compilation(launch), "note")
     assert line.startswith("DeepSpeed compiles on first use, once per machine, cpu_adam (")
     assert line.index("1-4 minutes") < line.index("async_io")
     assert lines(audit(TrainConfig(), seen_by_a_rank(written(tmp_path, Z2)), devices=0), "error") == []
@@ -629,13 +636,13 @@ def test_a_lock_left_behind_is_removed(tmp_path, monkeypatch):
     )
     with subprocess.Popen([sys.executable, "-c", holder, str(lock)], stdout=subprocess.PIPE) as compiling:
         assert compiling.stdout.readline() == b"held\n"
-        assert lines(deepspeed_ops.audit_compilation(launch, 0), "warning") == []  # young: this launch's other rank
+        assert lines(deepspeed_ops.audit_compilation(launch), "warning") == []  # young: this launch's other rank
         os.utime(lock, (0, 0))
-        (line,) = lines(deepspeed_ops.audit_compilation(launch, 0), "warning")
+        (line,) = lines(deepspeed_ops.audit_compilation(launch), "warning")
         assert "this run will wait for it" in line
         compiling.kill()
     assert lock.exists()
-    removed, announced = lines(deepspeed_ops.audit_compilation(launch, 0), "note")
+    removed, announced = lines(deepspeed_ops.audit_compilation(launch), "note")
     assert "was killed and left it behind" in removed
     assert "compiles on first use" in announced
     assert not lock.exists()
@@ -654,7 +661,7 @@ def test_a_lock_that_may_be_in_use_stays(tmp_path, monkeypatch, whose):
         monkeypatch.setattr(os, "getuid", lambda: lock.stat().st_uid + 1)
     else:
         monkeypatch.chdir(lock.parent)
-    (line,) = lines(deepspeed_ops.audit_compilation(seen_by_a_rank(written(tmp_path, Z2_OFFLOAD)), 0), "warning")
+    (line,) = lines(deepspeed_ops.audit_compilation(seen_by_a_rank(written(tmp_path, Z2_OFFLOAD))), "warning")
     assert "delete the file if no other launch is running" in line
     assert lock.exists()
 
@@ -664,8 +671,8 @@ def test_what_is_compiled_already_is_not_announced(tmp_path, monkeypatch):
     (tmp_path / "cpu_adam").mkdir()
     (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
     launch = seen_by_a_rank(written(tmp_path, Z2_OFFLOAD))
-    assert [*deepspeed_ops.audit_compilation(launch, 0)] == []
-    assert [*deepspeed_ops.audit_compilation(seen_by_a_rank(written(tmp_path, DDP)), 0)] == []
+    assert [*deepspeed_ops.audit_compilation(launch)] == []
+    assert [*deepspeed_ops.audit_compilation(seen_by_a_rank(written(tmp_path, DDP)))] == []
 
 
 def test_ranks_of_torchrun_alone_are_noted(built):
@@ -751,7 +758,7 @@ def test_verify_engine_reports_each_difference(tmp_path, monkeypatch):
         seq_dp_world_size=1,
     )
     with pytest.raises(UserError) as raised:
-        verify_engine(SimpleNamespace(num_processes=2), read_launch(), engine, TrainConfig(max_grad_norm=0.5))
+        verify_engine(SimpleNamespace(num_processes=2), read_launch(), engine, max_grad_norm=0.5)
     assert [line.split(":")[0] for line in raised.value.problems] == [
         "ZeRO stage",
         "clipping",
@@ -818,7 +825,7 @@ def test_a_compilation_is_announced_by_rank_0_before_it_starts(rank, told, tmp_p
         from pathlib import Path
         from accel_sft.api.config import TrainConfig
         from accel_sft.launch.accelerator import create_accelerator
-        from accel_sft.launch.info import read_launch
+        from accel_sft.launch.read import read_launch
         from accel_sft.io.terminal import quiet
         with quiet(Path(sys.argv[1], "log")):
             create_accelerator(TrainConfig(), read_launch())
@@ -881,7 +888,7 @@ LAUNCHER = ["/x/python3", "/x/bin/accelerate", "launch", "--config_file", "z 2.y
 def test_the_command_that_continues_a_run_is_the_one_that_began_it(launcher, typed, settings, expected, monkeypatch):
     monkeypatch.setattr(describe, "launcher_command", lambda: (launcher, Path()))
     monkeypatch.setattr(sys, "orig_argv", typed)
-    assert describe.resume_command(Path.cwd() / "a", TrainConfig(**settings)) == expected
+    assert describe.resume_command(Path.cwd() / "a", settings.get("output_dir")) == expected
 
 
 def test_under_torchrun_the_command_that_continues_a_run_is_torchruns(monkeypatch):
@@ -889,7 +896,7 @@ def test_under_torchrun_the_command_that_continues_a_run_is_torchruns(monkeypatc
     above = ["/x/python", "bin/torchrun", "--nproc_per_node", "2", "-m", "accel_sft", "math"]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setattr(psutil.Process, "parents", lambda self: [SimpleNamespace(cmdline=lambda: above, cwd=os.getcwd)])
-    command = describe.resume_command(Path.cwd() / "a", TrainConfig())
+    command = describe.resume_command(Path.cwd() / "a", None)
     assert command == "bin/torchrun --nproc_per_node 2 -m accel_sft math --output-dir a --resume auto"
 
 
@@ -899,7 +906,7 @@ def test_the_command_that_continues_a_run_works_in_the_shell_that_began_it(activ
     path = [scripts, *([scripts] if activated else []), "/usr/bin"]  # the first by `prepare_environment`
     monkeypatch.setenv("PATH", os.pathsep.join(path))
     monkeypatch.setattr(describe, "launcher_command", lambda: ([f"{scripts}/accelerate", "launch"], Path()))
-    command = describe.resume_command(Path.cwd() / "a", TrainConfig(output_dir="a"))
+    command = describe.resume_command(Path.cwd() / "a", "a")
     assert command == expected.format(scripts=scripts) + " launch --resume auto"
 
 
@@ -908,7 +915,7 @@ def test_ranks_that_would_train_alone_are_refused():
     script = """
         from accel_sft.api.config import TrainConfig
         from accel_sft.launch.accelerator import create_accelerator
-        from accel_sft.launch.info import read_launch
+        from accel_sft.launch.read import read_launch
         create_accelerator(TrainConfig(), read_launch())
         """
     with socket.socket() as free:
@@ -929,7 +936,7 @@ from pathlib import Path
 from accel_sft.launch.environment import prepare_environment
 from accel_sft.launch.accelerator import create_accelerator, prepare_model
 from accel_sft.launch.describe import describe, launch_record
-from accel_sft.launch.info import read_launch
+from accel_sft.launch.read import read_launch
 from accel_sft.io.terminal import quiet
 from accel_sft.resilience.exit import ExitHandler, leave_together
 
@@ -947,7 +954,7 @@ with ExitHandler(), quiet(folder / f"rank-{os.environ['RANK']}.log"):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model, optimizer = prepare_model(accelerator, launch, model, optimizer, config)
+    model, optimizer = prepare_model(accelerator, launch, model, optimizer, config.max_grad_norm)
     inputs = torch.full((2, 4), 1.0 + accelerator.process_index, dtype=next(model.parameters()).dtype)
     loss = model(inputs).float().square().mean()
     if hasattr(model, "set_gradient_accumulation_boundary"):
@@ -960,7 +967,7 @@ with ExitHandler(), quiet(folder / f"rank-{os.environ['RANK']}.log"):
     weights = torch.cat([weight.detach().float().flatten() for weight in model.parameters()])
     everyone = accelerator.gather(weights[None]).tolist()
     if accelerator.is_main_process:
-        answer = {"record": launch_record(accelerator, launch), "rows": describe(accelerator, launch, config)}
+        answer = {"record": launch_record(accelerator, launch), "rows": describe(accelerator, launch, 0.25)}
         answer["weights"] = everyone
         (folder / "answer.json").write_text(json.dumps(answer, allow_nan=False))
     leave_together()

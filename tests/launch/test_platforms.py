@@ -8,7 +8,7 @@ from places import CONFIGS
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.launch.audit import audit
-from accel_sft.launch.info import Launch
+from accel_sft.launch.read import launch_of_yaml
 
 
 def without(folder, *modules, platform=sys.platform):
@@ -30,11 +30,11 @@ def test_windows_is_refused_in_a_line_that_names_wsl(tmp_path, arguments):
 
 @pytest.mark.parametrize(("file", "kind"), [("z2", "DeepSpeed"), ("z3_offload", "DeepSpeed"), ("fsdp2", "FSDP")])
 def test_what_macos_has_not_is_told_in_a_line(monkeypatch, file, kind):
-    launch = Launch.from_yaml(CONFIGS / f"{file}.yaml")
+    launch = launch_of_yaml(CONFIGS / f"{file}.yaml")
     monkeypatch.setattr(sys, "platform", "darwin")
     (finding,) = audit(TrainConfig(), launch, devices=0)
     assert finding.level == "error"
-    assert f"{kind} does not run on macOS: leave accelerate launch out" in str(finding)
+    assert f"{kind} does not run on macOS: start it without accelerate launch" in str(finding)
 
 
 def test_one_process_trains_without_deepspeed(tmp_path):

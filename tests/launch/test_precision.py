@@ -17,7 +17,7 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
 from accel_sft.launch import host_memory, precision
 from accel_sft.launch.audit import audit
-from accel_sft.launch.info import Launch, read_launch
+from accel_sft.launch.read import launch_of_yaml, read_launch
 from accel_sft.tools.compare.cells import product
 from accel_sft.tools.plan.machine import machine
 from accel_sft.tools.plan.plans import launch_of
@@ -201,7 +201,7 @@ def test_every_backend_computes_in_float32_where_a_rank_lacks_the_instructions(y
     assert record["launch"]["precision"] == "no"
     if yaml_name == "z2":
         assert record["launch"]["deepspeed_config"]["bf16"]["enabled"] is False
-    assert Launch.from_yaml(tmp_path / "run/launch.yaml").named_precision[0] == "no"
+    assert launch_of_yaml(tmp_path / "run/launch.yaml").named_precision[0] == "no"
 
 
 def test_a_json_that_leaves_it_open_computes_in_bf16_and_its_record_names_it(tmp_path):
@@ -213,7 +213,7 @@ def test_a_json_that_leaves_it_open_computes_in_bf16_and_its_record_names_it(tmp
     assert run.status == 0, run.output
     assert header(run) == "bf16 (this CPU has bf16)"
     assert "fixes the precision" not in run.output
-    written = Launch.from_yaml(tmp_path / "run/launch.yaml")
+    written = launch_of_yaml(tmp_path / "run/launch.yaml")
     assert written.named_precision == ("bf16", str(tmp_path / "run/deepspeed.json"))
 
 

@@ -21,7 +21,7 @@ from accel_sft.batching.collate import empty
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.sequence import SequenceGroup, in_parts
 from accel_sft.batching.trial import Trial
-from accel_sft.chat.encoding import Encoded
+from accel_sft.chat.encoded import Encoded
 from accel_sft.launch import ulysses
 
 ROW = Encoded(0, list(range(10, 21)), 4)

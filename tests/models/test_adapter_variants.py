@@ -23,8 +23,8 @@ from accel_sft.checkpoint import checkpoint
 from accel_sft.evaluation import vllm
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.audit import audit
-from accel_sft.launch.info import read_launch
-from accel_sft.memory.closed import estimate
+from accel_sft.launch.read import read_launch
+from accel_sft.memory.closed_form import estimate
 from accel_sft.memory.job import AS_CONFIGURED
 from accel_sft.memory.job import Job as Planned
 from accel_sft.memory.model_config import read_shape
@@ -62,7 +62,7 @@ class Job:
         start = options.pop("start", None)
         self.config = TrainConfig(model=str(base), **options).resolved({})
         self.model = load_model(
-            find_source(self.config), self.config, precision="no", deepspeed=False, total_steps=4, adapter_start=start
+            find_source(str(base)), self.config, precision="no", deepspeed=False, total_steps=4, adapter_start=start
         )
         self.accelerator, self.optimizer = accelerator, new_optimizer(self.model, self.config)
         self.stepper = Stepper(accelerator, self.model, self.optimizer, 1.0)
@@ -147,7 +147,7 @@ def test_a_variant_learns_goes_on_to_the_same_bits_and_is_reloaded_on_the_base_a
 
 def find_base_in_4bit(source):
     config = TrainConfig(model=str(source), adapter="lora", load_in_4bit=True).resolved({})
-    return load_model(find_source(config), config, precision="no", deepspeed=False)
+    return load_model(find_source(str(source)), config, precision="no", deepspeed=False)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw-8bit"])
@@ -264,10 +264,10 @@ def test_a_variant_that_a_launch_is_allowed_draws_the_curve_of_one_process(launc
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"use_dora": True}, "--use-dora: it is a property of LoRA; add --adapter lora"),
-        ({"adapter": "adalora", "lora_init": "pissa"}, "--lora-init: it is a property of LoRA"),
-        ({"adapter": "lora", "lora_init": "pissa", "use_dora": True}, "--lora-init pissa: with --use-dora its export"),
-        ({"adapter": "lora", "lora_init": "olora", "load_in_4bit": True}, "with --load-in-4bit its export"),
+        ({"use_dora": True}, "--use-dora works only with --adapter lora: add that"),
+        ({"adapter": "adalora", "lora_init": "pissa"}, "--lora-init works only with --adapter lora"),
+        ({"adapter": "lora", "lora_init": "pissa", "use_dora": True}, "pissa cannot be combined with --use-dora"),
+        ({"adapter": "lora", "lora_init": "olora", "load_in_4bit": True}, "cannot be combined with --load-in-4bit"),
         ({"adapter": "lora", "lora_target_parameters": "x", "use_dora": True}, "leave --use-dora out"),
         ({"adapter": "lora", "lora_target_parameters": "x", "lora_dropout": 0.1}, "set --lora-dropout 0"),
         ({"adapter": "lora", "lora_target_parameters": "x", "lora_init": "pissa"}, "--lora-init is for linear layers"),
@@ -346,11 +346,11 @@ def test_an_adapter_that_is_trained_on_keeps_how_it_was_made(accelerator, base, 
     assert Job(accelerator, tmp_path, **same).stepper.adapted.peft_config["default"].use_dora
 
 
-@pytest.mark.parametrize(("made", "said"), [("use_dora", "no DoRA"), ("modules_to_save", "no modules trained in full")])
+@pytest.mark.parametrize(("made", "said"), [("use_dora", "DoRA"), ("modules_to_save", "modules trained in full")])
 def test_what_vllm_does_not_serve_is_refused(tmp_path, made, said):
     config = {"peft_type": "LORA", "r": 8, made: ["norm"] if made == "modules_to_save" else True}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=f"--generate-with vllm: it serves {said}"):
+    with pytest.raises(UserError, match=f"--generate-with vllm: vLLM cannot serve {said}"):
         vllm.check(Source(str(tmp_path), str(tmp_path), str(tmp_path)))
 
 
@@ -407,7 +407,7 @@ def test_the_plan_knows_weights_in_4_bits_and_states_in_8(accelerator, base):
 def test_the_plan_says_what_it_does_not_know(base):
     notes = estimate(counted(base, **LORA, use_dora=True)).notes
     assert notes == (
-        "DoRA makes the updated weights of a layer whole in each forward: left out, --simulate counts them",
+        "DoRA makes the updated weights of a layer whole in each forward: left out, --probe measures them",
     )
     assert estimate(counted(base, **LORA)).notes == ()
 

@@ -42,7 +42,7 @@ def adapted(base, config):
 
 def loaded(folder, steps=10, **options):
     config = TrainConfig(**options).resolved({})
-    return load_model(find_source(config, str(folder)), config, precision="no", deepspeed=False, total_steps=steps)
+    return load_model(find_source(str(folder)), config, precision="no", deepspeed=False, total_steps=steps)
 
 
 def test_each_type_stands_in_both_registries_and_among_the_choices():
@@ -53,7 +53,7 @@ def test_each_type_stands_in_both_registries_and_among_the_choices():
 
 def test_a_backend_that_cannot_train_a_type_is_named_with_what_to_do():
     adalora = TrainConfig(adapter="adalora")
-    assert launch_problem(adalora, "DEEPSPEED", 2).startswith("--adapter adalora: it ranks its directions")
+    assert launch_problem(adalora, "DEEPSPEED", 2).startswith("--adapter adalora: it chooses ranks by")
     for name, backend in (("adalora", "MULTI_GPU"), ("lora", "DEEPSPEED"), ("none", "NO")):
         assert launch_problem(TrainConfig(adapter=name), backend, 3) is None
 

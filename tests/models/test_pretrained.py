@@ -43,7 +43,7 @@ def made(tmp_path_factory):
 def loaded(folder, lines=None, steps=10, **options):
     config = TrainConfig(**options).resolved({})
     log = [].append if lines is None else lines.append
-    source = find_source(config, str(folder))
+    source = find_source(str(folder))
     return load_model(source, config, precision="no", deepspeed=False, total_steps=steps, log=log)
 
 
@@ -248,8 +248,8 @@ def test_files_of_a_model_that_are_broken_are_told_in_a_line(made, tmp_path, nam
     config = TrainConfig(model=str(folder)).resolved({})
 
     def load():
-        source = find_source(config)
-        encoding_rules(load_tokenizer(source, config), source, config)
+        source = find_source(config.model)
+        encoding_rules(load_tokenizer(source, trust_remote_code=False), source, config)
         loaded(folder)
 
     with pytest.raises(UserError) as raised:
@@ -263,6 +263,5 @@ def test_a_tokenizer_without_its_vocabulary_is_refused(made, tmp_path):
     folder = tmp_path / "empty"
     shutil.copytree(made("llama"), folder)
     (folder / "tokenizer.json").unlink()
-    config = TrainConfig(model=str(folder)).resolved({})
     with pytest.raises(UserError, match=r"its tokenizer has no vocabulary; is its tokenizer\.json there"):
-        load_tokenizer(find_source(config), config)
+        load_tokenizer(find_source(str(folder)), trust_remote_code=False)

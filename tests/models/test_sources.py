@@ -32,27 +32,27 @@ def test_an_adapter_of_a_run_that_was_moved_finds_the_runs_own_base(tmp_path):
     run = adapter(tmp_path / "moved", tmp_path / "gone" / "base")
     (run / "base").mkdir()
     (run / "base" / "config.json").write_text("{}")
-    found = find_source(TrainConfig(), str(run))
+    found = find_source(str(run))
     assert (found.weights, found.adapter) == (str(run / "base"), str(run / "final"))
 
 
 def test_an_adapter_whose_base_is_gone_says_so(tmp_path):
     run = adapter(tmp_path / "run", tmp_path / "gone")
     with pytest.raises(UserError, match=r"its base .*gone is gone; put it back"):
-        find_source(TrainConfig(), str(run))
+        find_source(str(run))
 
 
 @pytest.mark.parametrize("content", [{}, [], {"base_model_name_or_path": None}])
 def test_an_adapter_that_names_no_base_says_so(tmp_path, content):
     (tmp_path / "adapter_config.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"adapter_config\.json: base_model_name_or_path is missing"):
-        find_source(TrainConfig(), str(tmp_path))
+        find_source(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["", "./nosuch", "~/no/such/folder"])
 def test_what_is_no_folder_is_named(name):
     with pytest.raises(UserError, match="no such folder"):
-        find_source(TrainConfig(model=name))
+        find_source(name)
 
 
 @pytest.mark.parametrize("name", ["runs/nosuch", "runs/a/best", "elsewhere/", "nosuch/run/final"])
@@ -60,7 +60,7 @@ def test_what_looks_like_a_folder_is_not_looked_for_on_the_hub(tmp_path, monkeyp
     (tmp_path / "runs" / "a").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"no such folder|there is no nosuch in the folder runs"):
-        find_source(TrainConfig(), name)
+        find_source(name)
 
 
 def test_the_hub_is_waited_for_aloud(monkeypatch, capsys):
@@ -83,7 +83,7 @@ def test_an_attention_that_cannot_be_used_is_named(tmp_path, monkeypatch, implem
     monkeypatch.setattr(load, "device_count", lambda: 0)
     folder = make_tiny(tmp_path / "model")
     config = TrainConfig(attn_implementation=implementation).resolved({})
-    found = find_source(config, str(folder))
+    found = find_source(str(folder))
     with pytest.raises(UserError, match=told) as caught:
         load_model(found, config, precision="no", deepspeed=False, total_steps=1)
     assert "--model" not in str(caught.value)
@@ -93,7 +93,7 @@ def test_an_attention_that_cannot_be_used_is_named(tmp_path, monkeypatch, implem
 def test_flex_attention_may_evaluate_on_a_cpu(tmp_path):
     folder = make_tiny(tmp_path / "model")
     config = TrainConfig(attn_implementation="flex_attention").resolved({})
-    loaded = load_model(find_source(config, str(folder)), config, precision="no", deepspeed=False)
+    loaded = load_model(find_source(str(folder)), config, precision="no", deepspeed=False)
     assert loaded.config._attn_implementation == "flex_attention"
 
 
@@ -117,7 +117,7 @@ def test_weights_that_hold_more_than_numbers_are_refused_without_advice_to_run_t
     torch.save({"weight": evil()}, folder / "pytorch_model.bin")
     config = TrainConfig().resolved({})
     with pytest.raises(UserError, match="hold more than numbers, which could run code; use safetensors") as caught:
-        load_model(find_source(config, str(folder)), config, precision="no", deepspeed=False)
+        load_model(find_source(str(folder)), config, precision="no", deepspeed=False)
     assert "weights_only" not in str(caught.value)
     assert not ran.exists()
 
@@ -129,7 +129,7 @@ def test_attention_by_a_hubs_code_is_refused_unless_it_is_trusted(tmp_path, cont
     (folder / "config.json").write_text(json.dumps({**known, **content}))
     config = TrainConfig().resolved({})
     with pytest.raises(UserError, match=r"attention computed by code of a hub, o.*; choose --attn-implementation sdpa"):
-        load_model(find_source(config, str(folder)), config, precision="no", deepspeed=False)
+        load_model(find_source(str(folder)), config, precision="no", deepspeed=False)
     config = TrainConfig(attn_implementation="sdpa").resolved({})
-    loaded = load_model(find_source(config, str(folder)), config, precision="no", deepspeed=False)
+    loaded = load_model(find_source(str(folder)), config, precision="no", deepspeed=False)
     assert loaded.config._attn_implementation == "sdpa"

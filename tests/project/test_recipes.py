@@ -80,14 +80,13 @@ def c(tmp_path):
 
 
 def d(tmp_path):
-    """A trace tells what making batches takes."""
+    """It is told what making batches takes, and a trace of each cell is there to look at."""
     _, found = run("series-d", tmp_path / "d", STEPS="6")
     assert {folder.name for folder in found} == {"math", "ner"}
-    for record in found.values():
+    for folder, record in found.items():
         assert {*ended(record).values()} == {"complete"}
-        traced = record["cells"][0]["runs"][0]["batch_share"]
-        assert traced["steps"] == 3
-        assert 0 < traced["batch_seconds"] < traced["step_seconds"]
+        assert [*folder.glob("**/profile/*.json")]
+        assert 0 < record["cells"][0]["runs"][0]["batch_share"] < 1
         assert any("Reading rows and making batches takes" in line for line in record["findings"])
 
 

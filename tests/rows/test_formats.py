@@ -210,6 +210,16 @@ def test_errors_that_name_an_example_name_its_place_too(tmp_path):
     assert with_places(lines, TEXTS, "train") == lines
 
 
+def test_a_row_behind_one_that_was_left_out_is_not_named_by_another_rows_number(tmp_path):
+    """Several rows stand on one line: without a row left out, the number is known."""
+    texts = [{"answer": "1"}, {"answer": "2"}, {"answer": "3"}]
+    (tmp_path / "a.json").write_text(json.dumps(texts))
+    assert [place.row for place in read_rows(tmp_path / "a.json", noting).places([1, 2])] == [2, 3]
+    (tmp_path / "b.json").write_text(json.dumps([texts[0], {"answer": "none"}, texts[2]]))
+    (place,) = read_rows(tmp_path / "b.json", noting).places([1])
+    assert (place.line, place.row) == (1, None)
+
+
 def test_held_out_rows_are_drawn_by_group_and_seed(tmp_path):
     lines = [json.dumps({"answer": f"{n}", "group": f"{n // 3}"}) for n in range(300)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))

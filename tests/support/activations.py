@@ -24,9 +24,9 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.batching.sequence import SequenceGroup
-from accel_sft.chat.encoding import Encoded
+from accel_sft.chat.encoded import Encoded
 from accel_sft.launch import accelerator
-from accel_sft.launch.info import read_launch
+from accel_sft.launch.read import read_launch
 from accel_sft.launch.ulysses import shared_rows
 from accel_sft.training.optimizer import Stepper, new_optimizer
 
@@ -40,7 +40,8 @@ def main(tokens: int) -> None:
     launched, launch = accelerator.create_accelerator(config, read_launch())
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, **HEADS, max_position_embeddings=tokens)).train()
-    model, optimizer = accelerator.prepare_model(launched, launch, model, new_optimizer(model, config), config)
+    optimizer = new_optimizer(model, config)
+    model, optimizer = accelerator.prepare_model(launched, launch, model, optimizer, config.max_grad_norm)
     stepper = Stepper(launched, model, optimizer, config.max_grad_norm)
     row = Encoded(0, [5 + at % 300 for at in range(tokens)], tokens // 2)
     whole = Batching("padded", 2**31, rows=1, head="pieces").batch([row], 0, launched.device)

@@ -78,13 +78,12 @@ def _start_rank(_: object, command: tuple[str, ...], environment: dict[str, str]
 def _rank(command: tuple[str, ...], environment: dict[str, str], launch: list[str], launchers: dict[str, str]) -> None:
     import psutil
 
-    from accel_sft.launch import info
     from accel_sft.resilience import signals
 
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
-    info.PARENT = signals.PARENT = os.getppid()
+    signals.PARENT = os.getppid()
     launcher = SimpleNamespace(cmdline=lambda: launch, cwd=os.getcwd, environ=lambda: launchers)
     psutil.Process.parents = lambda process: [launcher]
     sys.argv = list(command[command.index("-m") + 1 :])

@@ -9,7 +9,7 @@ import torch
 
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
-from accel_sft.chat.encoding import Encoded
+from accel_sft.chat.encoded import Encoded
 
 CPU = torch.device("cpu")
 WAYS = [("shared", "mask"), ("shared", "rows"), ("packed", "mask"), ("packed", "rows"), ("padded", "mask")]

@@ -42,12 +42,12 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import HEADS
 from accel_sft.batching.trial import Trial
-from accel_sft.chat.encoding import Encoded
+from accel_sft.chat.encoded import Encoded
 from accel_sft.checkpoint import checkpoint
 from accel_sft.checkpoint.partition import MOMENTS, flat, partitions
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import accelerator
-from accel_sft.launch.info import read_launch
+from accel_sft.launch.read import read_launch
 from accel_sft.training import step as training_step
 from accel_sft.training.optimizer import Stepper, new_optimizer
 
@@ -78,7 +78,7 @@ class Job:
         if halves or (precision == "bf16" and os.environ.get("ACCELERATE_USE_DEEPSPEED")):
             model.to(torch.bfloat16)
         self.model, self.optimizer = accelerator.prepare_model(
-            self.accelerator, launch, model.train(), new_optimizer(model, config), config
+            self.accelerator, launch, model.train(), new_optimizer(model, config), config.max_grad_norm
         )
         self.stepper = Stepper(self.accelerator, self.model, self.optimizer, config.max_grad_norm)
         self.folder = folder

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_sft import Task
-from accel_sft.chat.encoding import Encoding, Rules, encode_parts
+from accel_sft.chat.encode import encode_parts
+from accel_sft.chat.encoded import Encoding, Rules
 from accel_sft.chat.rendering import Rendering
 from accel_sft.models.tiny import build_tiny
 

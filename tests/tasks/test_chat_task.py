@@ -13,7 +13,8 @@ from conftest import accel_sft
 from accel_sft import RowLeftOut, RowProblem, UserError
 from accel_sft.api.contract import contract_faults
 from accel_sft.chat.conversation import conversation
-from accel_sft.chat.encoding import Rules, encode_parts
+from accel_sft.chat.encode import encode_parts
+from accel_sft.chat.encoded import Rules
 from accel_sft.chat.rendering import Rendering
 from accel_sft.rows.reading import MAX_PROBLEMS
 from accel_sft.training.prepare import texts_of

@@ -378,7 +378,7 @@ def test_each_answer_of_a_chat_is_looked_at(site, model, tmp_path):
     run = check(site, *files, "--no-score", "--json", model=model)
     report = report_of(run)
     assert places(report) == {code: {f"{files[1]}:{line}"} for line, code in enumerate(faults, 2)}
-    assert "train: the collator's labels of 6 rows were compared with their answers" in report["notes"]
+    assert "train: the collator's labels were compared with the answers in 6 of 6 rows" in report["notes"]
     pieces = report["examples"][0]["pieces"]
     learnt = "".join(piece["text"] if piece["supervised"] else "|" for piece in pieces)
     assert re.sub(r"\|+", "|", learnt) == "|2</s>|4</s>"
@@ -434,7 +434,7 @@ def test_labels_that_are_not_the_answer_or_lack_its_end_are_found(tmp_path, monk
 
 def stored(folder, rows):
     """A store of these tokens and prompt lengths."""
-    from accel_sft.chat.encoding import Encoded, Encoding
+    from accel_sft.chat.encoded import Encoded, Encoding
     from accel_sft.data.token_store import TokenStore, merge, write_part
 
     kept = [Encoded(number, ids, prompt) for number, (ids, prompt) in enumerate(rows)]

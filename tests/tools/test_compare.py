@@ -286,6 +286,17 @@ def test_a_launch_over_its_time_limit_is_ended_with_children_that_left_its_sessi
     assert told == ("time limit", "not done after 1.5 minutes (--time-limit)")
 
 
+@pytest.mark.parametrize(
+    ("summary", "status"),
+    [("Signal 9 (SIGKILL) received by PID 7", "killed"), ("Signal 11 (SIGSEGV) received by PID 7", "failed")],
+)
+def test_how_a_rank_ended_that_the_others_know_nothing_of_is_in_the_launchers_summary(tmp_path, summary, status):
+    (tmp_path / "log").write_text(summary)
+    run_dir = RunDir(tmp_path)
+    run_dir.write_result({"status": "failed", "error": "rank 1 ended without an error message (the launcher's summary"})
+    assert outcome(launching.Ended(1, 2.0, False), run_dir, tmp_path / "log", 90.0)[0] == status
+
+
 def test_what_ignores_sigterm_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(launching, "GRACE_SECONDS", 0.5)
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
@@ -505,7 +516,8 @@ def test_findings_name_the_fastest_the_leanest_and_what_offload_costs(tmp_path):
     assert "differ by 1% at most (z2, micro-batch-size 32 from z0, micro-batch-size 32, step 3)" in told
     assert "The machine was busy: before 8 of 8 launches" in told
     assert "predicted with a mean error of 10%; the largest is +10% (" in told
-    assert "| z2, micro-batch-size 32 | device | 11.55 | 10.5 | +10% |" in markdown(record)
+    assert "| z2, micro-batch-size 32 | device | 11.55 | 10.5 | +10% |" in (text := markdown(record))
+    assert "peak memory (GiB, the first completed run)" in text  # not a median, as the table above it
     assert record["cells"][1]["ratio_to_best"] == pytest.approx(805 / 1005)
     assert record["cells"][1]["spread"]["tokens_per_second"] == pytest.approx(10 / 805)
 
@@ -580,7 +592,7 @@ def test_a_sweep_is_ranked_by_the_metric_after_training_and_not_by_speed(tmp_pat
         "loss",
     ]
     assert [str(cell) for cell in table.columns[3].cells] == ["0.96", "0.94", "0.92", "0.9", "0.9", *["0.5"] * 4]
-    assert "validation loss after" in markdown(record)
+    assert "validation loss after training" in markdown(record)
 
 
 def test_a_tie_is_called_one_and_a_single_seed_too(tmp_path):

@@ -15,12 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
-from accel_sft.batching import loss
-from accel_sft.checkpoint import shards
+from accel_sft.checkpoint.partition import MOMENTS
 from accel_sft.evaluation import generate
-from accel_sft.launch.info import Launch
 from accel_sft.launch.precision import expected
-from accel_sft.memory import closed, job
+from accel_sft.launch.read import launch_of_yaml
+from accel_sft.memory import closed_form
 from accel_sft.memory.activations import block_bytes
 from accel_sft.memory.estimate import COMPONENTS, PHASES, totals
 from accel_sft.memory.families import FAMILIES, count
@@ -81,7 +80,7 @@ MORE = {
 
 
 def launch(name, *flags):
-    return expected(Launch.from_yaml(CONFIGS / f"{name}.yaml", *flags), bf16=True)
+    return expected(launch_of_yaml(CONFIGS / f"{name}.yaml", *flags), bf16=True)
 
 
 def config_of(family, **more):
@@ -156,8 +155,11 @@ def test_sizes_of_which_there_is_no_model_are_refused_in_one_line(tmp_path, name
 
 def test_what_the_files_hold_is_read_from_their_headers(tmp_path):
     model = AutoModelForCausalLM.from_config(config_of("qwen2"))
-    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    model.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="100KB")
     assert stored_parameters(tmp_path) == model.num_parameters()
+    header = b"{not JSON}"
+    (tmp_path / "broken.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert stored_parameters(tmp_path) is None
 
 
 def saved_bytes(config, dtype, autocast, adapter, tokens=200):
@@ -302,7 +304,8 @@ def test_what_users_measured_by_hand_is_met():
     """Two 20 GB GPUs, full fine-tuning of 0.5B in bf16: 3.9 GB of host memory at stage 0, 13.3 GB at stage 2 with the
     optimizer on the host, 13.7 to 15.6 GB at stage 3 with the parameters there too."""
     found = {
-        name: closed.estimate(job_of(QWEN_05B, name, tokens=32 * 128)) for name in ("z0", "z2_offload", "z3_offload")
+        name: closed_form.estimate(job_of(QWEN_05B, name, tokens=32 * 128))
+        for name in ("z0", "z2_offload", "z3_offload")
     }
     steps = {name: 2 * totals(each.host)["step"] / 1e9 for name, each in found.items()}
     assert steps["z2_offload"] - steps["z0"] == pytest.approx(13.3 - 3.9, rel=0.15)
@@ -315,12 +318,12 @@ def test_what_users_measured_by_hand_is_met():
 def test_every_launch_file_has_every_phase_and_component(name, device):
     if name in ("fsdp2", "fsdp2_offload", "hsdp") and device == "cpu":
         pytest.skip("it needs GPUs")
-    found = closed.estimate(job_of(QWEN_05B, name, device=device))
+    found = closed_form.estimate(job_of(QWEN_05B, name, device=device))
     for memory in (found.host, *([found.device] if device == "cuda" else [])):
         assert tuple(memory) == PHASES
         assert all(set(parts) == set(COMPONENTS) and min(parts.values()) >= 0 for parts in memory.values())
     assert max(totals(found.device or found.host).values()) > 0
-    larger = closed.estimate(job_of(QWEN_05B, name, device=device, tokens=8192))
+    larger = closed_form.estimate(job_of(QWEN_05B, name, device=device, tokens=8192))
     assert (larger.device_peak_bytes, larger.host_peak_bytes) >= (found.device_peak_bytes, found.host_peak_bytes)
 
 
@@ -332,7 +335,7 @@ def test_a_deepspeed_json_decides_buckets(tmp_path):
         f"compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 2\n"
         f"deepspeed_config:\n  deepspeed_config_file: {tmp_path / 'ds.json'}\n"
     )
-    own = placed(Job(shape=count(QWEN_05B), launch=Launch.from_yaml(file), device="cuda"))[0]
+    own = placed(Job(shape=count(QWEN_05B), launch=launch_of_yaml(file), device="cuda"))[0]
     shipped = placed(job_of(QWEN_05B, "z3"))[0]
     assert own.buffers == 2 * 896**2
     assert shipped.buffers == 2 * 5e8
@@ -342,14 +345,13 @@ def test_a_deepspeed_json_decides_buckets(tmp_path):
 def test_constants_that_stand_behind_torch_are_the_trainer_s():
     from accel_sft.tools.plan.command import _EVAL_ROWS
 
-    assert job.MOST_LOGITS == loss.MOST_LOGITS
-    assert (closed.FILE_BYTES, closed.CHECKPOINT) == (shards.FILE_BYTES, shards.BYTES)
+    assert 4 * (1 + len(MOMENTS)) == closed_form.CHECKPOINT_BYTES
     assert _EVAL_ROWS == generate.FEWEST_ROWS
 
 
 def test_checkpointing_offload_and_sharding_save_memory_and_cost_time():
     plain, again = (job_of(QWEN_14B, "z3_offload", gradient_checkpointing=on) for on in (False, True))
-    assert totals(closed.estimate(again).device)["step"] < totals(closed.estimate(plain).device)["step"] / 2
+    assert totals(closed_form.estimate(again).device)["step"] < totals(closed_form.estimate(plain).device)["step"] / 2
     seconds = {name: speed(job_of(QWEN_14B, name), 65536).seconds for name in ("z2", "z2_offload", "z3", "z3_nvme")}
     assert seconds["z2"] < seconds["z2_offload"] < seconds["z3_nvme"]
     assert seconds["z2"] < seconds["z3"]
@@ -364,8 +366,8 @@ def test_the_largest_forward_is_the_last_that_fits():
     machine = PlannedMachine(2, 16 * GIB, 500 * GIB)
     found = plan_of("z3_offload", machine, eval_rows=0, gradient_checkpointing=True)
     assert found.fits
-    assert closed.estimate(plans.with_tokens(found.job, found.largest_tokens)).fits(16 * GIB, 500 * GIB)
-    assert not closed.estimate(plans.with_tokens(found.job, found.largest_tokens + 1)).fits(16 * GIB, 500 * GIB)
+    assert closed_form.estimate(plans.with_tokens(found.job, found.largest_tokens)).fits(16 * GIB, 500 * GIB)
+    assert not closed_form.estimate(plans.with_tokens(found.job, found.largest_tokens + 1)).fits(16 * GIB, 500 * GIB)
 
 
 def test_fewer_answers_at_once_before_a_launch_is_given_up():
@@ -403,7 +405,7 @@ def test_the_commonest_job_gets_the_fastest_launch_with_the_options_that_it_need
 
 def test_a_larger_forward_has_more_rows_and_no_longer_answers():
     small, large = (job_of(QWEN_7B, tokens=tokens, eval_tokens=2048) for tokens in (2048, 8192))
-    evaluations = [totals(closed.estimate(each).device)["evaluate"] for each in (small, large)]
+    evaluations = [totals(closed_form.estimate(each).device)["evaluate"] for each in (small, large)]
     assert evaluations[0] == evaluations[1]
 
 
@@ -488,7 +490,7 @@ def test_a_launch_file_of_which_nothing_is_predicted_is_not_said_to_be_too_large
     done = planned(models, "--launch", "z3_sp")
     assert done.status == 1
     assert "memory under sequence parallelism is not predicted" in done.output
-    assert "None is recommended, for what is said of each." in done.output
+    assert "No launch file is recommended: each has a problem, named above." in done.output
     assert "fits." not in done.output
 
 
@@ -573,8 +575,7 @@ def test_a_launch_that_cannot_fit_is_refused_before_the_model_is_loaded(tmp_path
     )
 
 
-def test_fields_that_a_simulation_fills_are_those_of_an_estimate():
-    found = closed.estimate(job_of(QWEN_05B))
-    other = dataclasses.replace(found, method="simulation")
-    assert other.fits(None, None)
-    assert other.over(found.device_peak_bytes - 1, found.host_peak_bytes) == ("device",)
+def test_an_estimate_says_which_memory_is_too_small():
+    found = closed_form.estimate(job_of(QWEN_05B))
+    assert found.fits(None, None)
+    assert found.over(found.device_peak_bytes - 1, found.host_peak_bytes) == ("device",)

@@ -25,7 +25,8 @@ from accel_sft.api.errors import UserError
 from accel_sft.cli.group import cli
 from accel_sft.io import files
 from accel_sft.io.files import write_json_lines
-from accel_sft.tools.report import memory, runs
+from accel_sft.io.run_dir import RunDir
+from accel_sft.tools.report import answers, memory, runs
 from accel_sft.tools.report.comparison import read_comparison
 from accel_sft.tools.report.curves import charts, means, thin
 from accel_sft.tools.report.events import system_readings
@@ -313,8 +314,23 @@ def test_many_answers_stay_below_two_megabytes_and_the_newest_come_first(two, tm
     assert [each["step"] for each in evaluations][-1] == 6
     assert {0, 6} <= {each["step"] for each in evaluations}
     assert len({len(each["rows"]) for each in evaluations}) == 1
-    assert re.search(r"The first [\d,]+ answers of each evaluation are on this page, of up to 2,000\.", printed)
-    assert "Left out for the page's size are the answers of many" in printed
+    assert re.search(r"This page shows only the first [\d,]+ answers of each evaluation, of up to 2,000\.", printed)
+    assert "The page has no room for the answers of these evaluations: many, " in printed
+
+
+def test_an_evaluation_that_the_page_has_no_room_for_leaves_nothing_on_it(tmp_path):
+    run = runs.Run(name="one", series="one", folder=RunDir(tmp_path), status="complete")
+    (tmp_path / "samples").mkdir()
+    for step, prompt, score in ((1, "p", "accuracy"), (2, "q" * 5000, "other"), (3, "p", "accuracy")):
+        row = {"prompt": prompt, "expected": "x", "generated": "y", "scores": {score: 1}}
+        write_json_lines(tmp_path / "samples" / f"step-{step:06d}.jsonl", [row])
+    (tmp_path / "samples" / "step-000004.jsonl").write_text("no JSON\n")
+    content, said = answers.collect([run], 1000)
+    assert [each["step"] for each in content["evaluations"]] == [1, 3]
+    assert (content["texts"], content["examples"], content["scores"]) == (["p", "x", "y"], [(0, 1)], ["accuracy"])
+    assert said[0] == "The page has no room for the answers of these evaluations: one, step 2."
+    assert not any("characters" in line for line in said), "no text of this page was cut"
+    assert run.notes == ["step-000004.jsonl has lines that cannot be read: 1"]
 
 
 def test_texts_are_cut_and_said_to_be(two, tmp_path):
@@ -323,7 +339,7 @@ def test_texts_are_cut_and_said_to_be(two, tmp_path):
     write_json_lines(run / "samples" / "step-000006.jsonl", [row])
     target = tmp_path / "page.html"
     printed = report(run, "--output", target)
-    assert "longer than 2,000 characters" in printed
+    assert "Texts of which the first 2,000 characters are shown: 1." in printed
     assert "cannot be read" not in printed  # the answer's own line breaks are none of the file's
     assert json.dumps("y\u2028z\x85", ensure_ascii=False) in target.read_text(encoding="utf-8")
     assert "p" * 2000 + "... (3,000 more characters)" in target.read_text(encoding="utf-8")

@@ -30,7 +30,7 @@ from accel_sft.tracking.progress_bar import ProgressBar
 from accel_sft.tracking.services import Trackers
 from accel_sft.tracking.spans import span
 from accel_sft.tracking.system import SYSTEM_FIELDS, SystemSampler, Usage, host_memory_gib
-from accel_sft.tracking.trace import BATCHES, FORWARD
+from accel_sft.tracking.time_spent import BATCHES, FORWARD
 from accel_sft.tracking.tracker import Tracker
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
@@ -404,10 +404,6 @@ def test_the_profiler_traces_steps_three_to_five(tracked, capsys):
     assert "aten::dot" in names
     printed = capsys.readouterr().out
     assert str(trace.parent) in printed
-    assert "profile: where the time of 3 traced steps went in the process (" in printed
-    spent = tracker.watched()["time_spent"]
-    assert (spent["steps"], spent["rank"], spent["ranks"]) == (3, 0, 1)
-    assert 0 < spent["process"][BATCHES] < sum(spent["process"].values()) == pytest.approx(spent["seconds"])
 
 
 def test_a_run_too_short_to_profile_says_so(tracked, capsys):
@@ -597,7 +593,7 @@ from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.io.run_dir import RunDir
 from accel_sft.tracking.spans import span
-from accel_sft.tracking.trace import BATCHES, COMMUNICATION, FORWARD
+from accel_sft.tracking.time_spent import BATCHES, COMMUNICATION, FORWARD
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.tracking.services import Trackers
 torch.set_num_threads(1)
@@ -636,7 +632,6 @@ os._exit(0)  # as accel_sft leaves its ranks
     outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert "said once" in outputs[0]
-    assert re.search(r"steps of rank 0 went in the process .*: \d+% communication, waiting for other ranks", outputs[0])
     assert outputs[1] == ""
     traces = sorted(path.name.partition(".")[0] for path in (tmp_path / "run" / "profile").iterdir())
     assert traces == ["rank0", "rank1"]

@@ -1,9 +1,9 @@
-"""Where a run's time goes, why its GPU idles, and what energy that takes: by readings and traces of the real form."""
+"""Where a run's time goes, why its GPU idles, and what energy that takes: by readings of the real form."""
 
 from __future__ import annotations
 
-import json
 import math
+import time
 import types
 
 import pytest
@@ -11,149 +11,70 @@ import pytest
 from accel_sft.tracking.idle import WARMUP_STEPS, IdleWatch
 from accel_sft.tracking.profiler import traced_steps
 from accel_sft.tracking.run_report import energy_text, render_report
+from accel_sft.tracking.spans import span, taken
 from accel_sft.tracking.system import Usage
-from accel_sft.tracking.trace import (
+from accel_sft.tracking.time_spent import (
     BACKWARD,
     BATCHES,
     COMMUNICATION,
-    COPIES,
     FORWARD,
-    IDLE,
     OPTIMIZER,
-    OTHER,
     PAUSE,
-    PREFIX,
-    batch_share,
+    TimeSpent,
     time_sentence,
-    time_spent,
 )
 
-MAIN, AUTOGRAD = 7, 8
 
-
-def event(category, name, begin, end, thread=MAIN, **args):
-    """An event of a Chrome trace as torch writes it, of times in milliseconds."""
-    about = {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": thread}
-    return {**about, "ts": 1000.0 * begin, "dur": 1000.0 * (end - begin), "args": args}
-
-
-def span(name, begin, end):
-    return event("user_annotation", PREFIX + name, begin, end)
-
-
-def kernel(name, launched, begin, end, number, category="kernel", thread=AUTOGRAD):
-    """Something that runs on the GPU, and the call that launched it."""
-    call = {"kernel": "cudaLaunchKernel", "gpu_memcpy": "cudaMemcpyAsync"}[category]
-    return [
-        event("cuda_runtime", call, launched, launched + 0.01, thread, correlation=number),
-        event(category, name, begin, end, "stream 7", correlation=number, device=0, stream=7),
-    ]
-
-
-def step(begin, number=2):
-    """A step of 100 ms: 10 of rows and batch, 20 forward, 40 backward, 5 waiting, 15 optimizer, 10 else."""
-    return [
-        event("user_annotation", f"ProfilerStep#{number}", begin, begin + 100),
-        span(BATCHES, begin + 4, begin + 6),  # the rows are divided
-        span(BATCHES, begin + 6, begin + 10),
-        span(FORWARD, begin + 10, begin + 30),
-        event("cpu_op", "aten::mm", begin + 12, begin + 28),
-        span(BACKWARD, begin + 30, begin + 70),
-        span(COMMUNICATION, begin + 70, begin + 75),
-        span(OPTIMIZER, begin + 75, begin + 90),
-    ]
-
-
-@pytest.fixture
-def read(tmp_path):
-    def spent(*events):
-        tmp_path.joinpath("rank0.1.pt.trace.json").write_text(json.dumps({"traceEvents": [{"ph": "M"}, *events]}))
-        return time_spent(tmp_path / "rank0.1.pt.trace.json")
-
-    return spent
-
-
-def milliseconds(parts):
-    return {name: round(1000 * seconds, 3) for name, seconds in parts.items()}
-
-
-def test_the_process_s_time_is_divided_without_a_rest_and_evaluations_are_left_out(read, tmp_path):
-    # the second step begins with an evaluation of 50 ms, whose forwards have other names
-    later = [
-        {**each, "ts": each["ts"] + 50_000.0} if each["name"] != "ProfilerStep#3" else {**each, "dur": 150_000.0}
-        for each in step(100, 3)
-    ]
-    spent = read(*step(0), *later, span(PAUSE, 100, 150), event("user_annotation", "ProfilerStep#4", 250, 260))
-    assert (spent["steps"], round(spent["seconds"], 6)) == (2, 0.2)  # the third has no training
-    assert milliseconds(spent["process"]) == {
-        **{BATCHES: 20, FORWARD: 40, BACKWARD: 80, COMMUNICATION: 10, OPTIMIZER: 30, OTHER: 20}
-    }
-    assert "device" not in spent
-    told = time_sentence({**spent, "rank": 0, "ranks": 2})
-    assert told == (
-        "where the time of 2 traced steps of rank 0 went in the process (0.1 s each): 40% backward, 20% forward, "
-        "15% optimizer, 10% reading rows and making batches, 10% the rest, 5% communication, waiting for other ranks "
-        "included"
-    )
-    alone = time_sentence({**spent, "rank": 0, "ranks": 1})  # who waits for no other rank
-    assert alone.endswith("40% backward, 20% forward, 15% optimizer, 15% the rest, 10% reading rows and making batches")
-    share = batch_share(tmp_path)
-    assert (share["steps"], round(share["batch_seconds"], 6)) == (2, 0.02)
-
-
-def test_an_exchange_counts_where_nothing_is_computed_beside_it(read):
-    """Gradients are reduced while the backward goes on: by gloo, on threads of its own."""
-    computed = [event("cpu_op", "aten::mm", 30, 50), event("cpu_op", "aten::add_", 52, 58, AUTOGRAD)]
-    spent = read(*step(0), event("user_annotation", "gloo:all_reduce", 40, 65, 99), *computed)
-    assert milliseconds(spent["process"])[COMMUNICATION] == 5 + 15
-    assert milliseconds(spent["process"])[BACKWARD] == 40 - 15
-
-
-def test_on_a_gpu_kernels_copies_and_idle_time_add_up_to_all(read):
-    spent = read(
-        *step(0),
-        *kernel("Memcpy HtoD (Pageable -> Device)", 8, 8, 10, 1, "gpu_memcpy", MAIN),
-        *kernel("ampere_bf16_s16816gemm_bf16_128x64", 12, 15, 31, 2, thread=MAIN),
-        *kernel("softmax_warp_forward", 29, 31, 35, 7, thread=MAIN),  # of the forward, though the backward has begun
-        *kernel("ampere_bf16_s16816gemm_bf16_128x64", 31, 35, 60, 3),
-        *kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 50, 50, 72, 4),
-        *kernel("multi_tensor_apply_kernel<FusedAdam>", 76, 80, 84, 5, thread=MAIN),
-        *kernel("a kernel of the metrics", 92, 92, 94, 6, thread=MAIN),
-    )
-    expected = {COPIES: 2, FORWARD: 20, BACKWARD: 25, COMMUNICATION: 12, OPTIMIZER: 4, OTHER: 2, IDLE: 35}
-    assert milliseconds(spent["device"]) == expected
-    assert sum(expected.values()) == 100
-    assert milliseconds(spent["idle"]) == {BATCHES: 8, FORWARD: 5, COMMUNICATION: 3, OPTIMIZER: 11, OTHER: 8}
-    told = time_sentence({**spent, "rank": 0, "ranks": 2})
-    assert "of rank 0 went on the GPU (0.1 s each): 35% idle, 25% backward, 20% forward, 12% communication" in told
-    assert told.endswith(
-        "while it was idle (0.035 s a step), the process spent its time on 31% optimizer, 23% reading rows and making "
-        "batches, 23% the rest, 14% forward, 9% communication, waiting for other ranks included"
+def test_the_time_of_steps_is_divided_without_a_rest_and_evaluations_are_left_out():
+    time = TimeSpent()
+    assert time.found() is None
+    spent = {BATCHES: 0.01, FORWARD: 0.02, BACKWARD: 0.04, COMMUNICATION: 0.005, OPTIMIZER: 0.015}
+    time.add(0.1, spent)
+    time.add(0.1, {**spent, PAUSE: 50.0})
+    found = time.found()
+    assert found["parts"] == pytest.approx({**{name: 2 * each for name, each in spent.items()}, "the rest": 0.02})
+    assert (found["steps"], found["seconds"]) == (2, pytest.approx(0.2))
+    assert time_sentence(found) == (
+        "a step took 0.1 s in the mean of 2: 40% backward, 20% forward, 15% optimizer, "
+        "10% reading rows and making batches, 10% the rest, 5% waiting for other ranks"
     )
 
 
-def test_percentages_add_up_to_a_hundred_however_they_round():
-    parts = {BATCHES: 1.0, FORWARD: 1.0, BACKWARD: 1.0}
-    told = time_sentence({"steps": 1, "seconds": 3.0, "process": parts, "rank": 0, "ranks": 1})
-    assert "1 traced step went" in told
-    assert sorted(int(part.split("%")[0].split()[-1]) for part in told.split(": ")[1].split(", ")) == [33, 33, 34]
-
-
-@pytest.mark.parametrize("content", ["", '{"traceEvents": [', "{}", '{"traceEvents": []}'])
-def test_a_trace_that_was_cut_off_or_has_no_step_tells_nothing(tmp_path, content):
-    (tmp_path / "rank0.1.pt.trace.json").write_text(content)
-    assert time_spent(tmp_path / "rank0.1.pt.trace.json") is None
-    assert batch_share(tmp_path) is None
+def test_spans_count_what_is_done_in_them():
+    taken()
+    with span(FORWARD):
+        time.sleep(0.02)
+    for _ in range(2):
+        with span(BATCHES):
+            pass
+    seconds, times = taken()
+    assert seconds[FORWARD] > 0.02 > seconds[BATCHES] > 0
+    assert times == {FORWARD: 1, BATCHES: 2}
+    assert taken() == ({}, {})
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_training_too_short_to_be_traced_is_told_so(tmp_path, steps):
-    told, reported = [], []
-    with traced_steps(tmp_path, 0, 1, told.append, reported.append) as profiler:
+    told = []
+    with traced_steps(tmp_path, 0, told.append) as profiler:
         for _ in range(steps):
             profiler.step()
     assert "begins with step 3 of a start" in told[-1]
-    assert reported == []
+
+
+def test_a_trace_that_an_error_ends_is_named(tmp_path):
+    told = []
+
+    def trained():
+        with traced_steps(tmp_path, 0, told.append) as profiler:
+            for _ in range(3):
+                profiler.step()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trained()
+    assert str(tmp_path) in told[0]
+    assert [*tmp_path.iterdir()]
 
 
 # --- a GPU that idles ---
@@ -170,7 +91,7 @@ def watched(watch, steps, percent=20.0, *, begin=1, spent=None, tokens=64_000, f
         system = [[float(number), 100.0, 1.0, 1.0, each, 1.0, math.nan] for each in use]
         record = {"step": number, "tokens": tokens, "seconds": 1.0}
         seconds = {**SECONDS, **(spent or {}), **paused}
-        told.append(watch.step(record, seconds, {BATCHES: forwards + 1}, system))
+        told.append(watch.step(record, seconds, {BATCHES: forwards + 2}, system))
     return [line for line in told if line]
 
 
@@ -242,10 +163,10 @@ def test_energy_is_the_sum_of_all_ranks_gpus_and_said_in_words():
 
 
 def test_the_report_has_energy_and_time_where_they_are_known():
-    spent = {"steps": 3, "seconds": 0.3, "process": {FORWARD: 0.3}, "rank": 0, "ranks": 1}
+    spent = {"steps": 3, "seconds": 0.3, "parts": {FORWARD: 0.3}}
     page = render_report({"steps": 3, "energy": {"joules": 3.6e6, "gpus": 1}, "time_spent": spent}, [], [])
     assert "| energy | 1 kWh on 1 GPU, by NVML" in page
-    assert "With `--profile`, where the time of 3 traced steps went in the process (0.1 s each): 100% forward." in page
+    assert "On rank 0 a step took 0.1 s in the mean of 3: 100% forward." in page
     assert "energy" not in render_report({"steps": 3}, [], [])
 
 

@@ -36,7 +36,7 @@ from accel_sft.evaluation.scoring import check_scoring, scored
 from accel_sft.io import lock
 from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import RunDir
-from accel_sft.launch.info import read_launch
+from accel_sft.launch.read import read_launch
 from accel_sft.resilience.signals import StopSignals
 from accel_sft.training import claim
 
@@ -511,7 +511,7 @@ def test_a_write_that_the_disk_refuses_is_told_with_the_way_out(tmp_path, number
 @pytest.mark.parametrize(
     ("environment", "told"),
     [
-        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc': unset WORLD_SIZE and RANK"),
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc': unset WORLD_SIZE to start one"),
         ({"WORLD_SIZE": "2"}, "RANK is not set, MASTER_ADDR is not set"),
         (
             {"CXX": "no-such-compiler"},

@@ -44,6 +44,10 @@ def test_a_resumed_run_ends_with_the_same_bits(launched, tmp_path, name):
     assert [line["step"] for line in resumed.lines()] == [1, 2, 3, 4, 5, 6]
     assert [line["loss"] for line in resumed.lines()] == [line["loss"] for line in whole.lines()]
     assert resumed.result()["before"] == whole.result()["before"]
+    spent = resumed.result()["time_spent"]
+    assert {"forward", "backward", "optimizer step", "make batch", "the rest"} <= {*spent["parts"]}
+    assert sum(spent["parts"].values()) == pytest.approx(spent["seconds"])
+    assert "on rank 0 a step took" in resumed.output
 
 
 @pytest.mark.parametrize("name", ["plain", "z2"])

@@ -18,8 +18,8 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.api.config_file import load_yaml, task_in
 from accel_sft.api.options import option
 from accel_sft.io.run_dir import RunDir
-from accel_sft.launch.info import Launch, read_launch
 from accel_sft.launch.rank_environment import own_words
+from accel_sft.launch.read import launch_of_yaml, read_launch
 from accel_sft.training import run_yaml
 
 
@@ -135,12 +135,12 @@ def test_launch_yaml_has_the_flags_that_decide_numbers_and_the_command_has_the_o
     content |= {"deepspeed_config": {"deepspeed_config_file": str(tmp_path / "ds.json")}, "main_process_port": 1}
     (tmp_path / "z.yaml").write_text(yaml.safe_dump(content))
     flags = ("--num_processes", "1", "--mixed_precision", "fp16")
-    launch = Launch.from_yaml(tmp_path / "z.yaml", *flags)
+    launch = launch_of_yaml(tmp_path / "z.yaml", *flags)
     monkeypatch.setattr(run_yaml, "launcher_command", lambda: (LAUNCHER, tmp_path))
     monkeypatch.chdir(tmp_path)
     run_dir = written(tmp_path / "run", launch=launch)
     (tmp_path / "ds.json").unlink()
-    again = Launch.from_yaml(run_dir.launch)
+    again = launch_of_yaml(run_dir.launch)
     assert (again.world_size, again.precision[0], again.stage) == (1, "fp16", 1)
     assert again.yaml["main_process_port"] == 1
     assert "sk-1" not in run_dir.deepspeed.read_text()

@@ -16,7 +16,7 @@ class Report:
 
     Attributes:
         findings: the gravest first.
-        steps: None where the training split cannot be used.
+        steps: the figures of the training steps; None if the training split cannot be used.
         notes: lines on how the data was read, such as what the chat template did.
     """
 

@@ -16,7 +16,7 @@ class Code:
 
     Attributes:
         grade: one of `GRADES`.
-        what: what is wrong, as it follows "3 rows: ".
+        what: what is wrong, worded to follow "3 rows: ".
         mend: what the user can do about it.
     """
 
@@ -29,19 +29,15 @@ CODES = {
     "D101": Code("error", "not JSON, and training refuses the file", "mend these lines, or take them out"),
     "D102": Code(
         "error",
-        "the task's reader refuses the row, and training the file",
+        "the task's reader refuses the row, and training refuses the file",
         "give the field what is expected there, or take the row out",
     ),
     "D103": Code("error", "the examples cannot be read", "mend what is said here; the split could not be checked"),
     "D104": Code(
-        "warning",
-        "the task's reader leaves the row out",
-        "mend the row, or take it out; training goes on without it",
+        "warning", "the task's reader leaves the row out", "mend the row, or take it out; training goes on without it"
     ),
     "D201": Code(
-        "error",
-        "messages() or target() fails, or gives what is no conversation",
-        "mend the row, or the task's method",
+        "error", "messages() or target() fails, or gives what is no conversation", "mend the row, or the task's method"
     ),
     "D202": Code(
         "error",
@@ -134,18 +130,14 @@ CODES = {
     ),
     "D401": Code(
         "warning",
-        "the same prompt and answer stand in the split before",
+        "an earlier row of the split has the same prompt and answer",
         "take the copies out: each is learnt, or counted in the metric, once more",
     ),
-    "D402": Code(
-        "note",
-        "the same as another row but for white space, case and punctuation",
-        "keep one of them",
-    ),
+    "D402": Code("note", "the same as another row but for white space, case and punctuation", "keep one of them"),
     "D403": Code(
         "warning",
-        "the same prompt stands in the split before, with another answer",
-        "keep the right answer: the score of one is not perfect for the other",
+        "an earlier row of the split has the same prompt, with another answer",
+        "keep the right answer: the task does not score this answer as perfect for the earlier row",
     ),
     "D404": Code(
         "error",
@@ -175,7 +167,7 @@ CODES = {
     ),
     "D602": Code(
         "warning",
-        "longer than the positions that the model was made for",
-        "lower --max-length to them, or choose a model with a longer context",
+        "more tokens than the model has positions",
+        "lower --max-length to the number of positions, or choose a model with a longer context",
     ),
 }

@@ -18,14 +18,14 @@ import accel_sft
 from accel_sft.api.config import CheckConfig
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.chat.encoding import Encoding
+from accel_sft.data.token_store import StoredEncoding
 from accel_sft.io import terminal
 from accel_sft.io.files import json_safe, write_atomically
 from accel_sft.io.page_file import page_file
 from accel_sft.launch.launcher import under_launcher
 from accel_sft.models.pretrained import text_settings, vocabulary_problem
-from accel_sft.models.source import Source, find_source, is_tiny
-from accel_sft.models.tiny import TINY_DEFAULTS, build_tiny
+from accel_sft.models.source import Source, find_source, resolved
+from accel_sft.models.tiny import build_tiny
 from accel_sft.rows.rows import Rows
 from accel_sft.tools.check import page, repeats, show, tokens
 from accel_sft.tools.check.audit_report import Report
@@ -34,7 +34,7 @@ from accel_sft.tools.check.examples import Shown, pieces_of
 from accel_sft.tools.check.figures import SplitFigures, StepFigures, split_figures, step_figures
 from accel_sft.tools.check.findings import Findings
 from accel_sft.tools.check.keys import AnswerKeys
-from accel_sft.tools.check.reading import Selection, bad_rows_of, read_splits, readable_rows, report_unreadable
+from accel_sft.tools.check.reading import Selection, bad_rows_of, read_splits, unreadable
 from accel_sft.tools.check.scores import OwnScores
 from accel_sft.tools.check.texts import SpecialTokens, Texts, beginning_of, read_texts
 from accel_sft.training.prepare import Assembly, plan_steps, texts_of
@@ -48,10 +48,11 @@ def run(task_name: str, task: Task, config: CheckConfig) -> None:
     """
     if under_launcher() or "LOCAL_RANK" in os.environ:
         raise UserError(
-            f"accel-sft check {task_name} needs no ranks: start it without accelerate launch, and with LOCAL_RANK unset"
+            f"accel-sft check {task_name} runs in one process: "
+            "start it without accelerate launch, and with LOCAL_RANK unset"
         )
     target = page_file(config.html, "--html", "check.html") if config.html else None
-    config = config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
+    config = resolved(config)
     config = dataclasses.replace(config, template_date=config.template_date or time.strftime("%Y-%m-%d"))
     with terminal.quiet(None, config.debug, shown_on=2 if config.json else 1) as shown:
         with tempfile.TemporaryDirectory(prefix="accel_sft-") as folder, terminal.waiting(f"check {task_name}"):
@@ -75,26 +76,27 @@ class Audit:
 
     def __init__(self, task_name: str, task: Task, config: CheckConfig, folder: Path) -> None:
         self.task_name, self.task, self.config = task_name, task, config
-        self.found, self.notes = Findings(), []
+        self.found = Findings()
+        self.notes: list[str] = []
         self.splits = read_splits(task, self.found)
         self.source = self._source(folder)
-        self.encodings: dict[str, Encoding | None] = {}
+        self.encodings: dict[str, StoredEncoding | None] = {}
         self.indices: dict[str, np.ndarray] = {}
 
     def report(self) -> Report:
-        """Run all steps of the audit, in the order in which they need each other's results."""
+        """Run the steps of the audit, each after those whose results it needs."""
         counts: dict[str, dict[str, int]] = {}
         steps, shown = None, []
         if self.source:
-            # with "error", rows that are too long would raise: here they are dropped, and reported as findings
+            # --truncation error would raise at rows that are too long; here they are dropped and reported as findings
             lenient = dataclasses.replace(self.config, truncation=self.config.truncation.replace("error", "drop"))
             assembly = Assembly(Accelerator(cpu=True), self.task, lenient, self.source)
             eos_ids = assembly.encode.rules.eos_ids
             special = SpecialTokens(assembly.tokenizer, eos_ids)
             keys = AnswerKeys()
-            keeps = {"keeps_thinking": self.config.thinking == "keep"}
+            keeps = self.config.thinking == "keep"
             texts = {
-                split: read_texts(self.task, examples, split, special, keys, self.found, **keeps)
+                split: read_texts(self.task, examples, split, special, keys, self.found, keeps_thinking=keeps)
                 for split, examples in self.splits.items()
             }
             keys.report(self.found)
@@ -106,8 +108,9 @@ class Audit:
             shown = self._shown(assembly.tokenizer)
         else:
             for split, examples in self.splits.items():
-                report_unreadable(self.task, examples, split, self.found)
-        figures = [self._figures(split, counts.get(split)) for split in self.splits]
+                for index, why in unreadable(self.task, examples, split):
+                    self.found.add("D201", split, index, why)
+        figures = [self._figures(split, counts.get(split, {})) for split in self.splits]
         self.found.describe(lambda split, index: beginning_of(self.task, self.splits[split], split, index))
         placed = self.found.placed(self.splits)
         return Report(
@@ -115,16 +118,18 @@ class Audit:
         )
 
     def _source(self, folder: Path) -> Source | None:
-        """Where the tokenizer comes from; None if `--model tiny` has no readable training text to build one from."""
+        """Find the model's files. `--model tiny` is built in `folder` from the training rows that can be read; None if
+        no row can be read."""
         config, base = self.config, None
         if config.model == "tiny" and not config.init_from:
             train = self.splits.get("train", ())
-            some = Selection(train, readable_rows(self.task, train, "train"))
+            bad = [index for index, _ in unreadable(self.task, train, "train")]
+            some = Selection(train, np.delete(np.arange(len(train)), bad))
             if not len(some):
                 return None
             base = str(folder / "base")
             build_tiny(Path(base), texts_of(self.task, some), config.seed)
-        return find_source(config, base)
+        return find_source(base or config.model, init_from=config.init_from)
 
     def _encode(self, assembly: Assembly, split: str, texts: Texts) -> None:
         """Tokenize a split, and check its tokens and labels."""
@@ -138,12 +143,14 @@ class Audit:
         facts = tokens.token_facts(encoding.kept, tokenizer, assembly.encode.rules.eos_ids)
         tokens.report_tokens(facts, split, indices, encoding.cut, tokenizer, self.found)
         looked = tokens.report_labels(encoding.kept, split, indices, tokenizer.pad_token_id, self.found)
-        self.notes.append(f"{split}: the collator's labels of {looked:,} rows were compared with their answers")
+        rows = f"{looked:,} of {len(encoding.kept):,} rows"
+        self.notes.append(f"{split}: the collator's labels were compared with the answers in {rows}")
 
     def _repeats(self, texts: dict[str, Texts]) -> dict[str, dict[str, int]]:
-        """Score every answer, and find repeated rows.
+        """Score the expected answers, unless `--no-score` is given, and find repeated rows.
 
-        Two answers to the same prompt are no contradiction if the task scores the second as right for the first row.
+        Rows with the same prompt and different answers are reported as a contradiction, unless the task's score accepts
+        the later row's answer for the first row.
         """
         scores = OwnScores(self.task, self.splits, self.config.thinking)
         counts = {}
@@ -153,25 +160,26 @@ class Audit:
             in_file = isinstance(self.splits[split], Rows)
             counts[split] = repeats.within(each, split, self.found, scores.accepts, in_file)
         if scores.unjudged:
-            self.notes.append(f"the examples' own answers were not judged: {scores.unjudged}")
+            self.notes.append(f"the expected answers were not scored one by one: {scores.unjudged}")
         if len(texts) == 2:
             repeats.between(texts["train"], texts["validation"], self.found)
         return counts
 
     def _model(self, assembly: Assembly) -> None:
-        """Report token ids outside the model's vocabulary and rows longer than its positions.
+        """Report token ids outside the model's vocabulary, and rows with more tokens than the model has positions.
 
         The model's configuration is read, its weights are not.
         """
-        source, known = self.source, {split: each for split, each in self.encodings.items() if each}
-        text = text_settings(source.weights, self.config)
+        known = {split: each for split, each in self.encodings.items() if each}
+        weights = assembly.source.weights
+        text = text_settings(weights, trust_remote_code=self.config.trust_remote_code)
         largest = max([assembly.tokenizer.pad_token_id, *(each.kept.largest_id() for each in known.values())])
-        if problem := vocabulary_problem(source.weights, text, largest):
+        if problem := vocabulary_problem(weights, text, largest):
             self.found.add("D601", "", detail=problem)
         positions = getattr(text, "max_position_embeddings", None) or float("inf")
         for split, each in known.items():
             for row in np.flatnonzero(each.kept.lengths > positions).tolist():
-                detail = f"{each.kept.lengths[row]:,} tokens for {positions:,} positions"
+                detail = f"{each.kept.lengths[row]:,} tokens, but the model has {positions:,} positions"
                 self.found.add("D602", split, int(self.indices[split][each.kept[row].index]), detail)
 
     def _steps(self) -> StepFigures | None:
@@ -184,13 +192,12 @@ class Audit:
             self.found.add("D205", "train", detail=str(error))
             return None
 
-    def _figures(self, split: str, counts: dict[str, int] | None) -> SplitFigures:
-        nothing = {"distinct_prompts": 0, "distinct_rows": 0, "other_right_answers": 0}
+    def _figures(self, split: str, counts: dict[str, int]) -> SplitFigures:
         rows = len(self.splits[split]) + bad_rows_of(split, self.found)
-        return split_figures(self.encodings.get(split), split, rows, counts or nothing)
+        return split_figures(self.encodings.get(split), split, rows, counts)
 
     def _shown(self, tokenizer: Any) -> list[Shown]:
-        """The first `--show` training examples, token by token."""
+        """The first `--show` training rows, token by token."""
         if (train := self.encodings.get("train")) is None:
             return []
         examples, pad = self.splits["train"], tokenizer.pad_token_id

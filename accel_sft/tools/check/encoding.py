@@ -1,4 +1,4 @@
-"""Tokenizes a split as training does, but finds the rows that would stop training one by one and leaves them out."""
+"""Tokenizes a split as training does, but reports each row that would stop training, and leaves it out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import numpy as np
 
 from accel_sft.api.errors import UserError
 from accel_sft.chat.conversation import conversation
-from accel_sft.chat.encoding import EMPTY_ANSWER, NO_PROMPT, NOTHING_TO_LEARN, Encoding
-from accel_sft.chat.template import AnswerDropped, NotAPrefix, Rejected, TextDropped
+from accel_sft.chat.dropped import AnswerDropped, NotAPrefix, TextDropped
+from accel_sft.chat.encoded import EMPTY_ANSWER, NO_PROMPT, NOTHING_TO_LEARN, Encoding
+from accel_sft.chat.template import Rejected
+from accel_sft.data.token_store import StoredEncoding
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.tools.check.findings import Findings
 from accel_sft.tools.check.reading import Selection, selected
@@ -19,24 +21,24 @@ from accel_sft.tools.check.texts import without_index
 
 _CODES = {Rejected: "D202", NotAPrefix: "D203", AnswerDropped: "D204", TextDropped: "D213"}
 _MOST_REFUSED = 200
-"""Refused rows after which a split is given up: with so many, template and task do not fit each other."""
+"""Number of refused rows at which a split is given up: with so many, chat template and task do not fit each other."""
 _BLOCK = 512
-"""Rows tokenized together while the refused ones are searched for; a block with one is halved until it is found."""
+"""Rows tokenized together in the search for refused rows; a block that has one is halved until the row is found."""
 _MEASURED = 256
-"""Rows above --max-length whose tokens are counted, to say which length would keep them."""
+"""Maximum number of rows above --max-length whose tokens are counted, to say which --max-length would keep them."""
 _TOKENIZED = 1 << 20
-"""Characters of the longest row whose tokens are counted: tokenizing a text of 10 MB takes gigabytes."""
+"""If one of these rows has more characters, no tokens are counted: tokenizing a text of 10 MB takes gigabytes."""
 
 
 def encode_split(
     encode: SplitEncoder, examples: Sequence[Any], good: np.ndarray, split: str, found: Findings, truncation: str
-) -> tuple[Encoding | None, np.ndarray]:
-    """Tokenize the examples for which `good` is true; returns their tokens and each one's index in the split.
+) -> tuple[StoredEncoding | None, np.ndarray]:
+    """Tokenize the examples for which `good` is true; return their tokens, and the index of each in the split.
 
     Args:
-        truncation: what the user chose; with "error", `encode` has been told to drop rows that are too long.
+        truncation: the value of `--truncation`; even if it is "error", `encode` drops rows that are too long.
     Returns:
-        None in place of the tokens if no example is left, or too many are refused.
+        None in place of the tokens if no example is left, too many are refused, or training refuses the whole split.
     """
     try:
         chosen = selected(examples, good)
@@ -69,8 +71,9 @@ def encode_split(
 def _refused_one_by_one(
     encode: SplitEncoder, examples: Sequence[Any], indices: np.ndarray, split: str
 ) -> tuple[Encoding, dict[int, UserError]]:
-    """The rows that are left out or cut, and the error of each row that would stop training, by index in the split."""
-    left_out, refused = Encoding(split), {}
+    """Return the rows left out or truncated, and the error of each row that would stop training, both by index."""
+    left_out = Encoding(split)
+    refused: dict[int, UserError] = {}
 
     def look(some: list[int]) -> None:
         if len(refused) >= _MOST_REFUSED:
@@ -101,7 +104,7 @@ def _report_left_out(
     found: Findings,
     truncation: str,
 ) -> None:
-    """Report the rows that were left out or cut; empty answers have been reported by `read_texts`."""
+    """Report the rows that were left out or truncated, without empty answers, which `read_texts` has reported."""
     split, rules = encoding.split, encode.rules
     for reason, rows in encoding.left_out.items():
         code = {rules.too_long: "D301", NOTHING_TO_LEARN: "D303", NO_PROMPT: "D309"}.get(reason, "D205")

@@ -6,17 +6,18 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from accel_sft.chat.encoding import Encoded
+from accel_sft.chat.encoded import Encoded
+from accel_sft.io.text import printable
 from accel_sft.tools.check.tokens import supervised_positions
 
 _BEGINNING, _BEFORE_ANSWER, _OF_ANSWER = 60, 120, 400
 """Tokens shown of a long example: at its beginning, before each answer, and from the start of each answer."""
 _CONTEXT = 4
-"""Preceding tokens that a token is decoded with: some tokenizers write a blank only between words."""
+"""Number of preceding tokens that a token is decoded with: some tokenizers drop the space before the first word."""
 
 
 class Piece(NamedTuple):
-    """A few tokens that together make whole characters, or, with `gap`, the number of tokens that are not shown."""
+    """Tokens that together decode to whole characters; with `gap`, tokens that are not shown: `text` says how many."""
 
     text: str
     supervised: bool
@@ -24,10 +25,15 @@ class Piece(NamedTuple):
     ids: tuple[int, ...] = ()
     gap: bool = False
 
+    @property
+    def visible(self) -> str:
+        """The text, with line breaks and control characters made visible."""
+        return f" … {self.text} … " if self.gap else printable(self.text).replace("\n", "⏎\n")
+
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """An example to be printed."""
+    """An example to be printed: `where` it comes from, its pieces, and how many of its tokens are supervised."""
 
     split: str
     index: int
@@ -38,7 +44,7 @@ class Shown:
 
 
 def pieces_of(tokenizer: Any, example: Encoded, pad_token_id: int) -> list[Piece]:
-    """The example's tokens as text. The collator says which of them carry loss."""
+    """Return the example's tokens as text. The collator decides which of them are supervised."""
     (positions,) = supervised_positions([example], pad_token_id)
     learnt, ids = set(positions), example.input_ids
     spans = _spans(sorted(learnt), len(ids))
@@ -55,8 +61,8 @@ def pieces_of(tokenizer: Any, example: Encoded, pad_token_id: int) -> list[Piece
 
 
 def _spans(learnt: Sequence[int], length: int) -> list[range]:
-    """The positions that are shown: the example's beginning, and for each run of tokens with loss the tokens before
-    it, its first ones and its end."""
+    """Return the positions that are shown: the example's first tokens, and for each span of supervised tokens some
+    tokens before it, its first ones and its last two; without such a span, the example's last tokens."""
     begins = [at for place, at in enumerate(learnt) if not place or learnt[place - 1] != at - 1]
     ends = [at + 1 for place, at in enumerate(learnt) if place + 1 == len(learnt) or learnt[place + 1] != at + 1]
     found, shown = [], 0
@@ -83,7 +89,7 @@ def _decoded(tokenizer: Any, ids: Sequence[int], span: range, learnt: set[int], 
         alone = ids[at] in special
         last = at + 1 == span.stop or (at + 1 in learnt) != (at in learnt) or ids[at + 1] in special
         text = _text(tokenizer, ids, begin, at + 1)
-        if alone or last or not text.endswith("\ufffd"):  # else the next token continues the character
+        if alone or last or not text.endswith("\ufffd"):  # U+FFFD is a part of a character, which the next continues
             yield Piece(text, at in learnt, alone, tuple(ids[begin : at + 1]))
             begin = at + 1
 

@@ -1,29 +1,30 @@
-"""The data in numbers: rows, tokens, lengths, steps, and what each batching layout would compute."""
+"""Counts a task's data: rows, tokens, lengths, steps, and how many tokens each batching layout would compute."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from accel_sft.batching.layouts import Batching
-from accel_sft.chat.encoding import Encoding
 from accel_sft.data.step_plan import StepPlan
+from accel_sft.data.token_store import StoredEncoding
 
 FORWARD_TOKENS = 4096
 """Tokens of one forward in the comparison of layouts, if --micro-batch-size is auto."""
 _STEPS = 8
-"""Steps whose computed tokens are counted, evenly spread over the run."""
+"""Maximum number of steps, evenly spread over the run, whose computed tokens are counted."""
 _BINS = 10
-"""Most bars of a histogram of lengths."""
+"""Maximum number of bars in a histogram of lengths."""
 _NAMES = {
     ("padded", "mask"): "padded rows",
     ("packed", "rows"): "packed",
     ("shared", "rows"): "shared, one prefix",
     ("shared", "mask"): "shared, tree of prefixes",
 }
-"""(layout, attention) to its name in docs/batching.md, for the layouts that differ in how many tokens they compute."""
+"""Names in docs/batching.md by (layout, attention), of those that differ in how many tokens they compute."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +45,19 @@ class SplitFigures:
     used: int
     left_out: int
     cut: int
-    distinct_prompts: int
-    distinct_rows: int
-    other_right_answers: int
-    tokens: int
-    supervised_tokens: int
-    lengths: dict[str, int]
-    longest_answer: int
-    histogram: list[Bin]
+    distinct_prompts: int = 0
+    distinct_rows: int = 0
+    other_right_answers: int = 0
+    tokens: int = 0
+    supervised_tokens: int = 0
+    lengths: dict[str, int] = dataclasses.field(default_factory=dict)
+    longest_answer: int = 0
+    histogram: list[Bin] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
 class LayoutFigures:
-    """The tokens that a layout computes for some steps, padding included, and their ratio to those of padded rows."""
+    """How many tokens a layout computes for some steps, padding included, and the ratio to what padded rows compute."""
 
     name: str
     computed_tokens: int
@@ -65,12 +66,12 @@ class LayoutFigures:
 
 @dataclasses.dataclass(frozen=True)
 class StepFigures:
-    """What training with these settings amounts to.
+    """How many steps and tokens training with these settings takes.
 
     Attributes:
         step_tokens, step_supervised_tokens: tokens of an average step.
         forward: the size of one forward in words, such as "4,096 tokens".
-        layouts: what each layout computes for `counted_steps` steps on one rank, in forwards of that size.
+        layouts: what each layout computes for `counted_steps` steps on one rank, in forwards of the size `forward`.
     """
 
     steps: int
@@ -85,26 +86,25 @@ class StepFigures:
     layouts: list[LayoutFigures]
 
 
-def split_figures(encoding: Encoding | None, split: str, rows: int, repeats: dict[str, int]) -> SplitFigures:
+def split_figures(encoding: StoredEncoding | None, split: str, rows: int, repeats: dict[str, Any]) -> SplitFigures:
     """The figures of a split.
 
     Args:
         encoding: None if nothing could be tokenized.
         rows: number of rows in the split, the unreadable ones included.
-        repeats: the counts that `repeats.within` returns.
+        repeats: the counts that `repeats.within` returns; {} if nothing could be read.
     """
     if encoding is None:
-        nothing = {"tokens": 0, "supervised_tokens": 0, "lengths": {}, "longest_answer": 0, "histogram": []}
-        return SplitFigures(split, rows, 0, rows, 0, **repeats, **nothing)
+        return SplitFigures(split, rows, used=0, left_out=rows, cut=0, **repeats)
     lengths, supervised = encoding.kept.lengths, encoding.kept.supervised
     quantiles = {"shortest": 0, "median": 0.5, "95 %": 0.95, "99 %": 0.99, "longest": 1}
     at = {name: int(np.quantile(lengths, share, method="higher")) for name, share in quantiles.items()}
     return SplitFigures(
         split,
         rows,
-        encoding.kept.examples,
-        rows - encoding.kept.examples,
-        len(encoding.cut),
+        used=encoding.kept.examples,
+        left_out=rows - encoding.kept.examples,
+        cut=len(encoding.cut),
         **repeats,
         tokens=int(lengths.sum(dtype=np.int64)),
         supervised_tokens=int(supervised.sum(dtype=np.int64)),
@@ -115,7 +115,7 @@ def split_figures(encoding: Encoding | None, split: str, rows: int, repeats: dic
 
 
 def _histogram(lengths: np.ndarray) -> list[Bin]:
-    """At most `_BINS` ranges of equal width; one range for each length if there are few."""
+    """Return at most `_BINS` bars of equal width: a bar for each length if that is not too many."""
     least, most = int(lengths.min()), int(lengths.max())
     width = max(-(-(most - least + 1) // _BINS), 1)
     counts = np.bincount((lengths - least) // width, minlength=1)
@@ -125,7 +125,7 @@ def _histogram(lengths: np.ndarray) -> list[Bin]:
     ]
 
 
-def step_figures(train: Encoding, plan: StepPlan, micro_batch_size: str) -> StepFigures:
+def step_figures(train: StoredEncoding, plan: StepPlan, micro_batch_size: str) -> StepFigures:
     """The size of the plan's steps, and how many tokens each layout computes for some of them."""
     store, total = train.kept, plan.total_steps
     steps = sorted({round(at * (total - 1) / max(_STEPS - 1, 1)) for at in range(_STEPS)})

@@ -12,9 +12,9 @@ from accel_sft.rows.rows import Rows
 from accel_sft.tools.check.codes import CODES, GRADES, Code
 
 NAMED = 1000
-"""Most rows of one finding that are named; the others are only counted."""
+"""Maximum number of rows that a finding names; further rows are only counted."""
 DETAIL_CHARACTERS, DESCRIBED = 300, 200
-"""Most characters of a row's detail, and most rows of a finding that get the beginning of their text as detail."""
+"""Maximum number of characters of a row's detail, and of a finding's rows whose detail may be the text's beginning."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +22,10 @@ class FoundRow:
     """One row that a finding names.
 
     Attributes:
-        index: the example's index in its split; None for a row that could not be read.
+        index: the example's index in its split; None for an unreadable row, or a remark on the whole split.
         detail: what is wrong with this row.
-        like: split and index of the row that it repeats.
-        place, like_place: file and line of this row and of the row it repeats, if the task reads with `read_rows`.
+        like: split and index of the row that this one repeats.
+        place, like_place: file and line of this row and of the repeated one, if the task reads with `read_rows`.
     """
 
     split: str
@@ -48,11 +48,11 @@ class FoundRow:
 
 @dataclasses.dataclass
 class DataFinding:
-    """All rows of a split with one code.
+    """All rows of a split that have the same code, such as D301.
 
     Attributes:
-        count: rows with this code; 0 if the finding is about the whole split.
-        rows: the first `NAMED` of them.
+        count: number of such rows; if the finding is about the whole split, number of remarks.
+        rows: the first `NAMED` of these rows.
         also: a remark on the finding as a whole.
     """
 
@@ -112,11 +112,11 @@ class Findings:
             finding.rows.append(FoundRow(split, index, one_line(detail, DETAIL_CHARACTERS), like, place))
 
     def finding(self, code: str, split: str, grade: str | None = None) -> DataFinding:
-        """The finding of this code and split, made if need be."""
+        """Return the finding of this code and split; make it if there is none."""
         return self._found.setdefault((code, split), DataFinding(code, grade or CODES[code].grade, split))
 
     def count(self, code: str, split: str) -> int:
-        """Rows with this code so far."""
+        """Return how many rows of this split have had this code so far."""
         finding = self._found.get((code, split))
         return finding.count if finding else 0
 
@@ -129,10 +129,10 @@ class Findings:
                     finding.rows[at] = dataclasses.replace(row, detail=detail)
 
     def placed(self, splits: Mapping[str, Sequence[Any]]) -> list[DataFinding]:
-        """All findings, the gravest first, with their rows sorted and placed in their files.
+        """Return all findings, the gravest first; their rows are sorted, and say their file and line if known.
 
         Args:
-            splits: the examples by split; rows that `read_rows` returned know their file and line.
+            splits: the examples by split; examples that `read_rows` returned know their file and line.
         """
         wanted: dict[str, set[int]] = {split: set() for split in splits}
         for finding in self._found.values():
@@ -141,7 +141,7 @@ class Findings:
                 for split, index in filter(None, [(row.split, row.index), row.like]):
                     if index is not None and split in wanted:
                         wanted[split].add(index)
-        places: dict[tuple[str, int], Place] = {}
+        places: dict[tuple[str, int | None], Place] = {}
         for split, indices in wanted.items():
             if isinstance(examples := splits[split], Rows):
                 ordered = sorted(indices)

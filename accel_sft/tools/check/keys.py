@@ -13,11 +13,11 @@ _TIMES = 100
 _NEAR = 0.8
 """Two keys are spelt nearly alike if their similarity (difflib's ratio, from 0 to 1) is at least this."""
 _LONGEST = 1 << 16
-"""Longest answer that is parsed, in characters."""
+"""Maximum number of characters of an answer that is parsed."""
 _MOST_KEYS = 1000
-"""With more distinct keys than this, keys are content, such as names of persons, and nothing is reported."""
+"""With more distinct keys than this, keys are taken for content, such as persons' names, and nothing is reported."""
 _NAMED = 20
-"""Most rows that are named for one key."""
+"""Maximum number of rows that are named for one key."""
 
 
 class AnswerKeys:
@@ -53,6 +53,6 @@ class AnswerKeys:
 
 
 def _near(key: str, other: str) -> bool:
-    if sorted(key.casefold()) == sorted(other.casefold()):  # two letters changed places, or case
+    if sorted(key.casefold()) == sorted(other.casefold()):  # the same letters in another order or case
         return True
     return difflib.SequenceMatcher(None, key, other).ratio() >= _NEAR

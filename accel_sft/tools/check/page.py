@@ -7,12 +7,10 @@ from importlib import resources
 import jinja2
 
 import accel_sft
-from accel_sft.io.text import one_line
 from accel_sft.tools.check.audit_report import Report
-from accel_sft.tools.check.examples import Piece
 
 _FEW, _ROWS = 5, 200
-"""Rows of a finding that are visible at once, and rows of it that the page lists."""
+"""Maximum number of a finding's rows that are visible at once, and of those that the page lists in all."""
 
 
 def rendered(report: Report) -> str:
@@ -21,12 +19,5 @@ def rendered(report: Report) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters["number"] = lambda value: "-" if value is None else f"{value:,.0f}"
-    environment.filters["visible"] = _visible
     text = resources.files("accel_sft.tools.check").joinpath("page.html").read_text(encoding="utf-8")
     return environment.from_string(text).render(report=report, version=accel_sft.__version__, few=_FEW, most_rows=_ROWS)
-
-
-def _visible(piece: Piece) -> str:
-    if piece.gap:
-        return f" … {piece.text} … "
-    return "⏎\n".join(one_line(line, len(line)) for line in piece.text.split("\n"))

@@ -6,17 +6,19 @@ from typing import Any
 
 import numpy as np
 
-from accel_sft.chat.encoding import Encoding
+from accel_sft.data.token_store import StoredEncoding
 from accel_sft.tools.check.findings import DataFinding, Findings
 from accel_sft.tools.check.repeats import first_with_same, report_leaks
 from accel_sft.tools.check.tokens import report_tokens, token_facts
 
 _NAMED = 5
-"""Most rows that one line names."""
+"""Maximum number of rows that one line names."""
 
 
-def quick_findings(train: Encoding, validation: Encoding, tokenizer: Any, eos_ids: frozenset[int]) -> list[DataFinding]:
-    """The findings that the tokens of both splits show; nothing is tokenized, and no text is read."""
+def quick_findings(
+    train: StoredEncoding, validation: StoredEncoding, tokenizer: Any, eos_ids: frozenset[int]
+) -> list[DataFinding]:
+    """Return what can be found from both splits' tokens alone; nothing is tokenized, and no text is read."""
     found, facts = Findings(), {}
     for encoding in (train, validation):
         split = encoding.split
@@ -30,13 +32,14 @@ def quick_findings(train: Encoding, validation: Encoding, tokenizer: Any, eos_id
     for row in np.flatnonzero((first := first_with_same(held_out.rows)) < np.arange(len(first))):
         like = "validation", int(held_out.indices[first[row]])
         found.add("D401", "validation", int(held_out.indices[row]), like=like)
-    hashes = [[each.prompts, each.rows] for each in (held_out, trained)]
-    report_leaks(*hashes, held_out.indices, trained.indices, found)
+    report_leaks(
+        [held_out.prompts, held_out.rows], [trained.prompts, trained.rows], held_out.indices, trained.indices, found
+    )
     return found.placed({})
 
 
 def quick_lines(findings: list[DataFinding], task_name: str) -> list[str]:
-    """One line for each finding that is not a note, and a last line with the command that tells more."""
+    """Return a line for each finding that is not a note and, if there is any, one with the command that says more."""
     lines = []
     for finding in findings:
         count, numbers = finding.count, ", ".join(str(row.index) for row in finding.rows[:_NAMED])

@@ -19,7 +19,7 @@ SPLITS = ("train", "validation")
 
 
 def read_splits(task: Task, found: Findings) -> dict[str, Sequence[Any]]:
-    """Every split that can be read, without the rows that `read_rows` refuses, which are reported."""
+    """Return the splits that can be read, and report the rows that `read_rows` refuses or leaves out of them."""
     splits: dict[str, Sequence[Any]] = {}
     files: dict[str, str] = {}
     told: set[str] = set()
@@ -30,7 +30,7 @@ def read_splits(task: Task, found: Findings) -> dict[str, Sequence[Any]]:
                 splits[split] = read_split(task, split)
             except UserError as error:
                 for line in error.problems:
-                    if line not in told:  # a task may read the same file for both
+                    if line not in told:  # a task may read the same file for both splits
                         found.add("D103", split, detail=line)
                 told.update(error.problems)
             for bad in bad_rows[before:]:
@@ -70,32 +70,19 @@ class Selection(Sequence[Any]):
 
 
 def selected(examples: Sequence[Any], good: np.ndarray) -> Sequence[Any]:
-    """The examples for which `good` is true; if all are, the sequence itself, whose fingerprint the cache knows."""
+    """Return the examples for which `good` is true; if that is all, `examples`, whose fingerprint the cache knows."""
     return examples if good.all() else Selection(examples, np.flatnonzero(good))
 
 
-def readable_rows(task: Task, examples: Sequence[Any], split: str) -> np.ndarray:
-    """The indices of the examples for which the task gives messages and target without failing."""
-
-    def readable(index: int) -> bool:
-        try:
-            conversation(task, examples, split, index)
-        except UserError:
-            return False
-        return True
-
-    return np.array([index for index in range(len(examples)) if readable(index)], dtype=np.int64)
-
-
-def report_unreadable(task: Task, examples: Sequence[Any], split: str, found: Findings) -> None:
-    """Report the examples for which the task fails to give messages and target, if there is no tokenizer to go on."""
+def unreadable(task: Task, examples: Sequence[Any], split: str) -> Iterator[tuple[int, str]]:
+    """Yield index and error of each example for which the task fails to give messages and target."""
     for index in range(len(examples)):
         try:
             conversation(task, examples, split, index)
         except UserError as error:
-            found.add("D201", split, index, without_index(str(error), split, index))
+            yield index, without_index(str(error), split, index)
 
 
 def bad_rows_of(split: str, found: Findings) -> int:
-    """How many rows of a split `read_splits` left out."""
+    """Return how many rows of a split are missing in what `read_splits` returned."""
     return sum(found.count(code, split) for code in ("D101", "D102", "D104"))

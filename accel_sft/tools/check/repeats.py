@@ -11,17 +11,17 @@ from accel_sft.tools.check.findings import Findings
 from accel_sft.tools.check.texts import Texts
 
 Accepts = Callable[[str, int, int], bool]
-"""Takes a split and two indices: whether the second example's answer is right for the first example too."""
+"""Takes a split and two indices, and says whether the second example's answer is right for the first example too."""
 
 
 def first_with_same(hashes: np.ndarray) -> np.ndarray:
-    """For each row the first row with the same hash: the row itself if no earlier one has it."""
+    """Return for each row the index of the first row with the same hash, which may be the row's own index."""
     _, first, inverse = np.unique(hashes, return_index=True, return_inverse=True)
     return first[inverse]
 
 
 def found_in(hashes: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """For each row the index of the first of `others` with the same hash; -1 if there is none."""
+    """Return for each of `hashes` the index of its first occurrence in `others`; -1 if it does not occur there."""
     if not len(others):
         return np.full(len(hashes), -1)
     values, first = np.unique(others, return_index=True)
@@ -33,7 +33,7 @@ def within(texts: Texts, split: str, found: Findings, accepts: Accepts, in_file:
     """Report copies, near copies and contradictions within a split.
 
     Args:
-        in_file: the rows come from a file; rows that a program makes may repeat on purpose.
+        in_file: whether the rows come from a file; a program that makes rows may repeat them on purpose.
     Returns:
         counts for the figures: `distinct_prompts`, `distinct_rows`, and `other_right_answers`, which are rows that
         repeat an earlier prompt with another right answer.
@@ -64,7 +64,7 @@ def within(texts: Texts, split: str, found: Findings, accepts: Accepts, in_file:
 
 
 def between(train: Texts, validation: Texts, found: Findings) -> None:
-    """Report validation rows that are in the training split: with the same answer, with another, or nearly alike."""
+    """Report validation rows whose prompt is in the training split too, exactly or nearly, with whatever answer."""
     trained, rows = np.flatnonzero(train.usable), np.flatnonzero(validation.usable)
     report_leaks(
         [validation.prompts[rows], validation.pairs[rows], validation.loose_prompts[rows]],
@@ -78,7 +78,7 @@ def between(train: Texts, validation: Texts, found: Findings) -> None:
 def report_leaks(
     validation: list[np.ndarray], train: list[np.ndarray], rows: np.ndarray, trained: np.ndarray, found: Findings
 ) -> None:
-    """Report validation rows that are trained on.
+    """Report validation rows whose prompt is trained on.
 
     Args:
         validation, train: each split's hashes of prompts, of prompts with answers and, if known, of normalised prompts.

@@ -1,4 +1,4 @@
-"""Scores every example's own answer with the task: if that is not perfect, no model can get the example right."""
+"""Scores every example's expected answer with the task: if its score is not perfect, no model can get it right."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.conversation import conversation
-from accel_sft.chat.form import wanted
+from accel_sft.chat.thinking import wanted
 from accel_sft.evaluation.scoring import EVAL_LOSS, scored
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.tools.check.findings import Findings
@@ -18,40 +18,42 @@ from accel_sft.tools.check.texts import shortened, without_index
 
 
 class OwnScores:
-    """Judges answers by the task's main metric.
+    """Scores expected answers by the task's main metric.
 
     An answer is perfect if its metric has the best possible value: 1 if higher is better and all values of the split
     are between 0 and 1, else the best value of the split. The F1 of an example with nothing to find is 0 on its own,
-    so an answer that is not perfect alone is judged once more together with a perfect one.
+    so an answer that is not perfect alone is scored once more together with a perfect one.
 
     Args:
         thinking: the value of `--thinking`; thinking that is kept is learnt but not scored.
     Attributes:
-        unjudged: why answers cannot be judged one by one; empty if they can.
+        unjudged: why answers cannot be scored one by one; empty if they can.
     """
 
-    def __init__(self, task: Task, splits: dict[str, Sequence[Any]], thinking: str) -> None:
+    def __init__(self, task: Task, splits: dict[str, Sequence[Any]], thinking: str | None) -> None:
         self.task, self.splits, self._thinking = task, splits, thinking
         self.unjudged = ""
         self._perfect: dict[str, float] = {}
         self._beside: dict[str, dict[str, Any]] = {}
 
     def audit(self, split: str, usable: np.ndarray, found: Findings) -> None:
-        """Score each usable example's own answer, and report those that are not perfect."""
+        """Score each usable example's expected answer, and report the answers that are not perfect."""
         if self.task.main_metric == EVAL_LOSS:
             self.unjudged = "the validation loss is the main metric"
             return
         grade = "error" if split == "validation" else "warning"  # training rows are not scored in training
         values = np.full(len(usable), np.nan)
+        scores: dict[int, dict[str, Any]] = {}
         for index in np.flatnonzero(usable).tolist():
             answer = self._answer(split, index)
             if answer is None:
                 continue
             try:
-                value = self._metric([self._score(split, index, answer)])
+                scores[index] = self._score(split, index, answer)
             except UserError as error:
                 found.add("D502", split, index, without_index(str(error), split, index), grade=grade)
                 continue
+            value = self._metric([scores[index]])
             if value is None:
                 return
             values[index] = value
@@ -62,11 +64,10 @@ class OwnScores:
         best = float(known.max() if higher else known.min())
         self._perfect[split] = 1.0 if higher and best <= 1 and known.min() >= 0 else best
         if len(perfect := np.flatnonzero(values == self._perfect[split])):
-            best_answer = self._answer(split, int(perfect[0])) or ""
-            self._beside[split] = self._score(split, int(perfect[0]), best_answer)
+            self._beside[split] = scores[int(perfect[0])]
         for index in np.flatnonzero(~np.isnan(values) & (values != self._perfect[split])).tolist():
-            answer = self._answer(split, index) or ""
-            if not self._is_perfect(split, self._score(split, index, answer)):
+            if not self._is_perfect(split, scores[index]):
+                answer = self._answer(split, index) or ""
                 score = f"{self.task.main_metric} {values[index]:.4g}, not {self._perfect[split]:.4g}"
                 found.add("D501", split, index, f"{score}: {shortened(answer)}", grade=grade)
 
@@ -81,7 +82,7 @@ class OwnScores:
             return False
 
     def _answer(self, split: str, index: int) -> str | None:
-        """The text of an example's answer; None if it calls tools, whose text only the chat template writes."""
+        """The text of an example's answer; None if the answer calls tools: only the chat template writes calls."""
         chat = conversation(self.task, self.splits[split], split, index)
         return None if chat.calls else wanted(chat, self._thinking)
 
@@ -90,7 +91,7 @@ class OwnScores:
         return scored(self.task, self.splits[split], index, text, split)
 
     def _metric(self, scores: list[dict[str, Any]]) -> float | None:
-        """The main metric of these answers; None if aggregate() fails on so few."""
+        """The main metric of answers with these scores; None if aggregate() fails, as it may on so few answers."""
         try:
             return float(self.task.aggregate(scores)[self.task.main_metric])
         except Exception as error:  # noqa: BLE001 - some metrics need more than one answer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TextIO
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,14 +16,14 @@ from accel_sft.tools.check.figures import SplitFigures, StepFigures
 from accel_sft.tools.check.findings import DataFinding, FoundRow
 
 ROWS = 5
-"""Rows of a finding that are printed."""
+"""Maximum number of a finding's rows that are printed."""
 OPENED, CLOSED = "⟦", "⟧"
-"""Marks around the tokens that carry loss, used without colour."""
+"""Marks around the tokens that carry loss, for output without colour."""
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _BAR_CELLS = 32
-"""Longest bar of a histogram, in terminal cells."""
+"""Length of a histogram's longest bar, in terminal cells."""
 _UNWRAPPED = 10_000
-"""Width in terminal cells that no line reaches, for output that is not a terminal."""
+"""Width in terminal cells, larger than any line's, for output that is not a terminal."""
 
 
 def print_report(report: Report, stream: TextIO) -> None:
@@ -81,9 +80,8 @@ def _print_finding(console: Console, finding: DataFinding) -> None:
 
 
 def _row(row: FoundRow) -> Text:
-    words = [row.where, f"like {row.like_where}" if row.like else "", row.detail]
-    where, like, detail = (one_line(each, 1000) for each in words)
-    return Text("  ".join(filter(None, (where, like, detail))))
+    words = (row.where, f"like {row.like_where}" if row.like else "", row.detail)
+    return Text("  ".join(one_line(each, 1000) for each in words if each))
 
 
 def _print_splits(console: Console, splits: list[SplitFigures]) -> None:
@@ -170,7 +168,7 @@ def _print_examples(console: Console, examples: list[Shown]) -> None:
 
 
 def _example(pieces: list[Piece], coloured: bool) -> Text:
-    """The example's text: tokens with loss on alternating greens, special ones in magenta; marks if uncoloured."""
+    """Return the example's text: tokens with loss on two greens, special ones in magenta; uncoloured, between marks."""
     text, inside = Text(), False
     for number, piece in enumerate(pieces):
         if not coloured and piece.supervised != inside:
@@ -179,13 +177,5 @@ def _example(pieces: list[Piece], coloured: bool) -> Text:
         style = "dim" if not piece.supervised else ("black on green", "black on bright_green")[number % 2]
         if piece.special:
             style = "bold black on magenta" if piece.supervised else "magenta"
-        text.append(visible(piece), style if coloured else "")
+        text.append(piece.visible, style if coloured else "")
     return text.append(CLOSED) if inside and not coloured else text
-
-
-def visible(piece: Piece) -> str:
-    """The piece's text, with line breaks and control characters made visible."""
-    if piece.gap:
-        return f" … {piece.text} … "
-    lines = piece.text.split("\n")
-    return "⏎\n".join(one_line(line, max(cell_len(line), len(line))) for line in lines)

@@ -16,8 +16,8 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
 from accel_sft.chat.control_tokens import ControlTokens
 from accel_sft.chat.conversation import Conversation, Turn, conversation
-from accel_sft.chat.form import divided
-from accel_sft.chat.pictures import shown
+from accel_sft.chat.image_parts import shown
+from accel_sft.chat.thinking import divided
 from accel_sft.tools.check.findings import Findings
 from accel_sft.tools.check.keys import AnswerKeys
 
@@ -30,11 +30,11 @@ _MARKS = re.compile(rf"(?<!\d)[{re.escape(_SENTENCE)}]|[{re.escape(_SENTENCE)}](
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """What is known of the texts of a split's examples: one array entry for each example.
+    """Facts about the texts of a split's examples: each array has one entry for each example.
 
     Attributes:
         prompts, pairs: hashes of the prompt, and of prompt and answer.
-        loose_prompts, loose_pairs: the same of the normalised texts.
+        loose_prompts, loose_pairs: hashes of the same texts, normalised.
         readable: False if the task fails on the example; then its hashes mean nothing.
         answered: False if the answer is empty.
     """
@@ -59,8 +59,8 @@ class SpecialTokens:
         self._ends = self._control.spelled(eos_ids)
 
     def faults(self, chat: Conversation) -> list[tuple[str, str]]:
-        """The code and surrounding text of one special token, or none: the first that ends an answer (D209), else the
-        first of all (D208)."""
+        """Return code and surrounding text of one special token in the texts: the first that ends an answer (D209), or
+        else the first of any kind (D208). The list is empty if the texts have no special token."""
         written = self._control.written(chat, self._ends)
         return [("D209" if written.ends_answer else "D208", around(written.text, written.match))] if written else []
 
@@ -79,7 +79,7 @@ def read_texts(
 
     Args:
         keys: counts the keys of answers.
-        keeps_thinking: `--thinking keep` is given, so each answer should have thinking.
+        keeps_thinking: whether `--thinking keep` is given, so that each answer should have thinking.
     """
     count = len(examples)
     hashes = np.zeros((4, count), dtype=np.uint64)
@@ -102,7 +102,8 @@ def read_texts(
         loose = normalised(prompt)
         texts = prompt, f"{prompt}\x1d{target}", loose, f"{loose}\x1d{normalised(target)}"
         hashes[:, index] = [text_hash(text) for text in texts]
-    return Texts(*hashes, readable, answered)
+    prompts, pairs, loose_prompts, loose_pairs = hashes
+    return Texts(prompts, pairs, loose_prompts, loose_pairs, readable, answered)
 
 
 def _calls(turn: Turn) -> str:
@@ -110,7 +111,7 @@ def _calls(turn: Turn) -> str:
 
 
 def _faults(chat: Conversation, keeps_thinking: bool) -> dict[str, str]:
-    """The faults of an example's texts by code, each with a detail; the first occurrence of each code counts."""
+    """Return the faults of an example's texts by code, each with a detail about its first occurrence."""
     faults: dict[str, str] = {}
     for each in chat.each():
         target = each.target

@@ -1,4 +1,4 @@
-"""Checks every token of a split, in arrays: doubled and unknown tokens, which carry loss, hashes of whole rows."""
+"""Checks all tokens of a split as arrays (doubled BOS, unknown tokens, ends of turns, labels) and hashes whole rows."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from accel_sft.batching.layouts import Batching
-from accel_sft.chat.encoding import Encoded
+from accel_sft.chat.encoded import Encoded
 from accel_sft.data.token_store import Columns, TokenStore
 from accel_sft.tools.check.findings import Findings
 
 _CHUNK_TOKENS = 1 << 18
-"""Tokens processed together, which keeps temporary arrays at two megabytes each."""
+"""Number of tokens processed together, so that temporary arrays take two megabytes each."""
 _COLLATED = 2048
-"""Most rows of a split whose collated labels are compared with their answers."""
+"""About how many rows of a split have their collated labels compared with their answers."""
 _TOGETHER = 64
 """Rows collated in one batch for that comparison."""
 
@@ -42,13 +42,13 @@ class TokenFacts:
     ends: np.ndarray
 
     def of_last_rows(self) -> TokenFacts:
-        """The facts of each example's last row, which has all turns of the example."""
+        """Return the facts about each example's last row, which has all turns of the example."""
         last = np.append(self.indices[1:] != self.indices[:-1], True)
         return TokenFacts(*(getattr(self, field.name)[last] for field in dataclasses.fields(self)))
 
 
 def token_facts(store: TokenStore, tokenizer: Any, eos_ids: frozenset[int]) -> TokenFacts:
-    """The facts of all rows of a split; reads its tokens once, some megabytes at a time."""
+    """Return the facts about all rows of a split; its tokens are read once, some megabytes at a time."""
     factors = np.random.Generator(np.random.Philox(key=0)).integers(
         0, 1 << 64, size=int(store.lengths.max(initial=0)), dtype=np.uint64
     )
@@ -103,18 +103,13 @@ def _facts_of(
 
 
 def report_tokens(
-    facts: TokenFacts,
-    split: str,
-    indices: np.ndarray,
-    cut: Sequence[int],
-    tokenizer: Any,
-    found: Findings,
+    facts: TokenFacts, split: str, indices: np.ndarray, cut: Sequence[int], tokenizer: Any, found: Findings
 ) -> None:
     """Report rows whose tokens are wrong.
 
     Args:
-        indices: the index in its split of each encoded example.
-        cut: encoded examples that were cut: they lack the end of the turn, and are reported as cut instead.
+        indices: each encoded example's index in the split.
+        cut: indices of the encoded examples that were truncated, and lack the end of the turn for that reason.
     """
     unended = ~facts.ends & ~np.isin(facts.indices, np.array(cut, dtype=np.int64))
     faults = {"D304": unended, "D305": facts.bos_twice, "D306": facts.unknown}
@@ -126,7 +121,7 @@ def report_tokens(
 
 
 def report_labels(store: TokenStore, split: str, indices: np.ndarray, pad_token_id: int, found: Findings) -> int:
-    """Collate some rows as training does, and report those whose labels are not the answer; returns how many."""
+    """Collate some rows as training does, and report those whose labels are wrong; return how many were collated."""
     some = store.some(_COLLATED)
     for at in range(0, len(some), _TOGETHER):
         rows = some[at : at + _TOGETHER]
@@ -137,7 +132,7 @@ def report_labels(store: TokenStore, split: str, indices: np.ndarray, pad_token_
 
 
 def supervised_positions(rows: Sequence[Encoded], pad_token_id: int) -> list[list[int]]:
-    """The positions of the tokens that carry loss in each row, according to the collator of padded rows."""
+    """Return the positions of each row's tokens with loss, as the collator sets them; none if its targets differ."""
     batch = Batching("padded", tokens=1).batch(rows, pad_token_id, torch.device("cpu"))
     predicted = [torch.nonzero(mask).flatten() + 1 for mask in batch.keep]
     ids = batch.inputs["input_ids"]

@@ -1,4 +1,4 @@
-"""The tool `compare`: measures cells against each other, each a real launch, and writes tables and findings.
+"""The tool `compare`: launches a task's training under several settings, and writes tables and findings about them.
 
 No module here imports torch.
 """

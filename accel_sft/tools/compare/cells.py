@@ -1,4 +1,4 @@
-"""The cells of a comparison: every combination of the given values, each with its launch and its run's words."""
+"""Makes the cells of a comparison: one for each combination of the given values, with the command that starts it."""
 
 import dataclasses
 import hashlib
@@ -12,9 +12,9 @@ from typing import Any
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.options import Setting
-from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import PRECISION
 from accel_sft.launch.precision import expected, this_machine_computes_bf16
+from accel_sft.launch.read import launch_of_yaml
 from accel_sft.launch.recordable import masked_words, recordable
 
 SINGLE = "single"
@@ -31,12 +31,12 @@ class Cell:
 
     Attributes:
         name: the values of the varied options, as shown to the user.
-        folder: the name of its folder, made of its number and `name`.
+        folder: the name of the cell's folder, made of the cell's number and `name`.
         settings: every given value by option, the launcher's options included; secrets are left out.
         launch: backend, zero_stage, offload, processes and precision, read from the launch file and its flags.
         launcher: the command's words before `-m accel_sft`.
         words: the command's words after it: the task and the run's options.
-        environment: variables that its launch gets besides the user's own.
+        environment: environment variables that the cell's launch gets besides the user's own.
         fingerprint: SHA-256 of the launch file and of the DeepSpeed JSON that it names; "" without a launch file.
     """
 
@@ -64,10 +64,10 @@ class Cell:
 
 
 def values(setting: Setting, texts: Sequence[str], *, whole: bool = False) -> list[str]:
-    """The values given to an option, separated by commas or by repeating it; equal ones (1e-4, 0.0001) count once.
+    """Return the values in the texts given to an option, split at commas; equal values (1e-4, 0.0001) count once.
 
     Args:
-        whole: the values may contain commas, so each text is one value.
+        whole: whether values may contain commas, so that each text is one value.
     Raises:
         UserError: a value is empty, or the setting does not accept it.
     """
@@ -90,7 +90,7 @@ def product(
     options: Mapping[Setting, Sequence[str]],
     run_words: Sequence[str],
 ) -> tuple[list[Cell], list[str]]:
-    """Every combination of values as a cell, and the names of the options that vary; the last option changes fastest.
+    """Return every combination of values as a cell, the last option changing fastest, and the options that vary.
 
     Args:
         launches: launch files by the name they were given with; None for `SINGLE`, which ignores --num-processes.
@@ -131,6 +131,11 @@ def _name(chosen: Mapping[str, str], varied: Sequence[str]) -> str:
     return ", ".join(parts)
 
 
+def flag_of(name: str) -> str:
+    """Return an option's flag: `--max-length` for `max_length`."""
+    return f"--{name.replace('_', '-')}"
+
+
 def _words(setting: Setting, value: str) -> list[str]:
     if setting.type is bool:
         return [setting.flag if setting.read(value) else f"--no-{setting.flag[2:]}"]
@@ -138,14 +143,15 @@ def _words(setting: Setting, value: str) -> list[str]:
 
 
 def _read(file: Path | None, chosen: Mapping[str, str], flags: Sequence[str]) -> dict[str, Any]:
-    """The fields of `Cell` that say how it is launched, from its launch file and the launcher's flags."""
+    """Return the fields of `Cell` that say how it is launched, as its launch file and the launcher's flags decide."""
     if file is None:
         precision = chosen.get("mixed_precision")
-        facts = {"backend": "plain", "zero_stage": None, "offload": {"optimizer": "none", "param": "none"}}
+        nothing = {"optimizer": "none", "param": "none"}
+        facts: dict[str, Any] = {"backend": "plain", "zero_stage": None, "offload": nothing}
         facts |= {"processes": 1, "precision": precision or "no"}
         environment = {PRECISION: precision} if precision else {}
         return {"launch": facts, "launcher": (sys.executable,), "environment": environment, "fingerprint": ""}
-    launch = expected(Launch.from_yaml(file, *flags), this_machine_computes_bf16())
+    launch = expected(launch_of_yaml(file, *flags), this_machine_computes_bf16())
     if launch.machines > 1:
         raise UserError(
             f"--launch {chosen['launch']}: it is of {launch.machines} machines; compare starts launches here"
@@ -157,7 +163,7 @@ def _read(file: Path | None, chosen: Mapping[str, str], flags: Sequence[str]) ->
         "processes": launch.world_size,
         "precision": launch.precision[0],
     }
-    # port 0 takes a free one: a port that another launch uses would only fail later
+    # port 0 is any free port: a fixed one that another launch uses would make this launch fail, and only later
     words = ["-m", "accelerate.commands.launch", "--config_file", str(file), "--main_process_port", "0", *flags]
     content = launch.text + repr(launch.json)
     digest = hashlib.sha256(content.encode()).hexdigest()

@@ -21,24 +21,23 @@ from accel_sft.io.text import printable, shown
 from accel_sft.launch.launcher import under_launcher
 from accel_sft.launch.recordable import masked_words
 from accel_sft.launch.shipped import shipped
-from accel_sft.models.source import is_tiny
-from accel_sft.models.tiny import TINY_DEFAULTS
+from accel_sft.models.source import resolved
 from accel_sft.tools.compare import rounds
-from accel_sft.tools.compare.cells import OWN_COMMAS, PRECISIONS, SINGLE, Cell, product, values
+from accel_sft.tools.compare.cells import OWN_COMMAS, PRECISIONS, SINGLE, Cell, flag_of, product, values
 from accel_sft.tools.compare.record import open_record
 from accel_sft.tools.compare.summary import completed
 
 DEFAULTS = {"eval_every": "epoch", "save_every": "off"}
 """Options that a compared run gets unless the user gives them."""
 TRACED_STEPS = 5
-"""First steps that --profile slows: the third to the fifth are traced, after one step of warm-up."""
+"""Number of first steps that --profile slows: the third to the fifth are traced, after one step of warm-up."""
 PAGE = "comparison.html"
 _FILES = ("comparison.md", "comparison.csv", "comparison.json")
 _ITS_OWN = ("output_dir", "resume", "dry_run")
 """Options that the comparison sets for each run, so the user may not give them after --."""
 
 Parse = Callable[[Sequence[str]], tuple[set[str], Callable[[], tuple[TrainConfig, Task]]]]
-"""Takes a run's words; returns the names of the options in them, and a function that gives their settings and task."""
+"""Takes a run's words; returns the names of the options in them, and a function that gives the settings and task."""
 
 
 def run(
@@ -103,7 +102,7 @@ def run(
 def _page(folder: Path) -> str:
     """Write the page that `report` makes and return a line that says where it is.
 
-    An error while writing is only told: the measurements are already stored.
+    If the page cannot be written, the line says so, and nothing is raised: the measurements are already stored.
     """
     from accel_sft.tools.report.comparison import read_comparison
     from accel_sft.tools.report.page import render
@@ -111,8 +110,9 @@ def _page(folder: Path) -> str:
     try:
         page, _ = render([], [read_comparison(folder, folder.name)])
         write_atomically(folder / PAGE, page)
-    except OSError as error:
-        return f"{folder / PAGE}: cannot be written ({error.strerror}); `accel-sft report {folder}` makes it"
+    except (OSError, UserError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        return f"{folder / PAGE}: cannot be written ({reason}); `accel-sft report {folder}` makes it"
     return f"{folder / PAGE}: open it in a browser"
 
 
@@ -123,7 +123,7 @@ def _cells(
     asked: Mapping[str, Any],
     parse: Parse,
 ) -> tuple[list[Cell], list[str], dict[str, list[str]]]:
-    """The cells, the names of the options that vary, and all given values by option."""
+    """Return the cells, the names of the options that vary, and all given values by option."""
     options: dict[Setting, list[str]] = {}
     whole = _whole(task_class, offers)
     for settings in offers.values():
@@ -134,16 +134,16 @@ def _cells(
     words = list(asked["run_words"])
     behind = parse(words)[0]
     for name in sorted(behind & {*_ITS_OWN}):
-        raise UserError(f"--{name.replace('_', '-')} behind --: each run has its own from the comparison; leave it out")
+        raise UserError(f"{flag_of(name)} behind --: each run has its own from the comparison; leave it out")
     if twice := [setting.flag for setting in options if setting.name in behind]:
         raise UserError(f"{', '.join(twice)}: given before and behind --; keep one")
     named = {setting.name for setting in options} | behind
     if asked["config_file"]:
         words = ["--config", str(expanded(asked["config_file"], "--config").absolute()), *words]
         named |= load_yaml(asked["config_file"], *offers)[0].keys()
-    usual = [word for name, value in DEFAULTS.items() if name not in named for word in (f"--{_dashed(name)}", value)]
+    usual = [word for name, value in DEFAULTS.items() if name not in named for word in (flag_of(name), value)]
     processes = _numbers("--num-processes", asked["num_processes"])
-    precisions = list(dict.fromkeys(part.strip() for text in asked["mixed_precision"] for part in text.split(",")))
+    precisions = _parts(asked["mixed_precision"])
     if wrong := [part for part in precisions if part not in PRECISIONS]:
         raise UserError(f"--mixed-precision {wrong[0]!r}: not one of {', '.join(PRECISIONS)}")
     launches = _launches(asked["launch"] or (SINGLE,))
@@ -157,34 +157,37 @@ def _cells(
 
 def _launches(texts: Sequence[str]) -> dict[str, Path | None]:
     """Launch files by the names they were given with."""
-    names = dict.fromkeys(part.strip() for text in texts for part in text.split(","))
-    return {name: None if name == SINGLE else shipped().get(name) or _yaml(name) for name in names}
-
-
-def _yaml(name: str) -> Path:
-    path = expanded(name, "--launch")
-    if not path.is_file():
-        raise UserError(f"--launch {name!r}: no file, no name that `accel-sft launch-file` lists, and not {SINGLE}")
-    return path.absolute()
+    found: dict[str, Path | None] = {}
+    for name in _parts(texts):
+        found[name] = None if name == SINGLE else shipped().get(name) or expanded(name, "--launch").absolute()
+        if (file := found[name]) and not file.is_file():
+            raise UserError(f"--launch {name!r}: no file, no name that `accel-sft launch-file` lists, and not {SINGLE}")
+    return found
 
 
 def _numbers(flag: str, texts: Sequence[str]) -> list[str]:
-    found = [part.strip() for text in texts for part in text.split(",")]
+    found = _parts(texts)
     if wrong := [part for part in found if not part.isdecimal() or int(part) < 1]:
         raise UserError(f"{flag} {wrong[0]!r}: expected whole numbers from 1, commas between")
-    return list(dict.fromkeys(found))
+    return found
+
+
+def _parts(texts: Sequence[str]) -> list[str]:
+    """Return the parts of the texts between commas, each part once."""
+    return list(dict.fromkeys(part.strip() for text in texts for part in text.split(",")))
 
 
 def _check(cells: Sequence[Cell], discard_steps: int, parse: Parse) -> tuple[list[TrainConfig], list[Task]]:
-    """The settings and the task of every cell; raises UserError with the problems of all cells together."""
-    configs, tasks, problems = [], [], []
+    """Return the settings and the task of every cell, or raise UserError with the problems of all cells together."""
+    configs, tasks = [], []
+    problems: list[str] = []
     for cell in cells:
         try:
             config, task = parse(cell.words[1:])[1]()
         except UserError as error:
             problems += error.problems
             continue
-        config = config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
+        config = resolved(config)
         if config.max_steps is not None and config.max_steps <= discard_steps:
             told = f"--max-steps {config.max_steps}: the first {discard_steps} are not counted (--discard-steps)"
             problems.append(f"{told}; train more steps, or discard fewer")
@@ -196,7 +199,7 @@ def _check(cells: Sequence[Cell], discard_steps: int, parse: Parse) -> tuple[lis
     if all(config.adapter == "none" for config in configs):
         varied = [name for name in OF_ADAPTERS if len({getattr(config, name) for config in configs}) > 1]
         told = "all cells would train the same, as --adapter none has no adapter; add -- --adapter lora"
-        problems += [f"--{_dashed(name)}: {told}" for name in varied]
+        problems += [f"{flag_of(name)}: {told}" for name in varied]
     if problems:
         raise UserError(*dict.fromkeys(problems))
     return configs, tasks
@@ -214,7 +217,7 @@ def _fingerprints(cells: Sequence[Cell], config_file: str | None, task_class: ty
 def _whole(task_class: type[Task], offers: Mapping[type, Sequence[Setting]]) -> set[str]:
     """The options whose values may contain commas, so they are never split at commas."""
     texts = {each.flag for each in offers[task_class] if each.type is str and not each.choices}
-    return texts | {f"--{_dashed(name)}" for name in OWN_COMMAS}
+    return texts | set(map(flag_of, OWN_COMMAS))
 
 
 def _command(task: str, given: Mapping[str, Sequence[str]], asked: Mapping[str, Any], whole: Collection[str]) -> str:
@@ -237,10 +240,8 @@ def _describe(record: Mapping[str, Any], folder: Path, cells: Sequence[Cell]) ->
     rounds_of = f"{len(cells)}, {record['repeat']} round{'s' if record['repeat'] > 1 else ''}"
     rows = [("folder", str(folder)), ("cells", rounds_of + (f"; {done} runs are done already" if done else ""))]
     for entry in record["cells"]:
-        launch, offload = (
-            entry["launch"],
-            [what for what, place in entry["launch"]["offload"].items() if place != "none"],
-        )
+        launch = entry["launch"]
+        offload = [what for what, place in launch["offload"].items() if place != "none"]
         stage = "" if launch["zero_stage"] is None else f" ZeRO-{launch['zero_stage']}"
         count = f"{launch['processes']} process{'es' if launch['processes'] > 1 else ''}"
         offloads = f", {' and '.join(offload)} offloaded" if offload else ""
@@ -249,7 +250,3 @@ def _describe(record: Mapping[str, Any], folder: Path, cells: Sequence[Cell]) ->
         rows.append(("cell", f"{entry['name']}: {how}; {share}"))
     for name, text in rows:
         print(wrapped(printable(f"{name:<8}  {text}"), 10), file=terminal())
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")

@@ -1,9 +1,10 @@
-"""States a comparison's findings in sentences: fastest, leanest, what offload costs, and what cannot be decided."""
+"""States a comparison's findings in sentences: which cell is fastest, which needs least memory, what offload costs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from accel_sft.io.text import shown
+from accel_sft.tools.compare.cells import flag_of
 from accel_sft.tools.compare.outcome import COMPLETE
 from accel_sft.tools.compare.remarks import remarks
 from accel_sft.tools.compare.sweep import best_settings, costs_alike
@@ -12,11 +13,11 @@ from accel_sft.tools.compare.tables import percent
 Cell = Mapping[str, Any]
 SPEED = "tokens_per_second"
 _SAME_MEMORY = 0.01
-"""Relative difference of peak memory that counts as none, since memory varies from run to run."""
+"""Relative difference up to which peaks of memory count as equal, since memory varies from run to run."""
 
 
 def findings(record: Mapping[str, Any]) -> list[str]:
-    """One or two sentences for each finding; speed is compared in tokens/s, which allows for other batch sizes.
+    """Return one or two sentences for each finding; speed is compared in tokens/s, as batch sizes may differ.
 
     A sweep's findings begin with the settings that learn best, and mention speed only if a varied option affects it.
     """
@@ -34,13 +35,13 @@ def findings(record: Mapping[str, Any]) -> list[str]:
 
 
 def decided(one: Cell, other: Cell, key: str = SPEED) -> bool | None:
-    """Whether the medians of two cells differ by more than the rounds of either; None if a cell ran only once."""
+    """Whether two cells' medians differ by more than the rounds of either cell; None if a cell has only one round."""
     spreads, (a, b) = [cell["spread"][key] for cell in (one, other)], (one["median"][key], other["median"][key])
     return None if None in spreads else abs(a - b) / max(a, b) > max(spreads)
 
 
 def memory_key(cells: Sequence[Cell]) -> tuple[str, str]:
-    """The key of the memory that is compared, and its name: GPU memory if any cell used a GPU, else host memory."""
+    """Return key and name of the memory to compare: a GPU's if any cell used a GPU, else the host's."""
     if any(cell["median"]["peak_device_memory_gib"] for cell in cells):
         return "peak_device_memory_gib", "memory of a GPU"
     return "peak_host_memory_gib", "host memory of a rank"
@@ -135,7 +136,7 @@ def _is_stage_below(other: Cell, cell: Cell) -> bool:
 
 
 def _options(measured: Sequence[Cell], varied: Sequence[str]) -> Iterator[str]:
-    """The fastest value of each varied option, all else being equal; nothing if only one option varies."""
+    """Yield a sentence on the fastest value of each varied option, all else being equal, if several options vary."""
     for name in (name for name in varied if name != "launch" and len(varied) > 1):
         groups: list[list[Cell]] = []
         for cell in measured:
@@ -143,7 +144,7 @@ def _options(measured: Sequence[Cell], varied: Sequence[str]) -> Iterator[str]:
             groups.append([cell]) if group is None else group.append(cell)
         ranked = [sorted(group, key=lambda cell: cell["median"][SPEED]) for group in groups if len(group) > 1]
         clear = [group for group in ranked if decided(group[0], group[-1]) is not False]
-        flag = f"--{name.replace('_', '-')}"
+        flag = flag_of(name)
         if not ranked:
             continue
         if not clear:

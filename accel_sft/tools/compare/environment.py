@@ -1,17 +1,16 @@
 """Describes the machine and software of a comparison for its record, without torch."""
 
-import contextlib
 import importlib.metadata
 import os
 import platform
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from accel_sft.launch.environment import usable_cores
+from accel_sft.launch.precision import cpu_name
 from accel_sft.launch.recordable import recordable, versions
 
 _VARIABLES = re.compile(r"(ACCELERATE|ACCEL_SFT|CUDA|DS|GLOO|HF|MKL|NCCL|OMP|OPENBLAS|PYTORCH|TORCH|TRITON)_")
@@ -20,36 +19,27 @@ _VARIABLES = re.compile(r"(ACCELERATE|ACCEL_SFT|CUDA|DS|GLOO|HF|MKL|NCCL|OMP|OPE
 
 def environment() -> dict[str, Any]:
     """Versions, platform, cores, host memory, devices and environment variables; secrets are left out."""
-    memory = psutil.virtual_memory()
-    driver, devices = _devices()
+    driver, gpus = nvidia_gpus()
     return {
         "versions": versions(),
-        "packages": {each.name: each.version for each in sorted(importlib.metadata.distributions(), key=_name)},
+        "packages": {
+            each.name: each.version
+            for each in sorted(importlib.metadata.distributions(), key=lambda each: (each.name or "").lower())
+        },
         "python": sys.executable,
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": cpu_name(),
         "cores": usable_cores(),
-        "host_memory_gib": memory.total / 2**30,
+        "host_memory_gib": psutil.virtual_memory().total / 2**30,
         "driver": driver,
-        "devices": devices,
+        "devices": gpus,
         "variables": {
             key: recordable(value, key) for key, value in sorted(os.environ.items()) if _VARIABLES.match(key)
         },
     }
 
 
-def _name(distribution: importlib.metadata.Distribution) -> str:
-    return (distribution.name or "").lower()
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        if found := re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M):
-            return found[1]
-    return platform.processor() or platform.machine()
-
-
-def _devices() -> tuple[str | None, list[dict[str, Any]]]:
+def nvidia_gpus() -> tuple[str | None, list[dict[str, Any]]]:
     """The NVIDIA driver's version, and each GPU's name and memory; None and [] if NVML finds no driver."""
     import pynvml
 

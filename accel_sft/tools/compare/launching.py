@@ -14,8 +14,8 @@ _MARK = "ACCEL_SFT_COMPARED"
 """Environment variable holding the run's folder, which marks all processes of a launch, orphans included."""
 GRACE_SECONDS = 10.0
 """Seconds that processes have to end after SIGTERM, before SIGKILL."""
-_LOOK_SECONDS = 0.5
-"""Seconds between two looks at a running launch."""
+_POLL_SECONDS = 0.5
+"""Seconds between two polls of a running launch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,16 +33,18 @@ def launch(
     folder: Path,
     log: Path,
     limit_seconds: float,
-    on_look: Callable[[], None],
+    on_poll: Callable[[], None],
 ) -> Ended:
-    """Run `command` to its end, in the user's environment and in its own session, so that Ctrl-C reaches only us.
+    """Run `command` until it ends or `limit_seconds` have passed. It has a session of its own, so that Ctrl-C reaches
+    this process only.
 
     However the call ends, even by an interrupt, no process of the launch is left.
 
     Args:
+        environment: variables that are added to this process's.
         folder: the run's folder, with which its processes are marked.
         log: the file that gets all output.
-        on_look: called twice a second.
+        on_poll: called after each poll, while the launch runs.
     """
     began = time.monotonic()
     mine = {**os.environ, **environment, _MARK: str(folder)}
@@ -54,11 +56,11 @@ def launch(
             )
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_LOOK_SECONDS)
+                process.wait(_POLL_SECONDS)
                 break
             if over_time := time.monotonic() - began > limit_seconds:
                 break
-            on_look()
+            on_poll()
         seconds = time.monotonic() - began
     finally:
         end_all(folder)
@@ -66,7 +68,7 @@ def launch(
 
 
 def end_all(folder: Path) -> None:
-    """End all processes of the launch of this run's folder: by SIGTERM, and after `GRACE_SECONDS` by SIGKILL."""
+    """End all processes that are marked with `folder`: by SIGTERM, and after `GRACE_SECONDS` by SIGKILL."""
     try:
         found = _marked(folder)
         for process in found:

@@ -9,44 +9,44 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.io.files import read_json
+from accel_sft.io.files import mapping, read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
 from accel_sft.tracking.metrics_file import read_lines
 from accel_sft.tracking.run_report import is_number
-from accel_sft.tracking.trace import batch_share
+from accel_sft.tracking.time_spent import BATCHES
 
-NUMBERS = (
-    "median_step_seconds",
-    "step_seconds_spread",
-    "tokens_per_second",
-    "peak_device_memory_gib",
-    "mean_device_memory_gib",
-    "device_percent",
-    "cpu_percent",
-    "peak_host_memory_gib",
-    "host_memory_all_ranks_gib",
-    "metric_after",
-    "eval_loss_after",
-    "seconds",
-)
-"""The keys of a run's record of which a cell has the median and the spread."""
-
+NUMBERS = {
+    "median_step_seconds": "step time (s)",
+    "step_seconds_spread": "spread of step times within a run",
+    "tokens_per_second": "tokens/s",
+    "peak_device_memory_gib": "peak device memory, largest rank (GiB)",
+    "mean_device_memory_gib": "mean device memory, largest rank (GiB)",
+    "device_percent": "device use, mean of ranks (%)",
+    "cpu_percent": "CPU use, all ranks (100% = one core)",
+    "peak_host_memory_gib": "peak host memory, largest rank (GiB)",
+    "host_memory_all_ranks_gib": "host memory, all ranks (GiB)",
+    "metric_after": "metric after training",
+    "eval_loss_after": "validation loss after training",
+    "seconds": "launch to end (s)",
+}
+"""Numbers of a run's record, with their titles in tables. A cell (all runs with the same settings) has the median and
+the spread of each over its runs."""
 
 _END_BYTES = 4096
 """Bytes read from the end of metrics.jsonl to find the newest step."""
 
 
 def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
-    """What the run recorded before it ended, for whatever reason; a value that is missing or malformed is None.
+    """What the run recorded, even if it failed or was killed. A missing or malformed value is None.
 
     Args:
         discard_steps: number of first steps whose time is not counted.
     """
     steps = training_lines(run_dir)
-    result, record = (_read(path) for path in (run_dir.result, run_dir.record))
-    launch, after = _mapping(record.get("launch")), _mapping(result.get("after"))
-    host, ranks = _mapping(launch.get("host")), _mappings(result.get("system"))
+    result, record = (read_object(path) for path in (run_dir.result, run_dir.record))
+    launch, after = mapping(record.get("launch")), mapping(result.get("after"))
+    host, ranks = mapping(launch.get("host")), _mappings(result.get("system"))
     found = {
         "steps": len(steps),
         "total_steps": _number(record.get("total_steps")),
@@ -62,16 +62,17 @@ def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
         "batching": result.get("batching"),
         "memory": _memory(result) or None,
         "phases": _phases(result),
-        "batch_share": batch_share(run_dir.profile),
+        "batch_share": _batch_share(result),
         "data_sha256": record.get("data_sha256"),
         "environment": {
             **{key: launch.get(key) for key in ("device", "precision", "threads_per_process", "communication")},
             "cores": host.get("cores"),
             "platform": host.get("platform"),
-            "versions": _mapping(launch.get("versions")) or None,
+            "versions": mapping(launch.get("versions")) or None,
         },
     }
-    return json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))  # UTF-8 has no lone surrogates
+    # UTF-8 cannot hold lone surrogates: each becomes "?"
+    return json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
 
 
 def training_lines(run_dir: RunDir) -> list[dict[str, Any]]:
@@ -125,19 +126,22 @@ def _phases(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [*found.values()]
 
 
+def _batch_share(result: Mapping[str, Any]) -> float | None:
+    """The share of the steps' time that rank 0 spent reading rows and making batches; None if not recorded."""
+    spent = mapping(result.get("time_spent"))
+    seconds, batches = (_number(part) for part in (spent.get("seconds"), mapping(spent.get("parts")).get(BATCHES)))
+    return batches / seconds if batches is not None and seconds else None
+
+
 def _memory(result: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Predicted and measured GiB by place (device or host) and phase, if both are recorded."""
     found: dict[str, dict[str, Any]] = {}
-    for place, phases in _mapping(result.get("memory")).items():
-        for phase, pair in _mapping(phases).items():
-            predicted, measured = (_number(_mapping(pair).get(key)) for key in ("predicted_gib", "measured_gib"))
+    for place, phases in mapping(result.get("memory")).items():
+        for phase, pair in mapping(phases).items():
+            predicted, measured = (_number(mapping(pair).get(key)) for key in ("predicted_gib", "measured_gib"))
             if predicted is not None and measured:
                 found.setdefault(place, {})[phase] = pair
     return found
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
@@ -148,17 +152,16 @@ def _number(value: Any) -> Any:
     return value if is_number(value) else None
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a run's file; {} if the run was killed before or while it wrote the file."""
     try:
-        content = read_json(path)
+        return mapping(read_json(path))
     except UserError:
         return {}
-    return _mapping(content)
 
 
 def _of(ranks: Sequence[Mapping[str, Any]], kind: str, field: str) -> list[float]:
-    return [_mapping(rank[kind])[field] for rank in ranks if is_number(_mapping(rank.get(kind)).get(field))]
+    return [mapping(rank[kind])[field] for rank in ranks if is_number(mapping(rank.get(kind)).get(field))]
 
 
 def _mean(numbers: Sequence[float]) -> float | None:

@@ -1,16 +1,13 @@
-"""Decides how a run ended: one word, and as the reason the last line of the run's own message."""
+"""Decides how a run ended: its status in a word or two, and a reason, mostly the last line of the run's own message."""
 
 import re
 import signal
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from accel_sft.api.errors import UserError
-from accel_sft.io.files import read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.tools.compare.launching import Ended
+from accel_sft.tools.compare.measured import read_object
 
 COMPLETE, FAILED, OUT_OF_MEMORY, HUNG, KILLED, TIME_LIMIT = STATUSES = (
     "complete",
@@ -26,27 +23,27 @@ _MESSAGES = {
         r"out of (device )?memory|OutOfMemoryError|can't allocate memory|^MemoryError", re.I | re.M
     ),
     HUNG: re.compile(r"nothing has moved for \d+ seconds"),
-    KILLED: re.compile(r"was killed \(signal 9"),
+    KILLED: re.compile(r"(was|were) killed \(signal 9"),
 }
-"""Patterns in a run's message that tell its status, in the words of the trainer, torch and the launcher."""
+"""Patterns of messages by the status that they reveal: messages of the trainer, torch and the launcher."""
 _WAITING = re.compile(r".{1,200}: \d+ s so far")
 _TAIL_BYTES = 1 << 16
 
 
 def outcome(ended: Ended, run_dir: RunDir, log: Path, limit_seconds: float) -> tuple[str, str]:
-    """How a launch ended: one of STATUSES, and the reason, which is "" if complete."""
-    result, printed = _read_result(run_dir), _tail(log)
+    """Return how a launch ended: one of STATUSES, and the reason, which is "" if the run is complete."""
+    result, printed = read_object(run_dir.result), _tail(log)
     if ended.over_time:
         return TIME_LIMIT, f"not done after {limit_seconds / 60:g} minutes (--time-limit)"
     if result.get("status") == "complete" and ended.returncode == 0:
         return COMPLETE, ""
     message = result["error"] if isinstance(result.get("error"), str) else _last_message(printed)
     reason = one_line((message.strip().splitlines() or ["it printed nothing"])[-1], LONGEST_ERROR)
-    # a killed process writes no message: its launcher's summary tells
     told = message if result.get("error") else printed
-    by_signal = ended.returncode == -signal.SIGKILL or (not result.get("error") and "SIGKILL" in printed)
-    if by_signal:
-        return KILLED, "killed (signal 9, as the system does when memory runs out)"
+    # a killed process writes no message, and other ranks may not know how it ended, but the launcher's summary does
+    unexplained = not result.get("error") or "ended without an error message" in message
+    if ended.returncode == -signal.SIGKILL or (unexplained and "SIGKILL" in printed):
+        return KILLED, "killed (signal 9, which the kernel sends when memory runs out)"
     for status, words in _MESSAGES.items():
         if words.search(told):
             return status, reason
@@ -62,15 +59,6 @@ def waited_for(log: Path) -> str:
     return one_line(last) if _WAITING.fullmatch(last) else ""
 
 
-def _read_result(run_dir: RunDir) -> Mapping[str, Any]:
-    """The run's result.json; {} if the run was killed before or while it wrote the file."""
-    try:
-        result = read_json(run_dir.result)
-    except UserError:
-        return {}
-    return result if isinstance(result, dict) else {}
-
-
 def _tail(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(0, 2)
@@ -79,7 +67,7 @@ def _tail(log: Path) -> str:
 
 
 def _last_message(printed: str) -> str:
-    """The first "Error: " line of ours if there is one, else Python's last exception, else the last line."""
+    """Return the text of the first "Error: " line, which is ours, else Python's last exception, else the last line."""
     if own := re.search(r"^Error: (.*)", printed, re.M):
         return own[1]
     raised = re.findall(r"^[\w.]*(?:Error|Exception|Interrupt)\b.*", printed, re.M)

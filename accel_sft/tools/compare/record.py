@@ -14,25 +14,25 @@ from accel_sft.tools.compare.cells import Cell
 from accel_sft.tools.compare.environment import environment
 from accel_sft.tools.compare.measured import measure
 from accel_sft.tools.compare.outcome import STATUSES
+from accel_sft.tools.report.comparison import SCHEMA
+from accel_sft.tools.report.runs import COMPARISON
 
-SCHEMA = 1
-FILE = "comparison.json"
 _RECORD = {"task": str, "given": dict, "fingerprints": dict, "discard_steps": int, "cells": list, "environment": dict}
 _ENTRY = {"name": str, "runs": list}
 _RUN = {"round": int, "status": str, "reason": str, "folder": str, "log": str, "environment": dict}
-"""The keys and types that resuming needs of a record, of each of its cells and of each run; the rest is made again."""
+"""Keys and types that a resume needs in a record, in each of its cells and in each run; the rest is made again."""
 
 
 def open_record(folder: Path, wanted: Mapping[str, Any], cells: Sequence[Cell]) -> dict[str, Any]:
-    """The record of the comparison in `folder`: a new one, or the one that was interrupted there.
+    """Return the record of the comparison in `folder`: a new record, or the one that an earlier start left there.
 
     Args:
         wanted: `task`, `given` (values by option), `fingerprints` (of files by option) and `discard_steps`, which must
-            be the same as in an interrupted one; `repeat`, `time_limit_minutes`, `command` and others may change.
+            be the same as in an earlier record; `repeat`, `time_limit_minutes` and all other keys may change.
     Raises:
         UserError: the folder holds something else, or a comparison with other settings (one line for each difference).
     """
-    path = folder / FILE
+    path = folder / COMPARISON
     if not path.exists():
         if {*folder.iterdir()} - {*abandoned(folder)}:
             raise UserError(f"--output-dir {folder}: not empty, and no comparison; name another folder")
@@ -55,7 +55,7 @@ def open_record(folder: Path, wanted: Mapping[str, Any], cells: Sequence[Cell]) 
 
 
 def _still_there(folder: Path, cell: Cell, runs: Sequence[Any], discard_steps: int) -> Iterator[dict[str, Any]]:
-    """The runs of a cell that need not be made again, with their numbers read again from their folders.
+    """Yield the runs of a cell that need not be made again, with their numbers read again from their folders.
 
     A run whose folder was deleted is made again.
     """
@@ -74,7 +74,7 @@ def _has(value: Any, form: Mapping[str, type]) -> bool:
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """Replace comparison.json; NaN becomes null."""
-    write_atomically(folder / FILE, json.dumps(json_safe(record), indent=1, ensure_ascii=False) + "\n")
+    write_atomically(folder / COMPARISON, json.dumps(json_safe(record), indent=1, ensure_ascii=False) + "\n")
 
 
 def _entry(cell: Cell) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from accel_sft.tracking.run_report import is_number
 
 Cell = Mapping[str, Any]
 _LITTLE = 0.05
-"""Share of a step's time below which saving it is not worth while."""
+"""Share of a step's time that making batches may take before a faster disk or processor is worth while."""
 
 
 def remarks(record: Mapping[str, Any]) -> list[str]:
@@ -22,13 +22,13 @@ def remarks(record: Mapping[str, Any]) -> list[str]:
 
 
 def _predictions(cells: Sequence[Cell]) -> Iterator[str]:
-    """The error of the predicted peaks of memory."""
-    errors = {}
-    for cell in cells:
-        for place, (predicted, measured) in (
-            each for run in completed(cell)[:1] for each in predicted_peaks(run).items()
-        ):
-            errors[f"{cell['name']}, {place}"] = (predicted - measured) / measured
+    """Say by how much the predicted peaks of memory were wrong."""
+    errors = {
+        f"{cell['name']}, {place}": (predicted - measured) / measured
+        for cell in cells
+        for run in completed(cell)[:1]
+        for place, (predicted, measured) in predicted_peaks(run).items()
+    }
     if errors:
         worst = max(errors, key=lambda name: abs(errors[name]))
         mean = sum(map(abs, errors.values())) / len(errors)
@@ -39,16 +39,16 @@ def _predictions(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def _batches(cells: Sequence[Cell]) -> Iterator[str]:
-    """The share of a step that reading rows and making batches takes, from the traces of runs with --profile."""
+    """Say which share of a step reading rows and making batches takes at most."""
     shares = {}
     for cell in cells:
-        for traced in (run["batch_share"] for run in completed(cell) if run["batch_share"]):
-            share = traced["batch_seconds"] / traced["step_seconds"]
-            shares[cell["name"]] = max(share, shares.get(cell["name"], 0.0))
+        found = [run["batch_share"] for run in completed(cell) if run["batch_share"] is not None]
+        if found:
+            shares[cell["name"]] = max(found)
     if not shares:
         return
     name = max(shares, key=lambda each: shares[each])
-    told = f"Reading rows and making batches takes {percent(shares[name])} of a traced step at most ({name})"
+    told = f"Reading rows and making batches takes {percent(shares[name])} of a step at most ({name})"
     if shares[name] < _LITTLE:
         yield f"{told}, which matters little."
     else:

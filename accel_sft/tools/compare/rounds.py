@@ -46,7 +46,7 @@ def run(record: dict[str, Any], folder: Path, cells: Sequence[Cell], *, keep_wei
         Interrupted: SIGINT, SIGTERM or SIGHUP was received.
     """
     console = Console(file=terminal(), highlight=False, width=columns())
-    _update(record, folder)  # so that it can resume even if killed in its first run
+    _update(record, folder)  # so that the comparison can resume even if it is killed in its first run
     try:
         with _signals_interrupt(), console.status("", refresh_per_second=2) as status:
             for number, cell, entry in _due(record, cells):
@@ -60,8 +60,8 @@ def run(record: dict[str, Any], folder: Path, cells: Sequence[Cell], *, keep_wei
     except KeyboardInterrupt as interruption:
         record["status"] = "interrupted"
         _update(record, folder)
-        told = f"{interruption}; to go on: {_resuming(record, folder)}"
-        raise _with_message(interruption, told) from None
+        interruption.args = (f"{interruption}; to go on: {_resuming(record, folder)}",)
+        raise interruption from None
     record["status"] = "complete"
     _update(record, folder)
     console.print(terminal_table(record))
@@ -70,7 +70,7 @@ def run(record: dict[str, Any], folder: Path, cells: Sequence[Cell], *, keep_wei
 
 
 def _due(record: dict[str, Any], cells: Sequence[Cell]) -> Iterator[tuple[int, Cell, dict[str, Any]]]:
-    """Round, cell and its entry for every run still to be made; a cell without a completed run is not tried again."""
+    """Yield round, cell and record entry of each run still to be made; a cell is given up if all its runs failed."""
     for number in range(1, record["repeat"] + 1):
         for cell, entry in zip(cells, record["cells"], strict=True):
             failed = entry["runs"] and not completed(entry)
@@ -79,7 +79,7 @@ def _due(record: dict[str, Any], cells: Sequence[Cell]) -> Iterator[tuple[int, C
 
 
 def _left(record: dict[str, Any]) -> int:
-    """How many runs are still to be made, if none fails."""
+    """Return how many runs are still to be made if no cell is given up from now on."""
     tried = [entry for entry in record["cells"] if completed(entry) or not entry["runs"]]
     return sum(record["repeat"] - len(entry["runs"]) for entry in tried)
 
@@ -100,7 +100,7 @@ def _run_cell(record: dict[str, Any], folder: Path, cell: Cell, number: int, sta
         waits = "" if step else waited_for(log)
         told = f"{of}, {f'step {step}' if step else waits or 'starting'}, {time.monotonic() - began:.0f} s"
         status.update(Text(printable(told), no_wrap=True, overflow="ellipsis"))
-        if waits not in ("", said) and not status.console.is_terminal:  # no line is updated in place there
+        if waits not in ("", said) and not status.console.is_terminal:  # only a terminal has a status line
             status.console.print(printable(f"{of}: {waits}"), markup=False, soft_wrap=True)
             said = waits
 
@@ -114,7 +114,7 @@ def _run_cell(record: dict[str, Any], folder: Path, cell: Cell, number: int, sta
         shutil.rmtree(run_dir.path, ignore_errors=True)
         raise
     word, reason = outcome(ended, run_dir, log, limit)
-    run_dir.path.mkdir(exist_ok=True)  # if the launch failed before it: an existing folder marks the run as made
+    run_dir.path.mkdir(exist_ok=True)  # a launch that failed early made none, but a folder marks the run as made
     measured = measure(run_dir, record["discard_steps"])
     return {
         "round": number,
@@ -154,7 +154,7 @@ def _tell(console: Console, of: str, run: dict[str, Any]) -> None:
 
 
 def _resuming(record: dict[str, Any], folder: Path) -> str:
-    """The command that resumes the comparison: the one that was given, with --output-dir added if it had none."""
+    """Return the command that resumes the comparison: the user's command, with --output-dir if it had none."""
     words = shlex.split(record["command"])
     if "--output-dir" in words:
         return record["command"]
@@ -162,14 +162,9 @@ def _resuming(record: dict[str, Any], folder: Path) -> str:
     return shlex.join([*words[:end], "--output-dir", str(folder), *words[end:]])
 
 
-def _with_message(interruption: KeyboardInterrupt, text: str) -> KeyboardInterrupt:
-    interruption.args = (text,)
-    return interruption
-
-
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """While inside, SIGINT, SIGTERM and SIGHUP (a closed terminal) raise `Interrupted`, unless ignored (nohup)."""
+    """Context manager in which SIGINT, SIGTERM and SIGHUP raise `Interrupted`, unless they are ignored (nohup)."""
 
     def raise_it(number: int, frame: FrameType | None) -> None:
         raise Interrupted(number)

@@ -14,7 +14,7 @@ from accel_sft.tracking.run_report import is_number
 EXECUTION = LAYOUT | {"launch", "num_processes", "mixed_precision"}
 """Settings that decide how a step is executed, not what it computes."""
 _VOLATILE = ("load_before", "free_host_memory_before_gib")
-"""Facts that change from run to run, listed for every run even if equal."""
+"""Facts that change from run to run, and are listed for every run even if all runs have the same."""
 
 
 def summarise(record: dict[str, Any], folder: Path) -> None:
@@ -53,10 +53,10 @@ def learns_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _loss_difference(cell: Mapping[str, Any], cells: Sequence[Mapping], folder: Path) -> dict[str, Any] | None:
-    """The largest relative difference, at equal steps, between this cell's loss curves and the reference's first one.
+    """Return the largest relative difference, at equal steps, of this cell's loss curves from a reference run's curve.
 
-    The reference is the first completed cell that learns alike. None for the reference itself, and if there is nothing
-    to compare.
+    The reference is the first completed run of the first cell that learns alike. None for that cell itself, and if
+    there is nothing to compare.
     """
     first = next((other for other in cells if completed(other) and learns_alike(other, cell)), None)
     if first is None or first is cell or not completed(cell):
@@ -77,7 +77,7 @@ def _losses(folder: Path, run: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _settings(cells: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The values of the varied options by cell, and the launch facts that differ between cells."""
+    """Return the varied options, and the facts about launches that differ, each with its values by cell."""
     found = {name: {cell["name"]: cell["settings"].get(name) for cell in cells} for name in varied}
     for key in cells[0]["launch"]:
         values = {cell["name"]: cell["launch"][key] for cell in cells}
@@ -87,7 +87,7 @@ def _settings(cells: Sequence[Mapping[str, Any]], varied: Sequence[str]) -> dict
 
 
 def _environment(cells: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Facts that differ between runs, by run: versions, device, cores, data; load and free memory always."""
+    """Return facts by run: load and free memory, and whichever of versions, device, cores and data differ."""
     runs = {f"{cell['name']}, round {run['round']}": run for cell in cells for run in cell["runs"]}
     known = {name: _flat(run) for name, run in runs.items()}
     found = {}
@@ -101,7 +101,7 @@ def _environment(cells: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]
 def _flat(run: Mapping[str, Any]) -> dict[str, Any]:
     about = run["environment"]
     versions = {f"{name} version": version for name, version in (about.get("versions") or {}).items()}
-    # these follow from the launch, and are listed with the settings
-    rest = {key: value for key, value in about.items() if key not in ("versions", "precision", "communication")}
-    rest.pop("threads_per_process", None)
+    # versions are added one by one; the other facts follow from the launch, and are listed with the settings
+    elsewhere = ("versions", "precision", "communication", "threads_per_process")
+    rest = {key: value for key, value in about.items() if key not in elsewhere}
     return {**rest, **versions, "data": run.get("data_sha256")}

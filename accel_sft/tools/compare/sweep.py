@@ -1,4 +1,4 @@
-"""Ranks settings by the task's metric, for a comparison that varies what a step computes."""
+"""Ranks the settings of a sweep, which is a comparison that varies what a step computes, by the task's metric."""
 
 import dataclasses
 import statistics
@@ -7,6 +7,7 @@ from typing import Any
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.io.text import shown
+from accel_sft.tools.compare.cells import flag_of
 from accel_sft.tools.compare.outcome import COMPLETE
 from accel_sft.tools.compare.summary import EXECUTION
 from accel_sft.tracking.run_report import is_number
@@ -16,16 +17,16 @@ _COST_NOTHING = frozenset(
     {"learning_rate", "lr_scheduler", "warmup_ratio", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", SEED}
     | {"warmup_steps", "decay_ratio", "min_lr_ratio", "lora_r", "lora_alpha", "lora_dropout"}
 )
-"""Options that do not change the time and memory of a step, or hardly."""
+"""Options that change the time and memory of a step hardly or not at all."""
 _TRAINERS = {"launch", "num_processes", "mixed_precision", *(field.name for field in dataclasses.fields(TrainConfig))}
-"""Options that are not the task's own."""
+"""Options of the launcher and the trainer; any other option is the task's own."""
 _LISTED = 8
-"""Most settings that the ranking's sentence lists."""
+"""Maximum number of settings that the ranking's sentence lists."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SweptSetting:
-    """One combination of the swept values, with all its seeds, and all its launches, since those learn alike.
+    """One combination of the swept values. It has the cells of all seeds, and of all launches, which learn alike.
 
     Attributes:
         values: the value of each swept option, by name.
@@ -45,12 +46,12 @@ class SweptSetting:
 
     @property
     def spread(self) -> float | None:
-        """The range of the metric; None with a single seed, since rounds of one seed learn the same."""
+        """The range of the metric; None with a single seed, since runs with the same seed learn the same."""
         return max(self.metrics) - min(self.metrics) if self.seeds > 1 else None
 
 
 def swept(record: Mapping[str, Any]) -> list[str]:
-    """The varied options that change what is learnt, without the seed."""
+    """Return the varied options that change what is learnt, except the seed; if there are none, this is no sweep."""
     return [name for name in record["varied"] if name not in EXECUTION and name != SEED]
 
 
@@ -60,7 +61,7 @@ def costs_alike(record: Mapping[str, Any]) -> bool:
 
 
 def in_order(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The record's cells; a sweep's are sorted, the best first and those without a metric last."""
+    """Return the record's cells; those of a sweep are sorted, the best first and those without a metric last."""
     if not swept(record):
         return record["cells"]
 
@@ -72,11 +73,11 @@ def in_order(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def ranked(record: Mapping[str, Any]) -> list[SweptSetting]:
-    """The settings that have a metric, the best first; between equal ones the lower validation loss decides."""
+    """Return the settings that have a metric, the best first; if metrics are equal, the lower validation loss first."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for cell in record["cells"]:
         if cell["status"] == COMPLETE and is_number(cell["median"].get("metric_after")):
-            name = ", ".join(f"{_flag(name)[2:]} {cell['settings'].get(name)}" for name in swept(record))
+            name = ", ".join(f"{flag_of(name)[2:]} {cell['settings'].get(name)}" for name in swept(record))
             groups.setdefault(name, []).append(cell)
     settings = []
     for name, cells in groups.items():
@@ -93,7 +94,7 @@ def ranked(record: Mapping[str, Any]) -> list[SweptSetting]:
 
 
 def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences on which setting learns best, what ties with it and what is not known.
+    """Yield sentences on which setting learns best, which settings tie with it, and what is not known.
 
     With fewer than two ranked settings there is at most the sentence that they cannot be ranked.
     """
@@ -127,9 +128,9 @@ def best_settings(record: Mapping[str, Any]) -> Iterator[str]:
             "round of the same seed learns the same; --seed 1,2,3 tells."
         )
     yield from _ends(best, settings, [*tied, *close])
-    if own := [_flag(name) for name in swept(record) if name not in _TRAINERS]:
+    if own := [flag_of(name) for name in swept(record) if name not in _TRAINERS]:
         told = ", ".join(own)
-        yield f"Of the task's own are {told}: where they change the validation examples, metrics do not compare."
+        yield f"Options of the task itself: {told}. If they change the validation examples, metrics cannot be compared."
 
 
 def _rank(record: Mapping[str, Any], metric: float, loss: float | None) -> tuple[float, float]:
@@ -162,15 +163,11 @@ def _undecided(best: SweptSetting, other: SweptSetting) -> bool:
 
 
 def _ends(best: SweptSetting, settings: Sequence[SweptSetting], as_good: Sequence[SweptSetting]) -> Iterator[str]:
-    """Sentences on options whose best value is the largest or smallest that was tried."""
+    """Yield sentences on options whose best value is the largest or smallest that was tried."""
     for name, value in best.values.items():
         values = {setting.values[name] for setting in settings if is_number(setting.values[name])}
         if len(values) < 2 or value not in values or any(other.values[name] != value for other in as_good):
             continue
-        for end, which in ((max(values), "larger"), (min(values), "smaller")):
+        for end, most, more in ((max(values), "largest", "larger"), (min(values), "smallest", "smaller")):
             if value == end:
-                yield f"{_flag(name)} {value} is the {which[:-1]}st that was tried: a {which} one may be better still."
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+                yield f"{flag_of(name)} {value} is the {most} that was tried: a {more} one may be better still."

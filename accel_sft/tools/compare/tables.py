@@ -24,24 +24,10 @@ _TITLES = {
     "eval_loss_after": "loss",
 }
 """Columns of the terminal's table, which has room for few."""
-_LONG_TITLES = {
-    "median_step_seconds": "time a step (s)",
-    "step_seconds_spread": "spread within a run",
-    "tokens_per_second": "tokens/s",
-    "peak_device_memory_gib": "peak device memory (GiB)",
-    "mean_device_memory_gib": "mean device memory (GiB)",
-    "device_percent": "device use (%)",
-    "cpu_percent": "CPU, all ranks (% of a core)",
-    "peak_host_memory_gib": "peak host memory, largest rank (GiB)",
-    "host_memory_all_ranks_gib": "host memory, all ranks (GiB)",
-    "metric_after": "metric after",
-    "eval_loss_after": "validation loss after",
-    "seconds": "launch to end (s)",
-}
 
 
 def terminal_table(record: Mapping[str, Any]) -> Table:
-    """A row for each cell and a column for each varied setting; a cell that is not complete shows its status instead.
+    """A row for each cell of the comparison: its varied settings, then its numbers, or its status if not complete.
 
     A sweep's cells are sorted by their metric.
     """
@@ -85,24 +71,25 @@ def markdown(record: Mapping[str, Any]) -> str:
     parts = [f"# Comparison: {markdown_cell(record['task'])}", f"```text\n{record['command']}\n```", "## Findings"]
     parts += ["\n".join(f"- {markdown_cell(line)}" for line in record["findings"]), "## Cells"]
     keys = [key for key in NUMBERS if any(cell["median"][key] is not None for cell in cells)]
-    titles = [f"{_LONG_TITLES[key]}" + (f": {record['main_metric']}" if key == "metric_after" else "") for key in keys]
+    titles = [NUMBERS[key] + (f": {record['main_metric']}" if key == "metric_after" else "") for key in keys]
     rows = []
     for cell in cells:
         told = cell["status"] if cell["status"] == COMPLETE else f"{cell['status']}: {cell['reason']}"
         runs = f"{len(completed(cell))} of {len(cell['runs'])}"
         ratio = "" if cell["ratio_to_best"] is None else f"{cell['ratio_to_best']:.2f}"
         rows.append([cell["name"], told, runs, ratio, *(_with_spread(cell, key) for key in keys)])
-    header = ["cell", "status", "runs that came to their end", "tokens/s of the best", *titles]
+    header = ["cell", "status", "completed runs", "tokens/s relative to the best", *titles]
     parts.append(markdown_table(header, rows))
-    parts.append("A number is the median of the rounds; in brackets stands their range as a share of it.")
+    parts.append("Numbers are medians over the rounds; in brackets: largest minus smallest, as a share of the median.")
     rows = [[cell["name"], *peak] for cell in cells for run in completed(cell)[:1] for peak in _predicted_peaks(run)]
     if rows:
         titles = ["cell", "where", "predicted", "measured", "error"]
-        parts += ["## Predicted peak memory beside measured (GiB)", markdown_table(titles, rows)]
+        parts += ["## Predicted and measured peak memory (GiB, the first completed run)", markdown_table(titles, rows)]
     rows = [[cell["name"], *phase] for cell in cells for run in completed(cell)[:1] for phase in _phases(run)]
     if rows:
-        titles = ["cell", "phase", "process", "device: allocated", "peak", "reserved"]
-        parts += ["## Memory at the end of each start-up phase (GiB, the largest rank)", markdown_table(titles, rows)]
+        titles = ["cell", "phase", "host: process", "device: allocated", "device: peak", "device: reserved"]
+        which = "GiB, the largest rank of the first completed run"
+        parts += [f"## Memory at the end of each start-up phase ({which})", markdown_table(titles, rows)]
     parts.append("## What differs between the cells")
     for kind, differing in record["differences"].items():
         rows = [[name, _told(values)] for name, values in differing.items()]
@@ -157,9 +144,8 @@ def predicted_peaks(run: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     """The largest predicted and the largest measured GiB over a run's phases, for "device" and "host" if recorded."""
     found = {}
     for place, phases in (run.get("memory") or {}).items():
-        pairs = [(phase["predicted_gib"], phase["measured_gib"]) for phase in phases.values()]
-        if pairs:
-            found[place] = tuple(max(column) for column in zip(*pairs, strict=True))
+        largest = (max(phase[key] for phase in phases.values()) for key in ("predicted_gib", "measured_gib"))
+        found[place] = next(largest), next(largest)
     return found
 
 

@@ -7,7 +7,7 @@ BUILDERS = {"cpu_adam": "CPUAdamBuilder", "async_io": "AsyncIOBuilder"}
 
 
 def main(name: str) -> None:
-    from accel_sft.launch.info import device_count
+    from accel_sft.launch.environment import device_count
 
     if not device_count():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as a launch does

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_sft.api.errors import UserError
-from accel_sft.launch.info import Finding, warning
+from accel_sft.launch.audit_findings import Finding, warning
 
 if TYPE_CHECKING:
     from accel_sft.tools.doctor.machine import Machine
@@ -39,7 +39,7 @@ class Check:
     Attributes:
         subject: the heading under which its lines stand.
         name: what is checked, in a word or two.
-        look: makes the check and gives the findings.
+        look: a function that makes the check and gives the findings.
         waiting_for: what the terminal shows while a check that takes seconds is running.
     """
 

@@ -19,7 +19,7 @@ import accel_sft
 from accel_sft.api.errors import UserError
 from accel_sft.io import terminal
 from accel_sft.io.text import one_line
-from accel_sft.launch.info import Finding
+from accel_sft.launch.audit_findings import Finding
 from accel_sft.launch.launcher import under_launcher
 from accel_sft.launch.shipped import shipped
 
@@ -33,20 +33,20 @@ _NAME, _LEVEL = 12, 8
 
 @click.command()
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path), metavar="[LAUNCH_FILE]...")
-@click.option("--build", is_flag=True, help="Compile those of DeepSpeed's operators that are missing: minutes.")
+@click.option("--build", is_flag=True, help="Compile DeepSpeed's missing operators; takes minutes.")
 @click.option("--network", is_flag=True, help="Also ask whether the Hugging Face Hub can be reached.")
 @click.option(
     "--output-dir",
     type=click.Path(path_type=Path),
     default=Path("runs"),
     show_default=True,
-    help="The folder of runs to check.",
+    help="The folder for runs, which must be writable and have free space.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, at its end.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, after all checks.")
 def doctor(files: tuple[Path, ...], build: bool, network: bool, output_dir: Path, as_json: bool) -> None:
     """Say what this machine can run, and which launch files work here: the shipped ones and any LAUNCH_FILE.
 
-    The exit status is 1 if there is a problem. Warnings, and launch files for other machines, are none.
+    The exit status is 1 if there is a problem. Warnings do not count, nor do launch files for other machines.
     """
     from accel_sft.tools.doctor import launch_table
     from accel_sft.tools.doctor.check import worst
@@ -87,9 +87,9 @@ def _line(name: str, finding: Finding) -> str:
     margin = 2 + _LEVEL + _NAME
     level = _styled(f"{finding.level:<{_LEVEL}}", fg=_COLORS[finding.level], bold=finding.level == "problem")
     words = one_line(finding.what, 1000)
-    lines = [_hung(" " * margin + words, margin)]
+    lines = [terminal.wrapped(" " * margin + words, margin)]
     if finding.mend:
-        lines.append(_hung(" " * margin + f"-> {one_line(finding.mend, 1000)}", margin + 3))
+        lines.append(terminal.wrapped(" " * margin + f"-> {one_line(finding.mend, 1000)}", margin + 3))
     return f"  {level}{name:<{_NAME}}" + "\n".join(lines)[margin:]
 
 
@@ -100,7 +100,7 @@ def _print_table(rows: list[LaunchRow], found: list[dict[str, str]], devices: in
         word = "yes" if row.works else "no"
         words = "; ".join(filter(None, (f"with {row.flags}" if row.flags else "", row.why)))
         indent = 2 + width + 5
-        line = _hung(" " * indent + words, indent)[indent:]
+        line = terminal.wrapped(" " * indent + words, indent)[indent:]
         click.echo(
             f"  {row.file:<{width}}{_styled(word, fg=_COLORS[word])}{' ' * (5 - len(word)) + line if line else ''}"
         )
@@ -112,18 +112,13 @@ def _print_table(rows: list[LaunchRow], found: list[dict[str, str]], devices: in
     if working:
         best = next((row for row in working if row.file == "ddp"), working[0])
         flags = f" {best.flags}" if best.flags else ""
-        click.echo("To start one:")
+        click.echo("To train the example task math with one of them:")
         click.echo(f"  accel-sft launch-file {best.file} > {best.file}.yaml")
         click.echo(f"  accelerate launch --config_file {best.file}.yaml{flags} -m accel_sft math")
 
 
 def _counted(count: int, what: str) -> str:
     return f"{count or 'no'} {what}{'s' * (count != 1)}"
-
-
-def _hung(text: str, indent: int) -> str:
-    """The text wrapped to the terminal's width, with all lines after the first indented."""
-    return terminal.wrapped(text, indent)
 
 
 def _bold(text: str) -> str:
@@ -136,9 +131,10 @@ def _styled(text: str, **style: Any) -> str:
 
 @contextlib.contextmanager
 def _progress(stream: TextIO, what: str) -> Iterator[None]:
-    """While inside, show what is waited for, and for how long, in the terminal's last line.
+    """Context manager that shows `what` is waited for, and for how long, in the terminal's last line.
 
-    Standard output that is no terminal gets a line now and then; standard error, used with --json, gets none.
+    Without a terminal or without rich, standard output gets a line now and then, and standard error (used with --json)
+    gets nothing.
     """
     if what and stream.isatty() and find_spec("rich"):
         from rich.console import Console

@@ -9,21 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from accel_sft.launch.audit import NVIDIA
-from accel_sft.launch.precision import cpu_flags
+from accel_sft.launch.precision import cpu_flags, cpu_name
 from accel_sft.tools.doctor.check import Finding, ok, problem, warning
 from accel_sft.tools.doctor.driver import SECONDS, Driver
-from accel_sft.tools.doctor.host import cpu_name
 from accel_sft.tools.doctor.machine import Machine
 from accel_sft.tools.doctor.processes import ask
 
 USED = 0.1
 """Share of a GPU's memory that may be in use already without a warning."""
 SLOW, FAST = 0.95, 1.5
-"""Bounds on the measured speed of bf16 as a multiple of float32's: a warning below SLOW, a mere remark below FAST."""
+"""Speeds of bf16, as multiples of float32's, below which there is a warning (SLOW) or only a remark (FAST)."""
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:
-    """The GPUs that the driver and torch report, and whether each can compute."""
+    """Report the GPUs that the driver and torch find, those already in use, and those that cannot compute."""
     found, facts = machine.driver, machine.torch
     if found is None and NVIDIA.exists():
         yield warning("nvidia-smi is not on PATH, so the driver was not checked", "install it, or add its folder")
@@ -86,7 +85,7 @@ def cuda(machine: Machine) -> Iterator[Finding]:
 
 
 def _nvcc() -> str:
-    """The version of the CUDA toolkit's compiler; empty if there is none, which the check of operators reports."""
+    """The version of the CUDA toolkit's compiler; empty if there is none (the check of operators reports that)."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     program = Path(home, "bin", "nvcc")
     named = str(program) if program.is_file() else shutil.which("nvcc")
@@ -95,7 +94,7 @@ def _nvcc() -> str:
 
 
 def bf16(machine: Machine) -> Iterator[Finding]:
-    """Whether launch files that name no precision compute in bf16 here, and how fast, measured by a matrix product."""
+    """Report whether launch files that name no precision compute in bf16 here, and the measured speed of bf16."""
     facts = machine.torch
     if facts.bf16_speedup is None:
         return

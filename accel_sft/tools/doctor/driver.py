@@ -20,8 +20,8 @@ class Driver:
     Attributes:
         gpus: each GPU's name, memory in MiB and memory in use in MiB.
         version: the driver's version.
-        cuda: the newest CUDA that the driver runs, "12.4"; empty if it does not say.
-        failure: why there is no answer; empty if there is.
+        cuda: the newest CUDA that the driver runs, such as "12.4"; empty if nvidia-smi does not say.
+        failure: why nvidia-smi gave no answer; empty if it gave one.
     """
 
     gpus: tuple[tuple[str, float, float], ...] = ()
@@ -48,5 +48,5 @@ def ask_driver() -> Driver | None:
 
 
 def _mib(text: str) -> float:
-    """A number that nvidia-smi printed; 0 for a GPU that does not report it."""
+    """Return a number that nvidia-smi printed; 0 if it printed none, since the GPU does not report one."""
     return float(text) if re.fullmatch(r"[\d.]+", text) else 0.0

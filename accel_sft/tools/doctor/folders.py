@@ -23,7 +23,7 @@ LEAST_DISK, LITTLE_DISK = GIB // 4, 5 * GIB
 For comparison: a checkpoint of a 0.5B model takes 7 GiB.
 """
 CLOCK_SECONDS = 2.0
-"""Largest difference between clocks that a file system's rounding of times explains."""
+"""Maximum difference between clocks, in seconds, for which a file system's rounding of times may be the reason."""
 _TRIAL_BYTES = 1 << 20
 """Size of the file that is written as a trial."""
 
@@ -67,7 +67,7 @@ def places(machine: Machine) -> list[FolderUse]:
 
 
 def disk(machine: Machine) -> Iterator[Finding]:
-    """Whether each folder is writable and has free space; folders on one disk share a line if all is well."""
+    """Report whether each folder is writable and has free space; folders on one disk share a line if all is well."""
     enough: dict[int, list[FolderUse]] = {}
     for place in places(machine):
         level = problem if place.needed else warning
@@ -90,7 +90,7 @@ def disk(machine: Machine) -> Iterator[Finding]:
 
 
 def clock(machine: Machine) -> Iterator[Finding]:
-    """Whether each disk's clock agrees with this machine's: the ages of locks and cache entries depend on both."""
+    """Report whether each disk's clock agrees with this machine's: both decide how old locks and cache entries seem."""
     seen: dict[int, FolderUse] = {}
     for place in places(machine):
         seen.setdefault(os.stat(place.existing).st_dev, place)
@@ -104,11 +104,11 @@ def clock(machine: Machine) -> Iterator[Finding]:
             side = "ahead of" if seconds > 0 else "behind"
             words = f"the clock of {place.existing} ({place.what}) is {abs(seconds):,.0f} s {side} this machine's"
             apart.append(warning(words, "set both by NTP (timedatectl shows this one); locks and caches go by age"))
-    yield from apart or [ok("of each disk as this machine's")]
+    yield from apart or [ok("each disk's clock agrees with this machine's")]
 
 
 def shared_operators(machine: Machine) -> Iterator[Finding]:
-    """Warns of a shared folder: DeepSpeed compiles for this CPU, and another may fail with an illegal instruction."""
+    """Warn of a shared folder: operators are compiled for this CPU, and may be illegal instructions on another CPU."""
     place = next(place for place in places(machine) if place.what == "DeepSpeed's operators")
     if not is_local(place.existing):
         words = f"{place.folder} may be shared between machines: operators are compiled for this one's CPU"

@@ -1,7 +1,6 @@
 """Checks the host: cores, memory, shared memory, open files, and variables that a launcher left behind."""
 
 import os
-import platform
 import resource
 import shutil
 from collections.abc import Iterator
@@ -9,13 +8,14 @@ from pathlib import Path
 
 from accel_sft.launch import host_memory
 from accel_sft.launch.environment import prepare_environment, usable_cores
+from accel_sft.launch.precision import cpu_name
 from accel_sft.tools.doctor.check import Finding, ok, problem, warning
 from accel_sft.tools.doctor.machine import Machine
 
 SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30
 LEAST_MEMORY, LITTLE_MEMORY = 1 * GIB, 3 * GIB
-"""Free bytes below which memory is a problem, or a warning. Two ranks with the smallest model take between the two."""
+"""Free bytes below which memory is a problem, or a warning. What two ranks of the smallest model take lies between."""
 LITTLE_SHARED_MEMORY = 1 * GIB
 """Free bytes of /dev/shm that NCCL's documentation recommends for ranks on several GPUs."""
 FEW_FILES = 1024
@@ -34,14 +34,6 @@ def cores(machine: Machine) -> Iterator[Finding]:
     yield ok(f"{usable} usable{less} ({cpu_name()})")
 
 
-def cpu_name() -> str:
-    """The processor's model, or its architecture if the model is unknown."""
-    file = host_memory.SYSTEM / "proc/cpuinfo"
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
-
-
 def memory(machine: Machine) -> Iterator[Finding]:
     free, words = host_memory.free_bytes(), host_memory.describe()
     mend = "free memory (top shows whose it is), raise the container's limit, or train on a larger machine"
@@ -54,7 +46,7 @@ def memory(machine: Machine) -> Iterator[Finding]:
 
 
 def shared_memory(machine: Machine) -> Iterator[Finding]:
-    """Whether /dev/shm is large enough: NCCL's ranks on one machine exchange data through it. CPUs do not need it."""
+    """Report whether /dev/shm is large enough: NCCL exchanges data between ranks through it. CPUs do not need it."""
     if not SHARED_MEMORY.is_dir():
         words = f"there is no {SHARED_MEMORY}, which NCCL needs between GPUs"
         yield warning(words, f"mount a tmpfs on {SHARED_MEMORY}") if machine.devices > 1 else ok(words)

@@ -18,13 +18,13 @@ from accel_sft.tools.doctor.torch_facts import LIBRARIES
 
 @dataclass(frozen=True)
 class LaunchRow:
-    """One line of the table.
+    """One launch file in the table of launch files that `doctor` prints.
 
     Attributes:
         file: the launch file's name without suffix.
         flags: the launcher's flags that it needs here.
-        why: why it does not work, or what the user should know.
-        mend: what makes it work.
+        why: why it does not work; if it works, what the user should know before a launch.
+        mend: the remedy, if it does not work and one is known.
     """
 
     file: str
@@ -35,11 +35,12 @@ class LaunchRow:
 
 
 def row(machine: Machine, file: Path) -> LaunchRow:
-    """Whether a launch with this file would work here."""
+    """Find out whether a launch with this file would work here."""
     try:
+        # the last library is DeepSpeed, which only some launch files need
         if reason := next(filter(None, map(machine.torch.failure, LIBRARIES[:-1])), ""):
             return LaunchRow(file.stem, False, why=reason)
-        if machine.devices and (reason := machine.unusable.get("devices")):
+        if machine.devices and (reason := machine.unusable.get("devices", "")):
             return LaunchRow(file.stem, False, why=reason)
         launch = machine.launch(file)
         for finding in audit(TrainConfig(), launch, machine.devices):
@@ -51,17 +52,17 @@ def row(machine: Machine, file: Path) -> LaunchRow:
         return LaunchRow(file.stem, True, " ".join(machine.flags(file)), _to_know(machine, launch))
     except UserError as error:
         return LaunchRow(file.stem, False, why=str(error))
-    except Exception as error:  # noqa: BLE001 - one file must not end the table
+    except Exception as error:  # noqa: BLE001 - a fault with one file must not hide the other files
         return LaunchRow(file.stem, False, why=f"it could not be checked: {type(error).__name__}: {error}")
 
 
 def _unusable(machine: Machine, launch: Launch) -> str:
-    """Why something that this launch needs cannot be used here; empty if all can be."""
+    """Return why DeepSpeed, its operators or a group of ranks, which this launch needs, fail here; "" if none does."""
     if launch.backend == "deepspeed" and (reason := machine.torch.failure("deepspeed")):
         return reason
-    compiled = operators(launch, machine.devices)
+    compiled = operators(launch)
     if unknown := [name for name in compiled if name not in machine.torch.operators]:
-        return f"{unknown[0]} could not be looked at"
+        return f"it is not known whether DeepSpeed's operator {unknown[0]} works here"
     needed = [*compiled, *(["ranks"] if launch.world_size > 1 else [])]
     return next((machine.unusable[what] for what in needed if what in machine.unusable), "")
 
@@ -69,8 +70,8 @@ def _unusable(machine: Machine, launch: Launch) -> str:
 def _to_know(machine: Machine, launch: Launch) -> str:
     words = []
     if launch.machines > 1:
-        words.append(f"on {launch.machines} machines such as this one together, not on this one alone")
+        words.append(f"needs {launch.machines} machines like this one")
     state = machine.torch.operators
-    if missing := [name for name in operators(launch, machine.devices) if not state[name]["compiled"]]:
+    if missing := [name for name in operators(launch) if not state[name]["compiled"]]:
         words.append(f"the first launch compiles {' and '.join(missing)}")
     return "; ".join(words)

@@ -11,6 +11,7 @@ from pathlib import Path
 from accel_sft.api.errors import UserError
 from accel_sft.launch.deepspeed_ops import operators
 from accel_sft.launch.info import Launch
+from accel_sft.launch.read import launch_of_yaml
 from accel_sft.tools.doctor import torch_facts
 from accel_sft.tools.doctor.driver import Driver, ask_driver
 from accel_sft.tools.doctor.torch_facts import TorchFacts
@@ -25,9 +26,9 @@ class Machine:
         runs: the folder that runs would be written to.
         build: whether to compile DeepSpeed's operators.
         network: whether to ask the hub.
-        progress: a context in which the terminal shows the text as what is waited for; nothing for an empty text.
-        unusable: "devices", "ranks" or an operator's name to why it cannot be used here. Checks write it, and the table
-            of launch files reads it.
+        progress: makes a context in which the terminal shows the given text as what is waited for; nothing if empty.
+        unusable: why "devices", "ranks" or an operator cannot be used here, by these names. Checks write it, and the
+            table of launch files reads it.
     """
 
     launch_files: Sequence[Path]
@@ -51,16 +52,16 @@ class Machine:
         return self.torch.device_count
 
     def launch(self, file: Path) -> Launch:
-        """What this file would start here: a process for each GPU of each machine, or, without GPUs, what it says.
+        """What this file would start here: a process for each GPU of each machine; without GPUs, as many as it says.
 
         Raises:
             UserError: the file cannot be read, or the launcher would refuse it.
         """
-        return Launch.from_yaml(file, *self.flags(file))
+        return launch_of_yaml(file, *self.flags(file))
 
     def flags(self, file: Path) -> tuple[str, ...]:
-        """The launcher's flag that starts one process for each GPU; none if not needed, or without GPUs."""
-        asked = Launch.from_yaml(file)
+        """The launcher's flag that starts one process for each GPU; empty if the file does so, or without GPUs."""
+        asked = launch_of_yaml(file)
         wanted = self.devices * asked.machines
         return ("--num_processes", str(wanted)) if self.devices and wanted != asked.world_size else ()
 
@@ -68,7 +69,7 @@ class Machine:
         """The names, without suffix, of the launch files that need an operator."""
         found = []
         for file in self.launch_files:
-            with contextlib.suppress(UserError):  # the table reports it
-                if operator in operators(self.launch(file), self.devices):
+            with contextlib.suppress(UserError):  # the table of launch files reports such a file
+                if operator in operators(self.launch(file)):
                     found.append(file.stem)
         return found

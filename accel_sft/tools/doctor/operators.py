@@ -17,7 +17,7 @@ SECONDS = 30.0
 
 
 def compiler(machine: Machine) -> Iterator[Finding]:
-    """The tools that compile operators; `operators` reports for each operator what it lacks."""
+    """Report which tools for compiling operators are here; `operators` reports what is missing for each operator."""
     named = {"C++ compiler": os.environ.get("CXX", "c++"), "ninja": "ninja"}
     found = []
     for name, program in named.items():
@@ -30,7 +30,7 @@ def compiler(machine: Machine) -> Iterator[Finding]:
 
 
 def operators(machine: Machine) -> Iterator[Finding]:
-    """The state of each operator that a launch file needs here; `--build` compiles it first."""
+    """Report the state of each operator that a launch file needs here; with `--build`, compile missing ones first."""
     for name in OPERATORS:
         if users := machine.users(name):
             yield from _operator(machine, name, users)

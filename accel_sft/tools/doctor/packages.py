@@ -64,9 +64,9 @@ def versions(machine: Machine) -> Iterator[Finding]:
 
 
 def imports(machine: Machine) -> Iterator[Finding]:
-    """Whether the libraries can be imported: an installed one may lack a system library, or crash."""
+    """Report whether the libraries can be imported: even an installed one may lack a system library, or crash."""
     facts = machine.torch
-    libraries = LIBRARIES[:-1] if sys.platform == "darwin" else LIBRARIES  # DeepSpeed is not installed there
+    libraries = LIBRARIES[:-1] if sys.platform == "darwin" else LIBRARIES  # on macOS DeepSpeed is not installed
     for name, failure in facts.imports.items():
         if name not in libraries:
             continue
@@ -96,7 +96,7 @@ def tasks(machine: Machine) -> Iterator[Finding]:
 
 
 def hub(machine: Machine) -> Iterator[Finding]:
-    """Whether models can be downloaded; checked only with --network, since the request leaves this machine."""
+    """Report whether models can be downloaded; only with --network, since the request leaves this machine."""
     if not machine.network:
         return
     answer = ask([sys.executable, "-c", _ASK_HUB], NETWORK_SECONDS)

@@ -19,7 +19,7 @@ class ProcessAnswer:
     """What a program printed, and its exit status.
 
     Attributes:
-        status: negative: the number of the signal that ended it; None: the time limit ended it.
+        status: minus the signal's number if a signal ended the program; None if the time limit did.
         out, error: its standard output and standard error.
     """
 
@@ -39,7 +39,7 @@ def ask(command: Sequence[str], seconds: float | None, more: Mapping[str, str] |
     """Run a program to its end, or kill it after the time limit.
 
     Args:
-        seconds: the time limit; None for none.
+        seconds: the time limit; None for no limit.
         more: environment variables besides those of this process.
     """
     with subprocess.Popen(

@@ -1,12 +1,14 @@
-"""A script for one rank that adds up numbers with the others once, and prints a line of JSON after each step."""
+"""A script for one rank, which adds up numbers with the other ranks (an all-reduce) and prints JSON after each step."""
 
 import json
 import os
 import signal
 import sys
 
+from accel_sft.api.errors import first_line
+
 ELEMENTS = 1 << 20
-"""Numbers that are added up."""
+"""How many numbers each rank gives to be added up."""
 FAILED = 1
 """The exit status of a rank that has printed why it failed."""
 
@@ -35,10 +37,10 @@ def main(backend: str, seconds: int) -> None:
         right = bool((numbers == ranks * (ranks + 1) / 2).all())
         distributed.barrier()
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
-        tell("failed", next(filter(None, str(error).splitlines()), type(error).__name__))
+        tell("failed", first_line(error))
         sys.exit(FAILED)
     tell("done" if right else "failed", "" if right else "the sum is wrong")
-    os._exit(0)  # destroying the group holds the GIL while gloo's threads end, which may wait for the GIL
+    os._exit(0)  # destroying the group holds the GIL until gloo's threads end, and they may wait for the GIL
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Checks that ranks reach each other: real processes add up numbers once, by gloo and, with GPUs, by NCCL."""
+"""Checks that ranks reach each other: real processes add up numbers (an all-reduce) by gloo and, with GPUs, by NCCL."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from accel_sft.tools.doctor.machine import Machine
 from accel_sft.tools.doctor.processes import end, import_path, script
 
 SECONDS = 30
-"""Time limit for joining and adding up, once a rank has imported torch."""
+"""Time limit for joining the process group and adding up, once a rank has imported torch."""
 START_SECONDS = 300
 """Time limit for everything, including the import of torch."""
 GRACE_SECONDS = 3.0
-"""Time that the other ranks have, after one has failed, to say why they failed."""
+"""Time that the other ranks have, after one rank has failed, to say why they failed."""
 _MENDS = {
     "gloo": "see that this host's name resolves to one of its addresses (getent hosts $(hostname)); or else set "
     "GLOO_SOCKET_IFNAME=lo for one machine",
@@ -30,7 +30,7 @@ _MENDS = {
 
 
 def reached(machine: Machine) -> Iterator[Finding]:
-    """Let two ranks on the CPU add up numbers by gloo, which every launch uses, then by NCCL one rank on each GPU."""
+    """Let two ranks on the CPU add up numbers by gloo, which every launch uses, then one rank on each GPU by NCCL."""
     if machine.torch.failure("torch"):
         return
     for backend, ranks in (("gloo", 2), ("nccl", machine.devices)):
@@ -49,7 +49,7 @@ def exchange(backend: str, ranks: int, seconds: int = SECONDS, more: Mapping[str
     """Start ranks on this machine as a launch would, and let them add up numbers once.
 
     Args:
-        seconds: time limit for joining and adding up.
+        seconds: time limit for joining the process group and adding up.
         more: environment variables for each rank.
     Returns:
         Why they failed; empty if they did not.

@@ -19,13 +19,13 @@ class TorchFacts:
     """Facts that `torch_script` prints; facts of a step that it did not reach keep their defaults.
 
     Attributes:
-        imports: library to why it cannot be imported; "" if it can.
+        imports: why a library cannot be imported, by its name; "" if it can.
         device_count: number of accelerators that ranks can be spread over.
-        device_failures: index of a GPU to why it cannot compute.
+        device_failures: why a GPU cannot compute, by its index; a GPU that can is not listed.
         cuda_complaint: torch's warning if it finds no GPU.
         bf16_speedup: a matrix product's measured time in float32 divided by that in bf16; None if not measured.
-        operators: name of a DeepSpeed operator to its `library` file, whether that is `compiled`, the `failure` to load
-            it, and findings about its `locks`.
+        operators: by the name of a DeepSpeed operator its `library` file, whether that is `compiled`, the `failure` to
+            load it ("" without one), and findings about its `locks`.
         fault: why the process failed; empty if it did not.
     """
 

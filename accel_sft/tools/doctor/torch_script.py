@@ -26,7 +26,7 @@ def main() -> None:
     tell(step="import torch")
     try:
         import torch
-    except Exception as error:  # noqa: BLE001 - a library that is missing or broken raises anything
+    except Exception as error:  # noqa: BLE001 - a missing or broken library may raise anything
         tell(imports={"torch": _words(error)})
         return
     tell(version=torch.__version__, cuda=torch.version.cuda, imports={"torch": ""})
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _devices(torch: Any) -> None:
-    from accel_sft.launch.info import device_count
+    from accel_sft.launch.environment import device_count
     from accel_sft.launch.precision import computes_bf16
 
     tell(step="find the GPUs")
@@ -54,7 +54,7 @@ def _devices(torch: Any) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as a launch does
     cuda = count if torch.cuda.is_available() else 0
     names = [torch.cuda.get_device_name(index) for index in range(cuda)]
-    complaint = first_line(told[0].message) if told and not count else ""
+    complaint = str(told[0].message).strip().partition("\n")[0] if told and not count else ""
     tell(device_count=count, device_names=names, cuda_complaint=complaint)
     tell(step="compute on each device")
     failures = {}

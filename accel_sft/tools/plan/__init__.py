@@ -1,4 +1,1 @@
-"""The tool `plan`: predicts memory and speed of a training run from a model's configuration, a launch and a job.
-
-Only `simulation` and its `peak_tracker` import torch.
-"""
+"""The tool `plan`: predicts memory and speed of a run from a model's configuration, a launch and a job; no torch."""

@@ -20,8 +20,8 @@ from accel_sft.memory.job import AS_CONFIGURED, Job
 from accel_sft.memory.lengths import Lengths, read
 from accel_sft.memory.model_config import read_config, read_shape, stored_bytes
 from accel_sft.memory.shape import ModelShape
-from accel_sft.models.source import errors_explained, find_source, is_tiny
-from accel_sft.models.tiny import TINY_DEFAULTS, TINY_SHAPE, TINY_VOCABULARY
+from accel_sft.models.source import errors_explained, find_source, is_tiny, resolved
+from accel_sft.models.tiny import TINY_SHAPE, TINY_VOCABULARY
 from accel_sft.tools.plan import table
 from accel_sft.tools.plan.machine import PlannedMachine, machine
 from accel_sft.tools.plan.plans import SIMPLEST_FIRST, Plan, launch_of, plan, recommended
@@ -29,17 +29,18 @@ from accel_sft.tools.plan.plans import SIMPLEST_FIRST, Plan, launch_of, plan, re
 _CPU_TOKENS = 1024
 """Tokens of the smallest forward that the trainer chooses on a CPU, if --micro-batch-size is auto."""
 _EVAL_ROWS = 64
-"""Answers generated at once if --eval-batch-size is not given, unless they are short."""
+"""Number of answers generated at once if --eval-batch-size is not given; for short answers it may be larger."""
 
 
 def run(task_name: str, task: Task, config: PlanConfig) -> None:
     """Print the plan; exit with status 0 if a launch file fits, 1 if none does or every probe failed.
 
     Raises:
-        UserError: a model or launch file cannot be read, an option does not fit the model, or a simulation or probe
-            cannot be made.
+        UserError: a model or launch file cannot be read, an option does not fit the model, or a probe cannot be
+            made.
     """
-    asked, config = config, config.resolved(TINY_DEFAULTS if is_tiny(config) else {})
+    asked, config = config, resolved(config)
+    assert config.global_batch_size is not None  # resolved
     content, name, folder = model_config(config)
     shape, stored = read_shape(content, name, folder), stored_bytes(content)
     here = machine(config.gpus, config.gpu_memory, config.host_memory)
@@ -47,22 +48,21 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
     plans, jobs = [], {}
     for name, file in launch_files(config.launch):
         launch = launch_of(file, here)
-        jobs[name] = job = job_of(config, task, shape, stored, launch, here, lengths)
-        step_tokens = config.global_batch_size * lengths.mean / job.ranks
+        step_tokens = config.global_batch_size * lengths.mean / launch.world_size
+        jobs[name] = job = job_of(config, task, shape, stored, launch, here, lengths, step_tokens)
         plans.append(plan(name, file, job, here, step_tokens))
     best, why = recommended(plans)
     command = command_of(task_name, task, asked, best, here) if best else None
     if not config.json:
         for line in table.lines(plans, shape, here, lengths, config, jobs, best, why, command):
             print(line)
-    asked_more = config.simulate or config.probe
-    chosen = [each for each in plans if each.job and (config.launch or each is best)] if asked_more else []
-    if asked_more and not chosen:
-        raise UserError("--simulate, --probe: no launch file fits; name one by --launch to look at it all the same")
+    chosen = [each for each in plans if each.job and (config.launch or each is best)] if config.probe else []
+    if config.probe and not chosen:
+        raise UserError("--probe: no launch file fits; name one by --launch to look at it all the same")
     found = {}
     for each in chosen:
         probed = dataclasses.replace(asked, **each.more, dry_run=False, resume="off", patience=None)
-        found[each.name] = answers(each, content, config, here, [task_name, *_given(probed, task)])
+        found[each.name] = probed_beside(each, here, [task_name, *_given(probed, task)])
     if config.json:
         as_json = table.as_json(plans, shape, here, lengths, best, why, command)
         answered = {name: [dataclasses.asdict(each) for each in of_launch] for name, of_launch in found.items()}
@@ -74,32 +74,22 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
     raise SystemExit(0 if best and not failed else 1)
 
 
-def answers(
-    plan: Plan, content: dict[str, Any], config: PlanConfig, here: PlannedMachine, words: list[str]
-) -> list[Estimate]:
-    """The closed form's estimate of a plan, and the estimates of the simulation and the probe if asked for.
+def probed_beside(plan: Plan, here: PlannedMachine, words: list[str]) -> list[Estimate]:
+    """Return two estimates of a plan's memory: the closed form's and the probe's.
 
     Args:
-        content: the content of the model's config.json.
-        words: the task and the options of its run.
+        words: the task and the run's options, as words of a command line.
     Raises:
-        UserError: the model cannot be simulated, or the probe's plan is for another machine than this one.
+        UserError: the plan is for another machine than this one.
     """
     assert plan.job is not None
     assert plan.estimate is not None
-    found = [plan.estimate]
-    if config.simulate:
-        from accel_sft.tools.plan.simulation import simulate
+    from accel_sft.tools.plan.probe import probe
 
-        found.append(simulate(plan.job, content))
-    if config.probe:
-        from accel_sft.tools.plan.probe import probe
-
-        this = machine(None, None, None)
-        if this.gpus != here.gpus:
-            raise UserError(f"--probe: the plan is for {here.describe()}; this machine: {this.describe()}")
-        found.append(probe(plan.job, plan.file, words))
-    return found
+    this = machine(None, None, None)
+    if this.gpus != here.gpus:
+        raise UserError(f"--probe: the plan is for {here.describe()}; this machine: {this.describe()}")
+    return [plan.estimate, probe(plan.job, plan.file, words)]
 
 
 def model_config(config: PlanConfig) -> tuple[dict[str, Any], str, Path | None]:
@@ -108,10 +98,10 @@ def model_config(config: PlanConfig) -> tuple[dict[str, Any], str, Path | None]:
     Raises:
         UserError: the model does not exist.
     """
-    if is_tiny(config):
+    if is_tiny(config.model, init_from=config.init_from):
         shape = {"model_type": "qwen2", "vocab_size": TINY_VOCABULARY, **TINY_SHAPE, "dtype": "float32"}
         return shape, "tiny", None
-    source = find_source(config)
+    source = find_source(config.model, init_from=config.init_from)
     folder = Path(source.weights)
     if not folder.is_dir():
         from huggingface_hub import hf_hub_download
@@ -122,7 +112,7 @@ def model_config(config: PlanConfig) -> tuple[dict[str, Any], str, Path | None]:
 
 
 def launch_files(asked: str | None) -> list[tuple[str, Path]]:
-    """Name and path of each launch file that `--launch` asks for, or of every shipped one.
+    """Return name and path of each launch file that `--launch` asks for or, without it, of every shipped one.
 
     Raises:
         UserError: a name is neither a shipped launch file nor a path.
@@ -151,17 +141,17 @@ def job_of(
     launch: Launch,
     here: PlannedMachine,
     lengths: Lengths,
+    step_tokens: float,
 ) -> Job:
-    """The job with the smallest forward that must fit.
+    """Return the job with the smallest forward that must fit.
 
-    That is the longest example once, or as often as --micro-batch-size says; on a CPU at least the smallest forward
-    that the trainer makes.
+    This forward has one example of the longest length, or as many as --micro-batch-size says. If that is auto, a
+    forward on a CPU has at least the tokens of the smallest one that the trainer chooses.
     """
     rows = 1 if config.micro_batch_size == "auto" else int(config.micro_batch_size)
     tokens, supervised = rows * lengths.longest, rows * lengths.longest_supervised
     if not here.gpus and config.micro_batch_size == "auto":
-        step = config.global_batch_size * lengths.mean / launch.world_size
-        tokens = max(tokens, min(_CPU_TOKENS, round(step)))
+        tokens = max(tokens, min(_CPU_TOKENS, round(step_tokens)))
         supervised = max(supervised, round(tokens * lengths.mean_supervised / lengths.mean))
     generates = config.eval_every != "off" and task.main_metric != EVAL_LOSS
     answers = config.eval_batch_size or _EVAL_ROWS

@@ -5,6 +5,7 @@ import dataclasses
 from accel_sft.api.errors import UserError
 from accel_sft.launch import host_memory
 from accel_sft.launch.precision import this_machine_computes_bf16
+from accel_sft.tools.compare.environment import nvidia_gpus
 
 GIB = 2**30
 
@@ -36,7 +37,7 @@ class PlannedMachine:
 
 
 def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> PlannedMachine:
-    """The machine that the user describes; what they leave out is this machine's.
+    """Return the machine that the user describes; what the user leaves out is taken from this machine.
 
     GPUs come from NVIDIA's driver, and host memory is what is free within the container's limit.
 
@@ -61,14 +62,4 @@ def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> 
 
 def _gpus() -> list[float]:
     """The memory of each GPU of this machine, in bytes; empty without a driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return [float(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles]
-    finally:
-        pynvml.nvmlShutdown()
+    return [gpu["memory_gib"] * GIB for gpu in nvidia_gpus()[1]]

@@ -5,26 +5,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_sft.api.config import TrainConfig
 from accel_sft.api.launch_limits import launch_problem
 from accel_sft.launch.info import Launch
 from accel_sft.launch.parallelism import audit_parallelism
 from accel_sft.launch.precision import expected
-from accel_sft.memory.closed import estimate
+from accel_sft.launch.read import launch_of_yaml
+from accel_sft.memory.closed_form import estimate
 from accel_sft.memory.estimate import Estimate
 from accel_sft.memory.job import Job
 from accel_sft.tools.plan.machine import PlannedMachine
 from accel_sft.tools.plan.speed import Speed, speed
 
-SIMPLEST_FIRST = ("ddp", "fsdp2", "z0", "z1", "z2", "z3", "hsdp", "z2_offload", "fsdp2_offload", "z3_offload")
-SIMPLEST_FIRST += ("z3_nvme", "multinode_z3", "z3_sp")
+SIMPLEST_FIRST: tuple[str, ...] = ("ddp", "fsdp2", "z0", "z1", "z2", "z3", "hsdp", "z2_offload", "fsdp2_offload")
+SIMPLEST_FIRST += ("z3_offload", "z3_nvme", "multinode_z3", "z3_sp")
 """Shipped launch files, the simplest first; among equally fast ones the first is recommended."""
 ALIKE = 0.15
 """Relative difference in step time up to which the model of speed cannot tell two launch files apart."""
 MOST_TOKENS = 2**17
-"""Most tokens of one forward; no larger one is tried."""
+"""Maximum number of tokens of one forward; no larger forward is tried."""
 MARGIN = 0.92
-"""Share of a memory that a prediction may fill without a warning; the rest is more than its mean error."""
+"""Share of a memory that a prediction may fill without a warning; the rest is more than predictions' mean error."""
 OUTCOMES = ROOMY, BARELY, OVER = "be slower", "barely fit", "not fit"
 """How a job fits into memory, the best first, in words that complete "it would ..."."""
 _Memory = tuple[float | None, float | None]
@@ -37,16 +37,16 @@ class Plan:
     """What is expected of a run under one launch file.
 
     Attributes:
-        name, file: the launch file's.
+        name, file: the launch file's name and path.
         problem: why the launch cannot run this job; "" if it can.
         job: the job with the smallest forward that must fit; None if there is a `problem`.
         estimate: the memory of that job.
-        over: which memory is too small for it: `device`, `host` or both.
+        over: which memory is too small for the job: `device`, `host` or both.
         largest_tokens: tokens of the largest forward that fits, at most a rank's part of a step; 0 if none fits.
         speed: the speed with forwards of that size.
-        tight: whether it fits only within the last part of the memory, beyond `MARGIN`.
+        tight: whether the job fits, but fills more than the share `MARGIN` of a memory.
         more: settings by name that the plan adds to those asked for.
-        without: how the job would fit without `more`: one of OUTCOMES.
+        without: how the job would fit without `more`: one of OUTCOMES; "" if `more` is empty.
     """
 
     name: str
@@ -75,22 +75,22 @@ class Plan:
 
 
 def launch_of(file: Path, machine: PlannedMachine) -> Launch:
-    """The launch that the file starts, with a rank for each GPU of each machine; on a CPU with its own number of ranks.
+    """Return the launch that the file starts: a rank for each GPU of each machine; without GPUs, as many as it says.
 
     Raises:
         UserError: the launcher would refuse the file.
     """
-    launch = Launch.from_yaml(file)
+    launch = launch_of_yaml(file)
     if machine.gpus:
-        launch = Launch.from_yaml(file, "--num_processes", str(machine.gpus * max(launch.machines, 1)))
+        launch = launch_of_yaml(file, "--num_processes", str(machine.gpus * max(launch.machines, 1)))
     return expected(launch, machine.bf16)
 
 
 def plan(name: str, file: Path, job: Job, machine: PlannedMachine, step_tokens: float) -> Plan:
-    """The plan for a job under its launch.
+    """Return the plan for a job under its launch.
 
-    It adds gradient checkpointing if the job then fits better or is faster, and lowers the number of answers that an
-    evaluation generates at once if there is no room for as many as asked for.
+    The plan adds gradient checkpointing if the job then fits better or is faster, and lowers the number of answers that
+    an evaluation generates at once if there is no room for as many as the job has.
 
     Args:
         job: the job with the smallest forward that must fit.
@@ -103,8 +103,12 @@ def plan(name: str, file: Path, job: Job, machine: PlannedMachine, step_tokens: 
     def planned(tried: Job) -> Plan:
         over = (found := estimate(tried)).over(*memory)
         largest = 0 if over else _largest(tried, memory, max(int(step_tokens), tried.tokens))
-        more = {"gradient_checkpointing": True} if tried.gradient_checkpointing > job.gradient_checkpointing else {}
-        more |= {"eval_batch_size": tried.eval_rows} if tried.eval_rows < job.eval_rows else {}
+        fewer: dict[str, Any] = {"eval_batch_size": tried.eval_rows} if tried.eval_rows < job.eval_rows else {}
+        more = (
+            {"gradient_checkpointing": True, **fewer}
+            if tried.gradient_checkpointing > job.gradient_checkpointing
+            else fewer
+        )
         return Plan(
             name=name,
             file=file,
@@ -135,7 +139,7 @@ def _outcome(job: Job, memory: _Memory) -> str:
 
 
 def _fewer_answers(job: Job, memory: _Memory) -> Job:
-    """The job with the most answers at once that leave room, else the most that fit, else unchanged.
+    """Return the job with as many answers at once as leave room to spare, else as many as fit, else unchanged.
 
     Fewer answers at once make evaluations slower, but not training.
     """
@@ -143,7 +147,7 @@ def _fewer_answers(job: Job, memory: _Memory) -> Job:
     while rows[-1] > 1:
         rows.append(rows[-1] // 2)
     tried = [dataclasses.replace(job, eval_rows=count) for count in rows]
-    return min(tried, key=lambda each: OUTCOMES.index(_outcome(each, memory)))  # the first of several equals
+    return min(tried, key=lambda each: OUTCOMES.index(_outcome(each, memory)))  # the first of equals has most answers
 
 
 def with_tokens(job: Job, tokens: int) -> Job:
@@ -208,7 +212,7 @@ def _simplicity(plan: Plan) -> int:
 
 
 def _largest(job: Job, memory: _Memory, most: int) -> int:
-    """Tokens of the largest forward that fits, by bisection between the job's, which fits, and `most`."""
+    """Return the tokens of the largest forward that fits, bisecting between the job's, which fits, and `most`."""
     low, high = job.tokens, max(min(most, MOST_TOKENS), job.tokens)
     while low < high:
         middle = (low + high + 1) // 2
@@ -226,9 +230,8 @@ def _problem(job: Job, machine: PlannedMachine) -> str:
         return "Megatron-LM is not supported"
     if backend == "fsdp" and not machine.gpus:
         return "FSDP needs GPUs"
-    if refused := next(audit_parallelism(TrainConfig(), job.launch, "the file"), None):
+    if refused := next(audit_parallelism(job.launch, "the file", batching="auto", micro_batch_size="auto"), None):
         return refused.what.removeprefix("the file: ")
     if job.launch.sequence_ranks > 1:
         return "memory under sequence parallelism is not predicted"
-    problem = launch_problem(job, _ACCELERATES_NAMES.get(backend, "NO"), job.launch.stage)
-    return problem or ""
+    return launch_problem(job, _ACCELERATES_NAMES.get(backend, "NO"), job.launch.stage) or ""

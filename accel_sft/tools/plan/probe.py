@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.io.run_dir import RunDir
-from accel_sft.memory.closed import CUDA_BYTES
+from accel_sft.memory.closed_form import CUDA_BYTES
 from accel_sft.memory.estimate import PHASES, Estimate
 from accel_sft.memory.job import Job
 from accel_sft.tools.compare.launching import launch
@@ -25,13 +25,13 @@ _FEW_STEPS = {"max-steps": "2", "eval-every": "off", "save-every": "off", "track
 def probe(job: Job, file: Path, words: Sequence[str], limit_seconds: float = LIMIT_SECONDS) -> Estimate:
     """Launch the planned run on this machine for two steps, without evaluation and checkpoints, and measure its memory.
 
-    Its folder is temporary, and holds the exported weights for a moment. A run that fails, runs out of memory or takes
-    too long gives an estimate with a `failure` and no memory.
+    The run's folder is temporary, and holds the exported weights for a moment. If the run fails, runs out of memory or
+    takes too long, the estimate has a `failure` and no memory.
 
     Args:
         job: the planned job; its device and its number of ranks must suit this machine.
         file: the launch file.
-        words: the task and the options of its run.
+        words: the task and the run's options, as words of a command line.
     """
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
     command += ["--num_processes", str(job.ranks), "--main_process_port", "0", "-m", "accel_sft", *words]

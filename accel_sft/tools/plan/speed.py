@@ -1,8 +1,8 @@
 """A simple model of what a step sends between ranks and to the host, and of its time, to compare launch files.
 
 Computing takes 6 operations for each weight and token, 2 of them for the weights' gradients, which an adapter saves,
-and 2 more if activations are recomputed. Each forward adds the cost of 1,024 tokens, as batching/autotune.py assumes.
-Sending takes its time at the rates below, those of PCIe 4.0; half of the exchange between ranks overlaps with
+and 2 more with gradient checkpointing. Each forward adds the cost of 1,024 tokens, as batching/autotune.py assumes.
+The time for sending follows from the rates below, those of PCIe 4.0; half of the exchange between ranks overlaps with
 computing. Only ratios between launch files mean anything.
 """
 
@@ -21,7 +21,7 @@ NETWORK = 3e9
 HOST_UPDATES = 5e8
 """Parameters per second that DeepSpeed's CPU Adam updates on one rank."""
 FORWARD_TOKENS = 1024
-"""Tokens that take as long as the fixed cost of one forward."""
+"""Number of tokens that take as long to compute as the fixed cost of one forward."""
 HIDDEN_SHARE = 0.5
 """Share of the exchange between ranks that overlaps with computing."""
 
@@ -81,7 +81,7 @@ def _sent_bytes(job: Job, forwards: int) -> float:
 
 
 def _gathered(job: Job) -> float:
-    """Elements gathered for one forward and backward; the backward does not gather again what is still live."""
+    """Elements gathered for one forward and backward; the backward gathers again only what is no longer live."""
     again = max(job.parameters - live_parameters(job), 0.0) * (1 + job.gradient_checkpointing)
     return job.parameters + again
 
@@ -93,7 +93,7 @@ def _host_bytes(job: Job, forwards: int) -> float:
     optimizer state on a disk is read and written.
     """
     n, e, trained, launch = job.ranks, job.computes_bytes, job.trained, job.launch
-    if launch.backend == "fsdp" and launch.offload("param") != "none":  # float32 shards up twice, gradients down once
+    if launch.backend == "fsdp" and launch.offload("param") != "none":  # shards go to the GPU twice, gradients back
         return forwards * 4 * (2 * job.parameters + trained) / launch.shard_ranks
     found = 0.0
     if launch.offload("optimizer") != "none":

@@ -62,7 +62,7 @@ def lines(
         yield from _details(each.name, each.estimate)
     if best is None:
         refused = all(each.problem for each in plans)
-        none = "None is recommended, for what is said of each."
+        none = "No launch file is recommended: each has a problem, named above."
         why = f"No launch file fits{_also(config)}. {_mend(config)}{_elsewhere(plans, here)}"
         yield _text(none if refused else why, 0)
         return
@@ -180,8 +180,8 @@ def _notes(plans: Sequence[Plan], here: PlannedMachine) -> Iterator[str]:
     yield _text("fits     in memory; accel-sft doctor says what else a launch file needs", 9)
     if any("gradient_checkpointing" in each.more for each in plans):
         yield _text("g        with --gradient-checkpointing", 9)
-    if rows := sorted({each.more["eval_batch_size"] for each in plans if "eval_batch_size" in each.more}):
-        yield _text(f"e        with --eval-batch-size {', '.join(map(str, rows))}", 9)
+    if counts := sorted({each.more["eval_batch_size"] for each in plans if "eval_batch_size" in each.more}):
+        yield _text(f"e        with --eval-batch-size {', '.join(map(str, counts))}", 9)
     yield _text("forward  the largest that fits, up to a rank's part of a step", 9)
     if any(each.tight for each in plans):
         yield _text(f"barely   within {1 - MARGIN:.0%} of {where}'s memory; a prediction may err by as much", 9)

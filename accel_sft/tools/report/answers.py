@@ -1,4 +1,4 @@
-"""Collects the answers of runs' evaluations for the page: each text once, newest evaluations first, up to a size."""
+"""Collects the answers of all runs' evaluations for the report's page, each text once, up to a number of bytes."""
 
 import dataclasses
 import json
@@ -7,22 +7,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_sft.io.files import read_text
+from accel_sft.io.files import mapping, read_text
 from accel_sft.io.run_dir import step_of
 from accel_sft.tools.report.runs import Run
 from accel_sft.tracking.run_report import is_number
 
 LONGEST_TEXT = 2000
-"""Most characters of a prompt or an answer on the page."""
+"""Maximum number of characters of a prompt or an answer that the page shows."""
 _ROWS = (1000, 500, 200, 100, 50, 20, 10)
-"""Numbers of answers of each evaluation that are tried in turn until the page can hold them."""
+"""How many answers of each evaluation to keep: these numbers are tried in turn until the answers fit the page."""
 _NAMED = 4
-"""Most runs that one sentence names."""
+"""Maximum number of runs that a sentence about what was left out names."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedEvaluation:
-    """One file of answers.
+    """A file with the answers of one evaluation.
 
     Attributes:
         run: the index of its run.
@@ -39,16 +39,16 @@ class RecordedEvaluation:
 
 
 def collect(runs: Sequence[Run], most_bytes: int) -> tuple[dict[str, Any], list[str]]:
-    """The answers of all runs that fit into `most_bytes` of JSON, and sentences on what was left out.
+    """Return as many of the runs' answers as fit into `most_bytes` of JSON, and sentences about what was left out.
 
     The newest evaluation of every run comes first, then the oldest of every run (the model before training), then the
     others, the newest first. If the newest and oldest do not all fit, each keeps only its first answers, the same
     number for all, so that they stay comparable.
 
     Returns:
-        `texts`; `examples`: pairs of indices into `texts` (prompt, expected); `scores`: the names of the scores;
-        `evaluations`, each with `run`, `step`, `label`, `count` (answers in the file) and `rows` of [index of the
-        example, index of the answer's text, values of the scores].
+        a dictionary, and the sentences. Its keys: `texts`; `examples`, for each a pair of indices into `texts` (prompt,
+        expected answer); `scores`, their names; `evaluations`, each a dictionary with `run`, `step`, `label`, `count`
+        (answers in the file) and `rows`: [index of the example, index of the answer's text, values of the scores].
     """
     first, others = _by_priority(runs)
     files = {evaluation: _read(runs, evaluation) for evaluation in first}
@@ -65,7 +65,7 @@ def collect(runs: Sequence[Run], most_bytes: int) -> tuple[dict[str, Any], list[
 
 
 class _Pool:
-    """Collects texts and rows until their size in bytes is used up."""
+    """Collects texts and rows until a number of bytes is used up."""
 
     def __init__(self, most_bytes: int, rows: int) -> None:
         self.left, self.rows = most_bytes, rows
@@ -78,22 +78,23 @@ class _Pool:
     def add(self, evaluation: RecordedEvaluation, samples: Sequence[dict[str, Any]]) -> bool:
         """Add an evaluation and return True; return False, and show nothing of it, if it does not fit."""
         if not samples:
+            self.evaluations[evaluation] = {}  # it has nothing that could be left out
             return True
-        rows, seen, texts = [], Counter(), len(self.texts)
+        before = dict(self.texts), dict(self.examples), dict(self.scores), self.cut
+        rows: list[list[Any]] = []
+        seen: Counter[tuple[int, int]] = Counter()
         for sample in samples[: self.rows]:
-            asked = tuple(self._text(sample.get(key)) for key in ("prompt", "expected"))
+            asked = self._text(sample.get("prompt")), self._text(sample.get("expected"))
             seen[asked] += 1  # the same question twice is two examples
             example = self.examples.setdefault((*asked, seen[asked]), len(self.examples))
-            scores = sample.get("scores")
-            numbers = {str(k): n for k, n in scores.items() if is_number(n)} if isinstance(scores, dict) else {}
+            numbers = {str(k): n for k, n in mapping(sample.get("scores")).items() if is_number(n)}
             for name in numbers:
                 self.scores.setdefault(name, len(self.scores))
             row = [example, self._text(sample.get("generated")), [numbers.get(name) for name in self.scores]]
-            self.left -= len(json.dumps(row)) + 16  # 16 for its example
+            self.left -= len(json.dumps(row)) + 16  # about what its pair in `examples` takes
             rows.append(row)
             if self.left < 0:
-                for text in [*self.texts][texts:]:
-                    del self.texts[text]
+                self.texts, self.examples, self.scores, self.cut = before
                 return False
         self.evaluations[evaluation] = {
             "run": evaluation.run,
@@ -111,17 +112,17 @@ class _Pool:
             self.cut += text not in self.texts
         if text not in self.texts:
             self.texts[text] = len(self.texts)
+            # a comma follows, and the page writes < as \u003c
             self.left -= len(json.dumps(text, ensure_ascii=False).encode(errors="replace")) + 1 + 5 * text.count("<")
         return self.texts[text]
 
     def content(self) -> dict[str, Any]:
+        shown = sorted(filter(self.evaluations.get, self.evaluations), key=lambda each: (each.run, each.order))
         return {
             "texts": [*self.texts],
             "examples": [pair[:2] for pair in self.examples],
             "scores": [*self.scores],
-            "evaluations": [
-                self.evaluations[each] for each in sorted(self.evaluations, key=lambda each: (each.run, each.order))
-            ],
+            "evaluations": [self.evaluations[each] for each in shown],
         }
 
 
@@ -156,7 +157,7 @@ def _read(runs: Sequence[Run], evaluation: RecordedEvaluation) -> list[dict[str,
     except OSError as error:
         runs[evaluation.run].notes.append(f"{evaluation.path.name} cannot be read: {error.strerror}")
         return []
-    for line in filter(None, text.split("\n")):  # not splitlines(): an answer may hold its other line breaks
+    for line in filter(None, text.split("\n")):  # splitlines() would split at U+2028, too
         try:
             sample = json.loads(line)
         except (ValueError, RecursionError):
@@ -166,24 +167,24 @@ def _read(runs: Sequence[Run], evaluation: RecordedEvaluation) -> list[dict[str,
         else:
             unreadable += 1
     if unreadable:
-        runs[evaluation.run].notes.append(f"{unreadable} lines of {evaluation.path.name} cannot be read")
+        runs[evaluation.run].notes.append(f"{evaluation.path.name} has lines that cannot be read: {unreadable}")
     return found
 
 
 def _left_out(runs: Sequence[Run], all_: Sequence[RecordedEvaluation], pool: _Pool, longest: int) -> list[str]:
     said = []
     if pool.rows < longest:
-        said.append(f"The first {pool.rows:,} answers of each evaluation are on this page, of up to {longest:,}.")
+        said.append(f"This page shows only the first {pool.rows:,} answers of each evaluation, of up to {longest:,}.")
     missing: dict[str, list[RecordedEvaluation]] = {}
     for evaluation in all_:
         if evaluation not in pool.evaluations and evaluation.path.stat().st_size:
             missing.setdefault(runs[evaluation.run].name, []).append(evaluation)
-    named = [f"{name}: {_steps(evaluations)}" for name, evaluations in missing.items()]
+    named = [f"{name}, {_steps(evaluations)}" for name, evaluations in missing.items()]
     if named:
-        more = f"; and of {len(named) - _NAMED} more runs" if len(named) > _NAMED else ""
-        said.append(f"Left out for the page's size are the answers of {'; '.join(named[:_NAMED])}{more}.")
+        more = f"; and evaluations of {len(named) - _NAMED} more runs" if len(named) > _NAMED else ""
+        said.append(f"The page has no room for the answers of these evaluations: {'; '.join(named[:_NAMED])}{more}.")
     if pool.cut:
-        said.append(f"{pool.cut:,} texts are longer than {LONGEST_TEXT:,} characters; their beginning is shown.")
+        said.append(f"Texts of which the first {LONGEST_TEXT:,} characters are shown: {pool.cut:,}.")
     if said:
         said.append("Every answer is in the runs' samples/ folders.")
     return said

@@ -7,17 +7,13 @@ from accel_sft.tools.report import memory, memory_specs, specs
 from accel_sft.tools.report.comparison import RecordedCell
 from accel_sft.tools.report.runs import Run
 
-_GROUPS = {
-    "main": "Curves",
-    "more": "More curves",
-    "ranks": "Memory, CPU and GPU of each rank",
-}
+_GROUPS = {"main": "Curves", "more": "More curves", "ranks": "Memory, CPU and GPU of each rank"}
 _MOST_PREDICTED = 12
-"""Most charts of predicted memory; the table beside them lists all predictions."""
+"""Maximum number of charts of predicted memory; the table beside them lists all predictions."""
 _DRAWN_AS_POINTS = 30
-"""Most points of a curve at which each of them is marked."""
+"""Maximum number of points of a curve for each point to be marked."""
 _ALL_LABELLED = 5
-"""Most points of a chart at which all carry their names; with more, only those on the Pareto front do."""
+"""Maximum number of points of a chart for all to carry their names; with more, only those on the Pareto front do."""
 
 Chart = dict[str, Any]
 
@@ -31,28 +27,26 @@ def groups(
         for each group its `id`, its `heading`, whether it is `folded`, `missing` (the runs that lack what it shows)
         and `charts`. A chart has an `id`, a `title`, a `spec`, and its data under `curves` or `rows`, as `kind` says.
     """
-    found = []
-    for group, heading in _GROUPS.items():
-        mine = [_curves(chart, series) for chart in measured if chart["group"] == group]
-        found.append({"id": group, "heading": heading, "folded": group != "main", "missing": [], "charts": mine})
-    by_phase = [*_startup(every, series), *_predicted(every)]
-    others = {
-        "speed": ("Memory against speed", _speed(every, cells, series)),
-        "steps": ("Step times", _step_times(cells, series)),
-        "memory": ("Memory by phase", by_phase),
-    }
     trained = [run for run in every if run.record]
-    missing = {
-        "speed": [run.name for run in trained if not memory.has_speed_and_memory(run.result)],
-        "memory": [run.name for run in trained if not run.result.get("phases")],
-    }
-    for group, (heading, charts) in others.items():
-        lacking = missing.get(group, [])
-        found.append({"id": group, "heading": heading, "folded": False, "missing": lacking, "charts": charts})
-    for group in found:
-        for number, chart in enumerate(group["charts"]):
-            chart["id"] = f"{group['id']}-{number}"
-    return found
+    no_speed = [run.name for run in trained if not memory.has_speed_and_memory(run.result)]
+    no_phases = [run.name for run in trained if not run.result.get("phases")]
+    curves = [
+        _group(name, heading, [_curves(chart, series) for chart in measured if chart["group"] == name])
+        for name, heading in _GROUPS.items()
+    ]
+    return [
+        *curves,
+        _group("speed", "Memory against speed", _speed(every, cells, series), no_speed),
+        _group("steps", "Step times", _step_times(cells, series)),
+        _group("memory", "Memory by phase", [*_startup(every, series), *_predicted(every)], no_phases),
+    ]
+
+
+def _group(name: str, heading: str, charts: list[Chart], missing: Sequence[str] = ()) -> dict[str, Any]:
+    for number, chart in enumerate(charts):
+        chart["id"] = f"{name}-{number}"
+    folded = name in ("more", "ranks")
+    return {"id": name, "heading": heading, "folded": folded, "missing": missing, "charts": charts}
 
 
 def _curves(chart: Chart, series: Sequence[str]) -> Chart:

@@ -29,7 +29,8 @@ def report(runs: tuple[str, ...], output: str) -> None:
     from accel_sft.tools.report.runs import COMPARISON, named, read_run
 
     target = page_file(output, "--output", "report.html")
-    alone, comparisons, problems = [], [], []
+    alone, comparisons = [], []
+    problems: list[str] = []
     folders = named(list(runs))
     for name, path in folders.items():
         try:

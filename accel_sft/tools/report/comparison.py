@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.io.files import read_json
+from accel_sft.io.files import mapping, read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.tools.report.runs import COMPARISON, Run, read_run
 from accel_sft.tracking.run_report import is_number
@@ -43,7 +43,6 @@ class Comparison:
     command: str
     varied: list[str]
     findings: list[str]
-    environment: dict[str, Any]
     cells: list[RecordedCell]
     runs: list[Run]
 
@@ -52,14 +51,14 @@ def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
     """Read a folder with comparison.json.
 
     Args:
-        alone: whether its cells keep their own names; beside others, whose cells may have the same names, `name` stands
-            before them.
+        alone: whether the page shows nothing else. Otherwise cells elsewhere may have the same names, so each cell's
+            name gets `name` in front of it.
     Raises:
         UserError: the file cannot be read, or is no comparison of this version.
     """
     file = path / COMPARISON
-    record = read_json(file)
-    if not isinstance(record, dict) or not isinstance(record.get("cells"), list):
+    record = mapping(read_json(file))
+    if not isinstance(record.get("cells"), list):
         raise UserError(f"{file}: not the record of a comparison; name another folder")
     if record.get("schema") != SCHEMA:
         raise UserError(
@@ -80,7 +79,6 @@ def read_comparison(path: Path, name: str, *, alone: bool = True) -> Comparison:
         command=str(record.get("command") or ""),
         varied=[str(key) for key in _list(record.get("varied"))],
         findings=[str(finding) for finding in _list(record.get("findings"))],
-        environment=record["environment"] if isinstance(record.get("environment"), dict) else {},
         cells=cells,
         runs=runs,
     )
@@ -101,7 +99,7 @@ def _cell(name: str, cell: dict[str, Any], rounds: list[dict[str, Any]]) -> Reco
 
 
 def _run(path: Path, comparison: str, cell: str, number: int, run: dict[str, Any]) -> Run:
-    """The run in a round's folder; if there is none, what the comparison noted of it."""
+    """Return the run in a round's folder or, if that has none, a run with what the comparison noted of it."""
     name = f"{cell}, round {run.get('round') or number}"
     folder = path / str(run.get("folder") or "")
     try:
@@ -126,4 +124,4 @@ def _list(value: Any) -> list[Any]:
 
 
 def _numbers(values: Any) -> dict[str, float]:
-    return {key: value for key, value in values.items() if is_number(value)} if isinstance(values, dict) else {}
+    return {key: value for key, value in mapping(values).items() if is_number(value)}

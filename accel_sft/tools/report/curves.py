@@ -10,11 +10,11 @@ from accel_sft.tools.report.runs import Run
 from accel_sft.tracking.run_report import COSTS, is_number
 
 POINTS_OF_A_CHART = 1600
-"""Points of a chart over all its curves, more or less: more fit neither its pixels nor, with many runs, the page."""
+"""About how many points a chart's curves have together: more fit neither its pixels nor, with many runs, the page."""
 _FEWEST, _MOST = 60, 1000
 """Bounds on the points that a thinned curve may keep."""
 _KNOTS = 200
-"""Steps of a run, roughly, at which the page knows the training time; between them it interpolates."""
+"""About how many steps of a run have their training time on the page, which interpolates between them."""
 
 MEASURED = {
     "loss": ("Training loss", "nats per supervised token", "main"),
@@ -29,12 +29,12 @@ MEASURED = {
     "gpu_memory_gib": ("GPU memory of each rank's device", "memory in use by all (GiB)", "ranks"),
     "gpu_percent": ("GPU use of each rank's device", "time with a kernel running (%)", "ranks"),
 }
-"""Title, unit and group of the chart of each thing measured, by its key; the task's metrics have no entry."""
+"""Title, unit and group of a chart by the key of what it shows; charts of the task's metrics have no entry."""
 _NOT_CURVES = {"step", "epoch", "tokens", "supervised_tokens", *COSTS}
 
 
 def charts(runs: Sequence[Run], readings: Sequence[Readings]) -> list[dict[str, Any]]:
-    """A chart for each thing measured, in the order to show them.
+    """Return a chart for each key that was measured, in the order of the page.
 
     Returns:
         for each chart `key`, `title`, `unit`, `group` ("main", "more" or "ranks"), `thinned` (whether points are left
@@ -82,7 +82,7 @@ def _chart(key: str, curves: Sequence[dict[str, Any]], main: bool) -> dict[str, 
 
 
 def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """At most `most` of the points, in order: the first, the last, and the smallest and largest of each stretch.
+    """Return at most `most` points, in order: the first, the last, and the smallest and largest of each stretch.
 
     This keeps every spike.
     """
@@ -99,7 +99,7 @@ def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, 
 
 
 def means(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """The means of `most` equal stretches, each with the step in the middle of its stretch."""
+    """Return the means of `most` equal stretches, each mean with the step in the middle of its stretch."""
     found = []
     for number in range(most):
         stretch = points[len(points) * number // most : len(points) * (number + 1) // most]
@@ -108,7 +108,7 @@ def means(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float,
 
 
 def training_minutes(run: Run) -> dict[str, list[float]]:
-    """Minutes of training at some steps of the run: lists `steps` and `minutes`, empty if no step has its time."""
+    """Minutes of training up to some steps of the run: lists `steps` and `minutes`, empty if no step has its time."""
     passed, knots = 0.0, [(0, 0.0)]
     for row in run.steps:
         if is_number(row.get("seconds")) and math.isfinite(row["seconds"]):
@@ -127,6 +127,6 @@ def left_out(charts: Iterable[dict[str, Any]]) -> list[str]:
     if not titles:
         return []
     return [
-        f"The curves of {', '.join(titles)} have more points than a chart can show: of each stretch of steps the "
-        "smallest and the largest value are drawn, so no spike is lost, and smoothed the mean. metrics.jsonl has all."
+        f"The curves of {', '.join(titles)} have more points than a chart can show. Of each stretch of steps a curve "
+        "has the smallest and the largest value, so no spike is lost; smoothed, the mean. metrics.jsonl has all."
     ]

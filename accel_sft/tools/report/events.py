@@ -1,18 +1,17 @@
-"""Reads each rank's CPU, memory and GPU use from TensorBoard's event files; metrics.jsonl does not have it."""
+"""Reads each rank's CPU, memory and GPU use from TensorBoard's event files, since metrics.jsonl does not have them."""
 
 import re
 from collections import defaultdict
-from typing import Any
 
 from accel_sft.tools.report.runs import Run
 
 _TAG = re.compile(r"system/rank(\d+)/(\w+)")
 Readings = dict[tuple[str, int], dict[int, float]]
-"""(field of `system.SYSTEM_FIELDS`, rank) to step to reading."""
+"""Readings by step, of each (field of `system.SYSTEM_FIELDS`, rank)."""
 
 
 def system_readings(run: Run) -> Readings:
-    """The run's readings, without the ones that a resume replaced; empty without event files.
+    """Return the run's readings, without those that a resumed run made anew; empty if there are no event files.
 
     A file that is damaged is read as far as possible, and the run's notes say so.
     """
@@ -32,7 +31,7 @@ def system_readings(run: Run) -> Readings:
                     _drop_from(readings, event.step)
                 for value in event.summary.value:
                     if found := _TAG.fullmatch(value.tag):
-                        readings[found[2], int(found[1])][event.step] = _number(value)
+                        readings[found[2], int(found[1])][event.step] = value.simple_value
         except (OSError, DecodeError, RuntimeError) as error:
             run.notes.append(f"{path.name} is read as far as it goes: {type(error).__name__}")
     return dict(readings)
@@ -43,8 +42,3 @@ def _drop_from(readings: Readings, step: int) -> None:
     for curve in readings.values():
         for later in [each for each in curve if each >= step]:
             del curve[later]
-
-
-def _number(value: Any) -> float:
-    """The value of an event: old writers store a number, new ones a tensor with one element."""
-    return value.tensor.float_val[0] if value.HasField("tensor") and value.tensor.float_val else value.simple_value

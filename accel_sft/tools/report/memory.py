@@ -3,22 +3,20 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accel_sft.io.files import mapping
+from accel_sft.memory.estimate import COMPONENTS, PHASES
 from accel_sft.tools.report.comparison import RecordedCell
 from accel_sft.tools.report.runs import Run
 from accel_sft.tracking.run_report import is_number
 
 PLACES = {"device": "peak_device_memory_gib", "host": "peak_host_memory_gib"}
-COMPONENTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
-"""The components of a prediction, in the order in which they are stacked."""
-PHASES = ("load", "shard", "first_step", "step", "evaluate", "save", "export")
-"""The phases of a run, in their order."""
 
 
 def against_speed(runs: Sequence[Run], cells: Sequence[RecordedCell], place: str) -> list[dict[str, Any]]:
-    """A point for each run, or for the median of each cell of a comparison; none if memory or speed is unknown.
+    """Return a point for each run, or for the medians of a comparison's cell, whose memory and speed are both known.
 
     Args:
-        place: "device" or "host": which memory's peak is meant, on the rank with the largest.
+        place: the memory whose peak is meant, on the rank with the largest peak: "device" or "host".
     Returns:
         `name`, `series`, `gib`, `tokens_per_second`, and whether the point is on the Pareto `front`.
     """
@@ -51,7 +49,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> set[int]:
 
 
 def startup(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Rows of each rank's memory at the end of each start-up phase.
+    """Return rows with each rank's memory at the end of each start-up phase.
 
     Returns:
         `run` (its index), `phase`, `rank`, `what` ("host", "device, allocated" or "device, reserved and unused") and
@@ -63,11 +61,13 @@ def startup(runs: Sequence[Run]) -> list[dict[str, Any]]:
         for row in phases if isinstance(phases, list) else ():
             if not isinstance(row, dict):
                 continue
-            host, allocated, reserved = (
-                row.get(key) for key in ("process_memory_gib", "device_allocated_gib", "device_reserved_gib")
-            )
+            allocated, reserved = row.get("device_allocated_gib"), row.get("device_reserved_gib")
             unused = reserved - allocated if is_number(reserved) and is_number(allocated) else None
-            found = {"host": host, "device, allocated": allocated, "device, reserved and unused": unused}
+            found = {
+                "host": row.get("process_memory_gib"),
+                "device, allocated": allocated,
+                "device, reserved and unused": unused,
+            }
             rows += [
                 {"run": place, "phase": str(row.get("phase")), "rank": row.get("rank"), "what": what, "gib": gib}
                 for what, gib in found.items()
@@ -77,7 +77,7 @@ def startup(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def predicted_and_measured(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row for each run, place and phase of which a prediction or a measurement is known.
+    """Return a row for each run, place and phase with a prediction or a measurement.
 
     Returns:
         `run` (its index), `place` ("device" or "host"), `phase`, `components` (GiB by name, empty without a prediction)
@@ -89,11 +89,9 @@ def predicted_and_measured(runs: Sequence[Run]) -> list[dict[str, Any]]:
         for place, key in PLACES.items():
             predicted = run.section("memory", place)
             for phase in sorted({*predicted, *measured}, key=_in_order):
-                pair = predicted.get(phase)
-                pair = pair if isinstance(pair, dict) else {}
-                peaks = measured.get(phase)
-                peak = peaks.get(key) if isinstance(peaks, dict) else None
-                total, peak = pair.get("predicted_gib"), pair.get("measured_gib", peak)
+                pair = mapping(predicted.get(phase))
+                total = pair.get("predicted_gib")
+                peak = pair.get("measured_gib", mapping(measured.get(phase)).get(key))
                 if is_number(total) or is_number(peak):
                     found = {
                         "components": _components(pair.get("components_gib")),
@@ -110,7 +108,6 @@ def _in_order(phase: str) -> tuple[int, str]:
 
 def _components(predicted: Any) -> dict[str, float]:
     """A phase's predicted GiB by component, in the order in which they are stacked."""
-    if not isinstance(predicted, dict):
-        return {}
-    names = sorted(predicted, key=lambda name: COMPONENTS.index(name) if name in COMPONENTS else len(COMPONENTS))
-    return {str(name): predicted[name] for name in names if is_number(predicted[name])}
+    found = mapping(predicted)
+    names = sorted(found, key=lambda name: COMPONENTS.index(name) if name in COMPONENTS else len(COMPONENTS))
+    return {str(name): found[name] for name in names if is_number(found[name])}

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 import accel_sft
-from accel_sft.io.files import json_safe
+from accel_sft.io.files import json_safe, mapping
 from accel_sft.io.text import one_line, shown
 from accel_sft.tools.report import answers, chart_groups, curves, memory, settings, specs
 from accel_sft.tools.report.comparison import Comparison
@@ -22,9 +22,9 @@ from accel_sft.tools.report.runs import Run
 from accel_sft.tracking.run_report import comparison_rows, is_number
 
 MOST_BYTES = 1_950_000
-"""Size of a page, which the answers may fill up to this."""
+"""Size in bytes up to which answers fill a page."""
 MOST_CHARTS, MOST_ROWS = 60, 300
-"""Most charts of curves on a page (losses and the main metric come first), and most rows of its tables."""
+"""Maximum number of charts of curves on a page (losses and the main metric come first), and of rows in its tables."""
 _FEWEST_ANSWER_BYTES = 100_000
 """Bytes that answers may always take, even if the curves of very many runs fill the page."""
 _FOLDER = Path(__file__).parent
@@ -36,10 +36,10 @@ _SOURCE_MAP = re.compile(r"//# sourceMappingURL=\S+")
 
 
 def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str, list[str]]:
-    """The page as HTML, and sentences on what it leaves out.
+    """Return the page as HTML, and sentences on what it leaves out.
 
     Args:
-        runs: the runs that were named by themselves; those of comparisons are added.
+        runs: the runs that the user named; the runs of `comparisons` are added.
     """
     every = [*runs, *(run for comparison in comparisons for run in comparison.runs)]
     cells = [cell for comparison in comparisons for cell in comparison.cells]
@@ -48,7 +48,7 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
     undrawn, scores, chosen = measured[MOST_CHARTS:], _scores(every), settings.table(every)
     measured = measured[:MOST_CHARTS]
     groups = chart_groups.groups(every, cells, series, measured)
-    data = {
+    data: dict[str, Any] = {
         "series": specs.look(series),
         "runs": [
             {"name": run.name, "series": series.index(run.series), "main": _main_metric(run, every)} for run in every
@@ -58,7 +58,7 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
         "config": specs.CONFIG,
     }
     template, parts = _template(), _parts()
-    context = {
+    context: dict[str, Any] = {
         "title": _title(runs, comparisons),
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "version": accel_sft.__version__,
@@ -84,7 +84,7 @@ def render(runs: Sequence[Run], comparisons: Sequence[Comparison]) -> tuple[str,
 
 
 def _too_many(undrawn: Sequence[dict], scores: dict[str, Any], settings: dict[str, Any]) -> list[str]:
-    """Sentences on charts and table rows that are more than a page can show."""
+    """Return sentences on the charts and table rows for which a page has no room."""
     said = []
     if undrawn:
         said.append(f"{len(undrawn):,} more things were measured, {one_line(undrawn[0]['key'], 80)} the first of them.")
@@ -140,12 +140,10 @@ def _row(run: Run) -> dict[str, Any]:
         "train_seconds": sum(seconds) if seconds else None,
         "tokens_per_second": sum(tokens) / sum(seconds) if tokens and sum(seconds) else None,
     }
-    launch = run.record.get("launch")
-    launch = launch if isinstance(launch, dict) else {}
-    config = run.record.get("config")
+    config = mapping(run.record.get("config"))
     return {
-        "model": (config or {}).get("init_from") or (config or {}).get("model") or run.result.get("model"),
-        "launch": _launch(launch),
+        "model": config.get("init_from") or config.get("model") or run.result.get("model"),
+        "launch": _launch(mapping(run.record.get("launch"))),
         "step": run.last_step,
         "total_steps": run.record.get("total_steps"),
         **{key: run.result.get(key, value) for key, value in so_far.items()},
@@ -155,7 +153,7 @@ def _row(run: Run) -> dict[str, Any]:
 
 
 def _scores(every: Sequence[Run]) -> dict[str, Any]:
-    """The first and the last evaluation of each run that has any.
+    """Return the first and the last evaluation of each run that has evaluations.
 
     Returns:
         `columns`, the names of those runs; `rows`, each a label and a (base, tuned, change) for each column.
@@ -166,15 +164,13 @@ def _scores(every: Sequence[Run]) -> dict[str, Any]:
         if not after and run.evaluations:
             before, after = ({k: n for k, n in run.evaluations[place].items() if k != "step"} for place in (0, -1))
         if lines := comparison_rows(before, after):
-            found[run.name] = {one_line(label, 80): tuple(cells) for label, *cells in lines}
+            found[run.name] = {one_line(label, 80): (base, tuned, change) for label, base, tuned, change in lines}
     labels = dict.fromkeys(label for lines in found.values() for label in lines)
     rows = [(label, [lines.get(label, ("", "", "")) for lines in found.values()]) for label in labels]
     return {"columns": [*found], "rows": rows}
 
 
 def _launch(launch: dict[str, Any]) -> str:
-    if not launch:
-        return ""
     processes, stage = launch.get("processes"), launch.get("zero_stage")
     parts = [str(launch.get("backend") or "")]
     parts += [f"ZeRO {stage}"] if stage is not None else []

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_sft.api.errors import UserError
-from accel_sft.io.files import expanded, read_json, read_text
+from accel_sft.io.files import expanded, mapping, read_json, read_text
 from accel_sft.io.lock import is_locked
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import one_line
@@ -21,8 +21,8 @@ class Run:
     """What the files of one run say.
 
     Attributes:
-        name: its name on the page, made of its folder's.
-        series: its colour's key: the cell's name for the runs of a comparison, else `name`.
+        name: the run's name on the page, made of its folder's name.
+        series: the key of the run's colour: for a run of a comparison the name of its cell, else `name`.
         status: complete, running, stopped, failed or, for a run of a comparison, how `compare` says that it ended.
         reason: why it did not complete, in a sentence; else empty.
         started: seconds since 1970; None if no file tells.
@@ -55,17 +55,17 @@ class Run:
 
     def section(self, *keys: str) -> dict[str, Any]:
         """A mapping inside result.json; empty if it is not there."""
-        found: Any = self.result
+        found = self.result
         for key in keys:
-            found = found.get(key) if isinstance(found, dict) else None
-        return found if isinstance(found, dict) else {}
+            found = mapping(found.get(key))
+        return found
 
 
 def read_run(path: Path, name: str) -> Run:
     """Read the folder of one run.
 
     Raises:
-        UserError: it is no run's folder; the message says what it is instead.
+        UserError: the folder is not a run's; the message says what it is instead.
     """
     folder = RunDir(path)
     _refuse_others(folder)
@@ -87,10 +87,9 @@ def _refuse_others(folder: RunDir) -> None:
         return
     if folder.is_run() or (folder.metrics.exists() and not folder.record.exists()):
         return
-    if folder.result.exists():  # `evaluate --output-dir` writes no record
-        result = read_json(folder.result)
-        if isinstance(result, dict) and "task" in result and "after" in result:
-            return
+    # `evaluate --output-dir` writes no record
+    if folder.result.exists() and {"task", "after"} <= mapping(read_json(folder.result)).keys():
+        return
     inside = sorted(each.parent for each in path.glob(f"*/{folder.record.name}"))
     if inside:
         found = (
@@ -112,12 +111,12 @@ def _damaged(path: Path) -> bool:
 
 def _read(run: Run, path: Path) -> dict[str, Any]:
     """A JSON file of the run; empty if it is missing or damaged (the notes then say so)."""
-    if _damaged(path):
+    try:
+        return mapping(read_json(path)) if path.exists() else {}
+    except UserError:
         what = "half-written or damaged" if path.is_file() else "no regular file"
         run.notes.append(f"{path.name} cannot be read: it is {what}")
         return {}
-    found = read_json(path) if path.exists() else {}
-    return found if isinstance(found, dict) else {}
 
 
 def _read_metrics(run: Run) -> None:

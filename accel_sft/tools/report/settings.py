@@ -7,7 +7,7 @@ from typing import Any
 from accel_sft.tools.report.runs import Run
 
 _LONGEST = 300
-"""Most characters of a value in the table."""
+"""Maximum number of characters of a value in the table."""
 _ABSENT = "(not recorded)"
 _TRIVIAL = {"config": {"output_dir", "resume", "dry_run"}, "launch": {"deepspeed_config", "yaml"}}
 """Keys left out of the table, since every run has another value or the page shows it elsewhere.
@@ -18,7 +18,7 @@ _SECTIONS = {"config": "setting", "task_options": "task's setting", "launch": "l
 
 
 def table(runs: Sequence[Run]) -> dict[str, Any]:
-    """The settings and the chosen batching of each run that has a run.json; a cell of a comparison shows its first run.
+    """Return settings and chosen batching of each run that has a run.json; a comparison's cell shows its first run.
 
     Returns:
         `columns`, the names of the runs; `differing`, rows of (kind, name, a value for each column); `common`, rows of
@@ -51,7 +51,7 @@ def _flat(run: Run) -> dict[tuple[str, str], str]:
         if key in run.record:
             flat["data", key] = _shown(run.record[key])[:12]
     batching = run.section("batching")
-    limits = ("tokens", "rows")  # one of them decides, the other is no limit
+    limits = ("tokens", "rows")  # only one of the two is a limit
     unlimited = {key: "no limit" for key in limits if batching.get(key) in (None, 2**31)}
     _flatten(flat, "chosen batching", "", {**batching, **unlimited})
     return flat

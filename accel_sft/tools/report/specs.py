@@ -44,7 +44,7 @@ def look(series: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def chart(description: str, **parts: Any) -> dict[str, Any]:
-    """A specification with what all charts share: the page gives the width, and the data under the name `rows`."""
+    """Return a specification with what all charts share. The page sets the width, and the data named `rows`."""
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "description": description,
@@ -56,30 +56,39 @@ def chart(description: str, **parts: Any) -> dict[str, Any]:
     }
 
 
+def number(field: str, **parts: Any) -> dict[str, Any]:
+    """Return an encoding, or a line of a tooltip, that shows a field of numbers."""
+    return {"field": field, "type": "quantitative", **parts}
+
+
+def word(field: str, **parts: Any) -> dict[str, Any]:
+    """Return an encoding, or a line of a tooltip, that shows a field of names."""
+    return {"field": field, "type": "nominal", **parts}
+
+
 def of_series(series: Sequence[str], key: str) -> dict[str, Any]:
-    """An encoding by series: `key` is "colour" or "dash"."""
+    """Return an encoding that tells series apart by `key`: "colour" or "dash"."""
     values = [each[key] for each in look(series)]
     scale = {"domain": [*range(len(series))], "range": [[*value] if key == "dash" else value for value in values]}
-    return {"field": "series", "type": "nominal", "scale": scale, "legend": None}
+    return word("series", scale=scale, legend=None)
 
 
 SHOWN = {"filter": "indexof(shown, datum.series) >= 0"}
 
 
 def curves(title: str, unit: str, series: Sequence[str], few: bool) -> dict[str, Any]:
-    """A line for each run and rank over steps or minutes (`x`); dragging selects the range `brush`.
+    """Return a chart with a line for each run and rank over steps or minutes (`x`); dragging selects a range, `brush`.
 
     Args:
         few: whether the curves have so few points that each is marked.
     """
-    x = {"field": "x", "type": "quantitative", "title": "step", "axis": {"tickMinStep": 1, "format": ",.6~g"}}
+    x = number("x", title="step", axis={"tickMinStep": 1, "format": ",.6~g"})
     x["scale"] = {"zero": False, "nice": False, "domainMin": {"expr": "low"}, "domainMax": {"expr": "high"}}
-    y = {"field": "value", "type": "quantitative", "title": unit, "scale": {"zero": False}}
-    y["axis"] = {"format": ",.6~g"}
+    y = number("value", title=unit, scale={"zero": False}, axis={"format": ",.6~g"})
     tooltip = [
-        {"field": "run", "type": "nominal", "title": "run"},
-        {"field": "step", "type": "quantitative", "title": "step", "format": ",d"},
-        {"field": "value", "type": "quantitative", "title": unit, "format": ".5~g"},
+        word("run", title="run"),
+        number("step", title="step", format=",d"),
+        number("value", title=unit, format=".5~g"),
     ]
     colour = of_series(series, "colour")
     line = {
@@ -99,7 +108,7 @@ def curves(title: str, unit: str, series: Sequence[str], few: bool) -> dict[str,
     }
     by_line = {"groupby": ["line"], "sort": [{"field": "x"}]}
     neighbours = [{"op": "lag", "field": "x", "as": "before"}, {"op": "lead", "field": "x", "as": "after"}]
-    within = "(low === null || datum.x >= low || datum.after >= low)"  # and the neighbours, to which lines lead
+    within = "(low === null || datum.x >= low || datum.after >= low)"  # and the next point, for a line to it
     within += " && (high === null || datum.x <= high || (datum.before !== null && datum.before <= high))"
     return chart(
         f"{title} over the steps of training, a line for each run; vertical axis: {unit}.",
@@ -127,8 +136,8 @@ def step_seconds(cells: int, series: Sequence[str]) -> dict[str, Any]:
             "rule": {"color": FAINT},
         },
         "encoding": {
-            "x": {"field": "seconds", "type": "quantitative", "title": "step time (seconds)", "scale": {"zero": False}},
-            "y": {"field": "name", "type": "nominal", "sort": None, "title": "cell", "axis": {"labelLimit": 180}},
+            "x": number("seconds", title="step time (seconds)", scale={"zero": False}),
+            "y": word("name", sort=None, title="cell", axis={"labelLimit": 180}),
             "color": of_series(series, "colour"),
         },
     }

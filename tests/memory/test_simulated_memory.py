@@ -1,25 +1,19 @@
-"""`accel-sft plan --simulate` and `--probe`: fake tensors against real ones, the closed form against both."""
-
-import dataclasses
-import json
+"""The closed form against a model followed on fake tensors, and fake tensors against real ones."""
 
 import pytest
 import torch
-from conftest import AS_COUNTED, accel_sft
+from conftest import AS_COUNTED
 from places import CONFIGS
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from accel_sft.api.errors import UserError
 from accel_sft.batching import collate, loss
-from accel_sft.launch.info import Launch
 from accel_sft.launch.precision import expected
+from accel_sft.launch.read import launch_of_yaml
 from accel_sft.memory.activations import peak_bytes
-from accel_sft.memory.estimate import Estimate
 from accel_sft.memory.job import Job
 from accel_sft.memory.model_config import read_shape
-from accel_sft.tools.plan.probe import probe
-from accel_sft.tools.plan.simulation import forward_backward, simulate
+from simulated_memory import forward_backward
 
 GIB = 2**30
 SMALL = {
@@ -53,7 +47,7 @@ def job_of(config, launch="z0", **more):
     sizes = {"tokens": 512, "supervised_tokens": 300, **more}
     return Job(
         shape=read_shape(config, "model"),
-        launch=expected(Launch.from_yaml(CONFIGS / f"{launch}.yaml"), bf16=True),
+        launch=expected(launch_of_yaml(CONFIGS / f"{launch}.yaml"), bf16=True),
         device="cuda",
         **sizes,
     )
@@ -140,49 +134,3 @@ def test_a_fused_head_leaves_the_gradient_of_its_weights():
     fused, pieces = (forward_backward(job_of(LARGE, head=head), LARGE) for head in ("fused", "pieces"))
     assert fused.kept == pieces.kept
     assert fused.in_head - fused.kept == 2 * 50_000 * 1024
-
-
-def test_a_simulation_says_what_was_not_simulated():
-    sharded, whole = (simulate(job_of(SMALL, launch), SMALL) for launch in ("z2", "ddp"))
-    assert sharded.method == whole.method == "simulation"
-    assert {*sharded.device} == {*whole.device} == {"first_step", "step"}
-    assert any("DeepSpeed is not simulated" in note for note in sharded.notes)
-    assert any("AdamW's state are simulated" in note for note in whole.notes)
-
-
-def test_a_model_that_cannot_be_simulated_is_named():
-    with pytest.raises(UserError, match="model_type bert"):
-        simulate(job_of(SMALL), {"model_type": "bert", "hidden_size": 30, "num_attention_heads": 4})
-
-
-@pytest.fixture
-def alone(tmp_path):
-    """A launch file of one process."""
-    file = tmp_path / "alone.yaml"
-    file.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n")
-    return file
-
-
-def test_a_probe_measures_two_real_steps(alone):
-    done = accel_sft("plan", "math", "--gpus", "0", "--launch", str(alone), "--probe", "--simulate", "--json")
-    assert done.status == 0, done.output
-    closed, simulated, probed = json.loads(done.output[done.output.index("{") :])["answers"]["alone"]
-    assert [closed["method"], simulated["method"], probed["method"]] == ["closed form", "simulation", "probe"]
-    assert {*probed["host"]} == {"load", "shard", "first_step", "step", "export"}
-    assert 0.2 < probed["host"]["step"]["measured"] / GIB < 2
-    assert not probed["failure"]
-    assert "measured in two steps" in probed["notes"][0]
-
-
-def test_a_probe_that_fails_is_an_answer(alone, tmp_path):
-    asked = dataclasses.replace(job_of(SMALL), launch=expected(Launch.from_yaml(alone), bf16=True))
-    failed = probe(asked, alone, ["math", "--model", str(tmp_path / "nothing")])
-    assert "no such folder" in failed.failure
-    assert not failed.fits(None, None)
-    late = probe(asked, alone, ["math"], limit_seconds=1)
-    assert late.failure == "time limit: not done after 0.0166667 minutes"
-
-
-def test_a_failure_does_not_fit():
-    assert Estimate(method="probe", device={}, host={}).fits(1, 1)
-    assert not Estimate(method="probe", device={}, host={}, failure="out of memory").fits(None, None)

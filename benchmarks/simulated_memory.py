@@ -1,13 +1,12 @@
-"""The simulation: the real model's forward, backward and first optimizer step on fake tensors, which use no memory.
+"""The bytes that a real model's forward, backward and first optimizer step take, followed on fake tensors.
 
-It simulates activations, logits, what else a backward needs and, if nothing shards them, weights and optimizer state.
-States that DeepSpeed or FSDP divide among ranks come from the closed form.
+Fake tensors have shapes and use no memory, so a model of any size is followed without a GPU. It is what the closed form
+of `accel-sft plan` is compared with, by benchmarks/plan_simulation.py and by tests. Followed are activations, logits,
+what else a backward needs, weights, gradients and AdamW's state of one rank, if nothing shards them.
 
 The fake tensors are on the CPU, because a torch built without CUDA crashes if autograd meets a fake CUDA tensor. CPU
 operators keep the same tensors for the backward as GPU operators (fused attention, grouped products of experts), with
 two exceptions that are corrected here: dropout's mask, and an attention mask that a GPU does not get.
-
-This module imports torch.
 """
 
 import dataclasses
@@ -18,24 +17,25 @@ from typing import Any
 import torch
 from accelerate.utils.operations import convert_outputs_to_fp32
 from torch._subclasses import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from transformers import AttentionInterface, AutoConfig
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.api.errors import UserError, first_line
 from accel_sft.batching.collate import Batch
 from accel_sft.batching.loss import nll_sum
-from accel_sft.memory.closed import assemble
-from accel_sft.memory.estimate import Estimate
 from accel_sft.memory.job import AS_CONFIGURED, Job
-from accel_sft.memory.states import placed
 from accel_sft.models.adapters import new_adapter
 from accel_sft.models.architecture import without_adapter
 from accel_sft.models.prefix_attention import rows_attention
 from accel_sft.models.pretrained import class_of, freeze_beyond_text
-from accel_sft.tools.plan.peak_tracker import PeakTracker
 
 _ATTENTION = "accel_sft_simulated"
 """Name under which our attention is registered; transformers makes no mask for a name that it does not know."""
+_RESIDENT = {
+    "weights": (_MemRefType.PARAM, _MemRefType.BUFFER),
+    "gradients": (_MemRefType.GRAD,),
+    "optimizer": (_MemRefType.OPT,),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,59 +69,17 @@ class Simulated:
         return max(self.in_head, self.in_blocks) - self.logits
 
 
-def simulate(job: Job, config: Mapping[str, Any]) -> Estimate:
-    """The memory of a job's ranks in its steps, with the largest forward simulated, by the closed form's components.
-
-    If ranks train on GPUs, host memory is not simulated.
+def forward_backward(job: Job, config: Mapping[str, Any]) -> Simulated:
+    """The bytes that the job's largest forward, its backward and the first optimizer step take.
 
     Args:
         config: the content of the model's config.json.
-    Raises:
-        UserError: transformers cannot build the model, or one of its operators depends on the values of its input,
-            which fake tensors do not have.
     """
-    found = forward_backward(job, config)
-    device, host = placed(job)
-    notes = ["activations, logits and what a backward takes besides are those of the model that transformers builds"]
-    if job.launch.backend in ("deepspeed", "fsdp"):
-        library = {"deepspeed": "DeepSpeed", "fsdp": "FSDP"}[job.launch.backend]
-        notes.append(f"weights, gradients and optimizer state are the closed form's: {library} is not simulated")
-    else:
-        gradients = {"gradients": found.gradients} if device.gradients else {"held": found.gradients}
-        states = gradients if job.load_in_4bit else {"weights": found.weights, **gradients}
-        if job.optimizer == "adamw":
-            states["moments"] = found.optimizer
-        names = [name for name in ("weights", "moments") if name not in states]
-        device = dataclasses.replace(device, **states)
-        notes.append("weights, gradients and AdamW's state are simulated; exchange between ranks is the closed form's")
-        notes += [f"{name} are the closed form's too" for name in names]
-    if job.head == "fused":
-        notes.append("the fused kernel of head and loss is not simulated: its weights' gradient stands for it")
-    notes.append("not simulated: workspaces inside of operators, and gaps between the allocator's blocks")
-    forward = {"activations": found.activations, "logits": found.logits}
-    if job.on_cpu:  # the heap keeps memory that was freed
-        device = dataclasses.replace(device, in_flight=0.0)
-        forward = {"activations": max(found.kept, found.in_blocks), "logits": found.in_head - found.kept}
-    whole = assemble(job, (device, host), forward, "simulation")
-    steps = {phase: (whole.host if job.on_cpu else whole.device)[phase] for phase in ("first_step", "step")}
-    device_steps, host_steps = ({}, steps) if job.on_cpu else (steps, {})
-    return dataclasses.replace(whole, device=device_steps, host=host_steps, notes=tuple(notes))
-
-
-def forward_backward(job: Job, config: Mapping[str, Any]) -> Simulated:
-    """The bytes that the job's largest forward and its backward take. Arguments and errors are those of `simulate`."""
-    name = str(config.get("model_type"))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = _on_meta(job, config)
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                return _run(job, _made_fake(job, model))
-    except UserError:
-        raise
-    except Exception as error:
-        reason = first_line(error)
-        raise UserError(f"--simulate: model_type {name} cannot be simulated ({reason}); use --probe") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = _on_meta(job, config)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return _run(job, _made_fake(job, model))
 
 
 def _on_meta(job: Job, config: Mapping[str, Any]) -> Any:
@@ -227,3 +185,63 @@ def _dtype(job: Job, itemsize: int) -> torch.dtype:
     if itemsize == 4:
         return torch.float32
     return torch.float16 if "fp16" in (job.precision, job.dtype.replace("float", "fp")) else torch.bfloat16
+
+
+class PeakTracker(MemTracker):
+    """The peaks of transient memory in two parts of forward and backward, `blocks` and `head`.
+
+    A weight's gradient is transient until it reaches the place where gradients are kept, which the gradients of earlier
+    forwards have filled from the start. MemTracker's peaks by module, most of its work, are left out.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.shapes = {parameter.shape for parameter in model.parameters() if parameter.requires_grad}
+        self.added: set[torch.Size] = set()
+        self.part, self.peaks = "blocks", {"blocks": 0, "head": 0}
+
+    def begin(self, part: str) -> None:
+        """Count peaks for this part from now on."""
+        self.part = part
+
+    def passing(self) -> int:
+        """Bytes of transient memory (activations and temporaries) now."""
+        kinds = _MemRefType.ACT, _MemRefType.TEMP
+        return sum(of_device[kind] for of_device in self._curr_mem_snap.values() for kind in kinds)
+
+    def resident(self) -> dict[str, int]:
+        """Bytes of `weights` (parameters and buffers), `gradients` and the `optimizer`'s state, now."""
+        found = [*self.get_tracker_snapshot("current").values()]
+        return {
+            name: sum(of_device[kind] for of_device in found for kind in kinds) for name, kinds in _RESIDENT.items()
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A weight that is used more than once has its gradients added up: the first two into a new tensor, since a
+        # linear layer's gradient is a view, and further ones in place. Autograd makes a new tensor of fake ones each
+        # time, so only the first addition counts here.
+        if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled() and args[0].shape in self.shapes:
+            if args[0].shape in self.added:
+                return args[0]
+            self.added.add(args[0].shape)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _track_module_params_and_buffers(
+        self, module: torch.nn.Module, install_grad_hooks: bool = True
+    ) -> tuple[int, int]:
+        """Replaces the tracker's own hooks on gradients, which fail on frozen parameters."""
+        hooked = self._param_to_grad_hook_handles
+        for parameter in module.parameters() if install_grad_hooks else ():
+            if parameter.requires_grad and parameter not in hooked:
+                marks = parameter.register_hook(self._is_gradient)
+                hooked[parameter] = (
+                    marks,
+                    parameter.register_post_accumulate_grad_hook(lambda parameter: self._is_gradient(parameter.grad)),
+                )
+        return super()._track_module_params_and_buffers(module, install_grad_hooks=False)
+
+    def _is_gradient(self, gradient: torch.Tensor) -> None:
+        self._update_and_maybe_create_winfos(gradient, _MemRefType.GRAD)
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        self.peaks[self.part] = max(self.peaks[self.part], self.passing())

@@ -1,4 +1,4 @@
-"""The closed form: a job's memory by phase and component, from its shape alone; no torch, no measurement."""
+"""Computes a job's memory by phase and component in closed form: without measuring anything, and without torch."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -10,16 +10,16 @@ from accel_sft.memory.job import Job
 from accel_sft.memory.states import Placed, placed, weights_bytes
 
 GIB = 2**30
-CHECKPOINT = 12
-"""Bytes per trained parameter in a checkpoint, which is copied to host memory one file at a time."""
+CHECKPOINT_BYTES = 12
+"""Maximum number of bytes per trained parameter in a checkpoint: the weight and AdamW's moments, in float32."""
 FILE_BYTES = 2**30
-"""Bytes above which a checkpoint file gets no further tensor: `checkpoint.shards.FILE_BYTES`; a test compares them."""
+"""Bytes above which a checkpoint file gets no further tensor; about as many bytes are copied to host memory at once."""
 
-CUDA_BYTES = 1.0 * GIB
+CUDA_BYTES = GIB
 """Bytes of a GPU's memory outside of torch's allocator: the CUDA context, NCCL and the libraries' workspaces."""
 GAPS = 0.08
 """Share of a step's transient memory that torch's GPU allocator loses to gaps and rounding, with expandable segments
-on. Others measured 0.08 to 0.41 without them."""
+on. Others measured 0.08 to 0.41 without such segments."""
 PROCESS_BYTES = {
     "cpu": {"ddp": 0.39 * GIB, "deepspeed": 0.42 * GIB},
     "cuda": {"ddp": 1.5 * GIB, "deepspeed": 1.7 * GIB},
@@ -36,14 +36,14 @@ def estimate(job: Job) -> Estimate:
     forward = peak_bytes(job)
     if job.on_cpu:
         forward = {"activations": forward_bytes(job), "logits": logits_bytes(job)}
-    found = assemble(job, placed(job), forward, "closed form")
+    found = assemble(job, placed(job), forward)
     return dataclasses.replace(found, notes=tuple(_unknown(job)))
 
 
 def _unknown(job: Job) -> Iterator[str]:
     """Say what memory this job needs that the closed form leaves out."""
     if job.use_dora:
-        yield "DoRA makes the updated weights of a layer whole in each forward: left out, --simulate counts them"
+        yield "DoRA makes the updated weights of a layer whole in each forward: left out, --probe measures them"
     if job.lora_init != "default":
         yield f"{job.lora_init} decomposes one matrix after the other in float32 at the start: left out"
     if job.load_in_4bit:
@@ -52,19 +52,18 @@ def _unknown(job: Job) -> Iterator[str]:
         yield "Muon's products on one matrix at a time are left out"
 
 
-def assemble(job: Job, states: tuple[Placed, Placed], forward: Mapping[str, float], method: str) -> Estimate:
+def assemble(job: Job, states: tuple[Placed, Placed], forward: Mapping[str, float]) -> Estimate:
     """Combine model states and activations into the phases of a job.
 
     Args:
         states: what a rank keeps on its device and in host memory.
         forward: bytes of `activations` and `logits`. On a GPU: at the peak of the largest forward and backward, with
             gradients in flight and weights that autocast has cast. On a CPU: everything that is held at some time.
-        method: how these were found, as `Estimate.method` names it.
     """
     device, host = states
     on_gpu = {} if job.on_cpu else _on_gpu(job, device, forward)
     beside = on_cpu(job, device.plus(host), forward, _file_bytes(job)) if job.on_cpu else _beside_gpu(job, host)
-    return Estimate(method=method, device=on_gpu, host=beside, local_ranks=job.local_ranks)
+    return Estimate(method="closed form", device=on_gpu, host=beside, local_ranks=job.local_ranks)
 
 
 def _resident(at: Placed, moments: bool) -> dict[str, float]:
@@ -118,7 +117,7 @@ def _beside_gpu(job: Job, at: Placed) -> dict[str, dict[str, float]]:
     backend = "deepspeed" if job.launch.backend == "deepspeed" else "ddp"
     base = {"overhead": PROCESS_BYTES["cuda"][backend]}
     none = dict.fromkeys(_resident(at, False), 0.0)
-    # mapped files give their pages back when memory is short; converted weights need memory of their own
+    # mapped weight files are page cache, freed when memory is short; converted weights need memory of their own
     converts = job.loaded_bytes != job.stored_bytes and job.launch.stage < 3
     loading = weights_bytes(job) if converts else 0.0
     phases = {
@@ -138,7 +137,7 @@ def _beside_gpu(job: Job, at: Placed) -> dict[str, dict[str, float]]:
 
 
 def _generating_bytes(job: Job) -> float:
-    """Bytes of the keys and values of the answers generated at once, and of the logits of their next tokens."""
+    """Return the bytes of the KV cache of all answers generated at once, and of their next tokens' logits."""
     shape, e = job.shape, job.computes_bytes
     length = job.eval_tokens or max(job.tokens // max(job.rows, 1), 1)
     cache = 2 * shape.layers * shape.key_value_heads * shape.head_dim * e * length
@@ -147,7 +146,7 @@ def _generating_bytes(job: Job) -> float:
 
 def _file_bytes(job: Job) -> float:
     """Bytes of one checkpoint file, which is copied to host memory before it is written."""
-    return min(CHECKPOINT * job.trained / job.ranks, FILE_BYTES + CHECKPOINT * job.shape.largest_tensor)
+    return min(CHECKPOINT_BYTES * job.trained / job.ranks, FILE_BYTES + CHECKPOINT_BYTES * job.shape.largest_tensor)
 
 
 def _exported(job: Job) -> int:

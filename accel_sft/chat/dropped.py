@@ -1,0 +1,116 @@
+"""Refuses an example of which the chat template drops something: its answer, a call of a tool, or a turn's text."""
+
+import json
+import re
+from typing import Any
+
+from accel_sft.api.errors import UserError
+from accel_sft.chat.conversation import Conversation, Turns
+from accel_sft.chat.image_parts import MARK as IMAGE
+from accel_sft.chat.rendering import Rendered
+from accel_sft.chat.template import MARK, lost
+from accel_sft.chat.thinking import divided, split_thinking
+from accel_sft.io.prefix import common_length
+from accel_sft.io.text import one_line
+
+
+class AnswerDropped(UserError):
+    """A chat template drops or cuts an answer."""
+
+
+class TextDropped(UserError):
+    """A chat template drops the text of a message."""
+
+
+class NotAPrefix(UserError):
+    """A prompt is not a prefix of the same prompt with its answer."""
+
+
+def check_all_kept(tokenizer: Any, where: str, chat: Conversation, text: Rendered, *, keeps_thinking: bool) -> None:
+    """Check that the texts of a rendering, from which guards were removed, contain all that the conversation says.
+
+    Raises:
+        NotAPrefix: the rendering with the answer does not begin with the prompt.
+        AnswerDropped: the answer or one of its calls is dropped or cut.
+        TextDropped: a turn's text is dropped.
+    """
+    thinking, answer = divided(chat)
+    mendable = not keeps_thinking and thinking is not None
+    if text.apart and not mendable:
+        raise _not_a_prefix(tokenizer, where, text)
+    wanted = [thinking or "", answer] if keeps_thinking or "reasoning_content" in chat.answer else [chat.target]
+    if text.apart or text.form.drops_answer or not all(holds(text.prompt, text.rest, each) for each in wanted):
+        raise _refusal(where, text, chat.target, thinks=mendable)
+    if name := lost(chat.calls, text.rest):
+        raise _refusal(where, text, f"the call of a tool, with {name}", thinks=False)
+    missing = _missing(chat.turns, text.prompt) if text.prompt else None  # rows without any prompt are left out
+    if missing:
+        role, said = missing
+        raise TextDropped(
+            f'{where}: the model\'s chat template drops "{one_line(said)}", which the {role} turn says: it is not in '
+            "the prompt; give the tokenizer a chat_template that writes every message, or use another model, or change "
+            "messages()"
+        )
+
+
+def holds(prompt: str, rest: str, target: str) -> bool:
+    """Whether `rest`, which follows a rendered prompt, contains the answer `target`; white space is ignored.
+
+    Templates strip white space around an answer, and move it around a thinking block, whose opening mark may end the
+    prompt. Text is compared, not tokens, so the tokenizer's normalization makes no difference.
+    """
+    if target.strip() in rest:
+        return True
+    opened = MARK.findall(prompt)[-1:]
+    if opened and prompt.rstrip().endswith(opened[0]):
+        target = target.lstrip().removeprefix(opened[0])
+    return "".join(target.split()) in "".join(rest.split())
+
+
+def _refusal(where: str, text: Rendered, target: str, *, thinks: bool) -> AnswerDropped:
+    """The error for a template that drops or cuts an answer; `thinks`: whether to advise --thinking keep."""
+    made, answer = one_line(text.whole[common_length([text.prompt, text.whole]) :]), one_line(target)
+    mend = "learn the thinking with --thinking keep, or " if thinks else ""
+    return AnswerDropped(
+        f'{where}: the answer would not be trained on: the chat template makes "{made}" of "{answer}"; {mend}give the '
+        "tokenizer a chat_template that writes an assistant's content whole, or use another model, or change the "
+        "task's target()"
+    )
+
+
+def _not_a_prefix(tokenizer: Any, where: str, text: Rendered) -> NotAPrefix:
+    """The error for a prompt that is not a prefix of the same prompt with its answer; it shows the first difference."""
+    prompt, whole = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in (text.prompt, text.whole))
+    at = common_length([prompt, whole])
+    return NotAPrefix(
+        f"{where}: the prompt is not a prefix of prompt + answer; they part at token {at}: "
+        f"...{tokenizer.decode(prompt[max(at - 3, 0) : at + 3])!r} against "
+        f"...{tokenizer.decode(whole[max(at - 3, 0) : at + 3])!r}; the chat template or the answer's first characters "
+        "must not change the prompt's tokens"
+    )
+
+
+def _missing(turns: Turns, prompt: str) -> tuple[str, str] | None:
+    """Find the first text of a turn that a rendered prompt lacks; return the turn's role and the text, or None.
+
+    Ignored are white space, the thinking of earlier answers, turns with tool calls, JSON results of tools, and the
+    switches `/think` and `/no_think`: templates rewrite these or leave them out. A text may be written as JSON.
+    """
+    whole = None
+    for turn in turns:
+        role, content = turn["role"], turn["content"]
+        if "tool_calls" in turn or (role == "tool" and content.lstrip()[:1] in ("{", "[")):
+            continue
+        if role == "assistant":
+            content = split_thinking(content)[1].rpartition("</think>")[2]
+        for text in content.split(IMAGE):
+            if text.strip() in prompt:
+                continue
+            whole = whole or _compact(prompt)
+            if _compact(text) not in whole and _compact(json.dumps(text, ensure_ascii=False)[1:-1]) not in whole:
+                return role, text.strip()
+    return None
+
+
+def _compact(text: str) -> str:
+    return re.sub(r"\s+|/(?:no_?)?think", "", text)

@@ -1,0 +1,158 @@
+"""Turns a task's examples into rows of token ids, step by step; leaves out, cuts or refuses what is too long."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from accel_sft.api.task import Task
+from accel_sft.chat.answer_tokens import AnswerTokens
+from accel_sft.chat.conversation import Conversation, conversation
+from accel_sft.chat.encoded import EMPTY_ANSWER, NO_PROMPT, NOTHING_TO_LEARN, Encoded, Encoding, Rules
+from accel_sft.chat.image_inputs import ImageInputs
+from accel_sft.chat.rendering import Rendered, Rendering
+from accel_sft.chat.template import Rejected
+from accel_sft.chat.thinking import wanted
+
+_PART_EXAMPLES, _PART_CHARACTERS = 512, 1 << 18
+"""This many examples, or characters, are tokenized together, so that memory does not grow with the data."""
+Part = list[tuple[int, Conversation]]
+"""Examples of a split: the index and the conversation of each."""
+
+
+def encode_parts(
+    rendering: Rendering,
+    task: Task,
+    examples: Sequence[Any],
+    indices: Sequence[int],
+    split: str,
+    rules: Rules,
+    images: ImageInputs | None = None,
+) -> Iterator[Encoding]:
+    """Render and tokenize some of a split's examples, a few at a time, and find where answers begin and end.
+
+    Args:
+        images: makes the model's inputs from images; None: no example has images.
+    Raises:
+        UserError: the template rejects the messages, or drops or cuts an answer; the task returns something unusable;
+            an image cannot be used; or the rendering with an answer does not begin with the prompt.
+    """
+    encoder = _Encoder(rendering, AnswerTokens(rendering, rules.eos_ids), split, rules, images)
+    waiting: Part = []
+    characters = 0
+    for index in indices:
+        chat = conversation(task, examples, split, index)
+        waiting.append((index, chat))
+        characters += sum(len(text) for each in chat.each() for text in each.texts())
+        if len(waiting) == _PART_EXAMPLES or characters >= _PART_CHARACTERS or index == indices[-1]:
+            yield encoder.encoded(waiting)
+            waiting, characters = [], 0
+
+
+@dataclasses.dataclass
+class _Encoder:
+    rendering: Rendering
+    tokens: AnswerTokens
+    split: str
+    rules: Rules
+    images: ImageInputs | None
+
+    def encoded(self, part: Part) -> Encoding:
+        """Return the rows of some examples, and the indices of examples that were left out or cut."""
+        cuts, most = self.rules.truncation == "right", self.rules.max_length
+        far_too_long = {index for index, chat in part if not cuts and self.tokens.exceeds(chat, most)}
+        part = [(index, chat) for index, chat in part if index not in far_too_long]
+        every = [(index, each) for index, chat in part for each in chat.each()]  # a conversation for each answer
+        counts = [len(chat.learnt) + 1 for _, chat in part]
+        texts = self._with_images(every, self._rendered(part, [each for _, each in every]))
+        answers = zip(every, texts, self.tokens.of_texts(texts, counts), strict=True)
+        kept: list[Encoded] = []
+        result = Encoding(self.split, kept)
+        ends = self.rendering.control.spelled(self.rules.eos_ids)
+        for (index, chat), count in zip(part, counts, strict=True):
+            its = list(itertools.islice(answers, count))
+            if any(self._is_empty(each) for (_, each), *_ in its):
+                result.left_out[EMPTY_ANSWER].append(index)
+                continue
+            rows: list[Encoded] = []
+            for (_, each), text, (prompt, whole) in its:
+                ids = self.tokens.ids(self._name(index), each, text, prompt, whole)
+                images = self.images.row(index, each) if self.images else None
+                _append(rows, Encoded(index, ids, len(prompt), images=images))
+            short = _limited(rows, self.split, self.rules)
+            if not short:
+                result.left_out[self.rules.too_long].append(index)
+            elif not all(row.input_ids[begin : end - 1] for row in rows for begin, end in row.spans):
+                result.left_out[NOTHING_TO_LEARN].append(index)  # an answer has no token but the one that ends it
+            elif not all(row.spans[0][0] for row in rows):
+                result.left_out[NO_PROMPT].append(index)
+            else:
+                kept += short
+                if written := self.rendering.control.written(chat, ends):
+                    result.control_tokens["answers" if written.ends_answer else "texts"].append(index)
+                if short != rows:
+                    result.cut.append(index)
+        if far_too_long:
+            result.left_out[self.rules.too_long] = sorted({*result.left_out[self.rules.too_long], *far_too_long})
+        return result
+
+    def _with_images(self, every: Part, texts: list[Rendered]) -> list[Rendered]:
+        """Return the texts, with as many placeholders for each image as the image has tokens."""
+        return [
+            self.images.expanded(chat, text, self._name(index)) if self.images and chat.images else text
+            for (index, chat), text in zip(every, texts, strict=True)
+        ]
+
+    def _rendered(self, part: Part, every: list[Conversation]) -> list[Rendered]:
+        """All conversations as text. Raises the error of the first example that the template rejects."""
+        try:
+            return self.rendering.examples(every, self.split)
+        except Rejected:
+            for index, chat in part:
+                try:
+                    self.rendering.examples(chat.each(), self.split)
+                except Rejected as error:
+                    raise Rejected(f"{self._name(index)}: {str(error).removeprefix(f'{self.split}: ')}") from error
+            raise
+
+    def _is_empty(self, chat: Conversation) -> bool:
+        return not (wanted(chat, self.rendering.thinking).strip() or chat.calls)
+
+    def _name(self, index: int) -> str:
+        return f"{self.split} example {index}"
+
+
+def _append(rows: list[Encoded], row: Encoded) -> None:
+    """Add the next answer of a conversation to its rows: to the last row, if the answer's prompt begins with that row.
+
+    If not, the template writes earlier answers differently once other turns follow. As no single row then contains the
+    prompts of both answers, the answer gets a row of its own.
+    """
+    before = rows[-1] if rows else None
+    if before and row.input_ids[: min(len(before.input_ids), row.prompt_length)] == before.input_ids:
+        rows[-1] = row._replace(earlier=before.spans)
+    else:
+        rows.append(row)
+
+
+def _limited(rows: list[Encoded], split: str, rules: Rules) -> list[Encoded]:
+    """Return an example's rows, cut to `--max-length` where that is allowed; [] if the example is to be left out."""
+    if all(len(row.input_ids) <= rules.max_length for row in rows):
+        return rows
+    cuts = rules.truncation == "right" and not any(row.images for row in rows)  # an image's placeholders cannot be cut
+    kept = [row for row in (_cut(row, rules.max_length) for row in rows) if row] if cuts else []
+    # an evaluation generates the last answer, and needs all of that answer's prompt
+    if kept and split != "train" and kept[-1].prompt_length != rows[-1].prompt_length:
+        return []
+    return kept
+
+
+def _cut(row: Encoded, length: int) -> Encoded | None:
+    """Cut a row to its first `length` tokens, up to the last of them that carries loss; None if none of them does."""
+    spans = [(begin, min(end, length)) for begin, end in row.spans if begin < length]
+    if not spans:
+        return None
+    *earlier, (begin, end) = spans
+    return row._replace(input_ids=row.input_ids[:end], prompt_length=begin, earlier=tuple(earlier))

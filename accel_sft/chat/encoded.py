@@ -1,0 +1,140 @@
+"""What examples become: rows of token ids with the spans that carry loss, and what was left out or cut, by reason."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from accel_sft.api.errors import UserError
+from accel_sft.chat.image_inputs import RowImages
+from accel_sft.rows.row_file import more
+from accel_sft.rows.rows import Rows
+
+EMPTY_ANSWER = "left out: the answer is empty"
+NOTHING_TO_LEARN = "left out: the tokenizer leaves nothing of the answer to learn"
+NO_PROMPT = "left out: the chat template writes no prompt"
+_SHOWN = 5
+
+
+class Encoded(NamedTuple):
+    """One example as token ids: its answer is generated from the first `prompt_length` ids, and the rest carry loss.
+
+    If the task gives several turns to learn, `earlier` has begin and end of each answer in the prompt; these carry loss
+    too. If the template writes earlier answers differently once other turns follow, the example becomes several rows
+    with the same index, in order. The last id is the end-of-turn token unless the example was cut (`--truncation
+    right`). `images` are the images whose placeholders are among the ids.
+    """
+
+    index: int  # type: ignore[assignment]  # in place of a tuple's method
+    input_ids: list[int]
+    prompt_length: int
+    earlier: tuple[tuple[int, int], ...] = ()
+    images: RowImages | None = None
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Begin and end of each answer."""
+        return (*self.earlier, (self.prompt_length, len(self.input_ids)))
+
+    @property
+    def learnt(self) -> list[range]:
+        """Positions of the tokens that carry loss; a row's first token carries none, as nothing precedes it."""
+        return [range(max(begin, 1), end) for begin, end in self.spans]
+
+    @property
+    def answer_tokens(self) -> int:
+        """Number of the last answer's tokens that carry loss."""
+        return len(self.input_ids) - max(self.prompt_length, 1)
+
+    @property
+    def supervised_tokens(self) -> int:
+        """Number of tokens that carry loss."""
+        return sum(map(len, self.learnt)) if self.earlier else self.answer_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What decides an example's tokens besides its text.
+
+    Attributes:
+        eos_ids: `end_of_turn_ids`; if the template ends answers with none of them, answers get the tokenizer's eos.
+        max_length: maximum number of tokens in a row.
+        truncation: "drop", "right" or "error": what happens to examples with longer rows.
+        thinking, day, control_tokens: as `Rendering` takes them.
+    """
+
+    eos_ids: frozenset[int]
+    max_length: int
+    truncation: str
+    thinking: str = "template"
+    day: str | None = None
+    control_tokens: str = "text"
+
+    @property
+    def too_long(self) -> str:
+        return f"left out: longer than --max-length {self.max_length}"
+
+
+@dataclasses.dataclass
+class Encoding:
+    """The usable examples of a split, and the indices of those left out, by reason.
+
+    Attributes:
+        control_tokens: indices of kept examples with control tokens in their texts: in "answers" if one would end an
+            answer, else in "texts".
+        notes: lines about where the tokens come from.
+        examples: the split's examples; if they are Rows, `lines` names those left out by file and line.
+    """
+
+    split: str
+    kept: Sequence[Encoded] = dataclasses.field(default_factory=list)
+    left_out: dict[str, list[int]] = dataclasses.field(default_factory=lambda: defaultdict(list))
+    cut: list[int] = dataclasses.field(default_factory=list)
+    control_tokens: dict[str, list[int]] = dataclasses.field(default_factory=lambda: {"answers": [], "texts": []})
+    notes: list[str] = dataclasses.field(default_factory=list)
+    examples: Sequence[Any] = ()
+
+    def lines(self) -> list[str]:
+        """The notes, and one line for each reason for which examples were left out or cut."""
+        found = [
+            *self.left_out.items(),
+            ("cut to --max-length; their end, an end-of-turn token at least, is not learnt", self.cut),
+        ]
+        named = [
+            f"{self.split}: {len(indices)} {reason} ({self._named(indices)})" for reason, indices in found if indices
+        ]
+        return [*self.notes, *named]
+
+    def note(self, other: Encoding) -> None:
+        """Add what was left out and cut in the next part of the split."""
+        for reason, indices in other.left_out.items():
+            self.left_out[reason] += indices
+        self.cut += other.cut
+        for where, indices in other.control_tokens.items():
+            self.control_tokens[where] += indices
+
+    def check(self, examples: int, rules: Rules) -> None:
+        """Check that some of the split's examples are left, and under `--truncation error` that none is too long.
+
+        Raises:
+            UserError: the check failed; the lines say why.
+        """
+        if rules.truncation == "error" and rules.too_long in self.left_out:
+            raise UserError(*self.lines(), "--truncation error stops here: raise --max-length, or choose drop or right")
+        if sum(map(len, self.left_out.values())) == examples:
+            raise UserError(*self.lines(), f"{self.split}: no example is left to use")
+
+    def _named(self, indices: list[int]) -> str:
+        first = indices[:_SHOWN]
+        places = self.examples.places(first) if isinstance(self.examples, Rows) else first
+        named = ", ".join(map(str, places)) + more(len(indices) - len(first))
+        return named if isinstance(self.examples, Rows) else f"examples {named}"
+
+
+def end_of_turn_ids(tokenizer: Any, generation_config: Any = None) -> set[int]:
+    """Ids that end an answer: the tokenizer's eos and those the model's generation settings name."""
+    named = getattr(generation_config, "eos_token_id", None)
+    ids = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
+    return {token for token in ids if token is not None}
