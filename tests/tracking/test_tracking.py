@@ -410,7 +410,7 @@ def test_a_run_too_short_to_profile_says_so(tracked, capsys):
     tracker = tracked(profile=True)
     with tracker.profiler() as profiler:
         profiler.step()
-    assert "nothing was traced" in capsys.readouterr().out
+    assert "no whole step was traced" in capsys.readouterr().out
 
 
 def test_without_profile_nothing_is_traced(tracked):
