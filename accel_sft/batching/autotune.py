@@ -112,8 +112,8 @@ def fastest(trial: Trial, candidates: Sequence[Batching]) -> Batching:
 
 
 def least_work(trial: Trial, candidates: Sequence[Batching]) -> Batching:
-    """Return the candidate with the least work for a step, or rather the smallest size of its layout whose work is as
-    little but for ALIKE. Among equals the first counts, so that every start chooses alike."""
+    """Return the smallest size, of the layout with the least work for a step, whose work exceeds the least by at most
+    ALIKE. Among equals the first counts, so that every start chooses alike."""
     works = {batching: _work(trial, batching) for batching in candidates}
     least = min(candidates, key=works.__getitem__)
     alike = [b for b in candidates if dataclasses.replace(b, tokens=least.tokens) == least]
