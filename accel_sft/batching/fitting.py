@@ -7,15 +7,17 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from accel_sft.api.errors import UserError
-from accel_sft.batching.device_memory import LEFT_FREE, expected_bytes, free_bytes, out_of_memory
+from accel_sft.batching.device_memory import LEFT_FREE, free_bytes, out_of_memory
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
 from accel_sft.launch.collectives import all_ranks, largest_of_ranks
+from accel_sft.memory.loaded_model import forward_bytes
 
 RESERVED_PART = 2**28
 """Maximum number of bytes that are reserved in one piece."""
@@ -60,12 +62,19 @@ def expected_to_fit(trial: Trial, exact: Sequence[Batching], sizes: Sequence[int
     itemsize = next(trial.model.parameters()).element_size() if trial.accelerator.mixed_precision == "no" else 2
     recomputed = trial.config.gradient_checkpointing
     sized = [dataclasses.replace(batching, tokens=tokens) for batching in exact for tokens in sizes]
-    fitting = [
-        batching
-        for batching in sized
-        if expected_bytes(base, batching, recomputed=recomputed, itemsize=itemsize) <= room
-    ]
+    fitting = [batching for batching in sized if _expected_bytes(base, batching, recomputed, itemsize) <= room]
     return fitting or [batching for batching in sized if batching.tokens == sizes[0]]
+
+
+def _expected_bytes(model: Any, batching: Batching, recomputed: bool, itemsize: int) -> float:
+    return forward_bytes(
+        model,
+        batching.tokens,
+        masked=batching.attention == "mask" and batching.layout != "padded",
+        whole_head=batching.head in ("labelled", "everywhere"),
+        recomputed=recomputed,
+        itemsize=itemsize,
+    )
 
 
 def _fits(trial: Trial, batching: Batching, rows: list[Encoded]) -> bool:

@@ -11,10 +11,10 @@ from accelerate import Accelerator
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.collate import Batch
-from accel_sft.batching.device_memory import first_update_bytes
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.chat.encoded import Encoded
+from accel_sft.memory.loaded_model import first_update_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,8 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching import fitting
-from accel_sft.batching.device_memory import expected_bytes
-from accel_sft.batching.fitting import within_memory
+from accel_sft.batching.fitting import _expected_bytes, within_memory
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
@@ -255,7 +254,7 @@ def test_what_is_expected_of_a_forward_is_about_what_it_takes():
             before, batching = device.live, Batching("padded", 16 * 35)
             trial.run(batching, examples)
             taken = device.peak - before
-        expected = expected_bytes(trial.model, batching, recomputed=recomputed, itemsize=4)
+        expected = _expected_bytes(trial.model, batching, recomputed, 4)
         assert taken / 3 < expected < 3 * taken
 
 

@@ -20,6 +20,7 @@ from accel_sft.checkpoint import capacity
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
 from accel_sft.launch.read import launch_of_yaml
+from accel_sft.memory import loaded_model
 
 GIB = 2**30
 
@@ -56,7 +57,7 @@ def test_states_that_host_memory_cannot_take_are_not_begun(yaml, bytes_each, mon
 
 def test_a_checkpoints_files_take_no_more_than_one_of_them_and_the_largest_parameter(monkeypatch):
     accelerator, model = Accelerator(cpu=True), torch.nn.Linear(1000, 999, bias=False)
-    monkeypatch.setattr(capacity.closed_form, "FILE_BYTES", 1000)
+    monkeypatch.setattr(loaded_model, "FILE_BYTES", 1000)
     launch = launch_of_yaml(CONFIGS / "z3_nvme.yaml", "--num_processes", "8")
     more = torch.nn.ModuleList([model, *(torch.nn.Linear(1000, 999, bias=False) for _ in range(99))])
     needed = 8 * (1000 + 12 * 999_000 / 8)
