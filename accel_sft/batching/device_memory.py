@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch.ulysses import sequence_ranks
+
+Row = TypeVar("Row")
+Result = TypeVar("Result")
 
 _NO_MEMORY = (
     "CUDA error: out of memory",
@@ -26,6 +32,25 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
+
+def in_halves(work: Callable[[list[Row]], list[Result]], rows: list[Row], *, alone: bool) -> list[Result]:
+    """Return what `work` makes of the rows, or, if that is out of device memory, of their halves one after the other.
+
+    Args:
+        alone: whether no other rank takes part in `work`; if one does, an out-of-memory is raised.
+    """
+    try:
+        return work(rows)
+    except RuntimeError as error:
+        if not (alone and len(rows) > 1 and out_of_memory(error)):
+            raise
+    # after the exception is gone, and with it the frames that hold the failed forward's tensors
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    print(wrapped(f"out of device memory with {len(rows)} rows at once: they are computed in halves"), file=terminal())
+    middle = len(rows) // 2
+    return [*in_halves(work, rows[:middle], alone=alone), *in_halves(work, rows[middle:], alone=alone)]
 
 
 def forwards_alone(accelerator: Accelerator) -> bool:

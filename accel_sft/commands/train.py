@@ -20,7 +20,7 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.describe import resume_command
 from accel_sft.launch.precision import recorded
 from accel_sft.launch.start import start
-from accel_sft.models.load import trouble_of_compiling
+from accel_sft.models.compiled import trouble_of_compiling
 from accel_sft.models.source import resolved
 from accel_sft.resilience.exit import leave_together
 from accel_sft.resilience.signals import Interruption, StopSignals

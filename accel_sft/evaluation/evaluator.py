@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError, first_line
 from accel_sft.api.task import Task
-from accel_sft.batching.device_memory import out_of_memory
+from accel_sft.batching.device_memory import forwards_alone, in_halves, out_of_memory
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.loss import nll_sum
 from accel_sft.chat.answer_text import AnswerText
@@ -125,13 +125,16 @@ class Evaluator:
         reset_peak_memory(self.accelerator.device)
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
         nll_and_tokens = [0.0, 0.0]
+
+        def nll(rows: list[Encoded]) -> list[float]:
+            return [nll_sum(model, batching.batch(rows, self.tokenizer.pad_token_id, self.accelerator.device)).item()]
+
         with torch.no_grad(), _out_of_memory_explained("--max-length, or in training --micro-batch-size"):
             for rows in batching.divide(self.encoded, ranks)[rank]:
-                batch = batching.batch(rows, self.tokenizer.pad_token_id, self.accelerator.device)
-                nll_and_tokens[0] += nll_sum(model, batch).item()
+                nll_and_tokens[0] += sum(in_halves(nll, rows, alone=forwards_alone(self.accelerator)))
                 nll_and_tokens[1] += sum(example.supervised_tokens for example in rows)
-            nll, tokens = map(sum, zip(*gather_numbers(nll_and_tokens), strict=True))
-        return nll / tokens
+            total, tokens = map(sum, zip(*gather_numbers(nll_and_tokens), strict=True))
+        return total / tokens
 
     def score_answers(self, eval_loss: float) -> Evaluation:
         """Generate a greedy answer to each example, score it on the rank that generated it, and give every rank all

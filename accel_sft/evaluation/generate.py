@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from accel_sft.api.errors import first_line
+from accel_sft.batching.device_memory import in_halves
 from accel_sft.batching.verify import REDUCED_TOLERANCE, TOLERANCE
 from accel_sft.chat.encoded import Encoded, end_of_turn_ids
 from accel_sft.evaluation.backend import Generated
@@ -114,6 +115,14 @@ class Generator:
             longest = max(example.prompt_length for example in examples) - prefix + max_new_tokens
             most = self.batch_size or min(max(CACHED_TOKENS // longest, FEWEST_ROWS), MOST_ROWS)
         answered: list[tuple[Encoded, list[int]]] = []
+
+        def answer(prompts: list[list[int]]) -> list[list[int]]:
+            if self.plain:
+                pad = self.tokenizer.pad_token_id
+                return generate(self.model, prompts, max_new_tokens, ends, pad, device, self.sampling)
+            own, forwards = [prompt[prefix:] for prompt in prompts], min(_forwards(ranks, prefix), len(prompts))
+            return decoder.answers(own, max_new_tokens, ends, forwards=forwards, anyone=anyone)
+
         for ranks in divide(examples, self.accelerator.num_processes, most, equal_lengths=bool(self.unpadded)):
             self.between()
             rows = ranks[self.accelerator.process_index]
@@ -121,13 +130,7 @@ class Generator:
                 continue
             # with sharded weights, a rank without rows left must take part: it answers any row
             prompts = [row.input_ids[: row.prompt_length] for row in rows or next(filter(None, ranks))[:1]]
-            if self.plain:
-                pad = self.tokenizer.pad_token_id
-                answers = generate(self.model, prompts, max_new_tokens, ends, pad, device, self.sampling)
-            else:
-                own, forwards = [prompt[prefix:] for prompt in prompts], _forwards(ranks, prefix)
-                answers = decoder.answers(own, max_new_tokens, ends, forwards=forwards, anyone=anyone)
-            answered += zip(rows, answers, strict=False)
+            answered += zip(rows, in_halves(answer, prompts, alone=not self.sharded), strict=False)
         return answered
 
     @contextlib.contextmanager

@@ -65,7 +65,7 @@ def audit(config: TrainConfig, launch: Launch, devices: int | None = None) -> li
     found += audit_parallelism(launch, f"{where}", batching=config.batching, micro_batch_size=config.micro_batch_size)
     if launch.backend == "deepspeed":
         where = launch.json_file or where
-        found += [*_ignored(launch, config.max_grad_norm, f"{where}"), *_zero(launch, f"{where}")]
+        found += [*_ignored(launch, config.max_grad_norm, f"{where}"), *_zero(config, launch, f"{where}")]
         found += audit_operators(launch, devices)
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
@@ -214,7 +214,7 @@ def _ignored(launch: Launch, max_grad_norm: float, where: str) -> Iterator[Findi
             yield error(f"{where}: {key} must not be set, because the trainer creates it", f"use {flags}")
 
 
-def _zero(launch: Launch, where: str) -> Iterator[Finding]:
+def _zero(config: TrainConfig, launch: Launch, where: str) -> Iterator[Finding]:
     try:
         version = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
@@ -225,6 +225,11 @@ def _zero(launch: Launch, where: str) -> Iterator[Finding]:
         yield error(what, "pip install -U deepspeed")
     if launch.stage not in (0, 1, 2, 3):
         yield error(f"{where}: ZeRO stage {launch.stage} does not exist", "0, 1, 2 or 3")
+    if launch.stage == 3 and config.compile:
+        line = (
+            "--compile under ZeRO-3: DeepSpeed's hooks interrupt compiled code at each layer, so that it saves little"
+        )
+        yield warning(line, "leave it out, or use accelerate_configs/fsdp2.yaml")
     if launch.stage == 3 and not launch.gathers_16bit_weights:
         key = "stage3_gather_16bit_weights_on_model_save" if launch.json_file else "zero3_save_16bit_model"
         what = f"{where}: without {key} the export at the end of a ZeRO-3 run fails"

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,17 @@ def describe(accelerator: Accelerator, launch: Launch, max_grad_norm: float) -> 
         ("device", device_name(accelerator)),
         ("precision", f"{'fp32' if value == 'no' else value} ({why})"),
         ("threads per process", str(torch.get_num_threads())),
+        *_rounding(launch),
         ("clipping", f"{max_grad_norm:g}" if max_grad_norm else "off"),
         ("communication", str(accelerator.state.backend or "none")),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions().items())),
     ]
+
+
+def _rounding(launch: Launch) -> Iterator[tuple[str, str]]:
+    """A row that says how much is lost where DeepSpeed adds up gradients in bf16 (relative error of random sums)."""
+    if launch.backend == "deepspeed" and launch.precision[0] == "bf16" and not launch.sums_in_float32:
+        yield "gradients", "summed over a step's forwards in bf16: off by 0.4% with 16 forwards, by 2% with 256"
 
 
 def _groups(launch: Launch) -> str:

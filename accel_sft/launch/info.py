@@ -74,6 +74,16 @@ class Launch:
         """Whether no rank holds the whole model: under ZeRO-3 and FSDP a forward gathers each layer's weights."""
         return self.backend == "fsdp" or self.stage == 3
 
+    @property
+    def sums_in_float32(self) -> bool:
+        """Whether DeepSpeed adds up the bf16 gradients of a step's forwards in float32, as stages 2 and 3 can.
+
+        Stage 2 with an offloaded optimizer does so on the GPU, in the memory that the offload is to free: not there.
+        """
+        named = (self.json.get("data_types") or {}).get("grad_accum_dtype") or "fp32"
+        able = self.stage == 3 or (self.stage == 2 and self.offload("optimizer") == "none")
+        return self.precision[0] == "bf16" and able and named == "fp32"
+
     def offload(self, what: str) -> str:
         """Where `optimizer` or `param` is offloaded to: none, cpu or nvme. FSDP offloads both or neither."""
         if self.backend == "fsdp":

@@ -6,9 +6,11 @@ for models of transformers: Bekman et al., 2025, arXiv 2506.13996).
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -16,6 +18,10 @@ from accel_sft.api.errors import UserError, first_line
 
 _shared: dict[str, Callable[..., Any]] = {}
 """DeepSpeed's attention over a group, by the name of the attention that it computes with."""
+_GROUPS = "num_key_value_groups"
+_groups: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+"""Query heads per key head of each attention module. Where ranks outnumber key heads, DeepSpeed 0.19 changes that
+number in the module, and attention over whole rows would then fail."""
 
 
 def sequence_ranks(accelerator: Accelerator) -> int:
@@ -42,6 +48,7 @@ def prepare(accelerator: Accelerator, model: Any, *more: Any) -> Any:
     except ValueError as error:  # DeepSpeed or Accelerate cannot divide the heads or cut the layers
         line = first_line(error)
         raise UserError(f"sequence parallelism over {ranks} ranks: {line}; train with z3.yaml instead") from error
+    _groups.update({module: getattr(module, _GROUPS) for module in model.modules() if hasattr(module, _GROUPS)})
     # DeepSpeed has replaced every forward's attention by its own, which knows no mask: keep that for `shared_rows`
     _shared[name] = ALL_ATTENTION_FUNCTIONS.pop(name)
     return prepared
@@ -57,3 +64,5 @@ def shared_rows() -> Iterator[None]:
     finally:
         for name in _shared:
             ALL_ATTENTION_FUNCTIONS.pop(name)
+        for module, groups in _groups.items():
+            setattr(module, _GROUPS, groups)

@@ -105,6 +105,11 @@ class Job:
         return REDUCED.get(self.precision, 4)
 
     @property
+    def sums_bytes(self) -> int:
+        """Bytes of one element of the gradients that DeepSpeed adds up over a step's forwards."""
+        return 4 if self.launch.sums_in_float32 else self.computes_bytes
+
+    @property
     def trained(self) -> int:
         """Number of parameters that are trained."""
         return self._in_matrices + self._beside_matrices

@@ -113,9 +113,10 @@ def _stage_0(job: Job) -> tuple[Placed, Placed]:
 
 
 def _stages_1_and_2(job: Job) -> tuple[Placed, Placed]:
-    """Gradients are reduced through a bucket, and a rank keeps its part in the computing type. For the update the part
-    is flattened and cast: 20T/N in all, where DeepSpeed's estimator has 18T/N. Stage 1 keeps whole gradients until
-    those of the last micro-batch are reduced, unless it overlaps exchange and backward."""
+    """Gradients are reduced through a bucket. At stage 2 in bf16 a rank keeps its part flat in float32, 16T/N in all
+    (DeepSpeed's estimator has 18T/N); otherwise in the computing type, and flattens and casts it for the update, 20T/N.
+    Stage 1 keeps whole gradients until those of the last micro-batch are reduced, unless it overlaps exchange and
+    backward."""
     trained, e, share = job.trained, job.computes_bytes, job.trained / job.ranks
     bucket = _zero(job, "reduce_bucket_size", _TRAINERS_BUCKET)
     overlaps = not job.on_cpu and bool(_zero(job, "overlap_comm", True))
@@ -128,8 +129,8 @@ def _stages_1_and_2(job: Job) -> tuple[Placed, Placed]:
     device = Placed(weights=job.weights_bytes(e), buffers=buffers)
     if job.launch.offload("optimizer") == "none":
         device.master, device.moments = MASTER * share, MOMENTS * share
-        device.gradients, device.in_flight = e * (trained if whole else share), largest
-        device.update = e * share + FLOAT32 * share
+        device.gradients, device.in_flight = job.sums_bytes * (trained if whole else share), largest
+        device.update = 0.0 if job.launch.sums_in_float32 else e * share + FLOAT32 * share
         device.sharding = flattening
         return device, Placed()
     device.in_flight = largest
@@ -160,15 +161,16 @@ def _stage_3(job: Job) -> tuple[Placed, Placed]:
         host.weights = weights
     else:
         host.buffers += e * min(_SWAP_BUFFERS, job.parameters)
-    states = {"master": MASTER * share, "moments": MOMENTS * share, "held": e * share}
+    states = {"master": MASTER * share, "moments": MOMENTS * share, "held": job.sums_bytes * share}
     if optimizer == "none":
-        device = device.plus(Placed(**states, update=(e + FLOAT32) * sub_group))
+        cast = 0 if job.launch.sums_in_float32 else FLOAT32
+        device = device.plus(Placed(**states, update=(job.sums_bytes + cast) * sub_group))
         device.sharding = FLOAT32 * share
     elif optimizer == "cpu":
         host = host.plus(Placed(**states, gradients=FLOAT32 * share, sharding=FLOAT32 * share))
     else:
         largest = 4 * (MASTER + MOMENTS + FLOAT32) * sub_group / 4
-        host = host.plus(Placed(held=e * share, buffers=largest))
+        host = host.plus(Placed(held=job.sums_bytes * share, buffers=largest))
     return device, host
 
 

@@ -151,6 +151,16 @@ def new_adapter(
     return adapted
 
 
+def leave_casts_to_autocast(model: Any) -> None:
+    """Stop peft's layers from casting their input to their weights' type, for a model that autocast computes with.
+
+    Autocast would cast it back for the product: seven needless casts a block, and as many copies kept for the backward.
+    """
+    for module in model.modules():
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False
+
+
 def is_mergeable(model: Any) -> bool:
     """Whether the model's adapter can be added to the weights: as `ADAPTERS` says, or for other types as peft can."""
     kind = ADAPTERS.get(type_of(model) or "")

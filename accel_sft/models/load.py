@@ -1,6 +1,5 @@
 """Loads weights and tokenizer of a `Source`: in the right type, with the adapter in place, for Accelerator.prepare."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,11 +7,12 @@ from typing import Any
 import torch
 
 from accel_sft.api.config import TrainConfig
-from accel_sft.api.errors import UserError, first_line
+from accel_sft.api.errors import UserError
 from accel_sft.chat.encoded import Rules, end_of_turn_ids
 from accel_sft.io.files import read_json
 from accel_sft.launch.environment import device_count
-from accel_sft.models.adapters import new_adapter
+from accel_sft.models.adapters import leave_casts_to_autocast, new_adapter
+from accel_sft.models.compiled import compile_blocks
 from accel_sft.models.pretrained import OR_NONE, freeze_beyond_text, pretrained
 from accel_sft.models.saved_adapter import is_of_whole, saved_adapter
 from accel_sft.models.source import Source, errors_explained
@@ -103,12 +103,14 @@ def load_model(
         torch.manual_seed(config.seed)  # the same new adapter on every rank and at every ZeRO stage
         model = new_adapter(model, config, total_steps, log, adapter_start, images=images)
     freeze_beyond_text(model, log, images=images)
+    if train and precision != "no" and not deepspeed:
+        leave_casts_to_autocast(model)
     if train and config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if config.adapter != "none":
             model.enable_input_require_grads()
     if train and config.compile:
-        compile_blocks(model)
+        compile_blocks(model, log)
     return model
 
 
@@ -129,39 +131,6 @@ def _refuse_kernels(name: str) -> None:
             f"--model {name}: its config.json has attention computed by code of a hub, {kernel}; choose "
             "--attn-implementation sdpa, or read that code, then pass --trust-remote-code"
         )
-
-
-def compile_blocks(model: Any) -> None:
-    """Have torch compile each of the model's repeated blocks, in place; torch compiles on their first forwards.
-
-    Raises:
-        UserError: the model does not say which blocks it repeats.
-    """
-    names = set(getattr(model, "_no_split_modules", None) or [])
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
-    if not blocks:
-        raise UserError("--compile: the model does not name its repeated blocks (_no_split_modules); leave it out")
-    for block in blocks:
-        block.compile(dynamic=True)  # forwards differ in length
-
-
-def trouble_of_compiling(error: BaseException) -> str:
-    """The message for an error of torch's compiler on the blocks' first forward; "" for any other error."""
-    compiler = sys.modules.get("torch._dynamo.exc")  # imported once torch compiles
-    if compiler is None or not isinstance(error, compiler.BackendCompilerFailed):
-        return ""
-    return (
-        f"--compile: torch cannot compile here ({first_line(error)[:200]}); it needs a C++ compiler (g++, or the one "
-        "that CXX names) and a folder with room that it can write (TORCHINDUCTOR_CACHE_DIR, or else one in the "
-        "system's temporary folder); see to these, or leave --compile out"
-    )
-
-
-def compile_seconds() -> float:
-    """Seconds that torch has spent compiling in this process."""
-    from torch._dynamo.utils import calculate_time_spent
-
-    return calculate_time_spent().get("total_wall_time", 0.0)
 
 
 def _dtype(*, dtype: str, precision: str) -> torch.dtype:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch.nn.parallel import DistributedDataParallel
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
@@ -74,11 +75,15 @@ class Stepper:
     def boundary(self, last: bool) -> contextlib.AbstractContextManager:
         """Return a context for one micro-batch's forward and backward; ranks exchange gradients only in the last one.
 
-        Under FSDP they exchange gradients in each: otherwise every rank would keep whole ones, in the computing dtype.
+        Under FSDP they reduce and scatter gradients in each: otherwise every rank would keep whole ones, in the
+        computing dtype. Only the last one waits for that, and under HSDP only the last one averages over the groups.
         """
         if self.engine is not None:
             self.engine.set_gradient_accumulation_boundary(last)
-        elif not last and self.accelerator.distributed_type != DistributedType.FSDP:
+        elif self.accelerator.distributed_type == DistributedType.FSDP:
+            self.model.set_is_last_backward(last)
+            self.model.set_requires_all_reduce(last)
+        elif not last:
             return self.accelerator.no_sync(self.model)
         return contextlib.nullcontext()
 
@@ -111,7 +116,7 @@ class Stepper:
             self.optimizer.step()
         if finite:
             self.adapter.after_step(self.adapted, step)
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
         return float(norm)
 
     @property
@@ -141,9 +146,14 @@ class Stepper:
         """Drop the gradients of a step to be repeated. DeepSpeed's must be NaN on all ranks: `update` skips NaN."""
         if self.engine is not None:
             self.update(0)
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear_gradients()
         if self.accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _clear_gradients(self) -> None:
+        """Set DDP's gradients, which are views of its buckets, to zero, and drop all others: without these views the
+        next step's first backwards would allocate gradients beside the buckets."""
+        self.optimizer.zero_grad(set_to_none=not isinstance(self.model, DistributedDataParallel))
 
     def _unmanaged_norm(self) -> float | None:
         """Return the gradient's norm at stage 0, where no DeepSpeed optimizer computes it, and gradients are whole and

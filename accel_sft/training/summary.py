@@ -16,7 +16,7 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import columns, terminal
 from accel_sft.launch.describe import shown_folder, started_by
 from accel_sft.launch.recordable import command_line, recordable, versions
-from accel_sft.models.load import compile_seconds
+from accel_sft.models.compiled import compile_seconds
 from accel_sft.tracking import run_report as report
 from accel_sft.tracking.model_card import model_card
 from accel_sft.tracking.time_spent import time_sentence

@@ -1,6 +1,7 @@
 """Answers are those of plain, separate generation, and generating leaves no trace in the model (laws 3 and 4)."""
 
 import json
+import re
 
 import architectures
 import pytest
@@ -347,6 +348,23 @@ def test_an_evaluation_without_memory_ends_with_one_line(tiny, tokenizer, exampl
     monkeypatch.setattr(Generator, "__call__", full)
     with pytest.raises(UserError, match=r"evaluation: out of device memory \(no room\); lower --eval-batch-size"):
         evaluated(model, tokenizer, examples, Sums())
+
+
+def test_an_evaluation_that_finds_no_room_goes_on_in_halves(tiny, tokenizer, examples, capsys):
+    model = build("tiny", tiny, len(tokenizer))
+    whole = evaluated(model, tokenizer, examples, Sums())
+
+    def cramped(module, inputs):
+        if inputs[0].numel() > 60:
+            raise torch.OutOfMemoryError("no room")
+
+    model.get_input_embeddings().register_forward_pre_hook(cramped)
+    found = evaluated(model, tokenizer, examples, Sums())
+    said = capsys.readouterr().out
+    assert f"out of device memory with {len(examples)} rows at once: they are computed in halves" in said  # answers
+    assert len(re.findall("out of device memory with [2-9] rows at once", said)) >= 2  # and the loss
+    assert [sample["generated"] for sample in found.samples] == [sample["generated"] for sample in whole.samples]
+    assert found.metrics["eval_loss"] == pytest.approx(whole.metrics["eval_loss"], rel=1e-6)
 
 
 def test_ranks_that_share_their_weights_give_the_same_answers(tiny, tokenizer, examples, tmp_path):

@@ -46,6 +46,16 @@ def test_what_one_layout_wrote_another_goes_on_from(everywhere, at):
     assert run["got"] == pytest.approx(run["expected"], rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["z2", "z3"])
+def test_bf16_sums_the_gradients_of_a_steps_forwards_in_float32(everywhere, name):
+    once, many = everywhere[f"{name} norms"]
+    assert many == pytest.approx(once, rel=1e-6)
+
+
+def test_ddp_keeps_no_gradients_beside_its_buckets(everywhere):
+    assert everywhere["beside the buckets"] == 0
+
+
 @pytest.mark.skipif("fsdp2" not in LAYOUTS, reason="this torch's FSDP2 does not run on CPUs")
 @pytest.mark.parametrize("what", ["gradients", "sharded", "losses", "averages"])
 def test_fsdp_holds_shards_of_gradients_only_and_rounds_neither_losses_nor_averages(everywhere, what):

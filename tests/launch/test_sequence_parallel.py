@@ -11,9 +11,10 @@ import torch
 import yaml
 from conftest import accel_sft, stopped
 from fsdp2_job import weights
+from models import make_tiny
 from places import CONFIGS, SUPPORT
 from reference_job import FP32, JOB, layout, same_curve
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
@@ -113,6 +114,32 @@ def test_what_deepspeed_refuses_is_told_in_a_line():
         ulysses.prepare(subject.accelerator, subject.model)
     expected = "Attention head count 2 is not divisible by SP size 3; train with z3.yaml instead"
     assert raised.value.problems == (f"sequence parallelism over 3 ranks: {expected}",)
+
+
+def test_attention_over_whole_rows_works_again_where_ranks_outnumber_key_heads(monkeypatch):
+    """DeepSpeed then gives ranks copies of key heads, and says so in the model."""
+    model = mistral(attn_implementation="sdpa")
+    (attention,) = (module for module in model.modules() if hasattr(module, "num_key_value_groups"))
+    subject, own = alone(model), {}
+    subject.accelerator.prepare = lambda model: own.update(sdpa=None) or model
+    monkeypatch.setattr(ulysses, "_shared", {})
+    monkeypatch.setattr(ulysses.ALL_ATTENTION_FUNCTIONS, "_local_mapping", own)
+    ulysses.prepare(subject.accelerator, model)
+    with ulysses.shared_rows():
+        attention.num_key_value_groups = 1
+    monkeypatch.setattr(ulysses, "_shared", {})
+    assert model.eval()(input_ids=torch.tensor([[1, 2], [3, 4]]), use_cache=False).logits.shape == (2, 2, 32)
+
+
+@pytest.mark.long
+def test_a_model_with_one_key_head_is_evaluated_between_steps_that_share_rows(tmp_path):
+    base = make_tiny(tmp_path / "base")
+    shape = AutoConfig.from_pretrained(base)
+    shape.num_attention_heads, shape.num_key_value_heads = 4, 1
+    AutoModelForCausalLM.from_config(shape).save_pretrained(base)
+    job = ("math", "--model", str(base), "--max-steps", "2", "--eval-every", "1", "--validation-examples", "4")
+    run = accel_sft(*job, "--train-examples", "20", yaml="z3_sp", run_dir=tmp_path / "run", launcher=FP32)
+    assert run.status == 0, run.output
 
 
 @pytest.mark.parametrize("tokens", [pytest.param(1024, marks=pytest.mark.long)])

@@ -58,6 +58,37 @@ def test_a_backend_that_cannot_train_a_type_is_named_with_what_to_do():
         assert launch_problem(TrainConfig(adapter=name), backend, 3) is None
 
 
+def test_under_autocast_no_layer_casts_its_input_for_the_adapter(base):
+    """Autocast would cast it back; the copy would be kept for the backward."""
+    config = TrainConfig(adapter="lora").resolved({})
+    model = load_model(find_source(str(base)), config, precision="bf16", deepspeed=False, total_steps=9)
+    adapters = [module for module in model.modules() if hasattr(module, "cast_input_dtype_enabled")]
+    for layer in adapters:
+        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.02)
+    ids, found = torch.arange(3, 35)[None], []
+    for casts in (False, True):  # as the model is loaded, and as peft makes it
+        assert casts or not any(layer.cast_input_dtype_enabled for layer in adapters)
+        for layer in adapters:
+            layer.cast_input_dtype_enabled = casts
+        kept = {}
+
+        def pack(tensor, kept=kept):
+            kept[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no other takes its place
+            return tensor
+
+        model.zero_grad()
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        found.append((loss.item(), gradients, sum(tensor.untyped_storage().nbytes() for tensor in kept.values())))
+    (loss, gradients, less), (same, others, more) = found
+    assert loss == same
+    assert all(torch.equal(one, other) for one, other in zip(gradients, others, strict=True))
+    assert less < more
+
+
 class IA3(Adapter):
     """A type that the package does not have; it remembers the steps."""
 

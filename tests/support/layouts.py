@@ -199,6 +199,33 @@ def under_fsdp2(folder: Path) -> dict[str, bool]:
     }
 
 
+def norms(yaml: str, folder: Path) -> list[float]:
+    """Norms of the same gradient in bf16: of one forward, and of the mean over 128 equal forwards."""
+    found = []
+    for forwards in (1, 128):
+        job = Job(yaml, "bf16", 0.0, folder)
+        batch = Batching("padded", 0, rows=2).batch(ROWS[:2], 0, torch.device("cpu"))
+        for number in range(forwards):
+            with job.stepper.boundary(last=number == forwards - 1):
+                job.stepper.backward(training_step.nll_sum(job.model, batch) / forwards)
+        found.append(job.stepper.update(0))
+    return found
+
+
+def beside_the_buckets(folder: Path) -> int:
+    """Bytes of the gradients, in the second step's first backward, that are not views of DDP's buckets."""
+    job = Job("ddp", "no", 0.0, folder)
+    job.steps(0, 1)
+    batch = Batching("padded", 0, rows=2).batch(ROWS[:2], 0, torch.device("cpu"))
+    held: list[dict[int, int]] = []
+    for last in (False, True):
+        with job.stepper.boundary(last=last):
+            job.stepper.backward(training_step.nll_sum(job.model, batch))
+        gradients = [p.grad.untyped_storage() for p in job.model.parameters() if p.grad is not None]
+        held.append({storage.data_ptr(): storage.nbytes() for storage in gradients})
+    return sum(size for at, size in held[0].items() if at not in held[1])
+
+
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
@@ -210,6 +237,10 @@ def main(folder: Path, layouts: list[str]) -> None:
     found = {}
     for yaml in layouts:
         found[f"{yaml} memory"] = memory(yaml, "bf16", folder)
+        if yaml in ("z2", "z3"):
+            found[f"{yaml} norms"] = norms(yaml, folder)
+    if "ddp" in layouts:
+        found["beside the buckets"] = beside_the_buckets(folder)
     for precision in ("no", "bf16", "bfloat16"):
         for yaml in layouts if precision != "bfloat16" else ["ddp"]:
             run_dir = folder / f"{yaml}-{precision}"
