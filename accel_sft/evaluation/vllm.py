@@ -19,7 +19,7 @@ from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.vllm_process import run_script
 from accel_sft.io.files import read_json
 from accel_sft.launch.collectives import long_work_by_main
-from accel_sft.launch.environment import GAPS
+from accel_sft.launch.environment import ALLOCATOR, allocator_settings
 from accel_sft.models.source import Source
 from accel_sft.tracking.system import GIB
 
@@ -200,6 +200,6 @@ def environment() -> dict[str, str]:
     """vLLM's environment variables: this process's, and `CPU_CACHE_GIB`. Those that the launcher set are left out: with
     them vLLM would take itself for a rank and wait for the others."""
     kept = {name: value for name, value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
-    if kept.get(GAPS[0]) == GAPS[1]:  # vLLM's memory pools may fail with expandable segments
-        del kept[GAPS[0]]
+    if kept.get(ALLOCATOR) == allocator_settings():  # vLLM's memory pools may fail with expandable segments
+        del kept[ALLOCATOR]
     return {"VLLM_CPU_KVCACHE_SPACE": CPU_CACHE_GIB, **kept}

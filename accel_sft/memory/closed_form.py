@@ -117,9 +117,7 @@ def _beside_gpu(job: Job, at: Placed) -> dict[str, dict[str, float]]:
     backend = "deepspeed" if job.launch.backend == "deepspeed" else "ddp"
     base = {"overhead": PROCESS_BYTES["cuda"][backend]}
     none = dict.fromkeys(_resident(at, False), 0.0)
-    # mapped weight files are page cache, freed when memory is short; converted weights need memory of their own
-    converts = job.loaded_bytes != job.stored_bytes and job.launch.stage < 3
-    loading = weights_bytes(job) if converts else 0.0
+    loading = loading_bytes(job)
     phases = {
         "load": {**none, **base, "weights": loading},
         "shard": _add(_resident(at, False) | base, weights=max(loading - at.weights, 0), optimizer=at.sharding),
@@ -134,6 +132,16 @@ def _beside_gpu(job: Job, at: Placed) -> dict[str, dict[str, float]]:
     # rank 0 alone holds the exported weights; divided here, so that the sum over a machine's ranks is right
     phases["export"] = _add(after, buffers=job.computes_bytes * _exported(job) / job.local_ranks)
     return phases
+
+
+def loading_bytes(job: Job) -> float:
+    """Return how many bytes of host memory a rank of a GPU takes while it loads the weights, at least.
+
+    Mapped weight files are page cache, freed when memory is short; converted weights need memory of their own, and
+    every rank converts all of them, unless ZeRO-3 shards them as they are read.
+    """
+    converts = job.loaded_bytes != job.stored_bytes and job.launch.stage < 3
+    return weights_bytes(job) if converts else 0.0
 
 
 def _generating_bytes(job: Job) -> float:

@@ -13,7 +13,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.launch import host_memory
 from accel_sft.launch.collectives import by_each_rank, largest
 from accel_sft.launch.info import Launch
-from accel_sft.memory.closed_form import estimate
+from accel_sft.memory.closed_form import estimate, loading_bytes
 from accel_sft.memory.estimate import Estimate, totals
 from accel_sft.memory.job import AS_CONFIGURED, Job
 from accel_sft.memory.model_config import UnusableModel, read_config, read_shape, stored_bytes
@@ -113,6 +113,9 @@ def _misfits(job: Job, force: bool) -> list[str]:
     gpu = float(torch.cuda.mem_get_info()[0]) if job.device == "cuda" else None
     free = {"device": gpu, "host": float(host_memory.free_bytes())}
     device, host = least_bytes(job)
+    what = dict.fromkeys(free, "the model states of this launch alone")
+    if host < (loading := loading_bytes(job)) and not job.on_cpu:
+        host, what["host"] = loading, "the weights alone, which each process loads whole,"
     least = {"device": device, "host": host * job.local_ranks}
     if job.on_cpu:
         least = {"device": 0.0, "host": (device + host) * job.local_ranks}
@@ -120,7 +123,7 @@ def _misfits(job: Job, force: bool) -> list[str]:
     over = [place for place, size in free.items() if size is not None and least[place] > size]
     if over:
         lines = [
-            f"{where[place]}: the model states of this launch alone take {least[place] / GIB:.1f} GiB, and "
+            f"{where[place]}: {what[place]} take {least[place] / GIB:.1f} GiB, and "
             f"{(free[place] or 0) / GIB:.1f} are free; see `accel-sft plan` for a launch that fits"
             for place in over
         ]

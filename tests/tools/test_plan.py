@@ -32,6 +32,7 @@ from accel_sft.models.tiny import build_tiny
 from accel_sft.tools.plan import plans, table
 from accel_sft.tools.plan.machine import GIB, PlannedMachine, machine
 from accel_sft.tools.plan.speed import Speed, speed
+from accel_sft.training import predicted
 
 QWEN_14B = {
     "model_type": "qwen2",
@@ -553,6 +554,19 @@ def test_a_run_records_predicted_beside_measured_and_leaves_its_lengths(tmp_path
     assert "## Memory by phase, predicted and measured" in (tmp_path / "run/report.md").read_text()
     planned = accel_sft("plan", "math", "--gpus", "0")
     assert "of the data as it was tokenized here" in planned.output.replace("\n         ", " ")
+
+
+def test_a_launch_whose_processes_cannot_all_hold_the_weights_is_refused(monkeypatch):
+    """Under FSDP2 every process loads float32 weights whole before they are sharded."""
+    job = job_of(QWEN_14B, "fsdp2", 8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**40, 2**40))
+    monkeypatch.setattr(predicted.host_memory, "free_bytes", lambda: 256 * GIB)
+    needed = 8 * 4 * job.shape.parameters / GIB
+    line = f"8 processes in host memory: the weights alone, which each process loads whole, take {needed:.1f} GiB"
+    with pytest.raises(UserError, match=line):
+        predicted._misfits(job, force=False)
+    assert line in predicted._misfits(job, force=True)[0]
+    assert not predicted._misfits(job_of(QWEN_14B, "z3", 8), force=False)
 
 
 def test_a_launch_that_cannot_fit_is_refused_before_the_model_is_loaded(tmp_path):
