@@ -1,6 +1,7 @@
 """`Trainer`: the training loop, which evaluates, saves, resumes, and exports the best weights."""
 
 import dataclasses
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -150,6 +151,7 @@ class Trainer:
         """Make optimizer steps until the plan ends, patience runs out, or a signal comes."""
         plan, stepper, state, config = self.plan, self.stepper, self.state, self.config
         phase = "first_step"  # AdamW's moments are made in it
+        gc.freeze()  # what has been made so far stays: the garbage collector would go through it in the middle of steps
         self.model.train()
         while state.step < plan.total_steps and not state.out_of_patience(config.patience):
             started = time.perf_counter()
