@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from torch.distributed import PrefixStore, TCPStore, register_rendezvous_handler
+from torch.distributed import PrefixStore, TCPStore, distributed_c10d, register_rendezvous_handler
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.api.errors import UserError
@@ -59,6 +59,9 @@ def create_accelerator(
     if launch.world_size > 1:
         # later than the watchdog, which names the hung rank (torch's error does not); a rank may be downloading a model
         group["timeout"] = datetime.timedelta(seconds=max(config.hang_timeout + 300, 3600))
+        # DeepSpeed, Ulysses and HSDP make groups without a timeout, some of them amid training: they too shall wait
+        # that long, instead of the 600 s after which NCCL ends a rank, and names none
+        distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = group["timeout"]
     plugin = None
     if launch.backend == "deepspeed":
         if not devices:

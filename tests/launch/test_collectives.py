@@ -6,7 +6,11 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
-from places import ROOT
+import fsdp2_on_cpu
+import pytest
+from conftest import accel_sft
+from places import ROOT, SUPPORT
+from reference_job import JOB, ONCE
 
 from accel_sft.launch.collectives import any_rank, by_each_rank, first_reason, gather_numbers
 
@@ -99,3 +103,22 @@ def test_one_process_agrees_with_itself():
     assert any_rank(True)
     assert not any_rank(False)
     assert gather_numbers([1, 2.5]) == [[1.0, 2.5]]
+
+
+@pytest.mark.parametrize(
+    ("yaml", "ranks"),
+    [("z2", 2), pytest.param("z3_sp", 2, marks=pytest.mark.long), pytest.param("hsdp", 4, marks=pytest.mark.long)],
+)
+def test_no_process_group_fails_before_the_hang_watch_has_named_a_rank(tmp_path, yaml, ranks):
+    if yaml == "hsdp" and not fsdp2_on_cpu.RUNS_HERE:
+        pytest.skip("this torch's FSDP2 does not run on CPUs")
+    launcher = ("--mixed_precision", "no", "--num_processes", str(ranks))
+    environment = {"PYTHONPATH": str(SUPPORT), "OUT": str(tmp_path)}
+    job = (*JOB, *ONCE, "--max-steps", "1", "--hang-timeout", "7200")
+    options = {"yaml": yaml, "launcher": launcher, "environment": environment, "module": "group_timeouts"}
+    run = accel_sft(*job, run_dir=tmp_path / "run", **options)
+    assert run.status == 0, run.output
+    for rank in range(ranks):
+        timeouts = json.loads((tmp_path / f"timeouts-{rank}").read_text())
+        assert len(timeouts) > 1  # the groups of the library that shards are among them
+        assert set(timeouts) == {7500.0}, rank
