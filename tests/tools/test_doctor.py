@@ -564,6 +564,12 @@ def test_ranks_that_do_not_add_up_are_told_within_the_time(tmp_path, rank_1_does
     assert not [child for child in psutil.Process().children() if "rank_script" in " ".join(child.cmdline())]
 
 
+@pytest.mark.parametrize(("backend", "limit"), [("gloo", 30), ("nccl", 120)])
+def test_nccl_has_longer_than_gloo_because_it_first_searches_the_machines_links(monkeypatch, backend, limit):
+    monkeypatch.setattr(ranks, "script", lambda name, backend, seconds: [sys.executable, "-c", f"exit({seconds})"])
+    assert ranks.exchange(backend, 1) == f"rank 0 ended with status {limit}"
+
+
 def test_a_network_that_ranks_cannot_use_is_a_problem_and_one_process_is_left(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     cut = machine()

@@ -16,9 +16,10 @@ from accel_sft.tools.doctor.check import Finding, ok, problem
 from accel_sft.tools.doctor.machine import Machine
 from accel_sft.tools.doctor.processes import end, import_path, script
 
-SECONDS = 30
-"""Time limit for joining the process group and adding up, once a rank has imported torch."""
-START_SECONDS = 300
+SECONDS = {"gloo": 30, "nccl": 120}
+"""Time limit for joining the process group and adding up, once a rank has imported torch. NCCL first searches the
+machine's links and network cards, and loads its kernels: tens of seconds on a busy machine with eight GPUs."""
+START_SECONDS = 420
 """Time limit for everything, including the import of torch."""
 GRACE_SECONDS = 3.0
 """Time that the other ranks have, after one rank has failed, to say why they failed."""
@@ -45,15 +46,16 @@ def reached(machine: Machine) -> Iterator[Finding]:
             yield ok(f"{what} added up numbers by {backend} ({time.monotonic() - began:.0f} s)")
 
 
-def exchange(backend: str, ranks: int, seconds: int = SECONDS, more: Mapping[str, str] | None = None) -> str:
+def exchange(backend: str, ranks: int, seconds: int | None = None, more: Mapping[str, str] | None = None) -> str:
     """Start ranks on this machine as a launch would, and let them add up numbers once.
 
     Args:
-        seconds: time limit for joining the process group and adding up.
+        seconds: time limit for joining the process group and adding up; by default the backend's.
         more: environment variables for each rank.
     Returns:
         Why they failed; empty if they did not.
     """
+    seconds = seconds or SECONDS[backend]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
