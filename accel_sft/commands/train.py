@@ -22,7 +22,7 @@ from accel_sft.launch.precision import recorded
 from accel_sft.launch.start import start
 from accel_sft.models.compiled import trouble_of_compiling
 from accel_sft.models.source import resolved
-from accel_sft.resilience.exit import leave_together
+from accel_sft.resilience.exit import EXPLAIN_SECONDS, leave_together
 from accel_sft.resilience.signals import Interruption, StopSignals
 from accel_sft.resilience.watchdog import Watchdog
 from accel_sft.tools.check.quick import quick_findings, quick_lines
@@ -147,6 +147,6 @@ def _explained(run_dir: RunDir, signals: StopSignals, error: BaseException) -> B
         return UserError(trouble)
     if trouble := trouble_of_writing(error, run_dir.path):
         return UserError(f"{run_dir}: {trouble}, then go on with --resume auto")
-    if lost := signals.lost_peers():  # a broken collective's error does not name the lost ranks
+    if lost := signals.lost_peers(EXPLAIN_SECONDS):  # a broken collective's error does not name the lost ranks
         return UserError(lost)
     return error

@@ -19,9 +19,13 @@ import click
 from accel_sft.api.errors import UserError
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.text import one_line, printable
+from accel_sft.resilience import peers
 
 _REPEATED = "as another rank of this machine says"
 """Message that ranks record whose failure is the same as an earlier rank's."""
+EXPLAIN_SECONDS = 7.0
+"""Maximum number of seconds that a rank with an unexpected error waits to learn whether one on another machine failed
+before it: that one's end breaks the collectives of this one. `peers` shares a failure within six seconds."""
 DISK_SECONDS = 3.0
 """Maximum number of seconds that a thread, before it ends this rank, waits for the disk to take the run's result."""
 
@@ -54,7 +58,10 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
             _leave(141)  # as a shell reports SIGPIPE
         if isinstance(error, (KeyboardInterrupt, click.Abort)):
             message = str(error) or "interrupted"
-            report(message, message)  # recorded too: a rank without a record looks to the others as if it was killed
+            saved = hasattr(error, "status")  # an Interruption, which ends all ranks
+            report(
+                message, message, failed=not saved
+            )  # recorded too: a rank without a record looks as if it was killed
             _leave(getattr(error, "status", 130))  # as a shell reports SIGINT
         if isinstance(error, click.ClickException):
             shown = io.StringIO()
@@ -74,7 +81,7 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place, summary = f"{frame.filename}:{frame.lineno}", f"{type(error).__name__}: {error}".rstrip(": \n")
         message = f"{summary} ({place})"
-        if not self.debug and (lost := lost_peers()):
+        if not self.debug and (lost := lost_peers(EXPLAIN_SECONDS)):
             return f"Error: {lost}", lost
         if not self.debug and {text for _, text in _earlier_failures()} - {message, _REPEATED}:
             # another rank's death breaks this rank's collectives: its error is not the cause
@@ -97,12 +104,20 @@ def _record_file() -> Path | None:
     return Path(file) if file else None
 
 
-def lost_peers() -> str:
-    """A sentence about ranks of this machine that ended; "" if there are none, or if a rank has recorded an error."""
+def lost_peers(seconds: float = 0.0) -> str:
+    """A sentence about ranks of this machine that ended, or about the first one to fail on another machine; "" if there
+    are none, or if a rank of this machine has recorded an error. It waits for news of others for up to `seconds`."""
     from accel_sft.resilience.ranks import lost_ranks
 
     own = _record_file()
-    return lost_ranks(own.parent.parent) if own and not _earlier_failures() else ""
+    if own is None or _earlier_failures():
+        return ""
+    return lost_ranks(own.parent.parent) or peers.failure_elsewhere(seconds)
+
+
+def failed_peer() -> str:
+    """A sentence about the first rank of this machine that recorded an error; "" if none has."""
+    return f"another rank failed: {min(failures)[1]}" if (failures := _earlier_failures()) else ""
 
 
 def a_peer_failed() -> bool:
@@ -125,8 +140,9 @@ def _earlier_failures() -> list[tuple[int, str]]:
     return [(int(record["extraInfo"]["timestamp"]), record["message"]) for record in records]
 
 
-def report(text: str, message: str, file: TextIO | None = None) -> None:
-    """Record the message for torchrun, which shows it, and print the text to `file` or standard error.
+def report(text: str, message: str, file: TextIO | None = None, *, failed: bool = True) -> None:
+    """Record the message for torchrun, which shows it, print the text to `file` or standard error, and tell the other
+    ranks if this one `failed`.
 
     If ranks of a machine fail alike, only the first does so; the others print nothing and record `_REPEATED`.
     """
@@ -148,6 +164,9 @@ def report(text: str, message: str, file: TextIO | None = None) -> None:
             trouble += f"\n(the error could not be recorded for torchrun: {error})"
     if first:
         _print(text + trouble, file)
+        if failed:
+            peers.tell(message)
+    peers.leave()
 
 
 def _is_first(text: str) -> bool:
@@ -197,6 +216,8 @@ def _leave(status: int) -> NoReturn:
     distributed = sys.modules.get("torch.distributed")
     running = distributed is not None and distributed.is_available() and distributed.is_initialized()
     if running or os.environ.get("WORLD_SIZE", "1") != "1":
+        if not status:
+            peers.leave()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()

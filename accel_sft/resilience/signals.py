@@ -14,7 +14,7 @@ from typing import Any
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import terminal
 from accel_sft.launch.launcher import PARENT, under_launcher
-from accel_sft.resilience.exit import a_peer_failed, lost_peers, record_end, report
+from accel_sft.resilience.exit import a_peer_failed, failed_peer, lost_peers, record_end, report
 
 WATCH_SECONDS = 1.0
 """Seconds between two checks that the launcher is still there."""
@@ -98,9 +98,9 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
             self._before.pop(signal.SIGTERM, None)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    def lost_peers(self) -> str:
+    def lost_peers(self, seconds: float = 0.0) -> str:
         """The sentence of `exit.lost_peers`, with the command that continues the run."""
-        lost = lost_peers()
+        lost = lost_peers(seconds)
         return f"{lost}; to continue: {self.to_continue}" if lost and self.to_continue else lost
 
     def _watch(self, arriving: int) -> None:
@@ -114,8 +114,9 @@ class StopSignals(contextlib.AbstractContextManager["StopSignals"]):
             for number, then in came.items():
                 if time.monotonic() - then < UNHANDLED_SECONDS:
                     continue
-                # a collective of a GPU waits for a lost rank in C, where neither an error nor a signal reaches Python
-                if lost := self.lost_peers():
+                # A collective of a GPU waits for a lost rank in C, where neither an error nor a signal reaches Python.
+                # But what other ranks record after a signal that Python has handled may be no failure.
+                if lost := self.lost_peers() or ("" if self.asked else failed_peer()):
                     report(f"Error: {lost}", lost, terminal())
                     if self.run_dir:
                         record_end(self.run_dir, lost)

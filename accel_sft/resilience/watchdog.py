@@ -10,9 +10,9 @@ load, download or compile, CPU or disk activity counts as progress too, and so d
 from __future__ import annotations
 
 import contextlib
-import datetime
 import faulthandler
 import json
+import math
 import os
 import socket
 import sys
@@ -27,14 +27,16 @@ from accel_sft.io.heartbeat import activity_counts, heartbeat_count
 from accel_sft.io.run_dir import RunDir
 from accel_sft.io.terminal import terminal
 from accel_sft.launch.activity import work
-from accel_sft.launch.launcher import restarts
-from accel_sft.resilience import exit
+from accel_sft.resilience import exit, peers
 from accel_sft.resilience.ranks import place, process_beside, state, waits
 
 SILENT_SECONDS = 5.0
 """Seconds without a publication after which a rank counts as not responding; its thread publishes every second."""
 GRACE_SECONDS = 3.0
 """Seconds that all ranks get to write their stacks before one of them ends the run."""
+FAILED_SECONDS = 5.0
+"""Seconds without progress after which a rank that waits is ended once another one has failed. One that does not wait
+gets four times as long, to report its own error and to close its trackers."""
 LEAST_CPU, LEAST_BYTES = 0.005, 4096
 """Least activity per second that counts as progress during start-up: CPU seconds, and bytes of files. A main
 thread that polls stays below both. The watching thread's own CPU time (3 ms per poll with 120 processes on the machine,
@@ -52,18 +54,21 @@ class Sign(NamedTuple):
 
 
 class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
-    """Within this context, ends the run if no rank makes progress for `seconds`, and names the ranks that hang. With 0
-    seconds it watches nothing.
+    """Within this context, ends the run if no rank makes progress for `seconds` (0: no limit), and names the ranks that
+    hang.
 
     Stacks and result are written to `run_dir`; without one, the stack of a rank that hangs goes to the terminal. With
     `alone` it watches this rank's import of a task, without torch: loaded modules and files count as progress there;
     computing does not, because it may be an endless loop.
+
+    A rank that waits for one that failed, on this machine or another, is ended too, also with 0 seconds.
     """
 
     def __init__(self, seconds: float, run_dir: RunDir | None = None, *, alone: bool = False) -> None:
-        self.seconds, self.run_dir, self.alone = seconds, run_dir, alone
+        self.seconds, self.run_dir, self.alone = seconds or math.inf, run_dir, alone
         self.rank, self.ranks = int(os.environ.get("RANK", "0")), 1 if alone else int(os.environ.get("WORLD_SIZE", "1"))
         self._over = threading.Event()
+        self._watches = bool(seconds) or self.ranks > 1
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._store: Any = None  # the launcher's key-value store; None with one rank, or if it cannot be reached
         self._dumped = 0  # bytes of stacks that were written and shown; they are no progress
@@ -72,13 +77,13 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         self._silent: set[int] = set()
 
     def __enter__(self) -> Watchdog:
-        if self.seconds:
+        if self._watches:
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        if self.seconds:
+        if self._watches:
             self._thread.join(SILENT_SECONDS)  # an unfinished call to the store would abort the process as it exits
 
     def _watch(self) -> None:
@@ -97,7 +102,9 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         tick = 0
         seen = -1, 0
         still, shown = 0.0, False
-        self._store = _store() if self.ranks > 1 else None
+        others = peers.joined() if self.ranks > 1 else None
+        self._store = others.store if others else None
+        failed = math.inf  # when another rank's failure came to be known
         size = before = stacks.seek(0, os.SEEK_END)
         main = threading.main_thread().ident
         assert main is not None  # it runs
@@ -116,7 +123,12 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
                 seen, since = beats, now
                 size = stacks.truncate(before)  # the rank made progress after all
                 # faulthandler needs no interpreter lock, which a main thread in C may be holding
-                faulthandler.dump_traceback_later(self.seconds, file=stacks)
+                if self.seconds < math.inf:
+                    faulthandler.dump_traceback_later(self.seconds, file=stacks)
+            if others and others.failure:
+                failed = min(failed, now)
+                if now - max(failed, since) >= (FAILED_SECONDS if waiting else 4 * FAILED_SECONDS):
+                    self._follow(others.failure)
             sign = Sign(tick, int(now - since), waiting, socket.gethostname(), place(frame))
             signs = self._exchange(sign)
             if sign.stalled < self.seconds or not self._all_hang(signs, now, elapsed):
@@ -183,6 +195,14 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
             time.sleep(GRACE_SECONDS)
         os._exit(1)
 
+    def _follow(self, failure: str) -> None:
+        """End this rank because another one has failed, for which it would wait in vain."""
+        message = failure + ("; continue with --resume auto" if self.run_dir else "")
+        exit.report(f"Error: {message}", message, terminal())
+        if self.run_dir:
+            exit.record_end(self.run_dir, message)
+        os._exit(1)
+
     def _message(self, signs: dict[int, Sign]) -> str:
         busy = {rank for rank, sign in signs.items() if rank not in self._silent and not sign.waiting}
         culprits = []
@@ -198,15 +218,3 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
             f"nothing has moved for {max(sign.stalled for sign in signs.values())} seconds (--hang-timeout): "
             f"{'; '.join(culprits)}{end}"
         )
-
-
-def _store() -> Any:
-    """The launcher's key-value store; None if it cannot be reached."""
-    from torch.distributed import PrefixStore, TCPStore
-
-    address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
-    try:
-        store = TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=20), wait_for_workers=False)
-    except (RuntimeError, ValueError, OSError):
-        return None
-    return PrefixStore(f"watch-{restarts()}", store)

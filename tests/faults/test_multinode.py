@@ -7,11 +7,13 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from places import CONFIGS
 from stopping import JOB, STEPS, ranks, steps_done, wait_for, whole
 
@@ -52,6 +54,62 @@ def machines(launcher, run_dir):
                         each.kill()
             launch.kill()
             launch.wait()
+
+
+MACHINES_OF_ONE_RANK = """
+import ctypes, os, socket, sys, time
+from pathlib import Path
+import torch
+from accel_sft.api.errors import UserError
+from accel_sft.io.run_dir import RunDir
+from accel_sft.resilience import exit, peers, watchdog
+
+for rank in ("1", "2"):
+    if os.fork() == 0:
+        os.environ["RANK"] = rank
+        break
+rank, run_dir = os.environ["RANK"], RunDir(Path(sys.argv[1]))
+socket.gethostname = lambda: "machine-" + rank
+os.environ["TORCHELASTIC_ERROR_FILE"] = str(run_dir.path / f"machine-{rank}" / "0" / "error.json")
+Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.mkdir(parents=True)
+peers.POLL_SECONDS = peers.EXPLAIN_SECONDS = watchdog.FAILED_SECONDS = 0.1
+with exit.ExitHandler(), watchdog.Watchdog(int(sys.argv[2]), run_dir):
+    while len(peers.joined()._lines) < (2 if rank == "0" else 1):
+        time.sleep(0.05)
+    if rank == "0":
+        run_dir.write_result({"status": "running"})
+        mutex = ctypes.create_string_buffer(256)  # as a GPU's collective, it hears no signal and no lost connection
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    time.sleep(0.2)
+    if rank == "1":
+        sys.exit(0)
+    time.sleep(2.5)  # longer than it would take rank 0 to end because of rank 1
+    ENDS
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "hang_timeout", "told"),
+    [
+        ("os.kill(os.getpid(), 9)", "0", "ended without an error message, or its machine was lost"),
+        pytest.param("raise UserError('out of memory')", "600", "out of memory; continue with", marks=pytest.mark.long),
+    ],
+    ids=["killed", "with an error"],
+)
+def test_a_rank_in_c_ends_and_names_the_rank_that_failed_on_another_machine(tmp_path, ends, hang_timeout, told):
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}
+    (tmp_path / "logs").mkdir()
+    code = MACHINES_OF_ONE_RANK.replace("ENDS", ends)
+    command = [sys.executable, "-c", code, str(tmp_path), hang_timeout]
+    environment = {**os.environ, **world, "RANK": "0", "LOCAL_RANK": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"Error: rank 2 on machine-2: {told}" in done.stdout
+    assert f"rank 2 on machine-2: {told}" in json.loads((tmp_path / "result.json").read_text())["error"]
+    record = json.loads((tmp_path / "machine-0" / "0" / "error.json").read_text())
+    assert record["message"]["message"].startswith(f"rank 2 on machine-2: {told}")  # for the launcher's summary
 
 
 # test_stopping.py has a rank that is started again on one machine

@@ -33,6 +33,7 @@ while any(p.status() != psutil.STATUS_ZOMBIE for p in other):
     time.sleep(0.02)
 print(lost_ranks(Path("ATTEMPT")))
 """
+GONE = "rank 5 ended without an error message (the launcher's summary names the signal, if there was one); host"
 KILLED = "import os; os.kill(os.getpid(), {})"
 
 SIGNALLED = """
@@ -66,21 +67,37 @@ signal.signal(signal.SIGUSR1, tell)
 """
 
 
-@pytest.mark.parametrize("state", ["deferred", "as it starts"])
-def test_a_rank_in_c_that_lost_another_says_so_when_its_launcher_sends_sigterm(tmp_path, state):
-    (tmp_path / "0").mkdir()
+RECORDING = """
+import os
+os.environ["TORCHELASTIC_ERROR_FILE"] = "ATTEMPT/1/error.json"
+from accel_sft.api.errors import UserError
+from accel_sft.resilience.exit import ExitHandler
+with ExitHandler(): raise UserError("out of device memory")
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "ends", "told"),
+    [
+        # the launcher has reaped it: how it ended cannot be read, and no signal is claimed
+        ("deferred", KILLED.format(9), GONE),
+        ("as it starts", KILLED.format(9), GONE),
+        ("deferred", RECORDING, "another rank failed: out of device memory"),
+    ],
+)
+def test_a_rank_in_c_that_lost_another_says_so_when_its_launcher_sends_sigterm(tmp_path, state, ends, told):
+    for rank in ("0", "1"):
+        (tmp_path / rank).mkdir()
     survivor = SIGNALLED.replace("ATTEMPT", str(tmp_path)).replace("STATE", state)
     environment = {**os.environ, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "one", "WORLD_SIZE": "2"}
     environment["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / "0" / "error.json")
     done = subprocess.run(
-        [sys.executable, "-c", SIGNALLING + LAUNCHER, survivor, KILLED.format(9)],
+        [sys.executable, "-c", SIGNALLING + LAUNCHER, survivor, ends.replace("ATTEMPT", str(tmp_path))],
         env=environment,
         capture_output=True,
         text=True,
         timeout=60,
     )
-    # the launcher has reaped it: how it ended cannot be read, and no signal is claimed
-    told = "rank 5 ended without an error message (the launcher's summary names the signal, if there was one); host"
     assert done.stdout.startswith(f"Error: {told}"), done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["status"] == "failed"
