@@ -1,6 +1,7 @@
 """Tokenizes a split once for all runs, on all ranks of a machine together; every rank gets the same tokens."""
 
 import contextlib
+import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -221,7 +222,7 @@ def _written(collective: Callable[..., list[Any]], work: Callable[[], Any]) -> l
         try:
             return work()
         except OSError as error:
-            return _Unwritable(error.strerror or str(error))
+            return _Unwritable(f"{error.strerror or error}, on {socket.gethostname()}")
 
     results = collective(tried)
     for result in results:

@@ -15,6 +15,7 @@ from accel_sft.launch.accelerator import create_accelerator
 from accel_sft.launch.audit import audit, refuse
 from accel_sft.launch.describe import describe
 from accel_sft.launch.info import Launch
+from accel_sft.launch.machines import compare_machines
 from accel_sft.launch.read import read_launch
 from accel_sft.launch.recordable import recordable
 
@@ -44,6 +45,9 @@ def start(
         accelerator, launch = create_accelerator(config, launch, train=train, began_with=began_with)
         if problem := launch_problem(config, accelerator.distributed_type.value, launch.stage):
             raise UserError(problem)
+        if launch.machines > 1:
+            findings += compare_machines()
+            refuse(findings)
         if accelerator.is_main_process:
             rows = [row for row in describe(accelerator, launch, config.max_grad_norm) if train or row[0] != "clipping"]
             width = max(len(name) for name, _ in rows)

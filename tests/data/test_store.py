@@ -376,7 +376,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(tokenizer, tmp_path, mon
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     encoding = encoder(tokenizer)(EXAMPLES, "train")
     (line,) = encoding.lines()
-    assert line.startswith(f"train: tokens cannot be kept in {tmp_path / 'file' / 'cache'} (Not a directory)")
+    assert line.startswith(f"train: tokens cannot be kept in {tmp_path / 'file' / 'cache'} (Not a directory, on ")
     assert list(encoding.kept) == encode(tokenizer, Sums(), EXAMPLES, "train", **vars(rules(tokenizer))).kept
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "the temporary file is gone once it is open"
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))

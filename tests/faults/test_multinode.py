@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import pytest
 import torch
 from places import CONFIGS
 from stopping import JOB, STEPS, ranks, steps_done, wait_for, whole
+
+from accel_sft.launch.machines import clocks_apart, differing_versions
 
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 with socket.create_server(("127.0.0.1", 0)) as free:
@@ -34,15 +37,17 @@ MACHINES = {
 
 
 @contextlib.contextmanager
-def machines(launcher, run_dir):
-    """Two launchers, each of which is a machine with one rank; killed in the end with all that they started."""
-    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if launcher == "torchrun" else None
+def machines(launcher, run_dir, job=JOB, second=None):
+    """Two launchers, each of which is a machine with one rank; killed in the end with all that they started. `second`
+    are variables of the second machine alone."""
+    environment = {**os.environ, **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if launcher == "torchrun" else {})}
     launches = []
     for rank in ("0", "1"):
         program, *flags = (word.format(rank=rank) for word in MACHINES[launcher])
-        command = [str(SCRIPTS / program), *flags, "-m", "accel_sft", *JOB, "--output-dir", str(run_dir)]
+        command = [str(SCRIPTS / program), *flags, "-m", "accel_sft", *job, "--output-dir", str(run_dir)]
         with open(f"{run_dir}-{rank}.log", "wb") as log:
-            launches.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+            variables = environment | (second or {} if rank == "1" else {})
+            launches.append(subprocess.Popen(command, stdout=log, stderr=log, env=variables))
         launches[-1].family = []
     try:
         yield launches
@@ -128,3 +133,52 @@ def test_two_machines_of_which_one_lost_its_rank_start_again_and_go_on(launcher,
     expected = [line["loss"] for line in whole(launched, "plain").lines()]
     assert len(losses) == STEPS
     assert losses == pytest.approx(expected, rel=2e-4)
+
+
+def test_machines_that_differ_in_a_librarys_version_are_named():
+    alike = {"python": "3.12.1", "torch": "2.13.0+cu130", "peft": "0.21.2"}
+    other = {"python": "3.11.9", "torch": "2.13.0+cpu", "peft": "0.20.0"}
+    (found,) = differing_versions([("a", alike), ("a", alike), ("b", other), ("c", {"torch": "2.13.0"}), ("d", alike)])
+    assert found.level == "error"
+    assert found.what == "peft: 0.21.2 on a, d, 0.20.0 on b, missing on c"
+    assert not [*differing_versions([("a", alike), ("b", {**alike, "python": "3.11.9"})])]
+
+
+def test_a_machine_whose_clock_is_an_hour_ahead_is_named():
+    (found,) = clocks_apart(["a", "a", "b", "b"], [1000.0, 1000.1, 4600.2, 4600.2])
+    assert (found.level, found.what) == ("warning", "the clock of b is 3,600 s ahead of that of a")
+
+
+OTHERWISE = """
+import importlib.metadata, os, socket, time
+
+now, version = time.time, importlib.metadata.version
+socket.gethostname = lambda: "machine-1"
+time.time = lambda: now() + 3600
+if "ANOTHER_PEFT" in os.environ:
+    importlib.metadata.version = lambda name: "0.1" if name == "peft" else version(name)
+"""
+
+
+@pytest.mark.long  # what is told has quick tests above
+@pytest.mark.parametrize("differs", ["library", "clock and disk"])
+def test_two_machines_of_which_one_differs(launched, tmp_path, differs):
+    (tmp_path / "sitecustomize.py").write_text(OTHERWISE)
+    (tmp_path / "no folder").touch()  # as a full disk does, it takes no file
+    second = {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
+    second |= (
+        {"ANOTHER_PEFT": ""} if differs == "library" else {"ACCEL_SFT_CACHE": str(tmp_path / "no folder" / "cache")}
+    )
+    with machines("accelerate launch", tmp_path / "run", second=second) as both:
+        ends = [launch.wait(240) for launch in both]
+    said = " ".join((tmp_path / "run-0.log").read_text().split())
+    if differs == "library":
+        assert ends == [1, 1]
+        assert re.search(r"Error: peft: [\d.]+ on \S+, 0\.1 on machine-1: install the same version", said)
+        return
+    assert ends == [0, 0], said
+    assert re.search(r"warning: the clock of machine-1 is 3,6\d\d s ahead of", said)
+    assert "(Not a directory, on machine-1); they are made for this run only" in said
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    expected = [line["loss"] for line in whole(launched, "plain").lines()]
+    assert [line["loss"] for line in lines if "loss" in line] == pytest.approx(expected, rel=2e-4)
