@@ -15,11 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from places import CONFIGS
+from places import CONFIGS, ROOT
 from stopping import JOB, STEPS, ranks, steps_done, wait_for, whole
 
 from accel_sft.launch.machines import clocks_apart, differing_versions
 
+DOCS = ROOT / "docs"
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 with socket.create_server(("127.0.0.1", 0)) as free:
     PORT = str(free.getsockname()[1])
@@ -179,6 +180,69 @@ def test_two_machines_of_which_one_differs(launched, tmp_path, differs):
     assert ends == [0, 0], said
     assert re.search(r"warning: the clock of machine-1 is 3,6\d\d s ahead of", said)
     assert "(Not a directory, on machine-1); they are made for this run only" in said
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    expected = [line["loss"] for line in whole(launched, "plain").lines()]
+    assert [line["loss"] for line in lines if "loss" in line] == pytest.approx(expected, rel=2e-4)
+
+
+SLURM = re.search(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", (DOCS / "multinode.md").read_text(), re.S)[1]
+SRUN = """#!/bin/bash
+# srun --kill-on-bad-exit=1 COMMAND: a task on each of two nodes, which signals of the job reach, but not its script
+echo "$SRUN_CPUS_PER_TASK $TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > HERE/srun
+if [ -n "$ENDED" ]; then
+    echo "{\\"status\\": \\"${ENDED% *}\\"}" > HERE/run/result.json
+    exit ${ENDED#* }
+fi
+SLURM_NODEID=0 "${@:2}" > HERE/0.log 2>&1 & first=$!
+SLURM_NODEID=1 "${@:2}" > HERE/1.log 2>&1 & second=$!
+echo $first $second > HERE/tasks
+wait $first && wait $second
+"""
+SCONTROL = """#!/bin/bash
+if [ "$1" = show ]; then echo 127.0.0.1; echo 127.0.0.2; else echo "$@" > HERE/requeued; fi
+"""
+
+
+def job_of_slurm(folder, **more):
+    """The script of the documentation, for two machines with a rank each, started as sbatch would."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "run").mkdir(exist_ok=True)
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (folder / "bin" / name).write_text(text.replace("HERE", str(folder)))
+        (folder / "bin" / name).chmod(0o755)
+    script = SLURM.replace("8 * SLURM_NNODES", "SLURM_NNODES").replace("29500", PORT)
+    script = script.replace("/shared/runs/math", str(folder / "run")).replace(
+        "--max_restarts 3", "--mixed_precision no"
+    )
+    script = script.replace("-m accel_sft math", f"-m accel_sft {' '.join(JOB)}")
+    path = os.pathsep.join((str(folder / "bin"), str(SCRIPTS), os.environ["PATH"]))
+    slurm = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "64"}
+    environment = {**os.environ, **slurm, "PATH": path, **more}
+    return subprocess.Popen(["bash", "-c", script], cwd=ROOT, env=environment)
+
+
+@pytest.mark.parametrize(("ended", "again"), [("interrupted 1", True), ("failed 1", False), ("complete 0", False)])
+def test_slurms_job_is_put_back_into_the_queue_only_if_a_signal_ended_the_run(tmp_path, ended, again):
+    assert job_of_slurm(tmp_path, ENDED=ended).wait(20) == int(ended[-1])
+    assert (tmp_path / "srun").read_text() == "64 540\n"
+    assert (tmp_path / "requeued").exists() == again
+
+
+@pytest.mark.long
+def test_a_job_of_slurm_that_reaches_its_time_limit_goes_on_when_it_is_started_again(launched, tmp_path):
+    job = job_of_slurm(tmp_path)
+    try:
+        wait_for(lambda: steps_done(tmp_path / "run") >= 5)
+        for task in map(int, (tmp_path / "tasks").read_text().split()):  # as --signal=TERM@600 does
+            for each in [psutil.Process(task), *psutil.Process(task).children(recursive=True)]:
+                each.terminate()
+        assert job.wait(120) == 1
+        assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+        (tmp_path / "requeued").unlink()
+        assert job_of_slurm(tmp_path).wait(240) == 0, (tmp_path / "0.log").read_text()
+        assert not (tmp_path / "requeued").exists()
+    finally:
+        job.kill()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     expected = [line["loss"] for line in whole(launched, "plain").lines()]
     assert [line["loss"] for line in lines if "loss" in line] == pytest.approx(expected, rel=2e-4)
