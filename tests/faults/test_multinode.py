@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import psutil
@@ -38,14 +39,14 @@ MACHINES = {
 
 
 @contextlib.contextmanager
-def machines(launcher, run_dir, job=JOB, second=None):
+def machines(launcher, run_dir, flags=(), program=("-m", "accel_sft", *JOB), second=None):
     """Two launchers, each of which is a machine with one rank; killed in the end with all that they started. `second`
     are variables of the second machine alone."""
     environment = {**os.environ, **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if launcher == "torchrun" else {})}
     launches = []
     for rank in ("0", "1"):
-        program, *flags = (word.format(rank=rank) for word in MACHINES[launcher])
-        command = [str(SCRIPTS / program), *flags, "-m", "accel_sft", *job, "--output-dir", str(run_dir)]
+        script, *words = (word.format(rank=rank) for word in MACHINES[launcher])
+        command = [str(SCRIPTS / script), *words, *flags, *program, "--output-dir", str(run_dir)]
         with open(f"{run_dir}-{rank}.log", "wb") as log:
             variables = environment | (second or {} if rank == "1" else {})
             launches.append(subprocess.Popen(command, stdout=log, stderr=log, env=variables))
@@ -116,6 +117,51 @@ def test_a_rank_in_c_ends_and_names_the_rank_that_failed_on_another_machine(tmp_
     assert f"rank 2 on machine-2: {told}" in json.loads((tmp_path / "result.json").read_text())["error"]
     record = json.loads((tmp_path / "machine-0" / "0" / "error.json").read_text())
     assert record["message"]["message"].startswith(f"rank 2 on machine-2: {told}")  # for the launcher's summary
+
+
+IN_C = """
+import ctypes, os, time
+from pathlib import Path
+import torch
+from accel_sft.api.errors import UserError
+from accel_sft.resilience import exit, peers, signals, watchdog
+
+with exit.ExitHandler(), signals.StopSignals() as stopping, watchdog.Watchdog(600):
+    stopping.deferred = True
+    if os.environ["RANK"] != "3":
+        mutex = ctypes.create_string_buffer(256)
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    while not (peers._joined and peers._joined._lines):
+        time.sleep(0.1)
+    time.sleep(3)
+    Path("BEGAN").touch()
+    ENDS
+"""
+
+
+@pytest.mark.long  # the test above, with launchers
+@pytest.mark.parametrize(
+    ("ends", "why"),
+    [
+        ("os.kill(os.getpid(), 9)", r"rank 2 on \S+: rank 3 (was killed|ended without an error message)"),
+        ("raise UserError('out of memory')", r"rank 3 on \S+: out of memory"),
+    ],
+    ids=["killed", "with an error"],
+)
+def test_two_launchers_of_ranks_in_c_end_when_one_fails_on_the_second_machine(tmp_path, ends, why):
+    script = tmp_path / "in_c.py"
+    script.write_text(IN_C.replace("BEGAN", str(tmp_path / "began")).replace("ENDS", ends))
+    flags = ("--config_file", str(CONFIGS / "ddp.yaml"), "--num_machines", "2", "--num_processes", "4")
+    flags += ("--max_restarts", "0")
+    with machines("accelerate launch", tmp_path / "run", flags=flags, program=(str(script),)) as both:
+        assert [launch.wait(100) for launch in both] == [1, 1]
+        assert (
+            time.time() - (tmp_path / "began").stat().st_mtime < 45
+        )  # not the launchers' 30 seconds one after another
+    said = (tmp_path / "run-0.log").read_text()
+    assert re.search(f"Error: {why}", said)
+    assert re.search(f"traceback : {why}", said.split("Root Cause")[1])  # the launcher's summary
 
 
 # test_stopping.py has a rank that is started again on one machine
