@@ -21,6 +21,7 @@ from stopping import JOB, STEPS, ranks, steps_done, wait_for, whole
 
 from accel_sft.launch.machines import clocks_apart, differing_versions
 
+LONG = pytest.mark.long
 DOCS = ROOT / "docs"
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 with socket.create_server(("127.0.0.1", 0)) as free:
@@ -100,7 +101,7 @@ with exit.ExitHandler(), watchdog.Watchdog(int(sys.argv[2]), run_dir):
     ("ends", "hang_timeout", "told"),
     [
         ("os.kill(os.getpid(), 9)", "0", "ended without an error message, or its machine was lost"),
-        pytest.param("raise UserError('out of memory')", "600", "out of memory; continue with", marks=pytest.mark.long),
+        pytest.param("raise UserError('out of memory')", "600", "out of memory; continue with", marks=LONG),
     ],
     ids=["killed", "with an error"],
 )
@@ -140,14 +141,20 @@ with exit.ExitHandler(), signals.StopSignals() as stopping, watchdog.Watchdog(60
 """
 
 
-@pytest.mark.long  # the test above, with launchers
+# the test above, with launchers
 @pytest.mark.parametrize(
     ("ends", "why"),
     [
-        ("os.kill(os.getpid(), 9)", r"rank 2 on \S+: rank 3 (was killed|ended without an error message)"),
-        ("raise UserError('out of memory')", r"rank 3 on \S+: out of memory"),
+        pytest.param(
+            "os.kill(os.getpid(), 9)",
+            r"rank 2 on \S+: rank 3 (was killed|ended without an error message)",
+            marks=LONG,
+            id="killed",
+        ),
+        pytest.param(
+            "raise UserError('out of memory')", r"rank 3 on \S+: out of memory", marks=LONG, id="with an error"
+        ),
     ],
-    ids=["killed", "with an error"],
 )
 def test_two_launchers_of_ranks_in_c_end_when_one_fails_on_the_second_machine(tmp_path, ends, why):
     script = tmp_path / "in_c.py"
@@ -165,7 +172,7 @@ def test_two_launchers_of_ranks_in_c_end_when_one_fails_on_the_second_machine(tm
 
 
 # test_stopping.py has a rank that is started again on one machine
-@pytest.mark.parametrize("launcher", [pytest.param(name, marks=pytest.mark.long) for name in MACHINES])
+@pytest.mark.parametrize("launcher", [pytest.param(name, marks=LONG) for name in MACHINES])
 def test_two_machines_of_which_one_lost_its_rank_start_again_and_go_on(launcher, launched, tmp_path):
     run_dir = tmp_path / "run"
     with machines(launcher, run_dir) as both:
@@ -207,8 +214,8 @@ if "ANOTHER_PEFT" in os.environ:
 """
 
 
-@pytest.mark.long  # what is told has quick tests above
-@pytest.mark.parametrize("differs", ["library", "clock and disk"])
+# what is told has quick tests above
+@pytest.mark.parametrize("differs", [pytest.param(name, marks=LONG) for name in ("library", "clock and disk")])
 def test_two_machines_of_which_one_differs(launched, tmp_path, differs):
     (tmp_path / "sitecustomize.py").write_text(OTHERWISE)
     (tmp_path / "no folder").touch()  # as a full disk does, it takes no file
@@ -274,15 +281,15 @@ def test_slurms_job_is_put_back_into_the_queue_only_if_a_signal_ended_the_run(tm
     assert (tmp_path / "requeued").exists() == again
 
 
-@pytest.mark.long
-def test_a_job_of_slurm_that_reaches_its_time_limit_goes_on_when_it_is_started_again(launched, tmp_path):
+@pytest.mark.parametrize("status", [pytest.param(1, marks=LONG)])  # of the launchers, after a signal
+def test_a_job_of_slurm_that_reaches_its_time_limit_goes_on_when_it_is_started_again(launched, tmp_path, status):
     job = job_of_slurm(tmp_path)
     try:
         wait_for(lambda: steps_done(tmp_path / "run") >= 5)
         for task in map(int, (tmp_path / "tasks").read_text().split()):  # as --signal=TERM@600 does
             for each in [psutil.Process(task), *psutil.Process(task).children(recursive=True)]:
                 each.terminate()
-        assert job.wait(120) == 1
+        assert job.wait(120) == status
         assert (tmp_path / "requeued").read_text() == "requeue 7\n"
         (tmp_path / "requeued").unlink()
         assert job_of_slurm(tmp_path).wait(240) == 0, (tmp_path / "0.log").read_text()

@@ -19,7 +19,7 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 OTHER_PROGRAMS = {"--logdir", "--editable"} | {"--dataset", "--local_dir"} | {"--shout", "--no-shout"}
 OTHER_PROGRAMS |= {"--enable-lora", "--lora-modules", "--outfile", "--outtype"} | {"--all", "--no-deps", "--no-binary"}
 OTHER_PROGRAMS |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--requeue"}
-OTHER_PROGRAMS |= {"--open-mode", "--kill-on-bad-exit", "--model_name", "--model_flavor", "--pretrain"}
+OTHER_PROGRAMS |= {"--open-mode", "--signal", "--kill-on-bad-exit", "--model_name", "--model_flavor", "--pretrain"}
 """Flags of TensorBoard, pip, modelscope, of the example task on a page, of vLLM, llama.cpp's converter,
 .ci/run, Slurm, and scripts of torchtitan and ColossalAI; `accelerate launch` and torchrun are asked."""
 
