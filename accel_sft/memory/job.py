@@ -14,7 +14,7 @@ IN_4_BITS = 0.5 + (1 + 4 / 256) / 64
 """Bytes of one element in NF4: half a byte, plus an 8-bit scale for every 64 elements and a 4-byte scale for every 256
 of those scales."""
 AS_CONFIGURED: tuple[str, ...] = ("adapter", "lora_r", "lora_dropout", "use_dora", "lora_init", "lora_modules_to_save")
-AS_CONFIGURED += ("lora_target_parameters", "load_in_4bit", "optimizer", "dtype", "gradient_checkpointing")
+AS_CONFIGURED += ("lora_target_parameters", "load_in_4bit", "optimizer", "dtype", "gradient_checkpointing", "compile")
 """Attributes of a job that have the name and the value of a setting."""
 MOST_LOGITS = 2**25
 """Maximum number of logits (tokens times vocabulary) that a head in pieces holds at once: 128 MiB in float32, and about
@@ -34,6 +34,7 @@ class Job:
         adapter, lora_r, lora_dropout, use_dora, lora_init, lora_modules_to_save, lora_target_parameters, load_in_4bit,
             optimizer: the values of the options of these names.
         target_modules: the value of `--lora-target-modules`.
+        compile: the value of `--compile`, on which only speed depends.
         gradient_checkpointing: whether blocks' activations are computed again in the backward.
         tokens: tokens in the largest forward of a rank, padding included.
         supervised_tokens: how many of these tokens have a loss; the logits have as many rows.
@@ -61,6 +62,7 @@ class Job:
     load_in_4bit: bool = False
     optimizer: str = "adamw"
     gradient_checkpointing: bool = False
+    compile: bool = False
     tokens: int = 2048
     supervised_tokens: int = 2048
     rows: int = 1
@@ -112,10 +114,10 @@ class Job:
     @property
     def trained(self) -> int:
         """Number of parameters that are trained."""
-        return self._in_matrices + self._beside_matrices
+        return self.trained_matrices + self._beside_matrices
 
     @property
-    def _in_matrices(self) -> int:
+    def trained_matrices(self) -> int:
         """Number of trained parameters that Muon would update: those in matrices of the blocks, or of an adapter."""
         if self.adapter == "none":
             return self.shape.block_matrices
@@ -144,7 +146,7 @@ class Job:
     def moments_bytes(self, each: int) -> float:
         """Bytes of the optimizer's state, where a trained weight takes `each` bytes."""
         kind = OPTIMIZERS[self.optimizer]
-        size = kind.matrix_bytes * self._in_matrices + kind.other_bytes * self._beside_matrices
+        size = kind.matrix_bytes * self.trained_matrices + kind.other_bytes * self._beside_matrices
         return size if self.optimizer == "adamw-8bit" else size * each / 4
 
     @property

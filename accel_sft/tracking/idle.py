@@ -1,11 +1,16 @@
-"""Warns once if a GPU idles during training, and names the likely cause according to measurements."""
+"""Warns once if a GPU idles or waits for others during training, and names the likely cause by measurements.
+
+NVML counts the time in which any kernel ran. NCCL's run, and spin, while their rank waits for another: a waiting GPU
+reads 100%. So waiting is measured in the process. The exchange at the end of a step takes the rank that is last the
+least time, which is what its own GPU needs to finish; by as much longer as it takes another rank, that rank has waited.
+"""
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from accel_sft.tracking.system import SYSTEM_FIELDS
+from accel_sft.tracking.system import ENERGY, SYSTEM_FIELDS, WAIT
 from accel_sft.tracking.time_spent import BATCHES, COMMUNICATION, OPTIMIZER, PAUSE
 
 WARMUP_STEPS = 10
@@ -26,17 +31,20 @@ class IdleWatch:
 
     Args:
         offloaded: what the launch keeps on the host: `optimizer`, `param`.
+        images: whether rows have images, which this process resizes.
     """
 
-    def __init__(self, offloaded: Collection[str] = ()) -> None:
-        self._offloaded = offloaded
+    def __init__(self, offloaded: Collection[str] = (), images: bool = False) -> None:
+        self._offloaded, self._images = offloaded, images
         self._steps, self._told = 0, False
-        self._numbers: dict[int, float] = {}  # by rank, the number of its latest sample
+        self._latest: dict[int, Sequence[float]] = {}  # by rank, its latest sample
         self._stale: set[int] = set()  # ranks whose next reading covers a pause
         self._begin_window()
 
     def _begin_window(self) -> None:
         self._readings: dict[int, list[float]] = defaultdict(list)
+        self._waited: Counter[int] = Counter()  # seconds by rank
+        self._joules: Counter[int] = Counter()
         self._spent: Counter[str] = Counter()
         self._forwards, self._tokens, self._seconds = 0, 0, 0.0
         self._window: list[int] = []
@@ -48,7 +56,7 @@ class IdleWatch:
         times: Mapping[str, int],
         system: Sequence[Sequence[float]],
     ) -> str | None:
-        """Count a step; returns a warning the first time that a GPU idles, else None.
+        """Count a step; returns a warning the first time that a GPU idles or waits for others, else None.
 
         Args:
             record: the step's line of metrics.jsonl: `step`, `tokens` of all ranks, `seconds`.
@@ -63,13 +71,15 @@ class IdleWatch:
         if seconds.get(PAUSE, 0.0) > _PAUSE_SECONDS or self._steps <= WARMUP_STEPS:
             self._stale.update(ranks)
         for rank in ranks:
-            number, percent = system[rank][0], system[rank][_PERCENT]
-            if self._numbers.get(rank) != number and not math.isnan(percent):
-                self._numbers[rank] = number
-                if rank in self._stale:
+            new, before = system[rank], self._latest.get(rank)
+            if (before is None or before[0] != new[0]) and not math.isnan(new[_PERCENT]):
+                self._latest[rank] = new
+                if rank in self._stale or before is None:
                     self._stale.discard(rank)
-                else:
-                    self._readings[rank].append(percent)
+                    continue
+                self._readings[rank].append(new[_PERCENT])
+                self._waited[rank] += new[WAIT] - before[WAIT]
+                self._joules[rank] += new[ENERGY] - before[ENERGY]
         if self._steps <= WARMUP_STEPS:
             return None
         self._spent.update(seconds)
@@ -82,25 +92,45 @@ class IdleWatch:
             return None
         use = {rank: sum(found) / len(found) for rank, found in self._readings.items()}
         least = min(use, key=lambda rank: use[rank])
-        warning = self._warning(least, use, len(ranks)) if use[least] < LOW_PERCENT else None
+        last = min(use, key=lambda rank: self._waited[rank])
+        waits = {rank: (self._waited[rank] - self._waited[last]) / self._seconds for rank in use}
+        longest = max(waits, key=lambda rank: waits[rank])
+        warning = None
+        if use[least] < LOW_PERCENT:
+            warning = self._idling(least, use, len(ranks), waits[least], last)
+        elif waits[longest] >= _MUCH:
+            warning = self._waiting(longest, use[longest], waits[longest], last)
         self._told = warning is not None
         self._begin_window()
         return warning
 
-    def _warning(self, least: int, use: Mapping[int, float], ranks: int) -> str:
-        whose = f"the GPU of rank {least}" if ranks > 1 else "the GPU"
-        busiest = f" (of the busiest rank: {max(use.values()):.0f}%)" if ranks > 1 else ""
+    def _waiting(self, rank: int, use: float, share: float, last: int) -> str:
+        power = self._joules[rank] / self._joules[last] if self._joules[last] > 0 else math.nan
+        by_power = "" if math.isnan(power) else f", and takes {power:.0%} of the power of rank {last}'s"
         return (
-            f"{whose} idles: a kernel ran in {use[least]:.0f}% of the time of steps {self._window[0]} to "
-            f"{self._window[-1]}{busiest}. {self._cause(ranks)}; --profile traces where the time goes"
+            f"rank {rank} waits for rank {last} for {share:.0%} of a step, in steps {self._window[0]} to "
+            f"{self._window[-1]}. Its GPU reads {use:.0f}% busy meanwhile, since kernels that wait count{by_power}. "
+            f"Look at rank {last}'s GPU and machine: clocks, temperature, other processes; --profile traces where the "
+            "time goes"
         )
 
-    def _cause(self, ranks: int) -> str:
+    def _idling(self, least: int, use: Mapping[int, float], ranks: int, waits: float, last: int) -> str:
+        whose = f"the GPU of rank {least}" if ranks > 1 else "the GPU"
+        most = f" (of the rank with most: {max(use.values()):.0f}%, waiting included)" if ranks > 1 else ""
+        return (
+            f"{whose} idles: a kernel ran in {use[least]:.0f}% of the time of steps {self._window[0]} to "
+            f"{self._window[-1]}{most}. {self._cause(ranks, least, waits, last)}; --profile traces where the time goes"
+        )
+
+    def _cause(self, ranks: int, least: int, waits: float, last: int) -> str:
         where = " on rank 0" if ranks > 1 else ""
-        share = {name: spent / self._seconds for name, spent in self._spent.items()}
+        share = {name: spent / self._seconds for name, spent in self._spent.items()} | {COMMUNICATION: waits}
+        what, look = "reading rows and making batches", "the disk with the token cache"
+        if self._images:
+            what, look = "reading rows, resizing images and making batches", "the images' size"
         causes = {
-            BATCHES: f"reading rows and making batches takes {{}} of a step{where}, on the host; look at the "
-            "disk with the token cache, and at what else keeps the host's cores busy"
+            BATCHES: f"{what} takes {{}} of a step{where}, on the host; look at {look}, and at what else keeps the "
+            "host's cores busy"
         }
         if "optimizer" in self._offloaded:
             causes[OPTIMIZER] = (
@@ -108,7 +138,9 @@ class IdleWatch:
                 "faster where memory suffices (`accel-sft plan`)"
             )
         if ranks > 1:
-            causes[COMMUNICATION] = "rank 0 waits for other ranks for {} of a step; look for a slower GPU or machine"
+            causes[COMMUNICATION] = (
+                f"rank {least} waits for rank {last} for {{}} of a step; look for a slower GPU there"
+            )
         likely = max(causes, key=lambda name: share.get(name, 0.0))
         if share.get(likely, 0.0) >= _MUCH:
             return "Likely cause: " + causes[likely].format(f"{100 * share[likely]:.0f}%")

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,14 @@ class MetricsFile:
         if self._file is not None:
             self._file.close()
         self._file = None
+
+
+def mean_mfu(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the MFU over the steps of these lines that have one, by their time; None if none has."""
+    found = [(line["mfu"], line["seconds"]) for line in lines if "mfu" in line]
+    known = [(mfu, seconds) for mfu, seconds in found if isinstance(mfu, float) and isinstance(seconds, float)]
+    total = sum(seconds for _, seconds in known)
+    return sum(mfu * seconds for mfu, seconds in known) / total if total else None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

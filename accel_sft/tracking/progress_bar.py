@@ -80,8 +80,15 @@ class ProgressBar:
         if "learning_rate" in record:
             parts.append(f"lr {record['learning_rate']:.2e}")
         if "tokens_per_second" in record:
-            parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+            parts.append(f"{record['tokens_per_second']:,.0f} tokens/s{self._of_each_device()}")
         return "  ".join([*parts, self._time_to_go(now)])
+
+    def _of_each_device(self) -> str:
+        """Tokens per second of each device, if there are several, and MFU, if it is known, behind those of all."""
+        record = self._record
+        each = record.get("tokens_per_second_per_device", record["tokens_per_second"])
+        told = f" ({each:,.0f} each)" if each != record["tokens_per_second"] else ""
+        return f"{told}  MFU {record['mfu']:.1%}" if "mfu" in record else told
 
     def _time_to_go(self, now: float) -> str:
         """The time to go, from the mean time of a step since this process finished its first one; evaluations and
@@ -109,7 +116,7 @@ class ProgressBar:
         details = {"loss": f"loss {_short(record['loss'])}"} if "loss" in record else {}
         details["metrics"] = "  ".join(f"eval {name} {_short(value)}" for name, value in self._metrics.items())
         if "tokens_per_second" in record:
-            details["rate"] = f"now {record['tokens_per_second']:,.0f} tok/s"
+            details["rate"] = f"now {record['tokens_per_second']:,.0f} tok/s{self._of_each_device()}"
         if self.done < self.total_steps:
             details["left"] = self._time_to_go(now)
         for least in ("", "rate", "metrics", "loss", "left"):

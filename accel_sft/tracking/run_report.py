@@ -37,6 +37,8 @@ _TRAINING = {
     "steps": "steps",
     "train_seconds": "training time (s)",
     "tokens_per_second": "training tokens/s (mean of all steps)",
+    "tokens_per_second_per_device": "training tokens/s of each device",
+    "mfu": "model FLOPs utilisation (MFU, a share of 1)",
     "peak_device_memory_gib": "peak device memory (GiB)",
     "peak_host_memory_gib": "peak host memory (GiB)",
 }

@@ -24,8 +24,10 @@ SYSTEM_FIELDS = (
     "gpu_percent",  # share of the time in which a kernel ran
     "gpu_memory_gib",  # in use on the whole device, by every process
     "gpu_energy_joules",  # taken by the whole device since this process began to read it
+    "wait_seconds",  # spent by this rank in the exchange at the end of steps, since its start
 )
 """Meaning of each place in `SystemSampler.sample()`."""
+ENERGY, WAIT = SYSTEM_FIELDS.index("gpu_energy_joules"), SYSTEM_FIELDS.index("wait_seconds")
 
 
 class SystemSampler:
@@ -39,6 +41,7 @@ class SystemSampler:
         self._latest = [0.0] + [math.nan] * (len(SYSTEM_FIELDS) - 1)
         self._nvml: Any = None
         self._seen, self._joules_before = 0, 0.0
+        self.waited = 0.0  # the tracker adds to it
         self.problem: str | None = None
         """Why there are no GPU readings (any more) although there is a GPU."""
         if device.type == "cuda":
@@ -71,6 +74,7 @@ class SystemSampler:
                 self._process.memory_info().rss / GIB,
                 psutil.virtual_memory().used / GIB,
                 *self._gpu(),
+                self.waited,
             ]
         return self._latest
 
@@ -124,14 +128,14 @@ class Usage:
         if before == number:
             return False
         self._numbers[rank] = number
-        if not math.isnan(sample[-1]):
-            self._joules[rank] = sample[-1]
+        if not math.isnan(sample[ENERGY]):
+            self._joules[rank] = sample[ENERGY]
         row = self._rows.get(rank)
         if row is None or (row["samples"] == 1 and row["first"]):
             row = {"rank": rank, "samples": 0, "first": row is None, "mean": {}, "peak": {}, "read": Counter()}
             self._rows[rank] = row
         row["samples"] += 1
-        for field, value in zip(SYSTEM_FIELDS[1:-1], sample[1:-1], strict=True):  # energy only grows
+        for field, value in zip(SYSTEM_FIELDS[1:ENERGY], sample[1:ENERGY], strict=True):  # the rest only grows
             if not math.isnan(value):
                 row["read"][field] += 1
                 mean = row["mean"].get(field, 0.0)
@@ -140,8 +144,8 @@ class Usage:
         return True
 
     def by_rank(self) -> list[dict[str, Any]]:
-        """`rank`, number of `samples`, and `mean` and `peak` of every field of SYSTEM_FIELDS that could be read, energy
-        left out."""
+        """`rank`, number of `samples`, and `mean` and `peak` of every field of SYSTEM_FIELDS that could be read, but of
+        energy and waiting."""
         kept = ("rank", "samples", "mean", "peak")
         return [{key: row[key] for key in kept} for _, row in sorted(self._rows.items())]
 

@@ -28,10 +28,12 @@ from accel_sft.tracking.system import (
     host_memory_gib,
     seconds_since_start,
 )
-from accel_sft.tracking.time_spent import TimeSpent
+from accel_sft.tracking.time_spent import COMMUNICATION, TimeSpent
 
 _CURVES = {
     "tokens_per_second": "throughput/tokens_per_second",
+    "tokens_per_second_per_device": "throughput/tokens_per_second_per_device",
+    "mfu": "throughput/mfu",
     "seconds": "throughput/step_seconds",
     "tokens": "throughput/tokens",
     "supervised_tokens": "throughput/supervised_tokens",
@@ -47,6 +49,7 @@ class Tracker(contextlib.AbstractContextManager):
         main_metric: the metric shown in the bar.
         terminal: the stream that the bar and `log` print to; standard output by default.
         offloaded: what the launch keeps on the host: `optimizer`, `param`.
+        images: whether rows have images.
     Raises:
         UserError: `config.tracker` names a tracker that Accelerate does not know or that is not installed.
     """
@@ -61,11 +64,12 @@ class Tracker(contextlib.AbstractContextManager):
         main_metric: str | None = None,
         terminal: Any = None,
         offloaded: Collection[str] = (),
+        images: bool = False,
     ) -> None:
         names = tracker_names(config.tracker)
         self.accelerator, self.run_dir, self.config, self.main_metric = accelerator, run_dir, config, main_metric
         self._system = SystemSampler(accelerator.device)
-        self.usage, self._idle = Usage(), IdleWatch(offloaded)
+        self.usage, self._idle = Usage(), IdleWatch(offloaded, images)
         self._joules_before = 0.0  # what this run's earlier starts took
         self._time = TimeSpent()
         self._recorded: list[dict[str, Any]] = []  # this rank's phases
@@ -130,15 +134,19 @@ class Tracker(contextlib.AbstractContextManager):
 
         Args:
             record: `step`, `epoch`, `loss`, `grad_norm`, `learning_rate`, `supervised_tokens`, `tokens`, `seconds`
-                and any other number. `tokens_per_second` is added; NaN and infinity become null in metrics.jsonl.
+                and any other number. `tokens_per_second` and `tokens_per_second_per_device` are added; NaN and infinity
+                become null in metrics.jsonl.
             system: each rank's `system()`; a curve gets a point when the sample is new.
         """
         seconds, times = spans.taken()
+        self._system.waited += seconds.get(COMMUNICATION, 0.0)
         if not self._writes:
             return
         record, curves = dict(record), {}
         if record.get("seconds"):
             record["tokens_per_second"] = record["tokens"] / record["seconds"]
+            each = record["tokens_per_second"] / self.accelerator.num_processes
+            record["tokens_per_second_per_device"] = each
         for rank, numbers in enumerate(system):
             if self.usage.add(rank, numbers):
                 for field, value in zip(SYSTEM_FIELDS[1:], numbers[1:], strict=True):

@@ -1,6 +1,8 @@
-"""Predicts a run's memory: refuses a launch that cannot fit, and puts the prediction beside the measured peaks."""
+"""Predicts a run's memory: refuses a launch that cannot fit, and puts the prediction beside the measured peaks. Knows
+the share of the device's peak that a step reaches, too."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from accel_sft.launch.collectives import by_each_rank, largest
 from accel_sft.launch.info import Launch
 from accel_sft.memory.closed_form import estimate, loading_bytes
 from accel_sft.memory.estimate import Estimate, totals
+from accel_sft.memory.flops import model_flops, peak_flops
 from accel_sft.memory.job import AS_CONFIGURED, Job
 from accel_sft.memory.model_config import UnusableModel, read_config, read_shape, stored_bytes
 from accel_sft.memory.states import least_bytes
@@ -45,9 +48,22 @@ class Prediction:
         log: Callable[[str], None],
     ) -> None:
         self.job = _job(config, weights, launch, accelerator.device, log)
+        self.devices = launch.world_size
+        self.peak_flops = _peak_flops(accelerator.device, self.job) if self.job else None
         lines = by_each_rank(lambda: _misfits(self.job, config.force) if self.job else [])
         for line in dict.fromkeys(line for of_rank in lines for line in of_rank):
             log(line)
+
+    def mfu(self, train_step: TrainStep, supervised_tokens: int, grad_norm: float, seconds: float) -> dict[str, float]:
+        """`mfu` of the last step, for its line of metrics.jsonl; as `flops.py` counts it, a share of all devices' peak.
+
+        Nothing where the peak is not known, and where nothing was trained: with a gradient of 0, or not a finite one.
+        """
+        if self.job is None or self.peak_flops is None or not 0 < grad_norm < math.inf:
+            return {}
+        tokens, pairs = train_step.computed()
+        flops = model_flops(self.job).total(tokens, min(supervised_tokens, tokens), pairs)
+        return {"mfu": flops / (seconds * self.devices * self.peak_flops)}
 
     def measured(self, tracker: Tracker, train_step: TrainStep) -> dict[str, Any]:
         """What the run took, for result.json; all ranks call it together.
@@ -70,6 +86,20 @@ class Prediction:
         tracker.memory(memory)
         forward = [tokens, supervised_tokens, rows]
         return {**peaks, "memory_by_phase": by_phase, "memory": memory, "forward": forward}
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a GPU, as its driver gives it; "" for other devices."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def _peak_flops(device: torch.device, job: Job) -> float | None:
+    """The peak of this rank's device in the type that its products are computed in, in FLOP/s; None if not known."""
+    precision = job.precision
+    if precision == "no":
+        float32 = "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+        precision = {"bfloat16": "bf16", "float16": "fp16"}.get(job.dtype, float32)
+    return peak_flops(device_name(device), precision)
 
 
 def _job(

@@ -56,6 +56,7 @@ class TrainStep:
         self.log = log
         self.batching = batching
         self.largest_forward = (0, 0, 0)
+        self._divided: list[list[list[Encoded]]] = []  # the last step's forwards, of every rank
         if most := _most_tokens(run_dir):
             self._limit(most if batching.rows else min(batching.tokens, most))
         self.group = SequenceGroup.of(stepper.accelerator)
@@ -77,7 +78,8 @@ class TrainStep:
         accelerator, oom = self.stepper.accelerator, OutOfMemory()
         share, group = torch.zeros((), device=accelerator.device), self.group
         with span(BATCHES):
-            forwards = self.batching.divide(examples, group.groups)[group.group]
+            self._divided = self.batching.divide(examples, group.groups)
+            forwards = self._divided[group.group]
         self._note_largest(max(forwards, key=lambda rows: sum(map(_length, rows))))
         for number, rows in enumerate(forwards, 1):
             with shared_rows(), self.stepper.boundary(last=number == len(forwards)):
@@ -113,6 +115,15 @@ class TrainStep:
             f"step {step}: {oom}; the step is repeated with at most {self.batching.tokens:,} tokens a forward, "
             "as are the next"
         )
+
+    def computed(self) -> tuple[int, float]:
+        """Tokens and query-key pairs of the last step over all ranks: what rows share once, and without padding."""
+        tokens, pairs = 0, 0.0
+        for rows in (rows for forwards in self._divided for rows in forwards):
+            for row, shared in zip(rows, self.batching.way.common(rows), strict=True):
+                tokens += _length(row) - shared
+                pairs += (_length(row) ** 2 - shared**2) / 2
+        return tokens, pairs
 
     def _note_largest(self, rows: list[Encoded]) -> None:
         supervised = sum(row.supervised_tokens for row in rows)

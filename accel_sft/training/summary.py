@@ -18,6 +18,7 @@ from accel_sft.launch.describe import shown_folder, started_by
 from accel_sft.launch.recordable import command_line, recordable, versions
 from accel_sft.models.compiled import compile_seconds
 from accel_sft.tracking import run_report as report
+from accel_sft.tracking.metrics_file import mean_mfu, read_lines
 from accel_sft.tracking.model_card import model_card
 from accel_sft.tracking.time_spent import time_sentence
 from accel_sft.training.prepare import Prepared
@@ -78,6 +79,12 @@ def publish(
     """Write report.md and result.json, which ends with what was `measured`, and print the report; returns the lines to
     log after it. On rank 0 only."""
     config, task = prepared.assembly.config, prepared.assembly.task
+    speed = {}
+    if state.seconds:
+        each = state.tokens / state.seconds / prepared.launch.world_size
+        speed = {"tokens_per_second_per_device": each}
+    if mfu := mean_mfu(read_lines(run_dir.metrics)):
+        speed["mfu"] = mfu
     result = {
         "status": "complete",
         "task": task_name,
@@ -86,6 +93,7 @@ def publish(
         "stopped_early": state.step < prepared.plan.total_steps,
         "train_seconds": state.seconds,
         "tokens_per_second": state.tokens / state.seconds if state.seconds else None,
+        **speed,
         **({"compile_seconds": compile_seconds()} if config.compile else {}),
         "best": {"step": state.best_step, task.main_metric: state.best},
         "weights": _compared(config.init_from or config.model, f"final/, of step {state.step}"),

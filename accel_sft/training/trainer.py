@@ -173,6 +173,7 @@ class Trainer:
             grad_norm, phase = stepper.update(state.step), "step"
             state.step += 1
             self.anomalies.look(state.step, loss, grad_norm, examples)
+            seconds = time.perf_counter() - started
             record = state.counted(
                 epoch=plan.epoch(state.step),
                 loss=loss,
@@ -180,7 +181,8 @@ class Trainer:
                 learning_rate=rate,
                 supervised_tokens=supervised_tokens,
                 tokens=tokens,
-                seconds=time.perf_counter() - started,
+                seconds=seconds,
+                **self.prediction.mfu(self.train_step, supervised_tokens, grad_norm, seconds),
             )
             self.tracker.step(record, system)
             if self.on_step:

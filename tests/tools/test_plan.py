@@ -525,13 +525,17 @@ def test_bad_input_is_one_line(models, arguments, message):
 
 
 def test_gpus_of_unknown_memory_are_asked_for(models, monkeypatch):
-    monkeypatch.setattr("accel_sft.tools.plan.machine._gpus", list)
+    monkeypatch.setattr("accel_sft.tools.plan.machine.nvidia_gpus", lambda: (None, []))
     with pytest.raises(UserError, match="--gpu-memory: give the GiB of one GPU"):
         machine(2, None, 64)
     assert machine(None, None, 64) == PlannedMachine(0, None, 64 * GIB)
     assert machine(None, 24, 64) == PlannedMachine(1, 24 * GIB, 64 * GIB)
-    monkeypatch.setattr("accel_sft.tools.plan.machine._gpus", lambda: [80 * GIB, 40 * GIB])
+    gpus = [{"name": "NVIDIA H100 80GB HBM3", "memory_gib": 80.0}, {"name": "NVIDIA L40S", "memory_gib": 40.0}]
+    monkeypatch.setattr("accel_sft.tools.plan.machine.nvidia_gpus", lambda: ("1", gpus))
     assert machine(None, None, 64) == PlannedMachine(2, 40 * GIB, 64 * GIB)
+    monkeypatch.setattr("accel_sft.tools.plan.machine.nvidia_gpus", lambda: ("1", gpus[:1]))
+    assert machine(None, None, 64).gpu == "NVIDIA H100 80GB HBM3"
+    assert machine(8, 80, 64).gpu == ""  # those of another machine
 
 
 def test_without_a_gpu_ranks_are_planned_in_host_memory(models):

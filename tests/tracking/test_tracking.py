@@ -168,7 +168,7 @@ def test_curves_are_read_back_from_the_run_folder_itself(tracked):
 
 def test_system_curves_of_each_rank_have_only_new_samples(tracked):
     tracker = tracked()
-    first, second = [1.0, 50.0, 0.5, 4.0, *[math.nan] * 3], [2.0, 60.0, 0.5, 4.0, *[math.nan] * 3]
+    first, second = [1.0, 50.0, 0.5, 4.0, *[math.nan] * 4], [2.0, 60.0, 0.5, 4.0, *[math.nan] * 4]
     tracker.step(record(1), [first, first])
     tracker.step(record(2), [first, second])
     tracker.close()
@@ -178,7 +178,7 @@ def test_system_curves_of_each_rank_have_only_new_samples(tracked):
 
 
 def reading(number, joules, percent=90.0):
-    return [float(number), 50.0, 0.5, 4.0, percent, 1.0, joules]
+    return [float(number), 50.0, 0.5, 4.0, percent, 1.0, joules, 0.0]
 
 
 def test_the_runs_energy_stands_in_each_line_and_goes_on_from_there_after_a_resume(tracked):
@@ -428,7 +428,7 @@ def test_the_machine_is_sampled_at_most_once_in_an_interval():
     second = sampler.sample()
     assert (first[0], second[0]) == (1, 2)
     assert len(first) == len(second) == len(SYSTEM_FIELDS)
-    assert all(math.isnan(value) for value in second[4:])
+    assert all(math.isnan(value) for value in second[4:-1])
     assert second[2] == pytest.approx(host_memory_gib()["now"], abs=0.1)
 
 

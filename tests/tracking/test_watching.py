@@ -82,13 +82,22 @@ def test_a_trace_that_an_error_ends_is_named(tmp_path):
 SECONDS = {FORWARD: 0.2, BACKWARD: 0.3}
 
 
-def watched(watch, steps, percent=20.0, *, begin=1, spent=None, tokens=64_000, forwards=4, ranks=1, pauses=()):
-    """The warnings of steps of a second; a rank's GPU is used by `percent`, rank 0's by 90 where there are others."""
+def watched(
+    watch, steps, percent=20.0, *, begin=1, spent=None, tokens=64_000, forwards=4, ranks=1, pauses=(), waits=None
+):
+    """The warnings of steps of a second; a rank's GPU is used by `percent`, rank 0's by 90 where there are others.
+
+    `waits` are the seconds that each rank is in a step's exchange; a GPU takes 600 W, and 100 W while its rank waits.
+    """
+    waits = waits or [0.0] * ranks
     told = []
     for number in range(begin, begin + steps):
         paused = {PAUSE: 30.0} if number in pauses else {}
         use = [90.0] * (ranks - 1) + [percent(number) if callable(percent) else percent]
-        system = [[float(number), 100.0, 1.0, 1.0, each, 1.0, math.nan] for each in use]
+        system = [
+            [float(number), 100.0, 1.0, 1.0, each, 1.0, number * (600 - 500 * wait), number * wait]
+            for each, wait in zip(use, waits, strict=True)
+        ]
         record = {"step": number, "tokens": tokens, "seconds": 1.0}
         seconds = {**SECONDS, **(spent or {}), **paused}
         told.append(watch.step(record, seconds, {BATCHES: forwards + 2}, system))
@@ -105,8 +114,13 @@ CAUSES = {
         "Likely cause: the optimizer runs on the host, which takes 60% of a step; a launch file without offload",
     ),
     "other ranks": (
-        {"spent": {COMMUNICATION: 0.4}, "ranks": 2},
-        "Likely cause: rank 0 waits for other ranks for 40% of a step",
+        {"waits": [0.1, 0.5], "ranks": 2},
+        "Likely cause: rank 1 waits for rank 0 for 40% of a step",
+    ),
+    "images": (
+        {"spent": {BATCHES: 0.34}, "images": True},
+        "Likely cause: reading rows, resizing images and making batches takes 34% of a step, on the host; look at "
+        "the images",
     ),
     "weights on the host": (
         {"spent": {OPTIMIZER: 0.1}, "offloaded": ["optimizer", "param"]},
@@ -123,11 +137,11 @@ CAUSES = {
 @pytest.mark.parametrize("cause", CAUSES)
 def test_an_idle_gpu_is_told_once_with_its_likely_cause(cause):
     given, expected = dict(CAUSES[cause][0]), CAUSES[cause][1]
-    watch = IdleWatch(given.pop("offloaded", ()))
+    watch = IdleWatch(given.pop("offloaded", ()), given.pop("images", False))
     (told,) = watched(watch, 200, **given)
     whose = "the GPU of rank 1" if given.get("ranks") else "the GPU"
     assert told.startswith(f"{whose} idles: a kernel ran in 20% of the time of steps {WARMUP_STEPS + 1} to ")
-    assert ("(of the busiest rank: 90%)" in told) == ("ranks" in given)
+    assert ("(of the rank with most: 90%, waiting included)" in told) == ("ranks" in given)
     assert expected in told
     assert told.endswith("--profile traces where the time goes")
 
@@ -138,6 +152,14 @@ def test_neither_a_start_nor_an_evaluation_nor_a_busy_gpu_is_warned_of():
     after_pauses = range(12, 200, 2)  # the reading after each is that of the evaluation
     assert watched(IdleWatch(), 190, lambda n: 1.0 if n in after_pauses else 95.0, pauses=after_pauses) == []
     assert watched(IdleWatch(), 200, math.nan) == []
+
+
+def test_a_rank_that_waits_is_named_though_nvml_reads_its_gpu_as_busy():
+    (told,) = watched(IdleWatch(), 200, 100.0, ranks=3, waits=[0.5, 0.12, 0.1])
+    assert told.startswith("rank 0 waits for rank 2 for 40% of a step")
+    assert "reads 90% busy meanwhile, since kernels that wait count, and takes 64% of the power of rank 2's" in told
+    # what every rank needs for its own work in the exchange is no waiting
+    assert watched(IdleWatch(), 200, 100.0, ranks=2, waits=[0.6, 0.5]) == []
 
 
 def test_a_gpu_that_begins_to_idle_later_is_told_then():
@@ -154,8 +176,8 @@ def test_energy_is_the_sum_of_all_ranks_gpus_and_said_in_words():
     assert usage.energy() == (0, 0)
     for rank in (0, 1):
         for number, joules in ((1.0, 10.0), (2.0, 500.0), (3.0, nan)):
-            usage.add(rank, [number, 1.0, 1.0, 1.0, 50.0, 1.0, joules])
-    usage.add(2, [1.0, 1.0, 1.0, 1.0, nan, 1.0, nan])  # a MIG slice
+            usage.add(rank, [number, 1.0, 1.0, 1.0, 50.0, 1.0, joules, 0.0])
+    usage.add(2, [1.0, 1.0, 1.0, 1.0, nan, 1.0, nan, 0.0])  # a MIG slice
     assert usage.energy() == (1000.0, 2)
     assert energy_text({"joules": 1.512e6, "gpus": 2}).startswith("0.42 kWh on 2 GPUs, by NVML")
     assert energy_text({"joules": 1000.0, "gpus": 1}).startswith("0.278 Wh on 1 GPU, by NVML")

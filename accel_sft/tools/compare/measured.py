@@ -12,7 +12,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.files import mapping, read_json
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import host_memory
-from accel_sft.tracking.metrics_file import read_lines
+from accel_sft.tracking.metrics_file import mean_mfu, read_lines
 from accel_sft.tracking.run_report import is_number
 from accel_sft.tracking.time_spent import BATCHES
 
@@ -20,6 +20,8 @@ NUMBERS = {
     "median_step_seconds": "step time (s)",
     "step_seconds_spread": "spread of step times within a run",
     "tokens_per_second": "tokens/s",
+    "tokens_per_second_per_device": "tokens/s of each device",
+    "mfu": "MFU (a share of 1)",
     "peak_device_memory_gib": "peak device memory, largest rank (GiB)",
     "mean_device_memory_gib": "mean device memory, largest rank (GiB)",
     "device_percent": "device use, mean of ranks (%)",
@@ -50,7 +52,7 @@ def measure(run_dir: RunDir, discard_steps: int) -> dict[str, Any]:
     found = {
         "steps": len(steps),
         "total_steps": _number(record.get("total_steps")),
-        **_speed(steps[discard_steps:]),
+        **_speed(steps[discard_steps:], _number(launch.get("processes"))),
         "peak_device_memory_gib": _number(result.get("peak_device_memory_gib")),
         "mean_device_memory_gib": max(_of(ranks, "mean", "gpu_memory_gib"), default=None),
         "device_percent": _mean(_of(ranks, "mean", "gpu_percent")),
@@ -98,7 +100,7 @@ def surroundings() -> dict[str, float]:
     return {"load_before": os.getloadavg()[0], "free_host_memory_before_gib": host_memory.free_bytes() / 2**30}
 
 
-def _speed(counted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _speed(counted: Sequence[Mapping[str, Any]], processes: float | None) -> dict[str, Any]:
     seconds = [line["seconds"] for line in counted if is_number(line.get("seconds"))]
     tokens = sum(line["tokens"] for line in counted if is_number(line.get("tokens")))
     median = statistics.median(seconds) if seconds else None
@@ -106,11 +108,14 @@ def _speed(counted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if median and len(seconds) > 1:
         tenths = statistics.quantiles(seconds, n=10, method="inclusive")
         spread = (tenths[-1] - tenths[0]) / median
+    speed = tokens / sum(seconds) if seconds and sum(seconds) else None
     return {
         "step_seconds": seconds,
         "median_step_seconds": median,
         "step_seconds_spread": spread,
-        "tokens_per_second": tokens / sum(seconds) if seconds and sum(seconds) else None,
+        "tokens_per_second": speed,
+        "tokens_per_second_per_device": speed / processes if speed and processes else None,
+        "mfu": mean_mfu(counted),
     }
 
 

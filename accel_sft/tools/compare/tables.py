@@ -18,6 +18,7 @@ from accel_sft.tools.compare.sweep import costs_alike, in_order, swept
 _TITLES = {
     "median_step_seconds": "s/step",
     "tokens_per_second": "tokens/s",
+    "mfu": "MFU",
     "peak_device_memory_gib": "GPU GiB",
     "peak_host_memory_gib": "host GiB",
     "metric_after": "metric",

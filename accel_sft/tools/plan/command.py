@@ -50,7 +50,7 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
         launch = launch_of(file, here)
         step_tokens = config.global_batch_size * lengths.mean / launch.world_size
         jobs[name] = job = job_of(config, task, shape, stored, launch, here, lengths, step_tokens)
-        plans.append(plan(name, file, job, here, step_tokens))
+        plans.append(plan(name, file, job, here, step_tokens, lengths.mean))
     best, why = recommended(plans)
     command = command_of(task_name, task, asked, best, here) if best else None
     if not config.json:

@@ -20,6 +20,7 @@ class PlannedMachine:
         host_bytes: host memory that training may take.
         is_free: whether `host_bytes` is what is free on this machine now, not what the user gave.
         bf16: whether its ranks compute in bf16 natively; assumed if the user gives the number of GPUs.
+        gpu: the name of its GPUs; "" if they are another machine's, or not all alike.
     """
 
     gpus: int
@@ -27,6 +28,7 @@ class PlannedMachine:
     host_bytes: float
     is_free: bool = False
     bf16: bool = True
+    gpu: str = ""
 
     def describe(self) -> str:
         """The machine in words, for the head of the table."""
@@ -44,7 +46,8 @@ def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> 
     Raises:
         UserError: the memory of the GPUs is not known.
     """
-    sizes = _gpus() if gpus is None or (gpus and gpu_gib is None) else []
+    found = nvidia_gpus()[1] if gpus is None or (gpus and gpu_gib is None) else []
+    sizes, names = [gpu["memory_gib"] * GIB for gpu in found], {gpu["name"] for gpu in found}
     count = len(sizes) if gpus is None else gpus
     if gpus is None and gpu_gib is not None and not sizes:
         count = 1
@@ -57,9 +60,5 @@ def machine(gpus: int | None, gpu_gib: float | None, host_gib: float | None) -> 
         host_bytes=host_memory.free_bytes() if host_gib is None else host_gib * GIB,
         is_free=host_gib is None,
         bf16=bool(gpus) or this_machine_computes_bf16(with_gpus=count > 0),
+        gpu=names.pop() if len(names) == 1 and gpu_gib is None else "",
     )
-
-
-def _gpus() -> list[float]:
-    """The memory of each GPU of this machine, in bytes; empty without a driver."""
-    return [gpu["memory_gib"] * GIB for gpu in nvidia_gpus()[1]]

@@ -86,7 +86,7 @@ def launch_of(file: Path, machine: PlannedMachine) -> Launch:
     return expected(launch, machine.bf16)
 
 
-def plan(name: str, file: Path, job: Job, machine: PlannedMachine, step_tokens: float) -> Plan:
+def plan(name: str, file: Path, job: Job, machine: PlannedMachine, step_tokens: float, row_tokens: float = 0.0) -> Plan:
     """Return the plan for a job under its launch.
 
     The plan adds gradient checkpointing if the job then fits better or is faster, and lowers the number of answers that
@@ -95,6 +95,7 @@ def plan(name: str, file: Path, job: Job, machine: PlannedMachine, step_tokens: 
     Args:
         job: the job with the smallest forward that must fit.
         step_tokens: tokens of a rank's part of an optimizer step.
+        row_tokens: tokens of a row in the mean, for the speed.
     """
     if problem := _problem(job, machine):
         return Plan(name=name, file=file, problem=problem)
@@ -116,7 +117,7 @@ def plan(name: str, file: Path, job: Job, machine: PlannedMachine, step_tokens: 
             estimate=found,
             over=over,
             largest_tokens=largest,
-            speed=speed(with_tokens(tried, largest or tried.tokens), step_tokens),
+            speed=speed(with_tokens(tried, largest or tried.tokens), step_tokens, machine.gpu, row_tokens),
             tight=_outcome(tried, memory) == BARELY,
             more=more,
             without=_outcome(job, memory) if more else "",

@@ -1,23 +1,29 @@
 """A simple model of what a step sends between ranks and to the host, and of its time, to compare launch files.
 
-Computing takes 6 operations for each weight and token, 2 of them for the weights' gradients, which an adapter saves,
-and 2 more with gradient checkpointing. Each forward adds the cost of 1,024 tokens, as batching/autotune.py assumes.
-The time for sending follows from the rates below, those of PCIe 4.0; half of the exchange between ranks overlaps with
-computing. Only ratios between launch files mean anything.
+Computing takes the model's FLOPs, and those of a second forward with gradient checkpointing, at a share of the device's
+peak. Each forward adds the cost of 1,024 tokens, as batching/autotune.py assumes. The time for sending follows from the
+device's links; half of the exchange between ranks overlaps with computing. On CPUs nothing is moved for an offload: the
+host is where the weights are, and the optimizer runs, under any launch. Only ratios between launch files mean anything;
+docs/planning.md compares them with published runs.
 """
 
 import dataclasses
 import math
 
+from accel_sft.memory.flops import Peaks, model_flops, peaks
 from accel_sft.memory.job import Job
 from accel_sft.memory.states import live_parameters
 
-OPERATIONS = 1.5e14
-"""Floating-point operations per second that training reaches on one GPU in half precision."""
-LINK, HOST_LINK, DISK = 12e9, 10e9, 3e9
-"""Bytes per second between GPUs, between GPU and host, and to NVMe."""
-NETWORK = 3e9
-"""Bytes per second between machines, for one GPU."""
+UNKNOWN = Peaks(bf16=375, fp16=375, tf32=188, fp32=90)
+"""What is assumed of a GPU that flops.py does not know: a data centre's, on PCIe 4.0."""
+REACHED = 0.4
+"""Share of the peak that computing reaches with transformers' modules as they are."""
+COMPILED = 1.15
+"""How many times as fast `--compile` computes: published runs gain 10 to 16% from torch.compile."""
+CPU_OPERATIONS, CPU_LINK = 1e11, 2e9
+"""FLOP/s of a rank on a CPU, and bytes per second between two of them through gloo: of a few cores with AVX2."""
+DISK, NETWORK = 3e9, 3e9
+"""Bytes per second to NVMe, and between machines for one GPU."""
 HOST_UPDATES = 5e8
 """Parameters per second that DeepSpeed's CPU Adam updates on one rank."""
 FORWARD_TOKENS = 1024
@@ -43,20 +49,33 @@ class Speed:
     forwards: int
 
 
-def speed(job: Job, step_tokens: float) -> Speed:
-    """What a step of `step_tokens` tokens costs a rank, in forwards of `job.tokens`."""
+def speed(job: Job, step_tokens: float, gpu: str = "", row_tokens: float = 0.0) -> Speed:
+    """What a step of `step_tokens` tokens costs a rank, in forwards of `job.tokens`.
+
+    Args:
+        gpu: the device's name; "" if it is not known.
+        row_tokens: tokens of a row, which decide what attention takes; 0 leaves that out.
+    """
     forwards = max(math.ceil(step_tokens / max(job.tokens, 1)), 1)
-    shape, launch = job.shape, job.launch
-    passes = 6 - 2 * job.is_frozen + 2 * job.gradient_checkpointing
-    compute = passes * shape.active_parameters * (step_tokens + forwards * FORWARD_TOKENS) / OPERATIONS
-    sent = _sent_bytes(job, forwards)
-    link = NETWORK if launch.machines > 1 else LINK
-    host, update = _host_bytes(job, forwards), 0.0
+    launch, device = job.launch, peaks(gpu) or UNKNOWN
+    learnt = job.supervised_tokens / max(job.tokens, 1)
+    flops = model_flops(job).total(1, learnt, row_tokens / 2)  # of a token
+    if job.gradient_checkpointing:
+        flops += model_flops(dataclasses.replace(job, adapter="none")).total(1, 0, row_tokens / 2) / 3
+    rate = (getattr(device, job.precision, None) or device.fp32) * 1e12 * REACHED * (COMPILED if job.compile else 1)
+    link, host_link = device.link * 1e9, device.host_link * 1e9
+    if job.on_cpu:
+        rate, link = CPU_OPERATIONS, CPU_LINK
+    if launch.machines > 1:
+        link = NETWORK
+    sent, host, update = _sent_bytes(job, forwards), 0.0, 0.0
     disk = launch.offload("optimizer") == "nvme" or launch.offload("param") == "nvme"
-    if launch.offload("optimizer") != "none":
+    if disk or not job.on_cpu:
+        host = _host_bytes(job, forwards)
+    if launch.offload("optimizer") != "none" and not job.on_cpu:
         update = job.trained / launch.shard_ranks / HOST_UPDATES
-    exposed = sent / link * (1 - HIDDEN_SHARE)
-    return Speed(sent, host, compute + exposed + host / (DISK if disk else HOST_LINK) + update, forwards)
+    compute, exposed = flops * (step_tokens + forwards * FORWARD_TOKENS) / rate, sent / link * (1 - HIDDEN_SHARE)
+    return Speed(sent, host, compute + exposed + host / (DISK if disk else host_link) + update, forwards)
 
 
 def _sent_bytes(job: Job, forwards: int) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 
 from accel_sft.api.config import PlanConfig
 from accel_sft.memory.estimate import COMPONENTS, PHASES, Estimate, Memory, totals
+from accel_sft.memory.flops import peaks
 from accel_sft.memory.job import Job
 from accel_sft.memory.lengths import Lengths
 from accel_sft.memory.shape import ModelShape
@@ -188,7 +189,8 @@ def _notes(plans: Sequence[Plan], here: PlannedMachine) -> Iterator[str]:
     for each in plans:
         if each.estimate and each.job and each.job.launch.machines > 1:
             yield _text(f"{each.name} on {each.job.launch.machines} such machines; memory of one of them", 9)
-    yield _text("speed    by a simple model; only ratios between launch files mean anything", 9)
+    known = f"one {here.gpu}" if peaks(here.gpu) else "a GPU that is not known, on PCIe" if here.gpus else "CPUs"
+    yield _text(f"speed    by a simple model of {known}; only ratios between launch files mean anything", 9)
     for note in dict.fromkeys(note for each in plans if each.estimate for note in each.estimate.notes):
         yield _text(f"unknown  {note}", 9)
     yield ""

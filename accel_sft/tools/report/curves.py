@@ -20,6 +20,7 @@ MEASURED = {
     "loss": ("Training loss", "nats per supervised token", "main"),
     "eval_loss": ("Validation loss", "nats per supervised token", "main"),
     "tokens_per_second": ("Training speed", "tokens per second", "main"),
+    "mfu": ("Model FLOPs utilisation", "share of the devices' peak", "main"),
     "learning_rate": ("Learning rate", "learning rate per step", "main"),
     "grad_norm": ("Gradient norm", "L2 norm before clipping", "more"),
     "seconds": ("Step time", "seconds per step", "more"),
@@ -27,10 +28,11 @@ MEASURED = {
     "host_memory_gib": ("Host memory of the machine", "memory in use by all (GiB)", "ranks"),
     "cpu_percent": ("CPU of each rank", "CPU use (% of one core)", "ranks"),
     "gpu_memory_gib": ("GPU memory of each rank's device", "memory in use by all (GiB)", "ranks"),
+    "wait_seconds": ("Waiting of each rank", "seconds in the exchange at the end of steps", "ranks"),
     "gpu_percent": ("GPU use of each rank's device", "time with a kernel running (%)", "ranks"),
 }
 """Title, unit and group of a chart by the key of what it shows; charts of the task's metrics have no entry."""
-_NOT_CURVES = {"step", "epoch", "tokens", "supervised_tokens", *COSTS}
+_NOT_CURVES = {"step", "epoch", "tokens", "supervised_tokens", "tokens_per_second_per_device", *COSTS}
 
 
 def charts(runs: Sequence[Run], readings: Sequence[Readings]) -> list[dict[str, Any]]:

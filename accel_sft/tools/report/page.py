@@ -19,6 +19,7 @@ from accel_sft.tools.report import answers, chart_groups, curves, memory, settin
 from accel_sft.tools.report.comparison import Comparison
 from accel_sft.tools.report.events import system_readings
 from accel_sft.tools.report.runs import Run
+from accel_sft.tracking.metrics_file import mean_mfu
 from accel_sft.tracking.run_report import comparison_rows, is_number
 
 MOST_BYTES = 1_950_000
@@ -139,6 +140,7 @@ def _row(run: Run) -> dict[str, Any]:
     so_far = {
         "train_seconds": sum(seconds) if seconds else None,
         "tokens_per_second": sum(tokens) / sum(seconds) if tokens and sum(seconds) else None,
+        "mfu": mean_mfu(run.steps),
     }
     config = mapping(run.record.get("config"))
     return {

@@ -1,0 +1,111 @@
+"""Counts the FLOPs (floating-point operations) that a model needs, and knows what devices can do: for MFU and `plan`.
+
+Model FLOPs utilisation (MFU) is model FLOPs per second over the device's peak. They are counted as NeMo AutoModel does:
+
+- A trained matrix takes 6 FLOPs for each element and token: 2 in the forward, 2 for the gradient of its input, 2 for
+  its own. A frozen one takes 4, and an adapter's matrices beside it 6. Embeddings, norms and biases count nothing.
+- Attention takes 12 for each query-key pair and each element of the queries, as both its products have two operands
+  that need gradients; a row of T tokens has T^2 / 2 pairs. AutoModel takes two thirds of that under LoRA, where
+  attention's gradients are as many as without; with 4,096 tokens and 8 billion parameters MFU is 3% higher here.
+- The head counts for supervised tokens only, as no other logit is needed for the loss.
+- A prefix that rows share counts once, as it is computed; padding never counts. So MFU says how well a device is used,
+  and tokens per second, which count each row's prefix, how much sharing saves.
+- What gradient checkpointing computes again does not count: that would be hardware FLOPs utilisation (HFU).
+
+Of experts only the chosen ones count. A vision tower counts nothing, a sliding window as full attention, a module that
+`--lora-modules-to-save` trains whole as frozen.
+"""
+
+import dataclasses
+import re
+from typing import NamedTuple
+
+from accel_sft.memory.job import Job
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFlops:
+    """What training takes: FLOPs for each token, for each token with a loss, and for each query-key pair."""
+
+    token: float
+    supervised_token: float
+    pair: float
+
+    def total(self, tokens: float, supervised_tokens: float, pairs: float) -> float:
+        """FLOPs of so many tokens (computed ones, without padding), supervised tokens and query-key pairs."""
+        return self.token * tokens + self.supervised_token * supervised_tokens + self.pair * pairs
+
+
+def model_flops(job: Job) -> ModelFlops:
+    """The FLOPs that this job's model takes, whatever its launch and checkpointing."""
+    shape, each = job.shape, 4 if job.is_frozen else 6
+    head = shape.vocab_size * shape.hidden_size
+    adapter = 6 * job.trained_matrices if job.is_frozen else 0
+    blocks = each * (shape.active_parameters - head)
+    return ModelFlops(blocks + adapter, each * head, 12 * shape.layers * shape.heads * shape.head_dim)
+
+
+class Peaks(NamedTuple):
+    """A device's dense peaks in TFLOP/s by computing type, with sums in float32; None where it lacks the type.
+
+    `link` is what one GPU reaches sending to others of its machine, in GB/s: about 0.8 of NVLink's rate in one
+    direction, or what PCIe 4.0 and 5.0 give without it. `host_link` is the like between GPU and host.
+    """
+
+    bf16: float | None
+    fp16: float
+    tf32: float | None
+    fp32: float
+    link: float = 12
+    host_link: float = 10
+
+
+_NAMED = (
+    (r"GB200", Peaks(2500, 2500, 1250, 80, 700, 100)),
+    (r"B200", Peaks(2250, 2250, 1125, 75, 700, 40)),
+    (r"H200 NVL", Peaks(835, 835, 417, 60, 40, 40)),
+    (r"H100 NVL", Peaks(835, 835, 417, 60, 40, 40)),
+    (r"H100 PCIe", Peaks(756, 756, 378, 51, 40, 40)),
+    (r"GH200.*", Peaks(989, 989, 495, 67, 350, 100)),
+    (r"H(100|200|800)( \d+GB HBM\w+)?", Peaks(989, 989, 495, 67, 350, 40)),
+    (r"H20", Peaks(148, 148, 74, 44, 350, 40)),
+    (r"A[18]00[ -]SXM.*", Peaks(312, 312, 156, 19.5, 230, 20)),
+    (r"A[18]00[ -].*", Peaks(312, 312, 156, 19.5, 20, 20)),
+    (r"A30", Peaks(165, 165, 82, 10.3)),
+    (r"A10", Peaks(125, 125, 62, 31)),
+    (r"A10G", Peaks(70, 70, 35, 31)),
+    (r"(RTX )?A6000", Peaks(155, 155, 77, 39)),
+    (r"A40", Peaks(150, 150, 75, 37)),
+    (r"L4", Peaks(121, 121, 60, 30)),
+    (r"L40S", Peaks(362, 362, 183, 92)),
+    (r"L40", Peaks(181, 181, 91, 91)),
+    (r"RTX 6000 Ada Generation", Peaks(364, 364, 182, 91)),
+    (r"RTX PRO 6000 Blackwell Workstation Edition", Peaks(504, 504, 252, 126, 25, 40)),
+    (r"GeForce RTX 3090", Peaks(71, 71, 36, 36)),
+    (r"GeForce RTX 3090 Ti", Peaks(80, 80, 40, 40)),
+    (r"GeForce RTX 4090", Peaks(165, 165, 83, 83)),
+    (r"GeForce RTX 5090", Peaks(210, 210, 105, 105, 25, 40)),
+    (r"V100-SXM.*", Peaks(None, 125, None, 15.7, 120)),
+    (r"V100-PCIE.*", Peaks(None, 112, None, 14)),
+    (r"T4", Peaks(None, 65, None, 8.1)),
+)
+"""Peaks by the device's full name without its maker, from NVIDIA's data sheets and white papers, where sparse they are
+halved. Slices of a device (MIG) and variants that are not listed are unknown."""
+
+
+def peaks(device_name: str) -> Peaks | None:
+    """The peaks of a device by the name that torch and NVML give it; None if it is not known."""
+    name = re.sub(r"^(NVIDIA|Tesla) ", "", device_name)
+    found = (found for pattern, found in _NAMED if re.fullmatch(pattern, name) and "MIG" not in name)
+    return next(found, None)
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """The device's peak in FLOP/s; None if it is not known.
+
+    Args:
+        precision: a field of `Peaks`; any other, such as `fp8`, is not known.
+    """
+    found = peaks(device_name)
+    peak = getattr(found, precision, None) if precision in ("bf16", "fp16", "tf32", "fp32") else None
+    return peak * 1e12 if peak else None
