@@ -9,11 +9,8 @@ shipped configurations; one that fails, runs out of memory or out of time is a l
 one process without ZeRO. `--tiny` runs all of it with shrunken models, on a CPU too; `--smoke` one job of those.
 Markdown, then JSON, to standard output.
 
-MFU is the share of the card's dense bf16 peak that the model's own FLOPs take: 6 N a token for full training; 4 N for
-an adapter on a frozen base, of which the forward is 2 N and the activations' gradients 2 N (the adapter's own FLOPs are
-left out). N are the parameters without the input embedding; a head that is tied to it counts. "+ attention" adds
-attention's products, 6 * layers * hidden * length a token (causal, forward and backward). Recomputed activations do not
-count.
+MFU is the share of the card's dense bf16 peak that the model's own FLOPs take, as accel_sft/memory/flops.py counts them
+for runs, too; recomputed activations do not count.
 """
 
 from __future__ import annotations
@@ -34,16 +31,11 @@ from typing import Any
 
 import shapes
 import smoke
+from accel_sft.memory.flops import peak_flops
 from gpu_jobs import ALL, JOBS, MODELS, TINY, Job, flops, make_model
 
 HERE = Path(__file__).parent
 PROMPT = 16
-PEAKS = {  # dense bf16 FLOP/s by torch's name of the card; parts of a card and slower variants do not match
-    r"H(100 80GB HBM3|200)": 989e12,
-    r"A100[ -].*": 312e12,
-    r"L40S": 362e12,
-    r"GeForce RTX 4090": 165e12,
-}
 
 
 def commands(job: Job, args: argparse.Namespace) -> list[tuple[str, str, list[str], dict[str, Any]]]:
@@ -99,8 +91,7 @@ def card() -> dict[str, Any]:
     code = "import json, torch; c = torch.cuda; ok = c.is_available(); p = ok and c.get_device_properties(0); "
     code += "print(json.dumps([p.name, p.total_memory / 2**30] if ok else ['no GPU', None]))"
     name, memory = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()[-1])
-    peak = next((peak for pattern, peak in PEAKS.items() if re.fullmatch(rf"(NVIDIA )?{pattern}", name)), None)
-    return {"name": name, "memory_gib": memory, "peak_flops": None if "MIG" in name else peak}
+    return {"name": name, "memory_gib": memory, "peak_flops": peak_flops(name, "bf16")}
 
 
 def versions() -> dict[str, str]:
@@ -121,9 +112,9 @@ def line(result: dict[str, Any]) -> str:
 
     cells = [result["job"], result["trainer"], result["launch"]]
     if "failed" in result:
-        return "| " + " | ".join([*cells, result["failed"], *["-"] * 6]) + " |"
+        return "| " + " | ".join([*cells, result["failed"], *["-"] * 5]) + " |"
     cells += [shown("tokens_per_second", "{:,.0f}")]
-    cells += [shown(key, "{:.1%}") if result.get("mfu") else "card unknown" for key in ("mfu", "mfu_with_attention")]
+    cells += [shown("mfu", "{:.1%}") if result.get("mfu") else "card unknown"]
     cells += [shown(key, "{:.2f}") for key in ("peak_gib", "peak_before_gib", "host_peak_gib")]
     return "| " + " | ".join([*cells, shown("loss", "{:.4f}")]) + " |"
 
@@ -139,7 +130,7 @@ def measure(args: argparse.Namespace, folder: Path, gpu: dict[str, Any]) -> list
         weights = folder / "model"
         # in a separate process, so that nothing is left on the card
         made = [sys.executable, __file__, "--make-model", json.dumps(sizes), str(weights)]
-        n = int(subprocess.check_output(made, text=True).splitlines()[-1])
+        subprocess.run(made, check=True, stdout=sys.stderr)
         for name, job in jobs.items():
             job = dataclasses.replace(job, length=64) if args.tiny else job
             answer = job.length - PROMPT
@@ -152,8 +143,7 @@ def measure(args: argparse.Namespace, folder: Path, gpu: dict[str, Any]) -> list
                 if "failed" not in result:
                     result["tokens_per_second"] = args.steps * tokens / result["seconds"]
                     if gpu["peak_flops"]:
-                        used = [result["tokens_per_second"] * each / gpu["peak_flops"] for each in flops(job, sizes, n)]
-                        result["mfu"], result["mfu_with_attention"] = used
+                        result["mfu"] = result["tokens_per_second"] * flops(job, weights, answer) / gpu["peak_flops"]
                 results.append(result)
                 print(line(result), flush=True)
         shutil.rmtree(weights)
@@ -174,7 +164,7 @@ def main() -> None:
     parser.add_argument("--make-model", nargs=2, help=argparse.SUPPRESS)
     args = smoke.parse(parser, tiny=True, job=["0.5B full"], launch=["ddp"], warmup_steps=1, steps=1)
     if args.make_model:
-        print(make_model(Path(args.make_model[1]), json.loads(args.make_model[0])))
+        make_model(Path(args.make_model[1]), json.loads(args.make_model[0]))
         return
     gpu = card()
     if gpu["name"] == "no GPU" and not args.tiny:
@@ -182,10 +172,8 @@ def main() -> None:
     about = {"date": datetime.date.today().isoformat(), "tiny": args.tiny, "card": gpu, "versions": versions()}
     peak = f"{gpu['peak_flops'] / 1e12:.0f} TFLOP/s" if gpu["peak_flops"] else "peak FLOP/s unknown, MFU left out"
     print(f"{about['date']}, {gpu['name']} ({peak}), {', '.join(' '.join(v) for v in about['versions'].items())}")
-    print(
-        "MFU: 6 N a token for full training, 4 N for LoRA; N without the input embedding, recomputation not counted.\n"
-    )
-    heads = ["job", "trainer", "launch", "tokens/s", "MFU", "+ attention"]
+    print("MFU: model FLOPs as accel_sft/memory/flops.py counts them; recomputation does not count.\n")
+    heads = ["job", "trainer", "launch", "tokens/s", "MFU"]
     heads += ["peak GiB", "peak GiB of start", "peak host GiB", "first loss"]
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads), flush=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as name:

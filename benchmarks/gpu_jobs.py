@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import shapes
+from accel_sft.launch.read import launch_of_yaml
+from accel_sft.memory import job as memory_job
+from accel_sft.memory.flops import model_flops
+from accel_sft.memory.model_config import read_config, read_shape
 
+LAUNCH = Path(__file__).parent.parent / "accelerate_configs" / "ddp.yaml"
 MODELS = {
     "0.5B": {"hidden": 896, "layers": 24, "heads": 14, "kv_heads": 2, "intermediate": 4864, "tied": True},
     "1.5B": {"hidden": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "intermediate": 8960, "tied": True},
@@ -48,12 +53,12 @@ JOBS = {
 }
 
 
-def make_model(folder: Path, sizes: dict[str, Any]) -> int:
-    """Write a Qwen2 of these sizes with random bf16 weights, and its tokenizer; returns N, as MFU counts it."""
+def make_model(folder: Path, sizes: dict[str, Any]) -> None:
+    """Write a Qwen2 of these sizes with random bf16 weights, and its tokenizer."""
     import torch
 
     torch.set_default_dtype(torch.bfloat16)
-    model = shapes.make_qwen2(
+    shapes.make_qwen2(
         folder,
         sizes["vocabulary"],
         device="cuda" if torch.cuda.is_available() else "cpu",  # a GPU draws random numbers faster
@@ -68,11 +73,11 @@ def make_model(folder: Path, sizes: dict[str, Any]) -> int:
         tie_word_embeddings=sizes["tied"],
         dtype=torch.bfloat16,
     )
-    embedding = 0 if sizes["tied"] else model.get_input_embeddings().weight.numel()
-    return sum(parameter.numel() for parameter in model.parameters()) - embedding
 
 
-def flops(job: Job, sizes: dict[str, Any], n: int) -> tuple[float, float]:
-    """FLOPs per token: by N alone, and with attention's products."""
-    by_parameters = (4 if job.lora else 6) * n
-    return by_parameters, by_parameters + 6 * sizes["layers"] * sizes["hidden"] * job.length
+def flops(job: Job, model: Path, answer: int) -> float:
+    """Model FLOPs per token of the job with the model in this folder; `answer` tokens of each row are learnt."""
+    shape = read_shape(read_config(model), str(model), model)
+    adapter = {"adapter": "lora", "lora_r": job.adapter["r"]} if job.lora else {}
+    of = model_flops(memory_job.Job(shape=shape, launch=launch_of_yaml(LAUNCH), device="cuda", **adapter))
+    return of.total(job.length, answer, job.length**2 / 2) / job.length

@@ -144,7 +144,7 @@ class Machine:
         done = subprocess.run(command, capture_output=True, text=True, env=self.environment)
         rows = [line for line in done.stdout.splitlines() if line.startswith("| ")]
         cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-        shown = "; ".join(f"{row[2]}: {row[3]} tokens/s, MFU {row[4]}, {row[6]} GiB" for row in cells[1:])
+        shown = "; ".join(f"{row[2]}: {row[3]} tokens/s, MFU {row[4]}, {row[5]} GiB" for row in cells[1:])
         if done.returncode or not cells[1:] or any(row[-1] == "-" for row in cells[1:]):
             raise Failed(shown or done.stderr[-300:])
         return shown

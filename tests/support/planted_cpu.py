@@ -1,6 +1,7 @@
 """Runs accel_sft as on a CPU with given bf16 instructions: `accelerate launch ... -m planted_cpu math`.
 
 The environment variable PLANTED_FLAGS names the instructions; PLANTED_FLAGS_1 names rank 1's, if they differ.
+PLANTED_DEVICE names the GPU whose peak the ranks count by.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import runpy
 
 from accel_sft.launch import audit, precision
+from accel_sft.training import predicted
 
 
 def planted() -> list[str]:
@@ -18,5 +20,6 @@ def planted() -> list[str]:
 
 if __name__ == "__main__":
     precision.cpu_flags = audit.cpu_flags = planted
+    predicted.device_name = lambda device: os.environ.get("PLANTED_DEVICE", "")
 
     runpy.run_module("fsdp2_on_cpu", run_name="__main__")

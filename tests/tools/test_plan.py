@@ -1,6 +1,7 @@
 """`accel-sft plan`: what a model's shape and a launch predict, against real models, DeepSpeed's code and real runs."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from accel_sft.memory import closed_form
 from accel_sft.memory.activations import block_bytes
 from accel_sft.memory.estimate import COMPONENTS, PHASES, totals
 from accel_sft.memory.families import FAMILIES, count
+from accel_sft.memory.flops import Peaks, peaks
 from accel_sft.memory.job import Job
 from accel_sft.memory.model_config import on_meta_device, read_shape, stored_parameters
 from accel_sft.memory.shape import GROUPS
@@ -44,6 +46,24 @@ QWEN_14B = {
     "vocab_size": 152064,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
+}
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+QWEN_7B = {
+    **QWEN_14B,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
 }
 QWEN_05B = {
     **QWEN_14B,
@@ -414,6 +434,54 @@ def test_a_training_command_can_be_planned_as_it_is(models):
     done = planned(models, "--adapter", "lora", *of_training, "--patience", "2")
     assert done.status == 0, done.output
     assert all(word in done.output.splitlines()[-1] for word in of_training)
+
+
+# Tokens per second and GPU of published runs. torchtitan's is Llama 3.1 8B on 8 H100 under FSDP2, 2 rows of 8,192
+# tokens, on a device between the SXM's and the NVL's peak, with every second matrix product recomputed
+# (benchmarks/llama3_h100_202412_torchtitan.md in github.com/pytorch/torchtitan). AutoModel's is LoRA on one H100, 16
+# forwards of 2 rows of 4,096 tokens (docs/performance-summary.md in github.com/NVIDIA-NeMo/Automodel).
+PUBLISHED = {
+    "full": (5762, LLAMA_8B, "fsdp2", 8, 16_384, 8192, {}),
+    "full, compiled": (6667, LLAMA_8B, "fsdp2", 8, 16_384, 8192, {"compile": True}),
+    "LoRA": (12_473, LLAMA_8B, "ddp", 1, 131_072, 4096, {"adapter": "lora"}),
+    "LoRA, Qwen2.5 7B": (14_110, QWEN_7B, "ddp", 1, 131_072, 4096, {"adapter": "lora"}),
+}
+
+
+def test_published_runs_are_as_fast_in_relation_as_the_model_of_speed_says(monkeypatch):
+    between = Peaks(912, 912, 456, 63, link=350, host_link=40)
+    monkeypatch.setattr("accel_sft.tools.plan.speed.peaks", lambda name: between if name == "500 W" else peaks(name))
+    measured, found = {}, {}
+    for name, (tokens_per_second, config, file, ranks, step, row, more) in PUBLISHED.items():
+        forward = min(step, 2 * row)
+        job = job_of(config, file, ranks, tokens=forward, supervised_tokens=forward, **more)
+        job = dataclasses.replace(job, launch=expected(job.launch, True))
+        gpu, recomputed = ("NVIDIA H100 80GB HBM3", [False]) if ranks == 1 else ("500 W", [False, True])
+        tried = [dataclasses.replace(job, gradient_checkpointing=each) for each in recomputed]
+        seconds = sum(speed(each, step, gpu, row).seconds for each in tried) / len(tried)
+        measured[name], found[name] = tokens_per_second, step / seconds
+    assert {name: found[name] / measured[name] for name in found} == pytest.approx(dict.fromkeys(found, 1), abs=0.25)
+    for name, other in itertools.combinations(found, 2):
+        assert found[name] / found[other] == pytest.approx(measured[name] / measured[other], rel=0.25), (name, other)
+
+
+def test_an_offload_costs_nothing_on_a_cpu_where_the_host_is_the_device():
+    seconds = {
+        name: speed(job_of(QWEN_05B, name, device="cpu", tokens=1024), 1024).seconds
+        for name in ("z2", "z2_offload", "z3", "z3_offload")
+    }
+    assert seconds["z2_offload"] == seconds["z2"]  # 0.92 of the speed was measured
+    assert seconds["z3_offload"] == seconds["z3"]
+    on_gpus = [speed(job_of(QWEN_05B, name), 1024).seconds for name in ("z2", "z2_offload")]
+    assert on_gpus[1] > 1.5 * on_gpus[0]
+
+
+def test_a_faster_link_makes_what_is_sent_matter_less():
+    ratios = [
+        speed(job_of(QWEN_14B, "z3", 8), 8192, gpu).seconds / speed(job_of(QWEN_14B, "z1", 8), 8192, gpu).seconds
+        for gpu in ("NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3")
+    ]
+    assert ratios[0] > ratios[1] > 1
 
 
 def test_adalora_under_deepspeed_is_a_problem_not_a_prediction():

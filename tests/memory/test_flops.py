@@ -1,0 +1,145 @@
+"""Model FLOPs against torch's own counter and published runs, and the share of a device's peak that a run records."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import accel_sft
+from places import CONFIGS
+from reference_job import FP32, JOB, ONCE
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from accel_sft.batching.layouts import Batching
+from accel_sft.chat.encoded import Encoded
+from accel_sft.launch.read import launch_of_yaml
+from accel_sft.memory.families import count
+from accel_sft.memory.flops import model_flops, peak_flops, peaks
+from accel_sft.memory.job import Job
+from accel_sft.tracking.metrics_file import mean_mfu
+from accel_sft.training.predicted import Prediction
+from accel_sft.training.step import TrainStep
+
+LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": False}
+QWEN_7B = {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28}
+QWEN_7B |= {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False}
+SMALL = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True}
+ROWS = 2
+
+
+def job_of(config, **more):
+    return Job(shape=count(config), launch=launch_of_yaml(CONFIGS / "ddp.yaml"), device="cuda", **more)
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_model_flops_are_those_that_torch_counts(adapter):
+    given = {key: value for key, value in SMALL.items() if key != "model_type"}
+    config = AutoConfig.for_model("qwen2", **given, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config)
+    if adapter == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    ids, length = torch.randint(512, (ROWS, 48)), 48
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    # eager attention computes the pairs that causality hides, too
+    expected = model_flops(job_of(SMALL, adapter=adapter)).total(ROWS * length, ROWS * length, ROWS * length**2)
+    # nothing before the first block needs a gradient under an adapter
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.03 if adapter == "lora" else 0.001)
+
+
+def test_recomputation_and_launch_change_no_model_flops():
+    plain = model_flops(job_of(QWEN_7B))
+    assert plain == model_flops(job_of(QWEN_7B, gradient_checkpointing=True, compile=True))
+    assert plain.token == 6 * (job_of(QWEN_7B).shape.active_parameters - 152_064 * 3584)
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens_per_second", "teraflops"), [(LLAMA_8B, 12_472.87, 402), (QWEN_7B, 14_110.05, 423)]
+)
+def test_model_flops_of_lora_are_those_that_nemo_automodel_reports(config, tokens_per_second, teraflops):
+    """docs/performance-summary.md in github.com/NVIDIA-NeMo/Automodel: LoRA on one H100, rows of 4,096 tokens."""
+    found = model_flops(job_of(config, adapter="lora"))
+    attention = found.pair * 4096 / 2
+    assert found.total(1, 1, 4096 / 2) * tokens_per_second == pytest.approx(teraflops * 1e12, rel=0.04)
+    # exactly, with attention's gradients at a half, as it counts them under LoRA
+    assert (found.total(1, 1, 4096 / 2) - attention / 3) * tokens_per_second == pytest.approx(
+        teraflops * 1e12, rel=0.003
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H100 NVL", "fp16", 835),
+        ("NVIDIA H200", "tf32", 495),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
+        ("NVIDIA B200", "bf16", 2250),
+        ("NVIDIA RTX 6000 Ada Generation", "bf16", 364),
+        ("NVIDIA GeForce RTX 4090", "bf16", 165),
+        ("Tesla T4", "fp16", 65),
+        ("Tesla T4", "bf16", None),
+        ("Tesla V100-SXM2-16GB", "tf32", None),
+        ("NVIDIA H100 80GB HBM3", "fp8", None),
+        ("NVIDIA H100 80GB HBM3", "link", None),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "bf16", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
+        ("", "bf16", None),
+    ],
+)
+def test_a_peak_is_known_by_the_whole_name_or_not_at_all(name, precision, teraflops):
+    assert peak_flops(name, precision) == (teraflops * 1e12 if teraflops else None)
+    assert peaks("") is None
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+def test_what_rows_share_counts_once_and_padding_never(layout):
+    rows = [Encoded(number, [1, 2, 3, 4, *own], 4) for number, own in enumerate(([5, 6], [5, 7, 8], [9]))]
+    prefixes = [tuple(row.input_ids[: end + 1]) for row in rows for end in range(len(row.input_ids))]
+    counted = set(prefixes) if layout == "shared" else prefixes
+    batching = Batching(layout, tokens=100, attention="mask")
+    step = SimpleNamespace(batching=batching, _divided=batching.divide(rows, 1))
+    tokens, pairs = TrainStep.computed(step)
+    assert tokens == len(counted)
+    assert pairs == sum(len(prefix) - 0.5 for prefix in counted)  # half of the pair with itself: T^2 / 2 in all
+
+
+def test_no_mfu_is_told_of_a_step_that_trained_nothing_or_of_an_unknown_device():
+    job, step = job_of(QWEN_7B), SimpleNamespace(computed=lambda: (1000, 5e5))
+    known = SimpleNamespace(job=job, peak_flops=989e12, devices=2)
+    expected = model_flops(job).total(1000, 900, 5e5) / (0.5 * 2 * 989e12)
+    assert Prediction.mfu(known, step, 900, 0.7, 0.5) == {"mfu": expected}
+    assert all(Prediction.mfu(known, step, 900, norm, 0.5) == {} for norm in (0.0, math.nan, math.inf))
+    assert Prediction.mfu(SimpleNamespace(job=job, peak_flops=None), step, 900, 0.7, 0.5) == {}
+    assert Prediction.mfu(SimpleNamespace(job=None, peak_flops=1.0), step, 900, 0.7, 0.5) == {}
+    assert mean_mfu([{"mfu": 0.1, "seconds": 1.0}, {"seconds": 9.0}, {"mfu": 0.4, "seconds": 2.0}]) == pytest.approx(
+        0.3
+    )
+    assert mean_mfu([{"seconds": 9.0}]) is None
+
+
+def test_a_run_on_a_known_device_tells_its_mfu_everywhere(tmp_path):
+    given = {"yaml": "ddp", "launcher": FP32, "module": "planted_cpu", "run_dir": tmp_path / "run"}
+    arguments = (*JOB, *ONCE, "--micro-batch-size", "2", "--batching", "padded", "--log-every", "1")
+    run = accel_sft(*arguments, **given, environment={"PLANTED_DEVICE": "NVIDIA L4"})
+    assert run.status == 0, run.output
+    flops = model_flops(job_of(json.loads((run.run_dir / "base/config.json").read_text())))
+    for line in run.lines():
+        least = flops.total(line["tokens"], line["supervised_tokens"], 0) / (line["seconds"] * 2 * 30e12)
+        assert least < line["mfu"] < 1.3 * least  # attention is the rest
+        assert line["tokens_per_second_per_device"] == line["tokens_per_second"] / 2
+    result = run.result()
+    assert min(line["mfu"] for line in run.lines()) <= result["mfu"] <= max(line["mfu"] for line in run.lines())
+    assert result["tokens_per_second_per_device"] == pytest.approx(result["tokens_per_second"] / 2)
+    assert " each)  MFU 0.0%" in run.output
+    assert "| model FLOPs utilisation (MFU, a share of 1) |" in (run.run_dir / "report.md").read_text()
