@@ -43,8 +43,8 @@ class IdleWatch:
 
     def _begin_window(self) -> None:
         self._readings: dict[int, list[float]] = defaultdict(list)
-        self._waited: Counter[int] = Counter()  # seconds by rank
-        self._joules: Counter[int] = Counter()
+        self._waited: defaultdict[int, float] = defaultdict(float)  # seconds by rank
+        self._joules: defaultdict[int, float] = defaultdict(float)
         self._spent: Counter[str] = Counter()
         self._forwards, self._tokens, self._seconds = 0, 0, 0.0
         self._window: list[int] = []
