@@ -168,7 +168,7 @@ def test_rounds_are_interleaved_and_a_cell_that_failed_is_not_repeated(compared)
     assert "round 2, fault none: complete" in printed
 
 
-def test_what_is_recorded_of_a_run_is_what_its_folder_says(compared):
+def test_what_is_recorded_of_a_run_is_what_its_folder_says(compared, tmp_path):
     folder, _, _, record = compared
     run = record["cells"][0]["runs"][0]
     run_dir = RunDir(folder / "compared" / run["folder"])
@@ -178,7 +178,12 @@ def test_what_is_recorded_of_a_run_is_what_its_folder_says(compared):
     assert run["step_seconds"] == [line["seconds"] for line in steps[1:]]
     assert (run["steps"], run["total_steps"]) == (3, 3)
     expected = sum(line["tokens"] for line in steps[1:]) / sum(line["seconds"] for line in steps[1:])
-    assert run["tokens_per_second"] == pytest.approx(expected)
+    assert run["tokens_per_second"] == run["tokens_per_second_per_device"] == pytest.approx(expected)
+    assert run["mfu"] is None  # a CPU has no known peak, and its lines no such key
+    assert not any("mfu" in line for line in steps)
+    assert "mfu" not in result
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({**line, "mfu": 0.25}) + "\n" for line in steps))
+    assert measure(RunDir(tmp_path), 1)["mfu"] == pytest.approx(0.25)
     assert run["peak_host_memory_gib"] == result["peak_host_memory_gib"] > 0
     assert run["host_memory_all_ranks_gib"] == result["system"][0]["peak"]["process_memory_gib"] > 0
     assert run["metric_after"] == result["after"]["accuracy"]

@@ -127,6 +127,20 @@ def test_the_page_has_the_runs_curves_answers_and_differing_settings(two, tmp_pa
     assert order.index("main") < order.index("answers") < order.index("speed") < order.index("memory")
 
 
+def test_mfu_has_a_column_and_a_curve_where_a_run_has_it(two, tmp_path):
+    run, target = copy(two[0], tmp_path / "run"), tmp_path / "page.html"
+    report(run, "--output", target)
+    assert "MFU" not in Elements(target.read_text(encoding="utf-8")).prose()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    with (run / "metrics.jsonl").open("w") as file:
+        file.writelines(json.dumps({**line, **({"mfu": 0.375} if "loss" in line else {})}) + "\n" for line in lines)
+    report(run, "--output", target, "--force")
+    elements = Elements(target.read_text(encoding="utf-8"))
+    assert "tokens/s MFU" in elements.prose()
+    assert "0.375" in elements.prose()
+    assert "Model FLOPs utilisation" in {chart["title"] for chart in elements.data()["charts"]}
+
+
 def test_a_killed_run_is_shown_as_far_as_it_goes_and_one_that_trains_is_running(two, tmp_path):
     killed = copy(two[0], tmp_path / "killed")
     (killed / "result.json").write_text('{"status": "running"}')

@@ -162,7 +162,7 @@ def test_curves_are_read_back_from_the_run_folder_itself(tracked):
     assert points(tracker, "train/loss") == [(1, 1.3333), (2, 2.3333), (3, 3.3333)]
     drawn = set(events(tracker).Tags()["scalars"])
     assert {"train/grad_norm", "train/learning_rate", "throughput/tokens_per_second"} < drawn
-    assert {"throughput/step_seconds", "train/epoch"} < drawn
+    assert {"throughput/step_seconds", "train/epoch", "throughput/tokens_per_second_per_device"} < drawn
     assert "| learning_rate |" in text(tracker, "settings")
 
 
@@ -559,10 +559,12 @@ def test_the_bar_shows_loss_metric_and_time_to_go(terminal):
     line.evaluated({"accuracy": 0.95})
     assert re.match(r"1/200 ━+ loss 1\.333  eval accuracy 0\.950  now 2,000 tok/s  ETA -:--:--", rows(terminal)[-1])
     line.log("a line above")
-    line.step(record(200, tokens_per_second=2000.0))
+    line.step(record(200, tokens_per_second=2000.0, tokens_per_second_per_device=500.0, mfu=0.4213))
     line.close()
     drawn = rows(terminal)
-    assert re.match(r"200/200 ━+ loss 200\.333  eval accuracy 0\.950  now 2,000 tok/s$", drawn[-1])
+    assert re.match(
+        r"200/200 ━+ loss 200\.333  eval accuracy 0\.950  now 2,000 tok/s \(500 each\)  MFU 42\.1%$", drawn[-1]
+    )
     assert "a line above" in drawn
 
 
