@@ -59,9 +59,8 @@ class ExitHandler(contextlib.AbstractContextManager["ExitHandler"]):
         if isinstance(error, (KeyboardInterrupt, click.Abort)):
             message = str(error) or "interrupted"
             saved = hasattr(error, "status")  # an Interruption, which ends all ranks
-            report(
-                message, message, failed=not saved
-            )  # recorded too: a rank without a record looks as if it was killed
+            # an interruption is recorded too: a rank without a record looks to the others as if it was killed
+            report(message, message, failed=not saved)
             _leave(getattr(error, "status", 130))  # as a shell reports SIGINT
         if isinstance(error, click.ClickException):
             shown = io.StringIO()
