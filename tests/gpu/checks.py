@@ -1,58 +1,79 @@
-"""What must hold on one GPU, checked in order by real launches: losses, layouts, memory, resuming, signals.
+"""What must hold on GPUs, checked by real launches: curves, faults, memory, speed. docs/first-hour-gpu.md explains it.
 
-    bash tests/gpu/run [--minutes 10] [--check NAME ...] [--again] [--state FOLDER] [--tiny]
+    bash tests/gpu/run [--gpus N] [--minutes 10] [--check NAME ...] [--again] [--state FOLDER] [--tiny] [--list]
 
-Each check is one or several `accelerate launch` of the README's own command. What a check found is written into the
-state folder as soon as it is known: after one that was cut off, or had no minutes left, the same command goes on with
-the next. A check begins only if its usual time is left. `--tiny` shrinks models and runs on a CPU too: that tries this
-script, not the GPU. Exit status 0 if every check that has run holds.
+Each check is one or several `accelerate launch` of the README's own command, on as many processes as --gpus says. The
+checks come in the order of what they are worth per second. What a check found is written into the state folder as soon
+as it is known: after one that was cut off, or had no minutes left, the same command goes on with the next. A check
+begins only if its expected time is left. `--tiny` shrinks models and runs on a CPU too, on two processes: that tries
+these checks, not the GPU. A check that cannot be tried here says why, and is tried again by the next call. Exit status
+0 if no check that has run says NO.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from pathlib import Path
+from typing import Any, NoReturn
 
-from launches import ROOT, Failed, Machine
-from suite import CHECKS
+import cost_checks
+import curve_checks
+import fault_checks
+from launches import ROOT, Machine
+from suite import CHECKS, Check
 
 from accel_sft.io.files import write_atomically
+
+MODULES = (curve_checks, fault_checks, cost_checks)
+"""Each has registered its checks with `suite.check`."""
+TINY_SECONDS = 20
+KEPT_BYTES = 2**20
+"""Size above which a file of a failed check's runs is not kept: traces, weights and checkpoints are."""
 
 
 def table(found: dict[str, dict]) -> str:
     """The checks in order as Markdown: whether each holds, what was measured, its seconds."""
     lines = ["| check | holds | measured | s |", "|---|---|---|---|"]
     for check in CHECKS:
-        result = found.get(check.name, {"holds": "not run", "measured": check.claim, "seconds": 0})
+        result = found.get(check.name, {"holds": "not run yet", "measured": check.claim, "seconds": 0})
         measured = " ".join(result["measured"].split()).replace("|", "/")
         lines.append(f"| {check.name} | {result['holds']} | {measured} | {result['seconds']:.0f} |")
     return "\n".join(lines)
 
 
-def about(machine: Machine) -> str:
-    """The card and the versions, asked in a process of its own: this one never holds memory on the card."""
+def about(environment: dict[str, str]) -> tuple[str, int]:
+    """The cards and the versions, and how many cards there are, asked in a process of its own: this one never holds
+    memory on a card."""
     code = (
         "import torch, importlib.metadata as m\n"
-        "name = torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU'\n"
+        "count = torch.cuda.device_count() if torch.cuda.is_available() else 0\n"
+        "name = f'{count} x {torch.cuda.get_device_name()}' if count else 'no GPU'\n"
         "packages = 'torch transformers accelerate deepspeed peft'.split()\n"
-        "print(name, *(f'{each} {m.version(each)}' for each in packages), sep=', ')"
+        "print(', '.join([name, *(f'{each} {m.version(each)}' for each in packages)]))\n"
+        "print(count)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=machine.environment)
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     if said.returncode:
         raise SystemExit(
             f"this Python cannot run accel_sft:\n{said.stderr[-2000:]}\nname another in PYTHON, or wheels in WHEELS"
         )
-    return said.stdout.splitlines()[-1]
+    card, count = said.stdout.splitlines()[-2:]
+    return card, int(count)
 
 
 def read(kept: Path) -> dict[str, dict]:
-    """The results in a state file that can be written, those of checks that are still there; {} before there are any.
+    """The results in a state file that can be written, those of checks that are still there and were tried; {} before
+    there are any.
 
     Raises:
         SystemExit: it is broken, or its folder cannot be used.
@@ -61,7 +82,8 @@ def read(kept: Path) -> dict[str, dict]:
         kept.parent.mkdir(parents=True, exist_ok=True)
         found = json.loads(kept.read_text()) if kept.exists() else {}
         found = {check.name: found[check.name] for check in CHECKS if "holds" in found.get(check.name, {})}
-        write_atomically(kept, json.dumps(found, indent=1, ensure_ascii=False))
+        found = {name: result for name, result in found.items() if result["holds"] != "not tried"}
+        write(kept, found)
         return found
     except OSError as error:
         raise SystemExit(f"{kept}: cannot be kept there ({error.strerror}); name another folder with --state") from None
@@ -69,49 +91,108 @@ def read(kept: Path) -> dict[str, dict]:
         raise SystemExit(f"{kept}: holds no results of these checks; remove it, or name another --state") from None
 
 
-def main() -> None:
+def write(kept: Path, found: dict[str, dict]) -> None:
+    write_atomically(kept, json.dumps(found, indent=1, ensure_ascii=False))
+
+
+def keep_failed(machine: Machine, target: Path) -> None:
+    """Pack the small files of the runs of a check that failed: what they printed, logs, settings, results."""
+    with tarfile.open(target, "w:gz") as archive:
+        for name in dict.fromkeys(machine.made):
+            for file in [machine.folder / f"{name}.log", *(machine.folder / name).rglob("*")]:
+                with contextlib.suppress(FileNotFoundError):  # a run that still ends removes files
+                    if file.is_file() and file.stat().st_size <= KEPT_BYTES:
+                        content = file.read_bytes()  # a size that does not change amid packing
+                        member = tarfile.TarInfo(str(file.relative_to(machine.folder)))
+                        member.size, member.mtime = len(content), int(file.stat().st_mtime)
+                        archive.addfile(member, io.BytesIO(content))
+
+
+def plan(checks: list[Check], seconds: dict[str, int], minutes: float) -> str:
+    """Which checks are begun within so many minutes, as a sentence."""
+    left, fitting = 60 * minutes, []
+    for check in checks:
+        if seconds[check.name] <= left:
+            left -= seconds[check.name]
+            fitting.append(check)
+    whole = sum(seconds[check.name] for check in checks) / 60
+    told = f"{len(checks)} checks are still to be run; they are expected to take {whole:.0f} minutes. "
+    if len(fitting) == len(checks):
+        return f"{told}All of them fit into --minutes {minutes:g}."
+    names = ", ".join(check.name for check in fitting) or "none"
+    return f"{told}Into --minutes {minutes:g} fit {len(fitting)}: {names}. The same command then goes on."
+
+
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, metavar="N", help="Processes of a launch (default: one on each GPU).")
     parser.add_argument("--minutes", type=float, default=10, help="No check begins that would not end within these.")
     parser.add_argument("--check", action="append", choices=[check.name for check in CHECKS], help="These only.")
     parser.add_argument("--again", action="store_true", help="Also those that have been run.")
     parser.add_argument("--state", type=Path, default=ROOT / "runs" / "gpu-checks", help="Where results are kept.")
-    parser.add_argument("--tiny", action="store_true", help="Small enough for a CPU: to try this script.")
-    args = parser.parse_args()
+    parser.add_argument("--tiny", action="store_true", help="Small enough for a CPU: to try these checks.")
+    parser.add_argument("--list", action="store_true", help="The checks in order, their seconds; run none.")
+    return parser.parse_args()
 
+
+def listed() -> str:
+    """The checks in their order, with expected seconds."""
+    lines = [
+        f"{check.seconds:4} s  {check.name:22} {check.claim}" + (f" (needs {check.least} GPUs)" * (check.least > 1))
+        for check in CHECKS
+    ]
+    return "\n".join([*lines, f"{sum(check.seconds for check in CHECKS) / 60:.0f} minutes in all"])
+
+
+def _stop(*_: Any) -> NoReturn:
+    raise SystemExit("stopped by SIGTERM; the same command goes on")
+
+
+def main() -> None:
+    args = options()
+    if args.list:
+        print(listed())
+        return
+    signal.signal(signal.SIGTERM, _stop)  # so that launches are ended
     until = time.monotonic() + 60 * args.minutes
-    kept = args.state / ("tiny.json" if args.tiny else "results.json")
-    found = read(kept)
     # on /tmp: runs hold copies of large models, and nobody wants them kept
     with tempfile.TemporaryDirectory(prefix="gpu-checks-") as folder:
-        machine = Machine(folder=Path(folder), tiny=args.tiny)
-        card = about(machine)
-        if "no GPU" in card and not args.tiny:
+        card, devices = about({**os.environ})
+        if not devices and not args.tiny:
             raise SystemExit(f"{card}: no GPU is visible to torch; --tiny runs on a CPU")
-        print(f"{time.strftime('%Y-%m-%d')}, {card}", flush=True)
-        for check in CHECKS:
-            if (args.check and check.name not in args.check) or (check.name in found and not args.again):
-                continue
-            if time.monotonic() + (10 if args.tiny else check.seconds) > until:
-                print(f"{check.name}: no time left for it (usually {check.seconds} s)", flush=True)
+        processes = args.gpus if args.gpus is not None else devices or 2
+        if processes < 1 or (devices and processes > devices):
+            raise SystemExit(f"--gpus {processes}: torch sees {devices}")
+        machine = Machine(folder=Path(folder), tiny=args.tiny, processes=processes, devices=devices)
+        kept = args.state / f"{'tiny' if args.tiny else 'results'}-{processes}.json"
+        found = read(kept)
+        due = [check for check in CHECKS if check.name in (args.check or [check.name for check in CHECKS])]
+        due = [check for check in due if args.again or check.name not in found]
+        seconds = {check.name: TINY_SECONDS if args.tiny else check.seconds for check in due}
+        seconds |= {check.name: 0 for check in due if processes < check.least}
+        print(f"{time.strftime('%Y-%m-%d')}, {card}; launches of {processes}\n{plan(due, seconds, args.minutes)}")
+        for check in due:
+            if time.monotonic() + seconds[check.name] > until:
+                print(f"{check.name}: no time left for it (about {seconds[check.name]} s)", flush=True)
                 continue
             print(f"{check.name}: {check.claim} ...", flush=True)
             began = time.monotonic()
-            try:
-                holds, measured = "yes", check.run(machine)
-            except Failed as failure:
-                holds, measured = "NO", str(failure)
-            except Exception as error:  # noqa: BLE001 - the other checks go on; what stopped this one is its result
-                holds, measured = "NO", f"{type(error).__name__}: {error}"
+            holds, measured = check.try_on(machine)
             found[check.name] = {
                 "holds": holds,
                 "measured": measured,
                 "seconds": time.monotonic() - began,
                 "card": card,
+                "processes": processes,
             }
-            write_atomically(kept, json.dumps(found, indent=1, ensure_ascii=False))
+            write(kept, found)
             print(f"{check.name}: {holds} · {measured}", flush=True)
+            if holds == "NO":
+                archive = args.state / f"failed-{kept.stem}-{check.name.replace(' ', '-')}.tar.gz"
+                keep_failed(machine, archive)
+                print(f"{check.name}: what its runs printed is in {archive}", flush=True)
     print(f"\n{table(found)}")
-    sys.exit(os.EX_OK if all(result["holds"] == "yes" for result in found.values()) else 1)
+    sys.exit(os.EX_OK if all(result["holds"] != "NO" for result in found.values()) else 1)
 
 
 if __name__ == "__main__":
