@@ -29,12 +29,13 @@ from typing import Any, NoReturn
 import cost_checks
 import curve_checks
 import fault_checks
+import kernel_checks
 from launches import ROOT, Machine
 from suite import CHECKS, Check
 
 from accel_sft.io.files import write_atomically
 
-MODULES = (curve_checks, fault_checks, cost_checks)
+MODULES = (curve_checks, fault_checks, kernel_checks, cost_checks)
 """Each has registered its checks with `suite.check`."""
 TINY_SECONDS = 20
 KEPT_BYTES = 2**20

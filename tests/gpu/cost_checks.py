@@ -1,94 +1,20 @@
-"""Checks of tests/gpu on cost: which kernels run, speed on one GPU and on all, memory beside what was predicted."""
+"""Checks of tests/gpu on models of published sizes: their speed, their memory beside what was predicted."""
 
 from __future__ import annotations
 
-import collections
 import json
-import re
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 from launches import ROOT, Failed, Machine, Run
-from suite import BF16, check, needs_gpu, needs_operators
+from suite import BF16, check, needs_gpu, needs_operators, seen, watched
 
-TROUBLES = Path(__file__).with_name("troubles.py")
 DEVICE_SHARE, HOST_SHARE, HOST_MORE = 0.15, 0.25, 1.0
 """Largest shares by which measured memory may differ from what was predicted; host memory may be this many GiB more."""
 SCALING = 0.7
 """Least speed on all GPUs, as a share of the speed of one times their number."""
-
-
-def traced(run: Run) -> collections.Counter[str]:
-    """How often each operator was called in the three steps that rank 0 of a run with --profile traced."""
-    file = min((run.expect().folder / "profile").glob("rank0*.json"))
-    return collections.Counter(event["name"] for event in json.loads(file.read_text())["traceEvents"] if "dur" in event)
-
-
-@check("watching", "a run says where its time went, and its GPU's use and energy are counted", value=3, seconds=40)
-def watching(machine: Machine) -> str:
-    run = machine.train("watched", "ddp", *machine.short()).expect()
-    spent = run.result["time_spent"]
-    told = next((line for line in run.output.splitlines() if line.startswith("on rank 0 a step took ")), "")
-    if not told or abs(sum(spent["parts"].values()) - spent["seconds"]) > 1e-6 * spent["seconds"]:
-        raise Failed(f"{told!r}: {spent}")
-    if not machine.devices:
-        return told
-    (rank, *_), energy = run.result["system"], run.result.get("energy")
-    if "gpu_percent" not in rank["mean"] or not energy or energy["joules"] <= 0:
-        raise Failed(f"energy {energy}, readings {rank['mean']}")
-    return f"{told}; use {rank['mean']['gpu_percent']:.0f}%, {energy['joules']:.0f} J"
-
-
-@check(
-    "attention kernels",
-    "no attention of shared, packed or padded rows runs in cuDNN, which plans for each shape",
-    value=6,
-    seconds=70,
-)
-def attention_kernels(machine: Machine) -> str:
-    said = []
-    for name in ("shared", "packed", "padded"):
-        job = machine.short("--batching", name, "--profile")
-        calls = traced(machine.train(f"kernels {name}", "ddp", *job, launcher=BF16))
-        kinds = {operator: count for operator, count in sorted(calls.items()) if _is_attention(operator)}
-        said.append(f"{name}: " + ", ".join(f"{key.removeprefix('aten::')} {n}" for key, n in kinds.items()))
-        if not kinds:
-            raise Failed(f"{name}: no operator of attention is in the trace")
-        if any("cudnn" in operator for operator in kinds):
-            raise Failed("; ".join(said))
-    return "; ".join(said)
-
-
-def _is_attention(operator: str) -> bool:
-    """Whether it is an operator of torch that computes attention in a forward."""
-    return not operator.endswith("backward") and bool(
-        re.fullmatch(
-            r"(aten::_(scaled_dot_product_\w*attention\w*|(flash|cudnn|efficient)_attention_forward)|\w+::_?varlen_attn\w*)",
-            operator,
-        )
-    )
-
-
-@check(
-    "compiled",
-    "with --compile and --gradient-checkpointing the blocks run compiled while they are trained",
-    value=3,
-    seconds=150,
-)
-def compiled(machine: Machine) -> str:
-    job = machine.short("--compile", "--gradient-checkpointing", "--profile")
-    run = machine.train("compiled", "ddp", *job, launcher=BF16 if machine.devices else ("--mixed_precision", "no"))
-    calls = traced(run)
-    regions = sum(count for name, count in calls.items() if name.startswith("Torch-Compiled Region"))
-    forwards = calls["accel_sft: forward"]
-    told = (
-        f"{regions} calls of compiled code in {forwards} forwards, compile_seconds {run.result['compile_seconds']:.0f}"
-    )
-    if regions < forwards:
-        raise Failed(told)
-    return told
 
 
 def trained(machine: Machine, size: str, yaml: str, *options: str, processes: int = 0) -> Run:
@@ -99,13 +25,12 @@ def trained(machine: Machine, size: str, yaml: str, *options: str, processes: in
 
     def run() -> Run:
         model, rows = machine.once(size, lambda: _model(machine, size)), machine.once("rows", lambda: _rows(machine))
-        watched = machine.folder / f"{name} watched"
-        watched.mkdir()
         job = ("--model", str(model), "--train-file", str(rows))
         job += ("--max-steps", "6" if machine.tiny else "12", "--eval-every", "off", "--save-every", "off")
         job += ("--global-batch-size", str((2 if machine.tiny else 16) * processes), "--max-length", "2048", *options)
-        task = {"task": f"{TROUBLES}:Watched", "environment": {"WATCHED": str(watched)}}
-        return machine.train(name, yaml, *job, launcher=BF16, processes=processes, **task).expect()
+        return machine.train(
+            name, yaml, *job, launcher=BF16, processes=processes, **watched(machine, name, "Watched")
+        ).expect()
 
     return machine.once(name, run)
 
@@ -137,11 +62,6 @@ def _rows(machine: Machine) -> Path:
     file = machine.folder / "rows.jsonl"
     file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
     return file
-
-
-def seen(machine: Machine, run: Run) -> dict:
-    """What rank 0 of a run of `trained` wrote about itself."""
-    return json.loads((machine.folder / f"{run.folder.name} watched" / "rank-0.json").read_text())
 
 
 def speed(run: Run) -> str:
@@ -216,7 +136,7 @@ def offloaded(machine: Machine) -> str:
     needs_gpu(machine)
     needs_operators(machine, "cpu_adam")
     runs = [trained(machine, "0.5B", yaml) for yaml in ("z2_offload", "fsdp2_offload")]
-    pinned = [f"{run.folder.name}: pinned on rank 0 {_pinned(seen(machine, run))}" for run in runs]
+    pinned = [f"{run.folder.name}: pinned on rank 0 {_pinned(seen(run))}" for run in runs]
     return f"{remembered(machine, runs)}; {'; '.join(pinned)}"
 
 
@@ -233,7 +153,7 @@ def _pinned(rank: dict) -> str:
 @check("adapters", "an adapter's matrices are given bf16, without a cast to float32, under ddp", value=3, seconds=50)
 def adapters(machine: Machine) -> str:
     run = trained(machine, "0.5B", "ddp", "--adapter", "lora")
-    found = seen(machine, run)
+    found = seen(run)
     told = f"given {', '.join(found['adapters_given'])}; {memory(machine, run)[0]}; {speed(run)}"
     if found["adapters_given"] != ["torch.bfloat16"]:
         raise Failed(told)

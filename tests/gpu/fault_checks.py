@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
 
 from launches import Failed, Launch, Machine, Run
-from suite import FLOAT32, agree, check, ddp_float32
+from suite import FLOAT32, TROUBLES, agree, check, ddp_float32
 
-TROUBLES = Path(__file__).with_name("troubles.py")
 SECONDS = 20
 """Seconds after a rank's end in which all others must be gone; with --tiny three times as many, as CPUs are shared."""
 

@@ -24,6 +24,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIGS = ROOT / "accelerate_configs"
+LAUNCHER = (sys.executable, "-m", "accelerate.commands.launch")
 MARK = "ACCEL_SFT_GPU_CHECK"
 LEAVING_SECONDS = 40
 """Seconds after its launcher's end in which the last process of a launch must be gone: torchrun waits 30 for a rank."""
@@ -216,7 +217,7 @@ class Machine:
         self.made.append(name)
         with log.open("ab") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "accelerate.commands.launch", *command],
+                [*LAUNCHER, *command],
                 stdout=file,
                 stderr=file,
                 env={**self.environment, **(environment or {}), MARK: mark},

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from launches import Failed, Machine, NotTried, Run, difference
 
+TROUBLES = Path(__file__).with_name("troubles.py")
 FLOAT32, BF16 = ("--mixed_precision", "no"), ("--mixed_precision", "bf16")
 
 
@@ -96,3 +100,15 @@ def needs_operators(machine: Machine, *operators: str) -> None:
 
     if reasons := [finding.what for finding in audit_compilers(list(operators), machine.devices)]:
         raise NotTried("; ".join(reasons))
+
+
+def watched(machine: Machine, name: str, task: str) -> dict[str, Any]:
+    """Arguments of the launch `name` whose ranks write about themselves what `seen` reads."""
+    folder = machine.folder / f"{name}.watched"
+    folder.mkdir(exist_ok=True)
+    return {"task": f"{TROUBLES}:{task}", "environment": {"WATCHED": str(folder)}}
+
+
+def seen(run: Run) -> dict[str, Any]:
+    """What rank 0 of a watched run wrote about itself."""
+    return json.loads((run.folder.with_name(f"{run.folder.name}.watched") / "rank-0.json").read_text())

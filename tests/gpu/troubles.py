@@ -90,6 +90,16 @@ class Cramped(Math):
 
 
 @dataclass(kw_only=True)
+class WatchedSums(Math):
+    """Math that writes what `Watched` does."""
+
+    def dataset(self, split: str) -> Any:
+        if split == "train":
+            _watch(Path(os.environ["WATCHED"]))
+        return super().dataset(split)
+
+
+@dataclass(kw_only=True)
 class Watched(Chat):
     """Chat that writes what a rank sees amid training into the folder WATCHED: switches of attention, the dtypes of
     what adapters are given, and torch's pinned host memory."""

@@ -20,8 +20,9 @@ OTHER_PROGRAMS = {"--logdir", "--editable"} | {"--dataset", "--local_dir"} | {"-
 OTHER_PROGRAMS |= {"--enable-lora", "--lora-modules", "--outfile", "--outtype"} | {"--all", "--no-deps", "--no-binary"}
 OTHER_PROGRAMS |= {"--nodes", "--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--time", "--requeue"}
 OTHER_PROGRAMS |= {"--open-mode", "--signal", "--kill-on-bad-exit", "--model_name", "--model_flavor", "--pretrain"}
+OTHER_PROGRAMS |= {"--gpus", "--minutes", "--check", "--again", "--state", "--tiny", "--list"}
 """Flags of TensorBoard, pip, modelscope, of the example task on a page, of vLLM, llama.cpp's converter,
-.ci/run, Slurm, and scripts of torchtitan and ColossalAI; `accelerate launch` and torchrun are asked."""
+.ci/run, Slurm, scripts of torchtitan and ColossalAI, and tests/gpu/run; `accelerate launch` and torchrun are asked."""
 
 
 def _prose(page: Path) -> str:
