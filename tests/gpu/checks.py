@@ -154,7 +154,6 @@ def main() -> None:
     if args.list:
         print(listed())
         return
-    signal.signal(signal.SIGTERM, _stop)  # so that launches are ended
     until = time.monotonic() + 60 * args.minutes
     # on /tmp: runs hold copies of large models, and nobody wants them kept
     with tempfile.TemporaryDirectory(prefix="gpu-checks-") as folder:
@@ -197,4 +196,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)  # so that launches are ended
     main()

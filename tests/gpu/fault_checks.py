@@ -114,7 +114,7 @@ def stuck_rank(machine: Machine) -> str:
 )
 def one_rank_without_room(machine: Machine) -> str:
     task, said = f"{TROUBLES}:Cramped", []
-    for yaml in ("ddp",) if machine.tiny else ("ddp", "z3"):
+    for yaml in ("ddp", "z3"):
         name = f"cramped under {yaml}"
         launch = {"launcher": FLOAT32, "task": task, "environment": {"TROUBLE_RUN": str(machine.folder / name)}}
         run = machine.train(name, yaml, *machine.short(), **launch)
