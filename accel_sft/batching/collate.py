@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from accel_sft.chat.encoded import Encoded
-from accel_sft.models.prefix_attention import PrefixedRows
+from accel_sft.models.cascade import PrefixedRows
 
 BLOCK = 128
 """Tokens in a block of FlexAttention's mask."""
@@ -83,7 +83,7 @@ def tree(rows: Sequence[Encoded], common: Sequence[int], mask: Callable[[torch.T
 def behind_prefix(rows: Sequence[Encoded], prefix: int) -> Batch:
     """A forward of rows whose tree branches only once: `prefix` tokens that all share, then each row's own tokens.
 
-    Attention runs row by row (`prefix_attention.Rows`). The tensors are built by a few array operations, because a loop
+    Attention runs row by row (`cascade.PrefixedRows`). The tensors are built by a few array operations, because a loop
     over rows would take noticeable time on a small model.
     """
     lengths = np.array([len(row.input_ids) for row in rows])
@@ -169,8 +169,11 @@ def _rows(sizes: np.ndarray, starts: np.ndarray, prefix: int) -> PrefixedRows:
     step = np.arange(longest)
     own = (starts - prefix)[:, None] + np.minimum(step, sizes[:, None] - 1)
     (back,) = (step < sizes[:, None]).ravel().nonzero()
-    seen = torch.as_tensor(np.tri(longest, prefix + longest, prefix, dtype=bool)) if prefix else None
-    return PrefixedRows(prefix, longest, torch.as_tensor(own.ravel()), torch.as_tensor(back), seen)
+    count = int(sizes.sum())
+    bounds = np.array([*[0] * bool(prefix), *starts, prefix + count], dtype=np.int32)
+    tensors = map(torch.as_tensor, (own.ravel(), back, bounds, np.array([0, count], dtype=np.int32)))
+    seen = torch.ones(longest, prefix + longest, dtype=torch.bool).tril(prefix) if prefix else None
+    return PrefixedRows(prefix, longest, *tensors, seen)
 
 
 def padded(rows: Sequence[Encoded], pad_token_id: int) -> Batch:

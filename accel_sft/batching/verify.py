@@ -85,7 +85,7 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
             (layouts, reason), exact = _layouts_for(unwrapped, name, longest, dropout), []
             for layout in layouts:
                 if layout.attention == "rows":
-                    install()
+                    install(accelerator.device)
                 for head in heads:
                     batching = Batching(name, UNLIMITED, attention=layout.attention, head=head)
                     # ranks that came to different answers would run different forwards

@@ -1,41 +1,222 @@
-"""A CPU kernel for attention of many rows to one prefix, without a copy of the prefix for each row.
+"""Attention of many rows to one prefix, without a copy of the prefix for each row.
 
-Attention to the prefix and attention within the row are computed apart, each with its log-sum-exp, and added up in
-the proportions of their exponential sums ("cascade", as in Ye et al., FlashInfer, 2024). In the backward, given the
-log-sum-exp of the whole, each part yields its share of the whole's gradient ("ring", as in Liu et al., 2023, arXiv
-2310.01889), so that only the whole's output is kept.
+Attention within the prefix and within each row, and the rows' attention to the prefix, are computed apart, each with
+its log-sum-exp, and added up in the proportions of their exponential sums ("cascade", as in Ye et al., FlashInfer,
+2024). In the backward, given the log-sum-exp of the whole, each part yields its share of the whole's gradient ("ring",
+as in Liu et al., 2023, arXiv 2310.01889), so that only the whole's output is kept.
+
+The parts are computed by torch's fused attention: on CPUs that of padded rows, on CUDA devices that of sequences of
+any length one after another, which `torch.nn.attention.varlen` offers, too, but without a gradient of the log-sum-exp.
 """
 
-import functools
+import abc
+import dataclasses
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-_TOLERANCE = 1e-4
-"""Largest allowed difference from plain attention, as a share of its norm; above it, torch's kernels are not used."""
-_known: bool | None = None
+
+@dataclasses.dataclass(frozen=True)
+class PrefixedRows:
+    """Where the rows of a sequence stand: `prefix` tokens seen by all, then the own tokens of one row after another.
+
+    Attributes:
+        prefix: number of the prefix's tokens, P; may be 0.
+        longest: number of own tokens of the longest row, L.
+        own: for each place of the R rows padded to L: which token after the prefix stands there, (R * L,); a shorter
+            row repeats its last token.
+        back: for each of the N tokens after the prefix: its place in `own`, (N,).
+        bounds: where the prefix, if there is one, and each row begin, and where the last row ends; int32.
+        behind: 0 and N: the bounds of all rows as one sequence; int32.
+        seen: which prefix tokens and own tokens each of a row's tokens sees, (L, P + L); None without a prefix.
+    """
+
+    prefix: int
+    longest: int
+    own: torch.Tensor
+    back: torch.Tensor
+    bounds: torch.Tensor
+    behind: torch.Tensor
+    seen: torch.Tensor | None
 
 
-def usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether `cascade` takes these tensors, and torch has the kernels that it is made of."""
-    return (
-        query.device.type == "cpu"
-        and query.dtype == key.dtype == value.dtype
-        and query.shape[-1] == value.shape[-1]
-        and not (torch.is_autocast_enabled("cpu") and query.dtype == torch.float32)  # autocast would cast them
-        and bool(_known)
-    )
+class Kernels(abc.ABC):
+    """Fused attention of a kind of device, and its backward.
+
+    Query is (tokens, heads, D), and so is the output; key and value may have fewer heads; log-sum-exps are (tokens,
+    heads). A backward takes the output's gradient, query, key, value, output and log-sum-exps, and returns gradients of
+    query, key and value.
+
+    Attributes:
+        dtype: type of the small example on which the kernels are checked.
+        tolerance: largest allowed difference from plain attention, as a share of its norm; above it, the kernels are
+            not used.
+        sizes: sizes of a head for which a device has kernels of their own; sizes in between use the next larger one.
+    """
+
+    dtype: torch.dtype
+    tolerance: float
+    sizes: tuple[int, ...]
+
+    @abc.abstractmethod
+    def size_for(self, query: torch.Tensor) -> int | None:
+        """The one of `sizes` that serves this query; None if there is none for its type and size."""
+
+    @abc.abstractmethod
+    def within(self, rows: PrefixedRows, scale: float | None, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Causal attention of the prefix to itself and of each row to itself; returns output and log-sum-exps."""
+
+    @abc.abstractmethod
+    def within_backward(self, rows: PrefixedRows, scale: float | None, *kept: torch.Tensor) -> list[torch.Tensor]:
+        """The backward of `within`."""
+
+    @abc.abstractmethod
+    def across(self, rows: PrefixedRows, scale: float | None, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Attention of all rows' tokens to the prefix; returns output and log-sum-exps."""
+
+    @abc.abstractmethod
+    def across_backward(self, rows: PrefixedRows, scale: float | None, *kept: torch.Tensor) -> list[torch.Tensor]:
+        """The backward of `across`."""
+
+
+class Padded(Kernels):
+    """torch's fused attention on CPUs: sequences of one length, as many heads of keys as of queries, any type."""
+
+    dtype, tolerance, sizes = torch.float32, 1e-4, (8,)
+
+    def size_for(self, query: torch.Tensor) -> int | None:
+        return 8
+
+    def within(self, rows: PrefixedRows, scale: float | None, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        prefix = rows.prefix
+        cut = (cut_rows(tensor[prefix:], rows) for tensor in self._alike(*qkv))
+        own = self._forward(*cut, is_causal=True, scale=scale)
+        parts = [[_back(tensor, rows) for tensor in own]]
+        if prefix:
+            parts.insert(0, self._one(*(tensor[:prefix] for tensor in qkv), is_causal=True, scale=scale))
+        output, sums = (torch.cat(each) for each in zip(*parts, strict=True))
+        return output, sums
+
+    def within_backward(self, rows: PrefixedRows, scale: float | None, *kept: torch.Tensor) -> list[torch.Tensor]:
+        prefix, (gradient, *others) = rows.prefix, kept
+        # the output at padding gets a gradient of zero, so padding contributes nothing
+        filled = gradient.new_zeros(len(rows.own), *gradient.shape[1:])
+        filled[rows.back] = gradient[prefix:]
+        cut = [cut_rows(tensor[prefix:], rows) for tensor in self._alike(*others)]
+        found = self._backward(_batch(filled, rows.longest), *cut, is_causal=True, scale=scale)
+        parts = [self._grouped(others[1].shape[1], [_back(tensor, rows) for tensor in found])]
+        if prefix:
+            parts.insert(0, self._one_backward(*(tensor[:prefix] for tensor in kept), is_causal=True, scale=scale))
+        return [torch.cat(each) for each in zip(*parts, strict=True)]
+
+    def across(self, rows: PrefixedRows, scale: float | None, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        output, sums = self._one(*qkv, is_causal=False, scale=scale)
+        return output, sums
+
+    def across_backward(self, rows: PrefixedRows, scale: float | None, *kept: torch.Tensor) -> list[torch.Tensor]:
+        return self._one_backward(*kept, is_causal=False, scale=scale)
+
+    def _one(self, *qkv: torch.Tensor, **how: Any) -> list[torch.Tensor]:
+        """Attention of one sequence."""
+        found = self._forward(*(tensor.transpose(0, 1)[None] for tensor in self._alike(*qkv)), **how)
+        return [tensor[0].transpose(0, 1) for tensor in found]
+
+    def _one_backward(self, gradient: torch.Tensor, *kept: torch.Tensor, **how: Any) -> list[torch.Tensor]:
+        alike = (gradient, *self._alike(*kept))
+        found = self._backward(*(tensor.transpose(0, 1)[None] for tensor in alike), **how)
+        return self._grouped(kept[1].shape[1], [tensor[0].transpose(0, 1) for tensor in found])
+
+    def _forward(self, *qkv: torch.Tensor, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*qkv, **how)
+        return output, sums
+
+    def _backward(self, *kept: torch.Tensor, **how: Any) -> list[torch.Tensor]:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return [*kernel(*kept, dropout_p=0.0, **how)]
+
+    def _alike(self, query: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+        """Repeat keys and values, the next two tensors, for each head of the query."""
+        key_heads, heads = others[0].shape[1], query.shape[1]
+        if key_heads == heads:
+            return [query, *others]
+        repeated = (tensor.repeat_interleave(heads // key_heads, dim=1) for tensor in others[:2])
+        return [query, *repeated, *others[2:]]
+
+    def _grouped(self, key_heads: int, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Add up what `_alike` has repeated."""
+        query, *others = gradients
+        return [query, *(tensor.unflatten(1, (key_heads, -1)).sum(2) for tensor in others)]
+
+
+class Varlen(Kernels):
+    """torch's FlashAttention on CUDA devices: sequences of any length, given by their bounds; half precision."""
+
+    dtype, tolerance, sizes = torch.bfloat16, 2e-2, (32, 64, 96, 128, 192, 256)
+
+    def size_for(self, query: torch.Tensor) -> int | None:
+        size = query.shape[-1]
+        if size % 8 or query.dtype not in (torch.bfloat16, torch.float16):
+            return None
+        return next((each for each in self.sizes if size <= each), None)
+
+    def within(self, rows: PrefixedRows, scale: float | None, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._forward(qkv, *self._own(rows), True, scale)
+
+    def within_backward(self, rows: PrefixedRows, scale: float | None, *kept: torch.Tensor) -> list[torch.Tensor]:
+        return self._backward(kept, *self._own(rows), True, scale)
+
+    def across(self, rows: PrefixedRows, scale: float | None, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._forward(qkv, *self._before(rows), False, scale)
+
+    def across_backward(self, rows: PrefixedRows, scale: float | None, *kept: torch.Tensor) -> list[torch.Tensor]:
+        return self._backward(kept, *self._before(rows), False, scale)
+
+    def _own(self, rows: PrefixedRows) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Bounds and largest number of queries and of keys, where each sequence attends to itself."""
+        # for a single query the kernel would regroup the heads, and with them the log-sum-exps
+        longest = max(rows.prefix, rows.longest, 2)
+        return rows.bounds, rows.bounds, longest, longest
+
+    def _before(self, rows: PrefixedRows) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """The same where all rows, as one sequence, attend to the prefix."""
+        return rows.behind, rows.bounds[:2], max(len(rows.back), 2), rows.prefix
+
+    def _forward(self, qkv: tuple[torch.Tensor, ...], *where: Any) -> tuple[torch.Tensor, ...]:
+        *bounds, causal, scale = where
+        kernel = torch.ops.aten._flash_attention_forward
+        output, sums, *_ = kernel(*qkv, *bounds, 0.0, causal, False, scale=scale)
+        return output, sums.T
+
+    def _backward(self, kept: tuple[torch.Tensor, ...], *where: Any) -> list[torch.Tensor]:
+        *bounds, causal, scale = where
+        *others, sums = kept
+        # without dropout neither random state is read
+        random = sums.new_empty(2, dtype=torch.uint64), sums.new_empty(0)
+        kernel = torch.ops.aten._flash_attention_backward
+        return [*kernel(*others, sums.T.contiguous(), *bounds, 0.0, causal, *random, scale=scale)]
+
+
+PADDED, VARLEN = Padded(), Varlen()
+KERNELS: dict[str, Kernels] = {"cpu": PADDED, "cuda": VARLEN}
+"""The kernels for each type of device; other types have none."""
+_right: dict[tuple[str, int], bool] = {}
+"""Whether the kernels of a type of device, for heads up to this size, are there and compute right; set by a probe."""
+
+
+def usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Kernels | None:
+    """The kernels that take these tensors and that the probe found right; None if there are none."""
+    kernels = KERNELS.get(query.device.type)
+    if kernels is None or not (query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]):
+        return None
+    return kernels if _right.get((query.device.type, kernels.size_for(query) or 0)) else None
 
 
 class _Cascade(torch.autograd.Function):
     """Causal attention over a prefix and the rows that follow it: each row sees the prefix and itself, no other row.
 
     Args:
-        query: (1, heads, P + N, D), as are key and value: the prefix, then the N tokens of all rows.
-        prefix: number of the prefix's tokens, P, at least one.
-        own: for each of the R * L places of rows padded to the longest, L: which of the N tokens stands there.
-        back: for each of the N tokens: in which of these places it stands.
+        query: (1, heads, P + N, D): the prefix, then the N tokens of all rows; key and value may have fewer heads.
         scale: factor on the products of queries and keys; None: 1 / sqrt(D).
     Returns:
         (1, P + N, heads, D).
@@ -47,97 +228,92 @@ class _Cascade(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        prefix: int,
-        own: torch.Tensor,
-        back: torch.Tensor,
-        longest: int,
+        rows: PrefixedRows,
         scale: float | None,
+        kernels: Kernels,
     ) -> torch.Tensor:
-        kernel = functools.partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, scale=scale)
-        before, behind = _parts(prefix, query, key, value)
-        alone, alone_sum = kernel(*before, is_causal=True)
-        first, first_sum = kernel(behind[0], *before[1:])
-        second, second_sum = kernel(*(cut_rows(tensor, own, longest) for tensor in behind), is_causal=True)
-        first, first_sum = first.transpose(1, 2), first_sum.transpose(1, 2)
-        second, second_sum = (_back(tensor, back) for tensor in (second, second_sum))
-        whole = torch.logaddexp(first_sum, second_sum)  # (1, N, heads)
-        rows = first * (first_sum - whole).exp()[..., None] + second * (second_sum - whole).exp()[..., None]
-        output = torch.cat([alone.transpose(1, 2), rows.to(query.dtype)], dim=1)
-        sums = torch.cat([alone_sum.transpose(1, 2), whole], dim=1)
-        ctx.save_for_backward(query, key, value, own, back, output, sums)
-        ctx.prefix, ctx.longest, ctx.scale = prefix, longest, scale
-        return output
+        prefix = rows.prefix
+        query_, key_, value_ = qkv = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+        output, sums = kernels.within(rows, scale, *qkv)
+        if prefix:
+            before, before_sums = kernels.across(rows, scale, query_[prefix:], key_[:prefix], value_[:prefix])
+            own, own_sums = output[prefix:], sums[prefix:]
+            whole = torch.logaddexp(before_sums, own_sums)  # (N, heads)
+            shares = ((each - whole).exp()[..., None] for each in (before_sums, own_sums))
+            own.copy_(before * next(shares) + own * next(shares))
+            own_sums.copy_(whole)
+        ctx.save_for_backward(query, key, value, output, sums)
+        ctx.rows, ctx.scale, ctx.kernels = rows, scale, kernels
+        return output[None]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, own, back, *rest = ctx.saved_tensors
-        kernel = functools.partial(
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, dropout_p=0.0, scale=ctx.scale
-        )
-        # what the kernel takes, in its order: gradient, query, key, value, output, sums, each (1, heads, T, ...)
-        output, sums = (tensor.transpose(1, 2) for tensor in rest)
-        before, behind = _parts(ctx.prefix, gradients[0].transpose(1, 2), query, key, value, output, sums)
-        alone = kernel(*before, is_causal=True)
-        first = kernel(*behind[:2], *before[2:4], *behind[4:], is_causal=False)
-        cut = [cut_rows(tensor, own, ctx.longest) for tensor in behind[1:]]
-        # the output at padding gets a gradient of zero, so padding contributes nothing
-        filled = behind[0].new_zeros(len(own), query.shape[1], query.shape[3])
-        filled[back] = behind[0][0].transpose(0, 1)
-        second = kernel(filled.unflatten(0, (-1, ctx.longest)).transpose(1, 2), *cut, is_causal=True)
-        queries, keys, values = (_back(gradient, back).transpose(1, 2) for gradient in second)
-        return (
-            torch.cat([alone[0], first[0] + queries], dim=2),
-            torch.cat([alone[1] + first[1], keys], dim=2),
-            torch.cat([alone[2] + first[2], values], dim=2),
-            *(None,) * 5,
-        )
+        query, key, value, output, sums = ctx.saved_tensors
+        rows, scale, prefix = ctx.rows, ctx.scale, ctx.rows.prefix
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        kept = gradients[0][0], query, key, value, output, sums
+        found = ctx.kernels.within_backward(rows, scale, *kept)
+        if prefix:
+            cut = ((slice(prefix) if each in (2, 3) else slice(prefix, None)) for each in range(len(kept)))
+            before = (tensor[where] for tensor, where in zip(kept, cut, strict=True))
+            of_queries, *of_prefix = ctx.kernels.across_backward(rows, scale, *before)
+            found[0][prefix:] += of_queries
+            for gradient, share in zip(found[1:], of_prefix, strict=True):
+                gradient[:prefix] += share
+        return (*(gradient.transpose(0, 1)[None] for gradient in found), None, None, None)
 
 
 cascade = _Cascade.apply
 
 
-def _parts(prefix: int, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Tensors of shape (1, heads, T, ...) split into the prefix's tokens and the rows'."""
-    return [tensor[:, :, :prefix] for tensor in tensors], [tensor[:, :, prefix:] for tensor in tensors]
+def cut_rows(tensor: torch.Tensor, rows: PrefixedRows) -> torch.Tensor:
+    """Cut out rows, and pad them to the longest, L: (N, heads, ...) -> (R, heads, L, ...)."""
+    return _batch(tensor.index_select(0, rows.own), rows.longest)
 
 
-def cut_rows(tensor: torch.Tensor, own: torch.Tensor, longest: int) -> torch.Tensor:
-    """Cut out rows, and pad them to the longest, L: (1, heads, N, ...) -> (R, heads, L, ...); `own` as in `cascade`."""
-    return tensor[0].transpose(0, 1).index_select(0, own).unflatten(0, (-1, longest)).transpose(1, 2)
+def _batch(tensor: torch.Tensor, longest: int) -> torch.Tensor:
+    """(R * L, heads, ...) -> (R, heads, L, ...)."""
+    return tensor.unflatten(0, (-1, longest)).transpose(1, 2)
 
 
-def _back(rows: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-    """(R, heads, L, ...) -> (1, N, heads, ...)."""
-    return rows.transpose(1, 2).flatten(0, 1).index_select(0, back)[None]
+def _back(tensor: torch.Tensor, rows: PrefixedRows) -> torch.Tensor:
+    """(R, heads, L, ...) -> (N, heads, ...)."""
+    return tensor.transpose(1, 2).flatten(0, 1).index_select(0, rows.back)
 
 
-def probe_kernels() -> None:
-    """Find out, once, whether torch has the kernels, and whether they compute a small example and its gradients right.
+def probe_kernels(device: torch.device) -> None:
+    """Find out, once, whether a device has its type's kernels, and whether they compute a small example, its gradients
+    included, right.
 
     Call it outside any forward, where no compiler, autograd mode or default device of the model is in effect.
     """
-    global _known
-    if _known is None:
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            _known = _kernels_are_known()
+    kernels = KERNELS.get(device.type)
+    if kernels is None or (device.type, kernels.sizes[0]) in _right:
+        return
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        _right.update({(device.type, size): _is_right(kernels, device, size) for size in kernels.sizes})
 
 
-def _kernels_are_known() -> bool:
+def _is_right(kernels: Kernels, device: torch.device, size: int) -> bool:
     drawn = torch.Generator("cpu").manual_seed(0)
-    tensors = [
-        torch.randn(1, 2, 8, 8, generator=drawn, dtype=torch.float32, device="cpu", requires_grad=True)
-        for _ in range(3)
-    ]
+    shapes = [(1, heads, 8, size) for heads in (4, 2, 2)]
     row = torch.tensor([-1, -1, -1, 0, 0, 0, 1, 1], device="cpu")  # a prefix of three, rows of three and of two
     seen = ((row[None] == -1) | (row[:, None] == row[None])).tril()
-    own, back = torch.tensor([0, 1, 2, 3, 4, 4], device="cpu"), torch.tensor([0, 1, 2, 3, 4], device="cpu")
-    query, key, value = tensors
+    index = [torch.tensor(each, device="cpu") for each in ([0, 1, 2, 3, 4, 4], [0, 1, 2, 3, 4])]
+    bounds = [torch.tensor(each, device="cpu", dtype=torch.int32) for each in ([0, 3, 6, 8], [0, 5])]
     try:
+        tensors = [torch.randn(shape, generator=drawn, dtype=torch.float32, device="cpu") for shape in shapes]
+        tensors = [tensor.to(device, kernels.dtype).requires_grad_() for tensor in tensors]
+        rows = PrefixedRows(3, 3, *(tensor.to(device) for tensor in (*index, *bounds)), None)
+        ours = cascade(*tensors, rows, None, kernels)
+        found = [ours, *torch.autograd.grad(ours.float().square().sum(), tensors)]
+        exact = [tensor.detach().float().cpu().requires_grad_() for tensor in tensors]
+        query, key, value = exact[0], *(tensor.repeat_interleave(2, dim=1) for tensor in exact[1:])
         plain = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen).transpose(1, 2)
-        expected = [plain, *torch.autograd.grad(plain.square().sum(), tensors)]
-        ours = cascade(*tensors, 3, own, back, 3, None)
-        found = [ours, *torch.autograd.grad(ours.square().sum(), tensors)]
-    # another torch may lack the kernels or give them other arguments; the prefix is then copied, which is as exact
+        expected = [plain, *torch.autograd.grad(plain.square().sum(), exact)]
+        pairs = [(one.float().cpu(), other) for one, other in zip(found, expected, strict=True)]
+    # another torch may lack the kernels or give them other arguments, a device may lack them; the prefix is then
+    # copied, which is as exact
     except (AttributeError, RuntimeError, TypeError, ValueError, IndexError, AssertionError):
         return False
-    return all(bool((a - b).norm() <= _TOLERANCE * b.norm()) for a, b in zip(found, expected, strict=True))
+    return all(bool((a - b).norm() <= kernels.tolerance * b.norm()) for a, b in pairs)

@@ -5,33 +5,14 @@ from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 from accel_sft.models import cascade as kernels
-from accel_sft.models.cascade import cascade, cut_rows, usable
+from accel_sft.models.cascade import PADDED, PrefixedRows, cascade, cut_rows, usable
 
 _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Additive masks, by the boolean mask that each was made of."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PrefixedRows:
-    """Where the rows of a sequence stand: `prefix` tokens seen by all, then the own tokens of one row after another.
-
-    Attributes:
-        longest: number of own tokens of the longest row, L.
-        own: for each place of the R rows padded to L: which token after the prefix stands there, (R * L,); a shorter
-            row repeats its last token.
-        back: for each token after the prefix: its place in `own`, (T - prefix,).
-        seen: which prefix tokens and own tokens each of a row's tokens sees, (L, prefix + L); None without a prefix.
-    """
-
-    prefix: int
-    longest: int
-    own: torch.Tensor
-    back: torch.Tensor
-    seen: torch.Tensor | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +23,17 @@ class Prefix:
     values: list[torch.Tensor]
 
 
-def install() -> None:
+def install(device: torch.device | None = None) -> None:
     """Let every model with sdpa attention take `rows` or `prefix` among its arguments; without them nothing changes.
 
     It changes transformers' attention for the whole process, so call it only where a model is prepared for such
     arguments.
+
+    Args:
+        device: where rows will be computed; kernels that copy no prefix are probed there. None probes none.
     """
-    kernels.probe_kernels()
+    if device is not None:
+        kernels.probe_kernels(device)
     AttentionInterface.register("sdpa", rows_attention)
 
 
@@ -70,8 +55,9 @@ def rows_attention(
 ) -> tuple[torch.Tensor, None]:
     """sdpa by rows: the prefix sees itself, each row sees the prefix and itself; rows do not see each other.
 
-    Rows are cut out of the sequence into a batch, the prefix's keys and values are put before each, and the outputs go
-    back to where the queries stood. Short rows are padded at the end, where causality hides the padding.
+    Where the device has no kernels for that, rows are cut out of the sequence into a batch, the prefix's keys and
+    values are put before each, and the outputs go back to where the queries stood. Short rows are padded at the end,
+    where causality hides the padding.
 
     Args:
         query: (1, heads, T, D); key and value may have fewer heads.
@@ -86,6 +72,8 @@ def rows_attention(
             return _one_query(query, key, value, *shared, attention_mask, kwargs.get("scaling")), None
         copies = (tensor.expand(len(query), -1, -1, -1) for tensor in shared)
         key, value = (torch.cat(parts, dim=2) for parts in zip(copies, (key, value), strict=True))
+    else:
+        query, key, value = (_as_autocast(tensor) for tensor in (query, key, value))
     if rows is None:
         whole = query.shape[2] == key.shape[2] and not torch.compiler.is_compiling()
         if whole and attention_mask is not None and attention_mask.dtype == torch.bool:
@@ -94,11 +82,10 @@ def rows_attention(
     kwargs.pop("is_causal", None)
     others = (kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux"))
     plain = not (any(args) or kwargs.get("dropout") or any(others))
-    if rows.prefix and plain and usable(query, key, value):
-        key, value = (repeat_kv(tensor, query.shape[1] // key.shape[1]) for tensor in (key, value))
-        scale = kwargs.get("scaling")
-        return cascade(query, key, value, rows.prefix, rows.own, rows.back, rows.longest, scale), None
-    cut = [cut_rows(tensor[:, :, rows.prefix :], rows.own, rows.longest) for tensor in (query, key, value)]
+    if plain and (found := usable(query, key, value)) and (rows.prefix or found is not PADDED):
+        return cascade(query, key, value, rows, kwargs.get("scaling"), found), None
+    sequence = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    cut = [cut_rows(tensor[rows.prefix :], rows) for tensor in sequence]
     sdpa: Any = sdpa_attention_forward
     if not rows.prefix:
         output, _ = sdpa(module, *cut, None, *args, is_causal=True, **kwargs)
@@ -109,6 +96,15 @@ def rows_attention(
     output, _ = sdpa(module, *cut, rows.seen, *args, is_causal=False, **kwargs)
     first, _ = sdpa(module, *before, None, *args, is_causal=True, **kwargs)
     return torch.cat([first, output.flatten(0, 1)[rows.back][None]], dim=1), None
+
+
+def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """Cast a float32 tensor as autocast would in the product: rotated queries and keys come in float32, and would be
+    cut, joined and repeated at twice the size. The kernels are none of autocast's operators and would not cast."""
+    kind = tensor.device.type
+    if tensor.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+        return tensor.to(torch.get_autocast_dtype(kind))
+    return tensor
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

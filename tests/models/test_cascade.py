@@ -12,10 +12,11 @@ from torch.nn import functional
 
 from accel_sft.batching.collate import _rows
 from accel_sft.models import cascade as module
-from accel_sft.models.cascade import cascade, usable
+from accel_sft.models.cascade import PADDED, VARLEN, Varlen, cascade, probe_kernels, usable
 from accel_sft.models.prefix_attention import install, rows_attention
+from varlen_on_cpu import backward, forward, varlen_on_cpu
 
-install()
+install(torch.device("cpu"))
 
 
 def sequence(prefix, sizes, heads, key_heads, size, dtype=torch.float32):
@@ -41,34 +42,98 @@ def by_mask(query, key, value, prefix, sizes, scale=None):
 SHAPES = [(1, [1, 1]), (7, [5, 3, 3, 1]), (40, [90, 1, 2]), (300, [17] * 9)]
 
 
-@pytest.mark.parametrize(("prefix", "sizes"), SHAPES)
-@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
-@pytest.mark.parametrize("scale", [None, 0.3])
-def test_rows_get_the_same_and_give_the_same_gradients(prefix, sizes, heads, scale, monkeypatch):
+class Exact(Varlen):
+    """A GPU's kernels, for any type: what they compute is compared in float64."""
+
+    dtype = torch.float64
+
+    def size_for(self, query):
+        return next(size for size in self.sizes if query.shape[-1] <= size)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """CPUs have the kernels of GPUs, and use them."""
+    with varlen_on_cpu():
+        monkeypatch.setitem(module.KERNELS, "cpu", Exact())
+        forget(monkeypatch)
+        yield
+
+
+def compared(prefix, sizes, heads, scale, monkeypatch):
+    """Output and gradients of rows' attention, and those of plain attention with a mask; the kernels must be used."""
     calls = []
-    monkeypatch.setattr("accel_sft.models.prefix_attention.cascade", lambda *args: calls.append(1) or cascade(*args))
+    monkeypatch.setattr("accel_sft.models.prefix_attention.cascade", lambda *args: calls.append(args) or cascade(*args))
     tensors, rows = sequence(prefix, sizes, *heads, 16, torch.float64)
     wanted = torch.randn(1, prefix + sum(sizes), heads[0], 16, dtype=torch.float64)
     expected = by_mask(*tensors, prefix, sizes, scale)
     layer = SimpleNamespace(num_key_value_groups=heads[0] // heads[1])
     got, _ = rows_attention(layer, *tensors, None, rows=rows, scaling=scale, dropout=0.0)
     assert calls, "it was computed in another way"
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    assert all(part.shape[1] == count for part, count in zip(calls[0], (heads[0], heads[1], heads[1])))
     ours, theirs = (torch.autograd.grad(output, tensors, wanted) for output in (got, expected))
-    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
+    return (got, *ours), (expected, *theirs)
 
 
-@pytest.mark.parametrize("why", ["dropout", "bias", "autocast", "kernels"])
+@pytest.mark.parametrize(("prefix", "sizes"), SHAPES)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_rows_get_the_same_and_give_the_same_gradients(prefix, sizes, heads, scale, monkeypatch):
+    found, expected = compared(prefix, sizes, heads, scale, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize(("prefix", "sizes"), [*SHAPES, (0, [5, 3, 1]), (0, [1, 1]), (1, [1])])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_so_do_rows_on_a_gpu_by_their_bounds(prefix, sizes, heads, scale, monkeypatch, as_on_a_gpu):
+    found, expected = compared(prefix, sizes, heads, scale, monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_the_stand_ins_for_a_gpus_kernels_have_the_shapes_of_the_real_ones():
+    query, key = torch.randn(8, 4, 16), torch.randn(8, 2, 16)
+    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+    where, how = (bounds, bounds, 5, 5, 0.0, True), (torch.empty(2, dtype=torch.uint64), torch.empty(0))
+    with varlen_on_cpu():
+        ours = torch.ops.aten._flash_attention_forward(query, key, key, *where, False)[:2]
+        back = torch.ops.aten._flash_attention_backward(query, query, key, key, *ours, *where, *how)
+    meta = [tensor.to("meta") for tensor in (query, key, key)]
+    on_meta = [each.to("meta") if isinstance(each, torch.Tensor) else each for each in where]
+    real = torch.ops.aten._flash_attention_forward(*meta, *on_meta, False)[:2]
+    of_real = torch.ops.aten._flash_attention_backward(
+        meta[0], *meta, *real, *on_meta, *(each.to("meta") for each in how)
+    )
+    for one, other in zip((*ours, *back), (*real, *of_real), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+@pytest.mark.parametrize("why", ["dropout", "bias", "kernels"])
 def test_what_it_cannot_do_is_done_with_copies(why, monkeypatch):
     monkeypatch.setattr("accel_sft.models.prefix_attention.cascade", lambda *args: pytest.fail("it was used"))
     tensors, rows = sequence(7, [5, 3], 2, 2, 16)
     arguments = {"dropout": {"dropout": 1e-9}, "bias": {"position_bias": torch.zeros(())}}.get(why, {})
     if why == "kernels":
-        monkeypatch.setattr("accel_sft.models.prefix_attention.usable", lambda *tensors: False)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=why == "autocast"):
-        got, _ = rows_attention(None, *tensors, None, rows=rows, **arguments)
-    tolerance = 0.02 if why == "autocast" else 1e-5
-    torch.testing.assert_close(got.float(), by_mask(*tensors, 7, [5, 3]), rtol=tolerance, atol=tolerance)
+        monkeypatch.setattr("accel_sft.models.prefix_attention.usable", lambda *tensors: None)
+    got, _ = rows_attention(None, *tensors, None, rows=rows, **arguments)
+    torch.testing.assert_close(got, by_mask(*tensors, 7, [5, 3]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_under_autocast_queries_and_keys_are_cast_before_they_are_cut(copied, monkeypatch):
+    """Rotation gives queries and keys in float32; the product would cast them in any case."""
+    (query, key, value), rows = sequence(7, [5, 3], 4, 2, 16)
+    tensors = query, key, value.detach().bfloat16().requires_grad_()
+    if copied:
+        monkeypatch.setattr("accel_sft.models.prefix_attention.usable", lambda *tensors: None)
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda one: one)
+    with torch.autocast("cpu", dtype=torch.bfloat16), hooks:
+        got, _ = rows_attention(SimpleNamespace(num_key_value_groups=2), *tensors, None, rows=rows)
+    assert got.dtype == torch.bfloat16
+    assert {each.dtype for each in kept if each.is_floating_point() and each.ndim > 3} == {torch.bfloat16}
+    expected = by_mask(*(tensor.float() for tensor in tensors), 7, [5, 3])
+    torch.testing.assert_close(got.float(), expected, rtol=0.02, atol=0.02)
 
 
 def test_reduced_precision_keeps_its_type_and_is_as_near_as_plain_attention():
@@ -85,15 +150,15 @@ def test_reduced_precision_keeps_its_type_and_is_as_near_as_plain_attention():
 
 def forget(monkeypatch):
     """Ask anew what torch has, for this test alone."""
-    monkeypatch.setattr(module, "_known", None)
-    module.probe_kernels()
+    monkeypatch.setattr(module, "_right", {})
+    probe_kernels(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("change", ["gone", "backward", "forward"])
 def test_kernels_that_are_gone_or_mean_something_else_are_found_out(change, monkeypatch):
     tensors, _ = sequence(7, [5, 3], 2, 2, 16)
     forget(monkeypatch)
-    assert usable(*tensors)
+    assert usable(*tensors) is PADDED
     aten = torch.ops.aten
     forward = aten._scaled_dot_product_flash_attention_for_cpu
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -109,6 +174,47 @@ def test_kernels_that_are_gone_or_mean_something_else_are_found_out(change, monk
     monkeypatch.setattr(torch.ops, "aten", object() if change == "gone" else Changed())
     forget(monkeypatch)
     assert not usable(*tensors)
+
+
+@pytest.mark.parametrize("change", ["gone", "backward", "forward"])
+def test_so_are_those_of_a_gpu(change, monkeypatch, as_on_a_gpu):
+    tensors, _ = sequence(7, [5, 3], 4, 2, 16, torch.bfloat16)
+    monkeypatch.setitem(module.KERNELS, "cpu", VARLEN)
+    forget(monkeypatch)
+    assert usable(*tensors) is VARLEN
+    assert not usable(*(tensor.float() for tensor in tensors)), "there are none for float32"
+    assert not usable(*(tensor[..., :12] for tensor in tensors)), "there are none for this size of a head"
+
+    def other_sums(*args, **kwargs):
+        output, sums, *others = forward(*args, **kwargs)
+        return (output, 2 * sums, *others)
+
+    def refuses_wide_heads(gradient, query, *args, **kwargs):
+        if query.shape[-1] > 192:
+            raise RuntimeError("head dim 256 requires A100")
+        return backward(gradient, query, *args, **kwargs)
+
+    if change == "gone":
+        monkeypatch.setattr(torch.ops, "aten", object())
+        forget(monkeypatch)
+    else:
+        changed = {"forward": other_sums} if change == "forward" else {"backward": refuses_wide_heads}
+        with varlen_on_cpu(**changed):
+            forget(monkeypatch)
+    assert bool(usable(*tensors)) == (change == "backward")
+    assert not usable(*sequence(7, [5, 3], 2, 2, 256, torch.bfloat16)[0])
+
+
+def test_a_compiler_takes_the_kernels_as_they_are(as_on_a_gpu):
+    tensors, rows = sequence(7, [5, 3], 4, 2, 16, torch.float64)
+
+    @torch.compile(backend="eager", fullgraph=True, dynamic=True)
+    def compiled(*tensors):
+        return cascade(*tensors, rows, None, module.KERNELS["cpu"])
+
+    found = torch.autograd.grad(compiled(*tensors).square().sum(), tensors)
+    expected = torch.autograd.grad(by_mask(*tensors, 7, [5, 3]).square().sum(), tensors)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("mode", ["inference", "meta", "bfloat16", "no gradients"])
