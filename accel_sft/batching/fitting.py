@@ -17,7 +17,8 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
 from accel_sft.launch.collectives import all_ranks, largest_of_ranks
-from accel_sft.memory.loaded_model import forward_bytes
+from accel_sft.memory.loaded_model import forward_bytes, head_size
+from accel_sft.models.cascade import kernels_for
 
 RESERVED_PART = 2**28
 """Maximum number of bytes that are reserved in one piece."""
@@ -56,24 +57,30 @@ def within_memory(trial: Trial, exact: Sequence[Batching], sizes: Sequence[int])
 
 def expected_to_fit(trial: Trial, exact: Sequence[Batching], sizes: Sequence[int]) -> list[Batching]:
     """Return the batchings of `sizes` that are estimated to fit on all ranks; if none is, those of the first size."""
-    base = trial.accelerator.unwrap_model(trial.model)
     room = (1 - LEFT_FREE) * (free_bytes(trial.accelerator.device) - trial.reserved())
     room = -largest_of_ranks(-room)
-    itemsize = next(trial.model.parameters()).element_size() if trial.accelerator.mixed_precision == "no" else 2
-    recomputed = trial.config.gradient_checkpointing
     sized = [dataclasses.replace(batching, tokens=tokens) for batching in exact for tokens in sizes]
-    fitting = [batching for batching in sized if _expected_bytes(base, batching, recomputed, itemsize) <= room]
+    fitting = [batching for batching in sized if _expected_bytes(trial, batching) <= room]
     return fitting or [batching for batching in sized if batching.tokens == sizes[0]]
 
 
-def _expected_bytes(model: Any, batching: Batching, recomputed: bool, itemsize: int) -> float:
+def _expected_bytes(trial: Trial, batching: Batching) -> float:
+    model, precision = trial.accelerator.unwrap_model(trial.model), trial.accelerator.mixed_precision
+    reduced = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = reduced.get(precision, next(trial.model.parameters()).dtype)
+    size = head_size(model.config.get_text_config(decoder=True))
+    copied = 0, 0
+    if not kernels_for(trial.accelerator.device.type, dtype, size, prefix=batching.layout == "shared"):
+        forwards = itertools.chain(*batching.divide(trial.spread(), trial.accelerator.num_processes))
+        copied = max(map(batching.way.copied, forwards), key=sum, default=copied)
     return forward_bytes(
         model,
         batching.tokens,
         masked=batching.attention == "mask" and batching.layout != "padded",
         whole_head=batching.head in ("labelled", "everywhere"),
-        recomputed=recomputed,
-        itemsize=itemsize,
+        recomputed=trial.config.gradient_checkpointing,
+        itemsize=dtype.itemsize,
+        copied=copied,
     )
 
 

@@ -69,6 +69,11 @@ class Layout(abc.ABC):
         longest, prefix = _longest(examples), self.prefix(examples)
         return prefix**2 + len(examples) * (longest - prefix) * longest
 
+    def copied(self, examples: Sequence[Encoded]) -> tuple[int, int]:
+        """Number of queries and of keys that attention copies in each layer where it has no kernels for rows of
+        different lengths behind one prefix (models/cascade.py)."""
+        return 0, 0
+
     @abc.abstractmethod
     def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
         """The tensors of one forward of at least one example, on the current device."""
@@ -117,6 +122,12 @@ class RowByRow(Layout):
         """Whether the rows, which attention pads to the longest, stay within FILLED times `tokens`."""
         own = _longest(examples) - self.prefix(examples)
         return len(examples) * own <= max(FILLED * tokens, own)
+
+    def copied(self, examples: Sequence[Encoded]) -> tuple[int, int]:
+        if len(examples) < 2:
+            return 0, 0
+        longest = _longest(examples)
+        return len(examples) * (longest - self.prefix(examples)), len(examples) * longest
 
     def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
         if len(examples) == 1:

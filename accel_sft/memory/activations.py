@@ -103,9 +103,14 @@ def _scores(job: Job) -> float:
     return job.shape.heads * job.tokens**2 / max(job.rows, 1) if job.shape.family.startswith(_CAPPED) else 0.0
 
 
+def _copies(job: Job) -> float:
+    """Bytes of keys and values in one block that attention copies for each row behind a prefix, and for every head."""
+    return 2 * job.computes_bytes * job.shape.heads * job.shape.head_dim * job.copied_keys if job.copies else 0.0
+
+
 def forward_bytes(job: Job) -> float:
     """Bytes that all blocks keep at the end of the largest forward."""
-    scores = _SCORE * _scores(job)
+    scores = _SCORE * _scores(job) + _copies(job)
     if not job.gradient_checkpointing:
         kept = sum(
             block.count * (job.tokens * block_bytes(job, block) + scores + _merged_bytes(job, block))
@@ -154,7 +159,7 @@ def peak_bytes(job: Job) -> dict[str, float]:
         casts["backward"] = e * shape.largest_block if cast else 0
     mask = e * t**2 if job.dense_mask else 0
     blocks = [
-        (t * block_bytes(job, block) + _SCORE * _scores(job), _merged_bytes(job, block), block)
+        (t * block_bytes(job, block) + _SCORE * _scores(job) + _copies(job), _merged_bytes(job, block), block)
         for block in shape.blocks
     ]
     if job.gradient_checkpointing:

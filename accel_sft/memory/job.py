@@ -41,6 +41,8 @@ class Job:
         rows: rows in that forward.
         head: `labelled`, `everywhere`, `pieces` or `fused`, as in `batching.loss.HEADS`.
         dense_mask: whether attention takes a mask of tokens by tokens, as the layouts `shared` and `packed` give sdpa.
+        copied_keys: keys that rows behind a shared prefix see, all rows together (each row the prefix and itself), where
+            attention has to copy them, see `copies`; 0: there is no such prefix.
         eval_rows: answers generated at once during the run; 0: none are generated.
         eval_tokens: tokens of the longest of these answers with its prompt; 0: as many as a row of the forward has.
         saves: whether checkpoints are written.
@@ -68,6 +70,7 @@ class Job:
     rows: int = 1
     head: str = "pieces"
     dense_mask: bool = False
+    copied_keys: int = 0
     eval_rows: int = 64
     eval_tokens: int = 0
     saves: bool = True
@@ -100,6 +103,13 @@ class Job:
         """Whether autocast computes in a reduced precision from float32 weights, as with one process and DDP. Under
         DeepSpeed and FSDP2 the forward's weights are in that precision themselves."""
         return self.launch.backend not in ("deepspeed", "fsdp") and self.computes_bytes < 4
+
+    @property
+    def copies(self) -> bool:
+        """Whether attention copies a shared prefix for each row and each head: a GPU's FlashAttention does without, in
+        half precision and with heads of these sizes (models/cascade.py; a run probes it); so do CPUs."""
+        size = self.shape.head_dim
+        return not self.on_cpu and (self.computes_bytes > 2 or size % 8 > 0 or size > 256)
 
     @property
     def computes_bytes(self) -> int:

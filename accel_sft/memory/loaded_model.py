@@ -75,7 +75,22 @@ def _largest_gradients(model: torch.nn.Module) -> int:
     return max(sizes.values(), default=0)
 
 
-def forward_bytes(model: Any, tokens: int, *, masked: bool, whole_head: bool, recomputed: bool, itemsize: int) -> float:
+def head_size(config: Any) -> int:
+    """Size of one head of the queries of a model with this configuration of its text."""
+    heads: int = getattr(config, "num_attention_heads", None) or 1
+    return getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+
+
+def forward_bytes(
+    model: Any,
+    tokens: int,
+    *,
+    masked: bool,
+    whole_head: bool,
+    recomputed: bool,
+    itemsize: int,
+    copied: tuple[int, int] = (0, 0),
+) -> float:
     """Return about how many bytes a forward of `tokens` tokens keeps for its backward, by the model's matrices.
 
     A block keeps the inputs and outputs of its matrices, and a third of that besides (norms, rotations, residuals). For
@@ -87,6 +102,8 @@ def forward_bytes(model: Any, tokens: int, *, masked: bool, whole_head: bool, re
         whole_head: whether every token's logits are computed at once.
         recomputed: whether each block keeps only its inputs, and one block at a time keeps everything.
         itemsize: bytes of one element in the computing type.
+        copied: number of queries and of keys that attention copies in each layer (`Layout.copied`); keys behind a
+            prefix are copied for every head of the queries.
     """
     config = model.config.get_text_config(decoder=True)
     layers = max(getattr(config, "num_hidden_layers", 1), 1)
@@ -100,12 +117,18 @@ def forward_bytes(model: Any, tokens: int, *, masked: bool, whole_head: bool, re
         if len(shape) >= 2 and id(parameter) not in outside:
             numbers += sum(shape[-2:]) * (chosen if len(shape) > 2 else 1) * 4 / 3
             weights += math.prod(shape)
+    copies = 0
+    if any(copied):
+        heads = getattr(config, "num_attention_heads", None) or 1
+        grouped = heads if copied[0] < copied[1] else getattr(config, "num_key_value_heads", None) or heads
+        # queries and outputs, keys and values
+        copies = 2 * head_size(config) * (heads * copied[0] + grouped * copied[1]) * (1 if recomputed else layers)
     if recomputed:
         width = getattr(config, "hidden_size", 0)
         numbers = numbers / layers + layers * width
     seen = tokens**2 if masked else 0
     logits = tokens * config.vocab_size if whole_head else MOST_LOGITS
-    return itemsize * (tokens * numbers + seen + weights / layers) + 12 * logits
+    return itemsize * (tokens * numbers + seen + copies + weights / layers) + 12 * logits
 
 
 def checkpoint_bytes(model: Any) -> int:

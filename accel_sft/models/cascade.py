@@ -60,8 +60,8 @@ class Kernels(abc.ABC):
     sizes: tuple[int, ...]
 
     @abc.abstractmethod
-    def size_for(self, query: torch.Tensor) -> int | None:
-        """The one of `sizes` that serves this query; None if there is none for its type and size."""
+    def size_for(self, dtype: torch.dtype, head_size: int) -> int | None:
+        """The one of `sizes` that serves heads of this type and size; None if there is none."""
 
     @abc.abstractmethod
     def within(self, rows: PrefixedRows, scale: float | None, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -85,7 +85,7 @@ class Padded(Kernels):
 
     dtype, tolerance, sizes = torch.float32, 1e-4, (8,)
 
-    def size_for(self, query: torch.Tensor) -> int | None:
+    def size_for(self, dtype: torch.dtype, head_size: int) -> int | None:
         return 8
 
     def within(self, rows: PrefixedRows, scale: float | None, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -154,11 +154,10 @@ class Varlen(Kernels):
 
     dtype, tolerance, sizes = torch.bfloat16, 2e-2, (32, 64, 96, 128, 192, 256)
 
-    def size_for(self, query: torch.Tensor) -> int | None:
-        size = query.shape[-1]
-        if size % 8 or query.dtype not in (torch.bfloat16, torch.float16):
+    def size_for(self, dtype: torch.dtype, head_size: int) -> int | None:
+        if head_size % 8 or dtype not in (torch.bfloat16, torch.float16):
             return None
-        return next((each for each in self.sizes if size <= each), None)
+        return next((size for size in self.sizes if head_size <= size), None)
 
     def within(self, rows: PrefixedRows, scale: float | None, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self._forward(qkv, *self._own(rows), True, scale)
@@ -204,12 +203,20 @@ _right: dict[tuple[str, int], bool] = {}
 """Whether the kernels of a type of device, for heads up to this size, are there and compute right; set by a probe."""
 
 
-def usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Kernels | None:
-    """The kernels that take these tensors and that the probe found right; None if there are none."""
-    kernels = KERNELS.get(query.device.type)
-    if kernels is None or not (query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]):
+def kernels_for(device: str, dtype: torch.dtype, head_size: int, prefix: bool) -> Kernels | None:
+    """The kernels of a type of device that the probe found right for such heads; None if there are none, or where rows
+    are padded anyway and share no prefix: plain attention is faster then."""
+    kernels = KERNELS.get(device)
+    if kernels is None or (kernels is PADDED and not prefix):
         return None
-    return kernels if _right.get((query.device.type, kernels.size_for(query) or 0)) else None
+    return kernels if _right.get((device, kernels.size_for(dtype, head_size) or 0)) else None
+
+
+def usable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, prefix: int) -> Kernels | None:
+    """The kernels that take these tensors; None if there are none."""
+    if not (query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]):
+        return None
+    return kernels_for(query.device.type, query.dtype, query.shape[-1], prefix > 0)
 
 
 class _Cascade(torch.autograd.Function):

@@ -9,7 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 from accel_sft.models import cascade as kernels
-from accel_sft.models.cascade import PADDED, PrefixedRows, cascade, cut_rows, usable
+from accel_sft.models.cascade import PrefixedRows, cascade, cut_rows, usable
 
 _made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Additive masks, by the boolean mask that each was made of."""
@@ -82,7 +82,7 @@ def rows_attention(
     kwargs.pop("is_causal", None)
     others = (kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux"))
     plain = not (any(args) or kwargs.get("dropout") or any(others))
-    if plain and (found := usable(query, key, value)) and (rows.prefix or found is not PADDED):
+    if plain and (found := usable(query, key, value, rows.prefix)):
         return cascade(query, key, value, rows, kwargs.get("scaling"), found), None
     sequence = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     cut = [cut_rows(tensor[rows.prefix :], rows) for tensor in sequence]

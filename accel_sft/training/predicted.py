@@ -73,7 +73,7 @@ class Prediction:
         """
         peaks = largest(tracker.peaks.largest())
         by_phase = {phase: largest(found) for phase, found in tracker.peaks.by_phase.items()}
-        memory, (tokens, supervised_tokens, rows) = {}, train_step.largest_forward
+        memory, (tokens, supervised_tokens, rows, copied_keys) = {}, train_step.largest_forward
         if self.job is not None and supervised_tokens and self.job.launch.sequence_ranks == 1:
             job = dataclasses.replace(
                 self.job,
@@ -81,6 +81,7 @@ class Prediction:
                 supervised_tokens=supervised_tokens,
                 rows=rows,
                 head=train_step.batching.head,
+                copied_keys=copied_keys if train_step.batching.layout == "shared" else 0,
             )
             memory = _beside(estimate(job), by_phase)
         tracker.memory(memory)

@@ -41,7 +41,8 @@ class OutOfMemory(NamedTuple):
 class TrainStep:
     """Accumulates the gradients of a step's examples, grouped into forwards by `batching`.
 
-    `largest_forward` has the tokens, supervised tokens and rows of the largest forward so far.
+    `largest_forward` has the tokens, supervised tokens and rows of the largest forward so far, and the keys that its
+    attention copies where it has no kernels that do without (`Layout.copied`).
 
     After an out-of-memory the forwards are smaller. If the step cannot be repeated, a file in `run_dir` keeps the
     smaller limit for a resumed run.
@@ -55,7 +56,7 @@ class TrainStep:
         self.run_dir = run_dir
         self.log = log
         self.batching = batching
-        self.largest_forward = (0, 0, 0)
+        self.largest_forward = (0, 0, 0, 0)
         self._divided: list[list[list[Encoded]]] = []  # the last step's forwards, of every rank
         if most := _most_tokens(run_dir):
             self._limit(most if batching.rows else min(batching.tokens, most))
@@ -127,7 +128,9 @@ class TrainStep:
 
     def _note_largest(self, rows: list[Encoded]) -> None:
         supervised = sum(row.supervised_tokens for row in rows)
-        self.largest_forward = max(self.largest_forward, (self.batching.way.tokens_in(rows), supervised, len(rows)))
+        way = self.batching.way
+        this = way.tokens_in(rows), supervised, len(rows), way.copied(rows)[1]
+        self.largest_forward = max(self.largest_forward, this)
 
     def _limit(self, tokens: int) -> None:
         self.batching = dataclasses.replace(self.batching, rows=None, tokens=tokens)

@@ -47,8 +47,8 @@ class Exact(Varlen):
 
     dtype = torch.float64
 
-    def size_for(self, query):
-        return next(size for size in self.sizes if query.shape[-1] <= size)
+    def size_for(self, dtype, head_size):
+        return next(size for size in self.sizes if head_size <= size)
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def forget(monkeypatch):
 def test_kernels_that_are_gone_or_mean_something_else_are_found_out(change, monkeypatch):
     tensors, _ = sequence(7, [5, 3], 2, 2, 16)
     forget(monkeypatch)
-    assert usable(*tensors) is PADDED
+    assert usable(*tensors, 7) is PADDED
     aten = torch.ops.aten
     forward = aten._scaled_dot_product_flash_attention_for_cpu
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -172,7 +172,7 @@ def test_kernels_that_are_gone_or_mean_something_else_are_found_out(change, monk
 
     monkeypatch.setattr(torch.ops, "aten", object() if change == "gone" else Changed())
     forget(monkeypatch)
-    assert not usable(*tensors)
+    assert not usable(*tensors, 7)
 
 
 @pytest.mark.parametrize("change", ["gone", "backward", "forward"])
@@ -180,9 +180,9 @@ def test_so_are_those_of_a_gpu(change, monkeypatch, as_on_a_gpu):
     tensors, _ = sequence(7, [5, 3], 4, 2, 16, torch.bfloat16)
     monkeypatch.setitem(module.KERNELS, "cpu", VARLEN)
     forget(monkeypatch)
-    assert usable(*tensors) is VARLEN
-    assert not usable(*(tensor.float() for tensor in tensors)), "there are none for float32"
-    assert not usable(*(tensor[..., :12] for tensor in tensors)), "there are none for this size of a head"
+    assert usable(*tensors, 7) is VARLEN
+    assert not usable(*(tensor.float() for tensor in tensors), 7), "there are none for float32"
+    assert not usable(*(tensor[..., :12] for tensor in tensors), 7), "there are none for this size of a head"
 
     def other_sums(*args, **kwargs):
         output, sums, *others = forward(*args, **kwargs)
@@ -200,8 +200,8 @@ def test_so_are_those_of_a_gpu(change, monkeypatch, as_on_a_gpu):
         changed = {"forward": other_sums} if change == "forward" else {"backward": refuses_wide_heads}
         with varlen_on_cpu(**changed):
             forget(monkeypatch)
-    assert bool(usable(*tensors)) == (change == "backward")
-    assert not usable(*sequence(7, [5, 3], 2, 2, 256, torch.bfloat16)[0])
+    assert bool(usable(*tensors, 7)) == (change == "backward")
+    assert not usable(*sequence(7, [5, 3], 2, 2, 256, torch.bfloat16)[0], 7)
 
 
 @pytest.mark.long
@@ -232,4 +232,4 @@ def test_the_kernels_are_found_whatever_goes_on_around(mode, monkeypatch):
             }
             stack.enter_context(modes[mode]())
         forget(monkeypatch)
-    assert usable(*tensors)
+    assert usable(*tensors, 7)

@@ -167,6 +167,7 @@ def job_of(
         tokens=tokens,
         supervised_tokens=min(supervised, tokens),
         rows=rows,
+        copied_keys=rows * lengths.longest if rows > 1 and config.batching in ("auto", "shared") else 0,
         eval_rows=answers if generates else 0,
         eval_tokens=lengths.longest,
         saves=config.save_every != "off",

@@ -1,0 +1,108 @@
+"""What shared rows keep for their backward is what is expected of them: with and without copies of the prefix."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from accelerate import Accelerator
+from places import CONFIGS
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from varlen_on_cpu import varlen_on_cpu
+
+from accel_sft.api.config import TrainConfig
+from accel_sft.batching.fitting import _expected_bytes
+from accel_sft.batching.layouts import Batching
+from accel_sft.batching.loss import nll_sum
+from accel_sft.batching.trial import Trial
+from accel_sft.chat.encoded import Encoded
+from accel_sft.launch.precision import expected
+from accel_sft.launch.read import launch_of_yaml
+from accel_sft.memory.activations import forward_bytes, peak_bytes
+from accel_sft.memory.job import Job
+from accel_sft.memory.model_config import read_shape
+from accel_sft.models import cascade
+from accel_sft.models.prefix_attention import install
+
+# tokens of the prefix, own tokens of a row, rows
+SHAPES = [(64, 64, 16), (256, 32, 32), (512, 16, 64), pytest.param(1500, 30, 64, marks=pytest.mark.long)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A model with as many heads to a head of keys as Qwen2 7B, and as wide a feed-forward for its size."""
+    shape = {"hidden_size": 448, "intermediate_size": 2368, "num_hidden_layers": 2, "vocab_size": 512}
+    heads = {"num_attention_heads": 28, "num_key_value_heads": 4, "use_sliding_window": False}
+    return Qwen2ForCausalLM(Qwen2Config(**shape, **heads)).bfloat16().train()
+
+
+def kept_by(model, batching, rows):
+    """Bytes that a forward keeps for its backward, beside the weights."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes(), tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        nll_sum(model, batching.batch(rows, 0, torch.device("cpu")))
+    return sum(size for size, _ in kept.values())
+
+
+def only_shapes(query, *args, **kwargs):
+    """A GPU's attention as far as it matters here: what it returns has the right size."""
+    nothing = torch.empty(0)
+    return torch.zeros_like(query), torch.zeros(query.shape[1::-1]), nothing, nothing, nothing
+
+
+@pytest.mark.parametrize("kernels", [None, "those of CPUs", "those of GPUs"])
+@pytest.mark.parametrize(("prefix", "own", "count"), SHAPES)
+def test_the_bytes_kept_for_the_backward_are_those_expected(model, prefix, own, count, kernels, monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    common, *others = (torch.randint(1, 512, (size,), generator=draw).tolist() for size in (prefix, *[own] * count))
+    rows = [Encoded(index, common + row, prefix + own // 2) for index, row in enumerate(others)]
+    batching = Batching("shared", prefix + own * count, attention="rows", head="labelled")
+    install(torch.device("cpu"))
+    if kernels is None:
+        monkeypatch.setattr(cascade, "KERNELS", {})
+    elif kernels == "those of GPUs":
+        monkeypatch.setitem(cascade.KERNELS, "cpu", cascade.VARLEN)
+        monkeypatch.setattr(cascade, "_right", {("cpu", 32): True})
+    config = TrainConfig(dtype="bfloat16", global_batch_size=count)
+    with varlen_on_cpu(forward=only_shapes):
+        kept = kept_by(model, batching, rows)
+        estimate = _expected_bytes(Trial(Accelerator(cpu=True), model, config, rows, 0), batching)
+    assert estimate / 1.3 < kept < 1.3 * estimate
+    # in closed form, as `plan` predicts it for a GPU
+    monkeypatch.setattr(Job, "copies", kernels is None)
+    planned = forward_bytes(job_of(model, "z2", True, batching.way.tokens_in(rows), batching.way.copied(rows)[1]))
+    assert planned / 1.3 < kept < 1.3 * planned
+
+
+def job_of(model, name, bf16, tokens, copied_keys):
+    """A job of `plan` on GPUs with this forward, of which almost nothing is supervised."""
+    launch = expected(launch_of_yaml(CONFIGS / f"{name}.yaml"), bf16=bf16)
+    shape = read_shape(model.config.to_dict(), "model")
+    return Job(
+        shape=shape, launch=launch, device="cuda", tokens=tokens, supervised_tokens=1, rows=2, copied_keys=copied_keys
+    )
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_plan_counts_copies_where_a_gpu_makes_them(model, recomputed):
+    def bytes_more(launch, bf16, **changes):
+        with_copies, without = (
+            dataclasses.replace(job_of(model, launch, bf16, 512, keys), gradient_checkpointing=recomputed, **changes)
+            for keys in (4096, 0)
+        )
+        peaks = [sum(peak_bytes(job).values()) for job in (with_copies, without)]
+        return peaks[0] - peaks[1]
+
+    assert bytes_more("ddp", False) == (1 if recomputed else 2) * 2 * 4 * 448 * 4096  # float32, by layer
+    assert bytes_more("z2", True) == bytes_more("ddp", False, device="cpu") == 0
+    odd = dataclasses.replace(job_of(model, "z2", True, 1, 1).shape, head_dim=20)
+    assert bytes_more("z2", True, shape=odd) > 0
