@@ -21,7 +21,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.io.terminal import terminal, wrapped
 from accel_sft.launch import ulysses
 from accel_sft.launch.deepspeed_ops import audit_compilation, compiling, spare_unused_operator
-from accel_sft.launch.environment import device_count, threads_per_process
+from accel_sft.launch.environment import WITHOUT_CUDNN, device_count, threads_per_process
 from accel_sft.launch.info import Launch
 from accel_sft.launch.launcher import restarts
 from accel_sft.launch.parallelism import parallelism_config
@@ -48,6 +48,7 @@ def create_accelerator(
         _repeat_every_bit()
     devices = device_count()
     torch.set_num_threads(threads_per_process())
+    torch.backends.cuda.enable_cudnn_sdp(os.environ.get(WITHOUT_CUDNN[0]) != WITHOUT_CUDNN[1])
     if launch.environment.get("LOCAL_RANK", "0") == "0":  # each machine compiles for itself
         for finding in audit_compilation(launch):
             print(wrapped(f"{finding.level}: {finding}"), file=terminal(), flush=True)

@@ -982,6 +982,7 @@ with ExitHandler(), quiet(folder / f"rank-{os.environ['RANK']}.log"):
     if accelerator.is_main_process:
         answer = {"record": launch_record(accelerator, launch), "rows": describe(accelerator, launch, 0.25)}
         answer["weights"] = everyone
+        answer["cudnn"] = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED"), torch.backends.cuda.cudnn_sdp_enabled()
         (folder / "answer.json").write_text(json.dumps(answer, allow_nan=False))
     leave_together()
 """
@@ -1009,6 +1010,7 @@ def test_two_real_ranks_are_one_world(name, flags, precision, tmp_path):
     record = answer["record"]
     assert record["processes"] == len(answer["weights"]) == 2
     assert answer["weights"][0] == answer["weights"][1]
+    assert answer["cudnn"] == ["1", False]  # its attention plans anew for each shape
     assert (record["precision"], record["yaml_path"], record["communication"]) == (precision, config_file, "gloo")
     assert yaml.safe_load(record["yaml"]) == yaml.safe_load(Path(config_file).read_text())  # without its comments
     assert record["threads_per_process"] == max(1, usable_cores() // 2)
