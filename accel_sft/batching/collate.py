@@ -171,9 +171,10 @@ def _rows(sizes: np.ndarray, starts: np.ndarray, prefix: int) -> PrefixedRows:
     (back,) = (step < sizes[:, None]).ravel().nonzero()
     count = int(sizes.sum())
     bounds = np.array([*[0] * bool(prefix), *starts, prefix + count], dtype=np.int32)
-    tensors = map(torch.as_tensor, (own.ravel(), back, bounds, np.array([0, count], dtype=np.int32)))
+    arrays = own.ravel(), back, bounds, np.array([0, count], dtype=np.int32)
+    cut, placed, segments, behind = map(torch.as_tensor, arrays)
     seen = torch.ones(longest, prefix + longest, dtype=torch.bool).tril(prefix) if prefix else None
-    return PrefixedRows(prefix, longest, *tensors, seen)
+    return PrefixedRows(prefix, longest, cut, placed, segments, behind, seen)
 
 
 def padded(rows: Sequence[Encoded], pad_token_id: int) -> Batch:

@@ -160,6 +160,18 @@ class Padded(Layout):
         return collate.padded(examples, pad_token_id)
 
 
+class Causal(Padded):
+    """Padded rows without a mask: padding comes after all of a row's tokens, where causal attention hides it. Fused
+    attention is then told that it is causal, and reads no mask of every token and every other."""
+
+    attention = "causal"
+
+    def collate(self, examples: Sequence[Encoded], pad_token_id: int) -> Batch:
+        batch = super().collate(examples, pad_token_id)
+        batch.inputs["attention_mask"] = None
+        return batch
+
+
 LAYOUTS: tuple[Layout, ...] = (
     RowByRow("shared"),
     Tree("shared", "mask", "sdpa", collate.dense_mask),
@@ -168,6 +180,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Tree("packed", "mask", "sdpa", collate.dense_mask),
     Tree("packed", "blocks", "flex_attention", collate.block_mask),
     Varlen("packed"),
+    Causal("padded"),
     Padded("padded"),
 )
 """All layouts, in the order in which they are tried on a model."""

@@ -42,9 +42,10 @@ class Batching:
         layout: `shared`, `packed` or `padded`.
         tokens: maximum number of tokens computed in one forward (a longer row has a forward to itself).
         rows: maximum number of examples in one forward; if given, `tokens` does not count.
-        attention: how attention separates rows in one sequence: `mask`, a dense mask; `blocks`, that mask's blocks
-            for FlexAttention; `varlen`, rows' bounds for FlashAttention (`packed` alone); `rows`, which runs them row
-            by row behind the one prefix that all rows of the forward share, in any order (`cascade.PrefixedRows`).
+        attention: how attention separates rows in one sequence: `mask`, a dense mask (of padded rows: what is padding);
+            `causal`, no mask (`padded` alone); `blocks`, the dense mask's blocks for FlexAttention; `varlen`, rows'
+            bounds for FlashAttention (`packed` alone); `rows`, which runs them row by row behind the one prefix that
+            all rows of the forward share, in any order (`cascade.PrefixedRows`).
         head: where and how logits are computed, one of `loss.HEADS`.
     Raises:
         ValueError: there is no such layout or head.

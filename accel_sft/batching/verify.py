@@ -66,7 +66,8 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
     reasons: list[str] = []
     dropout = None
     was_training = model.training
-    if any(row.images for row in (*trial.examples, *also)):
+    pictured = any(row.images for row in (*trial.examples, *also))
+    if pictured:
         *others, only = asked
         asked, reasons = [only], [f"{' or '.join(others)}: {IMAGES}"] if others else []
     with torch.no_grad(), torch.random.fork_rng():
@@ -82,10 +83,15 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
         for name in asked:
             if found and (name == "packed" or config.batching != "auto"):  # sharing includes packing
                 continue
-            (layouts, reason), exact = _layouts_for(unwrapped, name, longest, dropout), []
+            layouts, reason = _layouts_for(unwrapped, name, longest, dropout)
+            exact: list[Batching] = []
             for layout in layouts:
                 if layout.attention == "rows":
                     install(accelerator.device)
+                if layout.attention == "causal" and pictured:  # a mask may tell an image's tokens from a text's
+                    continue
+                if layout.attention == "mask" and "causal" in (batching.attention for batching in exact):
+                    continue  # the same with more work
                 for head in heads:
                     batching = Batching(name, UNLIMITED, attention=layout.attention, head=head)
                     # ranks that came to different answers would run different forwards
@@ -94,13 +100,16 @@ def exact_batchings(trial: Trial, also: Sequence[Encoded]) -> tuple[list[Batchin
                         for loss, rows in zip(alone, row_sets, strict=True)
                     ]
                     reason = first_reason(next(filter(None, mine), None))
+                    # no head mixes rows, but some add in no fixed order; the plain one repeats its bits
+                    plain = dataclasses.replace(batching, head=lean.head)
                     if not reason and layout.one_sequence:
-                        # no head mixes rows, but some add in no fixed order; the plain one repeats its bits
-                        plain = dataclasses.replace(batching, head=lean.head)
                         leaks = [_see_each_other(trial, plain, rows, rounding) for rows in row_sets]
                         reason = "a change in one row changes another" if any(leaks) else None
                         if not reason and _ignores_positions(trial, plain, row_sets[-1]):
                             reason = "the model ignores the positions that it is given"
+                    elif not reason and layout.attention == "causal":
+                        leaks = [_sees_padding(trial, plain, rows, rounding) for rows in row_sets]
+                        reason = "what stands in padding changes a row" if any(leaks) else None
                     if not reason:
                         exact.append(batching)
                         break
@@ -223,21 +232,31 @@ def _ignores_positions(trial: Trial, batching: Batching, rows: Sequence[Encoded]
 
 
 def _see_each_other(trial: Trial, batching: Batching, rows: Sequence[Encoded], rounding: float) -> bool:
-    """Whether changing the first row's last token changes a bit of a later row's loss, on any rank.
-
-    On a busy machine even unchanged rows may differ from one forward to the next. A difference that appears every time
-    is therefore ignored if it is below rounding and at most NOISE times those differences.
-    """
+    """Whether changing the first row's last token changes a bit of a later row's loss, on any rank."""
     batch, first = trial.batch(batching, rows), rows[0]
     last = len(first.input_ids) - 1
     ids = batch.inputs["input_ids"].clone()
     ids[0, last] = next((token for token in first.input_ids if token != first.input_ids[-1]), 0)
     changed = dataclasses.replace(batch, inputs={**batch.inputs, "input_ids": ids})
     sources = slice(None) if batch.sources is None else batch.sources
-    later = batch.keep[sources] > last
+    return _changes(trial, batch, changed, batch.keep[sources] > last, rounding)
+
+
+def _sees_padding(trial: Trial, batching: Batching, rows: Sequence[Encoded], rounding: float) -> bool:
+    """Whether another token in place of padding changes a bit of a row's loss, on any rank."""
+    other = dataclasses.replace(trial, pad_token_id=int(trial.pad_token_id == 0))
+    return _changes(trial, trial.batch(batching, rows), other.batch(batching, rows), slice(None), rounding)
+
+
+def _changes(trial: Trial, batch: Batch, changed: Batch, where: torch.Tensor | slice, rounding: float) -> bool:
+    """Whether the losses in two forwards differ in a bit at `where`, on any rank.
+
+    On a busy machine even unchanged rows may differ from one forward to the next. A difference that appears every time
+    is therefore ignored if it is below rounding and at most NOISE times those differences.
+    """
     unchanged: list[torch.Tensor] = []
     for _ in range(LOOKS):
-        before, after = (nll(trial.model, each, FEWEST_LOGITS)[later] for each in (batch, changed))
+        before, after = (nll(trial.model, each, FEWEST_LOGITS)[where] for each in (batch, changed))
         unchanged.append(before)
         if not any_rank(not torch.equal(before, after)):
             return False

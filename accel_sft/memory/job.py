@@ -41,8 +41,8 @@ class Job:
         rows: rows in that forward.
         head: `labelled`, `everywhere`, `pieces` or `fused`, as in `batching.loss.HEADS`.
         dense_mask: whether attention takes a mask of tokens by tokens, as the layouts `shared` and `packed` give sdpa.
-        copied_keys: keys that rows behind a shared prefix see, all rows together (each row the prefix and itself), where
-            attention has to copy them, see `copies`; 0: there is no such prefix.
+        copied_keys: keys that rows behind a shared prefix see (each row the prefix and itself), of all rows together;
+            attention may have to copy them, see `copies`; 0: there is no such prefix.
         eval_rows: answers generated at once during the run; 0: none are generated.
         eval_tokens: tokens of the longest of these answers with its prompt; 0: as many as a row of the forward has.
         saves: whether checkpoints are written.

@@ -311,7 +311,8 @@ def _is_right(kernels: Kernels, device: torch.device, size: int) -> bool:
     try:
         tensors = [torch.randn(shape, generator=drawn, dtype=torch.float32, device="cpu") for shape in shapes]
         tensors = [tensor.to(device, kernels.dtype).requires_grad_() for tensor in tensors]
-        rows = PrefixedRows(3, 3, *(tensor.to(device) for tensor in (*index, *bounds)), None)
+        own, back, segments, behind = (tensor.to(device) for tensor in (*index, *bounds))
+        rows = PrefixedRows(3, 3, own, back, segments, behind, None)
         ours = cascade(*tensors, rows, None, kernels)
         found = [ours, *torch.autograd.grad(ours.float().square().sum(), tensors)]
         exact = [tensor.detach().float().cpu().requires_grad_() for tensor in tensors]

@@ -58,7 +58,7 @@ from accel_sft.launch import collectives
 from accel_sft.models.prefix_attention import install, installed
 from accel_sft.training.step import TrainStep
 
-install()
+install(CPU)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_the_loss_is_that_of_the_supervised_tokens_by_hand(model, way, head):
     assert got == pytest.approx(sum(by_hand(model, example) for example in examples), rel=1e-5)
 
 
-@pytest.mark.parametrize("way", WAYS[:-1])
+@pytest.mark.parametrize("way", [*WAYS[:-1], ("padded", "causal")])
 @pytest.mark.parametrize(
     ("tokens", "checkpointing"),
     [
@@ -268,9 +268,8 @@ def test_the_attention_of_rows_is_registered_where_a_model_is_found_to_take_it(m
 
 def test_the_settings_win(model):
     assert chosen(model, batching="packed")[0].layout == "packed"
-    assert chosen(model, batching="padded", micro_batch_size="4")[0] == batching_of(
-        WAYS[-1], UNLIMITED, 4, head="pieces"
-    )
+    padded = batching_of(("padded", "causal"), UNLIMITED, 4, head="pieces")
+    assert chosen(model, batching="padded", micro_batch_size="4")[0] == padded
     assert chosen(model, micro_batch_size="4")[0] == batching_of(("shared", "rows"), UNLIMITED, 4, head="pieces")
 
 
@@ -798,6 +797,23 @@ class Leaking(Wrapped):
         return self.model(
             input_ids, attention_mask=mask, position_ids=positions, logits_to_keep=logits_to_keep, use_cache=False
         )
+
+
+class Sighted(Wrapped):
+    """A model whose tokens see what comes after them where no mask says what is padding, as a mean over all would."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, logits_to_keep=0, use_cache=None, **_):
+        shift = 0.0 if attention_mask is not None else 1e-6 * (input_ids == 1).sum()
+        found = self.model(input_ids, attention_mask=attention_mask, logits_to_keep=logits_to_keep, use_cache=False)
+        found.logits = found.logits * (1 + shift)
+        return found
+
+
+@pytest.mark.parametrize(("wrapped", "attention"), [(Wrapped, "causal"), (Sighted, "mask")])
+def test_padded_rows_have_no_mask_unless_padding_would_be_seen(model, wrapped, attention):
+    model = model if wrapped is Wrapped else wrapped(model)
+    batching, told = chosen(model, batching="padded")
+    assert (batching.layout, batching.attention) == ("padded", attention), told
 
 
 class Refusing(Wrapped):

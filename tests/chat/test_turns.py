@@ -33,7 +33,7 @@ from accel_sft.evaluation.backend import Generated
 from accel_sft.evaluation.evaluator import Evaluator
 from accel_sft.models.prefix_attention import install as install_attention
 
-install_attention()
+install_attention(torch.device("cpu"))
 
 
 def user(text, **more):

@@ -29,19 +29,21 @@ def _scores(query, key, scale, is_causal):
 
 def _checked(query, key, value, cum_q, cum_k, max_q, max_k):
     assert cum_q.dtype == cum_k.dtype == torch.int32
-    assert cum_q.is_contiguous() and cum_k.is_contiguous()
+    assert all(bounds.is_contiguous() for bounds in (cum_q, cum_k))
     assert all(tensor.ndim == 3 and tensor.stride(-1) == 1 for tensor in (query, key, value))
     assert query.dtype == key.dtype == value.dtype
-    assert cum_q[-1] == len(query) and cum_k[-1] == len(key) == len(value)
-    # one query alone makes the kernel put its groups of heads in another order
-    assert max_q > 1 and max_q >= cum_q.diff().max() and max_k >= cum_k.diff().max()
+    assert (cum_q[-1], cum_k[-1]) == (len(query), len(key))
+    assert len(key) == len(value)
+    assert max_q > 1, "one query alone makes the kernel put its groups of heads in another order"
+    assert max_q >= cum_q.diff().max()
+    assert max_k >= cum_k.diff().max()
     return (tensor.double() for tensor in (query, key, value))
 
 
 def forward(
     query, key, value, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None, **others
 ):
-    assert not dropout_p and not return_debug_mask and not any(each is not None for each in others.values())
+    assert not any((dropout_p, return_debug_mask, *others.values()))
     q, k, v = _checked(query, key, value, cum_q, cum_k, max_q, max_k)
     output, sums = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0])
     for of_q, of_k in _segments(cum_q.tolist(), cum_k.tolist()):
@@ -58,8 +60,9 @@ def backward(
     grad_out, query, key, value, out, logsumexp, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, rng_state, unused,
     *, scale=None, **others,
 ):  # fmt: skip
-    assert not dropout_p and not any(each is not None for each in others.values())
-    assert rng_state.dtype == torch.uint64 and logsumexp.is_contiguous()
+    assert not any((dropout_p, *others.values()))
+    assert rng_state.dtype == torch.uint64
+    assert logsumexp.is_contiguous()
     assert logsumexp.shape == (query.shape[1], query.shape[0])
     assert grad_out.stride(-1) == out.stride(-1) == 1
     q, k, v = _checked(query, key, value, cum_q, cum_k, max_q, max_k)
