@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from accel_sft.chat.encoded import Encoded
-from accel_sft.models.cascade import PrefixedRows
+from accel_sft.models.row_kernels import PrefixedRows
 
 BLOCK = 128
 """Tokens in a block of FlexAttention's mask."""
@@ -83,8 +83,8 @@ def tree(rows: Sequence[Encoded], common: Sequence[int], mask: Callable[[torch.T
 def behind_prefix(rows: Sequence[Encoded], prefix: int) -> Batch:
     """A forward of rows whose tree branches only once: `prefix` tokens that all share, then each row's own tokens.
 
-    Attention runs row by row (`cascade.PrefixedRows`). The tensors are built by a few array operations, because a loop
-    over rows would take noticeable time on a small model.
+    Attention runs row by row (`row_kernels.PrefixedRows`). The tensors are built by a few array operations, because a
+    loop over rows would take noticeable time on a small model.
     """
     lengths = np.array([len(row.input_ids) for row in rows])
     prompts = np.array([max(row.prompt_length, 1) for row in rows])

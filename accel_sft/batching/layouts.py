@@ -45,7 +45,7 @@ class Batching:
         attention: how attention separates rows in one sequence: `mask`, a dense mask (of padded rows: what is padding);
             `causal`, no mask (`padded` alone); `blocks`, the dense mask's blocks for FlexAttention; `varlen`, rows'
             bounds for FlashAttention (`packed` alone); `rows`, which runs them row by row behind the one prefix that
-            all rows of the forward share, in any order (`cascade.PrefixedRows`).
+            all rows of the forward share, in any order (`row_kernels.PrefixedRows`).
         head: where and how logits are computed, one of `loss.HEADS`.
     Raises:
         ValueError: there is no such layout or head.

@@ -24,6 +24,7 @@ from accel_sft.memory.job import Job
 from accel_sft.memory.model_config import read_shape
 from accel_sft.models import cascade
 from accel_sft.models.prefix_attention import install
+from accel_sft.models.row_kernels import VARLEN
 
 # tokens of the prefix, own tokens of a row, rows
 SHAPES = [(64, 64, 16), (256, 32, 32), (512, 16, 64), pytest.param(1500, 30, 64, marks=pytest.mark.long)]
@@ -70,7 +71,7 @@ def test_the_bytes_kept_for_the_backward_are_those_expected(model, prefix, own, 
     if kernels is None:
         monkeypatch.setattr(cascade, "KERNELS", {})
     elif kernels == "those of GPUs":
-        monkeypatch.setitem(cascade.KERNELS, "cpu", cascade.VARLEN)
+        monkeypatch.setitem(cascade.KERNELS, "cpu", VARLEN)
         monkeypatch.setattr(cascade, "_right", {("cpu", 32): True})
     config = TrainConfig(dtype="bfloat16", global_batch_size=count)
     with varlen_on_cpu(forward=only_shapes):

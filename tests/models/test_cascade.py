@@ -8,13 +8,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from forwards import loss_and_gradients
+from forwards import rows as some_rows
 from torch.nn import functional
+from transformers import Qwen2Config, Qwen2ForCausalLM
 from varlen_on_cpu import backward, forward, varlen_on_cpu
 
 from accel_sft.batching.collate import _rows
+from accel_sft.batching.layouts import Batching
 from accel_sft.models import cascade as module
-from accel_sft.models.cascade import PADDED, VARLEN, Varlen, cascade, probe_kernels, usable
+from accel_sft.models.cascade import cascade, probe_kernels, usable
 from accel_sft.models.prefix_attention import install, rows_attention
+from accel_sft.models.row_kernels import PADDED, VARLEN, Varlen
 
 install(torch.device("cpu"))
 
@@ -88,6 +93,18 @@ def test_rows_get_the_same_and_give_the_same_gradients(prefix, sizes, heads, sca
 def test_so_do_rows_on_a_gpu_by_their_bounds(prefix, sizes, heads, scale, monkeypatch, as_on_a_gpu):
     found, expected = compared(prefix, sizes, heads, scale, monkeypatch)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed"])
+def test_a_model_learns_on_a_gpu_what_padded_rows_teach(layout, as_on_a_gpu):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 97}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)).double()
+    expected, theirs = loss_and_gradients(model, Batching("padded", 4096), some_rows(9))
+    got, ours = loss_and_gradients(model, Batching(layout, 300, attention="rows"), some_rows(9))
+    assert got == pytest.approx(expected, rel=1e-6)
+    for name, gradient in theirs.items():
+        assert (ours[name] - gradient).norm() <= 1e-6 * gradient.norm() + 1e-12, name
 
 
 def test_the_stand_ins_for_a_gpus_kernels_have_the_shapes_of_the_real_ones():
