@@ -175,7 +175,7 @@ def several_machines() -> bool:
 def tell(message: str) -> None:
     """Tell the other ranks why this one fails, also if it has not called them yet; those of this machine see its
     record."""
-    if _joined or (several_machines() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
+    if _joined or (several_machines() and _agent_store()):
         joined().publish(int(os.environ["RANK"]), socket.gethostname(), message)
 
 
@@ -193,6 +193,11 @@ def failure_elsewhere(seconds: float) -> str:
             return _joined.failure
         time.sleep(POLL_SECONDS / 5)
     return ""
+
+
+def _agent_store() -> bool:
+    """Whether the store is the launcher's own, which is there before any rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _own_address() -> str:
@@ -217,4 +222,6 @@ def _store() -> Any:
         store = TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=20), wait_for_workers=False)
     except (RuntimeError, ValueError, OSError):
         return None
-    return PrefixStore(f"watch-{restarts()}", store)
+    # A launcher's own store lives on when it starts ranks again. Any other is new each time, and its ranks count their
+    # restarts differently: under c10d only the machine that lost one counts it.
+    return PrefixStore(f"watch-{restarts() if _agent_store() else 0}", store)

@@ -27,7 +27,6 @@ from accel_sft.io.run_dir import RunDir
 from accel_sft.launch.collectives import Team, decided_by_main
 from accel_sft.launch.describe import launch_record
 from accel_sft.launch.info import Launch
-from accel_sft.launch.launcher import restarts
 from accel_sft.launch.recordable import recordable
 from accel_sft.models.source import weights_identity
 from accel_sft.resilience.exit import lost_peers
@@ -61,7 +60,10 @@ def claim_run_dir(
         # in torchrun's temporary folder a file tells later attempts of this launch the run's folder
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         shared = Path(file).parents[2] / "accel_sft-run-dir" if file else None
-        earlier = shared.read_text(encoding="utf-8") if restarts() and shared and shared.is_file() else None
+        noted = shared.read_text(encoding="utf-8") if shared and shared.is_file() else ""
+        writer, _, earlier = noted.partition(" ")
+        if writer == str(os.getpid()):
+            earlier = ""  # of another run of this attempt
         name = config.output_dir or earlier or f"runs/{task_name}-{time.strftime('%Y%m%d-%H%M%S')}"
         path = expanded(name, "--output-dir").absolute()
         run_dir, resume = RunDir(path), config.resume
@@ -86,7 +88,7 @@ def claim_run_dir(
             if occupied and not run_dir.is_run():
                 raise UserError(f"--output-dir {name}: not empty, and not a run of accel_sft; name another folder")
             if shared:
-                shared.write_text(str(path), encoding="utf-8")
+                shared.write_text(f"{os.getpid()} {path}", encoding="utf-8")
             settle(run_dir)
             if status != "complete":  # from here on the folder counts as a run's
                 run_dir.write_result({"status": "running"})
