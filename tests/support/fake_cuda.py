@@ -63,9 +63,9 @@ class _Stream(SimpleNamespace):
     def record_event(self, event: Any = None) -> Any:
         return event or _Stream()
 
-    def wait_stream(self, stream: Any) -> None: ...
+    def wait(self, *arguments: Any) -> None: ...
 
-    wait_event = record = wait = synchronize = wait_stream
+    wait_event = wait_stream = record = synchronize = wait
 
 
 def plant(devices: int, memory: int = 80 * 2**30) -> None:

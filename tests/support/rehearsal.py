@@ -43,10 +43,12 @@ from attention_kernels import EFFICIENT, FLASH, Call, kernel
 from places import CONFIGS
 from rank_environment import environment_of_a_rank
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributed import DeviceMesh, device_mesh
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -204,10 +206,9 @@ class Watch(TorchDispatchMode):
 
 def _ranks(args: Any) -> int:
     """The number of ranks in the group that a collective is called for."""
-    for argument in args:
+    for argument in reversed(args):
         if isinstance(argument, str):
-            with_name = dist.distributed_c10d._resolve_process_group(argument)
-            return with_name.size()
+            return dist.distributed_c10d._resolve_process_group(argument).size()
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return dist.ProcessGroup.unbox(argument).size()
     return 0
@@ -319,13 +320,18 @@ def _model(case: Case) -> Any:
 
 
 def _apply(module: torch.nn.Module, change: Any, recurse: bool = True) -> torch.nn.Module:
-    """Replaces `Module._apply`, which cannot move fake tensors: here the weights are on the device from the start."""
+    """Replaces `Module._apply`, which cannot move fake tensors. The model is made on the device and in its precision,
+    so only new adapters move, which are not tied to anything and not yet known to an optimizer."""
     for each in module.modules() if recurse else [module]:
-        for tensor in (*each._parameters.values(), *each._buffers.values()):
-            if tensor is not None:
-                with torch.no_grad():
-                    changed = change(tensor)
-                assert (changed.device, changed.dtype) == (tensor.device, tensor.dtype), "expected weights in place"
+        for name, tensor in (*each._parameters.items(), *each._buffers.items()):
+            if tensor is None:
+                continue
+            with torch.no_grad():
+                changed = change(tensor)
+            if (changed.device, changed.dtype) != (tensor.device, tensor.dtype) and name in each._parameters:
+                each._parameters[name] = torch.nn.Parameter(changed, tensor.requires_grad)
+            elif name in each._buffers:
+                each._buffers[name] = changed
     return module
 
 
@@ -356,6 +362,17 @@ def _over_ranks(model: Any, ranks: int) -> None:
     model.reducer, model.logger = _Reducer(model.reducer), mock.Mock()  # the logger asks for the times of CUDA's events
 
 
+def _real(function: Any) -> Any:
+    """The function outside of all modes: a mesh of ranks is a tensor that must have a content."""
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
+        with _disable_current_modes():
+            return function(*arguments, **options)
+
+    return called
+
+
 class _Reducer:
     """DDP's reducer, whose buckets stay as they are made: after the first step it would sort them anew by content."""
 
@@ -372,8 +389,8 @@ class _Reducer:
 class Rehearsal:
     """The trainer's parts for one case, prepared."""
 
-    def __init__(self, case: Case, watch: Watch, folder: Path) -> None:
-        self.case, self.watch = case, watch
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case = case
         config = TrainConfig(
             model="rehearsal",
             adapter=case.adapter,
@@ -464,8 +481,13 @@ def rehearse(case: Case) -> dict[str, Any]:
         mock.patch.object(PartialState, "set_device", lambda state: setattr(state, "device", torch.device("cuda", 0))),
         mock.patch.object(training_step, "nll_sum", nll_sum),
         mock.patch.object(FakeTensor, "tolist", tolist),
+        mock.patch.object(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
         mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention(watch)),
         mock.patch.object(torch.nn.Module, "_apply", _apply),
+        mock.patch.object(_fully_shard, "_init_default_mesh", _real(_fully_shard._init_default_mesh)),
+        mock.patch.object(device_mesh, "init_device_mesh", _real(device_mesh.init_device_mesh)),
+        mock.patch.object(DeviceMesh, "__init__", _real(DeviceMesh.__init__)),
+        mock.patch.object(DeviceMesh, "__getitem__", _real(DeviceMesh.__getitem__)),
         mock.patch.object(torch.profiler, "record_function", _parts(watch)),
         mock.patch.object(torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *_: None),
         warnings.catch_warnings(),
@@ -475,7 +497,7 @@ def rehearse(case: Case) -> dict[str, Any]:
         watch,
     ):
         warnings.simplefilter("ignore")
-        job = Rehearsal(case, watch, Path(folder))
+        job = Rehearsal(case, Path(folder))
         found: dict[str, Any] = {"start": _counted(watch)}
         job.model.train()
         for number in range(case.steps):
