@@ -76,7 +76,7 @@ def tree(rows: Sequence[Encoded], common: Sequence[int], mask: Callable[[torch.T
         at = new.stop
     batch = _in_one_sequence(ids, position, source, weight)
     if mask and (end < total).any():  # plain causal attention serves a single row, without a mask
-        batch.inputs["attention_mask"] = mask(torch.as_tensor(end))
+        batch.inputs["attention_mask"] = mask(_on_device(end))
     return batch
 
 
@@ -157,7 +157,7 @@ def _counted(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def varlen(rows: Sequence[Encoded]) -> Batch:
     """Rows one after another, with their bounds for FlashAttention."""
     batch, lengths = tree(rows, [0] * len(rows)), [len(row.input_ids) for row in rows]
-    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    bounds = _on_device(np.array([0, *np.cumsum(lengths)], dtype=np.int32))
     longest = max(lengths)
     batch.inputs.update(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest, max_length_k=longest)
     return batch
@@ -172,8 +172,8 @@ def _rows(sizes: np.ndarray, starts: np.ndarray, prefix: int) -> PrefixedRows:
     count = int(sizes.sum())
     bounds = np.array([*[0] * bool(prefix), *starts, prefix + count], dtype=np.int32)
     arrays = own.ravel(), back, bounds, np.array([0, count], dtype=np.int32)
-    cut, placed, segments, behind = map(torch.as_tensor, arrays)
-    seen = torch.ones(longest, prefix + longest, dtype=torch.bool).tril(prefix) if prefix else None
+    cut, placed, segments, behind = map(_on_device, arrays)
+    seen = _on_device(np.tri(longest, prefix + longest, prefix, dtype=bool)) if prefix else None
     return PrefixedRows(prefix, longest, cut, placed, segments, behind, seen)
 
 
@@ -209,9 +209,17 @@ def _tensors(
 ) -> Batch:
     """A `Batch` of tensors, made of arrays."""
     return Batch(
-        {"attention_mask": None, **{name: torch.as_tensor(array) for name, array in inputs.items()}},
-        torch.as_tensor(keep),
-        None if sources is None else torch.as_tensor(sources),
-        torch.as_tensor(targets),
-        torch.as_tensor(weights),
+        {"attention_mask": None, **{name: _on_device(array) for name, array in inputs.items()}},
+        _on_device(keep),
+        None if sources is None else _on_device(sources),
+        _on_device(targets),
+        _on_device(weights),
     )
+
+
+def _on_device(array: Any) -> torch.Tensor:
+    """Return the array as a tensor on the current device. A GPU copies it from pinned memory, so that the host does not
+    wait until the GPU has done all earlier work."""
+    device = torch.empty(0).device
+    tensor = torch.as_tensor(array, device="cpu")
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

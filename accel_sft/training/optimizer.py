@@ -110,14 +110,15 @@ class Stepper:
             self.engine.step()
             managed = self.engine.get_global_grad_norm()
             return float(managed if managed is not None else math.nan if norm is None else norm)
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or math.inf)
-        finite = bool(norm.isfinite())
+        # read once, before the update: to read it afterwards, the host would wait for the update too
+        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or math.inf))
+        finite = math.isfinite(norm)
         if finite or self.accelerator.scaler is not None:  # a loss scaler checks by itself, and adapts its scale
             self.optimizer.step()
         if finite:
             self.adapter.after_step(self.adapted, step)
         self._clear_gradients()
-        return float(norm)
+        return norm
 
     @property
     def averaged_over(self) -> int:
