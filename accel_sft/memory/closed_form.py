@@ -87,6 +87,7 @@ def _on_gpu(job: Job, at: Placed, forward: Mapping[str, float]) -> dict[str, dic
     phases["shard"] = _add(sharded, optimizer=at.sharding)
 
     gradients, gathered = at.gradients, 0.0 if job.autocast else at.gathered
+    exchanged = at.in_flight if job.launch.backend == "fsdp" else 0.0  # of a head, beside its block's
 
     def step(moments: bool) -> dict[str, float]:
         resident = _resident(at, True) | base
@@ -96,9 +97,11 @@ def _on_gpu(job: Job, at: Placed, forward: Mapping[str, float]) -> dict[str, dic
             buffers=gathered,
             gradients=gradients if job.launch.backend != "deepspeed" or job.launch.stage else 0.0,
         )
-        late = _add(_resident(at, moments) | base, gradients=gradients, buffers=gathered)
+        late = _add(_resident(at, moments) | base, gradients=gradients + exchanged, buffers=gathered)
+        # a head that is not tied is exchanged while all activations are held; a tied one after the embedding's backward
+        behind_head = _add(backward, gradients=exchanged, logits=-forward["logits"]) if not job.shape.tied else late
         update = _add(resident, gradients=gradients + at.update)
-        most = max((backward, late, update), key=lambda each: sum(each.values()))
+        most = max((backward, behind_head, late, update), key=lambda each: sum(each.values()))
         came = sum(most.values()) - sum(_resident(at, moments).values()) - CUDA_BYTES
         return _add(most, overhead=GAPS * max(came, 0.0))
 

@@ -189,17 +189,19 @@ def live_parameters(job: Job) -> float:
 
 def _fsdp(job: Job) -> tuple[Placed, Placed]:
     """FSDP2: every rank keeps a shard. A block is gathered in the computing type, together with the next one, and its
-    gradient is exchanged in float32."""
+    gradient is exchanged in float32. The head, which Accelerate puts into a group of its own (with the embedding if they
+    are tied), stays gathered from its forward on; `in_flight` is its gradient on its way, beside a block's."""
     n, e, trained = job.launch.shard_ranks, job.computes_bytes, job.trained
     each = job.loaded_bytes if not job.is_frozen else 4
-    group = max(job.shape.largest_block, (1 if job.shape.tied else 2) * job.shape.vocab_size * job.shape.hidden_size)
+    block, head = job.shape.largest_block, job.shape.vocab_size * job.shape.hidden_size
     states = Placed(
         weights=weights_bytes(job) / n,
         moments=job.moments_bytes(each) / n,
         gradients=each * trained / n,
     )
-    working = Placed(gathered=e * (group + job.shape.largest_block), update=0.0)
-    working.gradients = (e + FLOAT32) * min(group, trained)
+    working = Placed(gathered=e * (head + 2 * block), gradients=(e + FLOAT32) * min(block, trained))
+    if not job.is_frozen:  # in float32 until the next exchange, that of a block; in both types while it is cast
+        working.in_flight = max(FLOAT32 * head, (e + FLOAT32) * (head - block))
     if str((job.launch.yaml.get("fsdp_config") or {}).get("fsdp_reshard_after_forward", True)).lower() == "false":
         working.gathered = e * job.parameters
     return (working, states) if job.launch.offload("param") != "none" else (working.plus(states), Placed())

@@ -88,6 +88,6 @@ def plant(devices: int, memory: int = 80 * 2**30) -> None:
     cuda.mem_get_info = lambda *arguments: (memory, memory)
     cuda.memory_reserved = cuda.memory_allocated = lambda *arguments: 0
     cuda.Stream = cuda.Event = cuda.ExternalStream = _Stream
-    cuda.current_stream = cuda.default_stream = cuda.stream = _Stream
+    cuda.current_stream = cuda.default_stream = cuda.stream = torch.accelerator.current_stream = _Stream
     fake_tensor.init_gpu_context = nothing
     fake_tensor.FakeTensorMode.avoid_device_init = True

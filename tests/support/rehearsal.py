@@ -67,7 +67,7 @@ SMALL: dict[str, Any] = {
     "model_type": "qwen2",
     "hidden_size": 128,
     "intermediate_size": 384,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 2048,
@@ -508,6 +508,7 @@ def rehearse(case: Case) -> dict[str, Any]:
         found |= _counted(watch)
         found["peak"] = dict(tracker.by_part)
         found["resident"] = tracker.bytes_now()
+        found["trained"] = sum(each.numel() for each in job.model.parameters() if each.requires_grad)
         found["forward"] = job.train_step.largest_forward
         if case.export:
             watch.begin()

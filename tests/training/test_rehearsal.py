@@ -1,0 +1,134 @@
+"""What a GPU would feel of a step, rehearsed on fake CUDA tensors and a fake process group (support/rehearsal.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from itertools import product
+
+import attention_kernels
+import gpu_rehearsal
+import pytest
+import torch
+import yaml
+from conftest import accel_sft
+from reference_job import JOB, LAYOUTS, ONCE, same_curve
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or not shutil.which(os.environ.get("CXX", "g++")),
+    reason="a rehearsal is for a torch without CUDA, and compiles its stand-in for a device",
+)
+DDP, FSDP2, HSDP = ({"launch": name, "ranks": ranks} for name, ranks in gpu_rehearsal.LAUNCHES)
+SHARED, PACKED, PADDED = ({"layout": layout, "attention": way} for layout, way in gpu_rehearsal.LAYOUTS)
+LORA, RECOMPUTED = {"adapter": "lora"}, {"gradient_checkpointing": True}
+BLOCKS = 2
+QUICK = [
+    DDP | PADDED,
+    DDP | PACKED | LORA | RECOMPUTED,
+    HSDP | SHARED | RECOMPUTED,
+]
+"""Cases of the default run: each launch's exchanges, each layout, full and LoRA, activations kept and recomputed."""
+EVERY = [
+    launch | layout | adapter | activations
+    for launch, layout, adapter, activations in product(
+        (DDP, DDP | {"ranks": 16}, FSDP2, FSDP2 | {"ranks": 16}, HSDP | {"ranks": 8}, HSDP),
+        (SHARED, {"layout": "shared", "attention": "mask"}, PACKED, PADDED),
+        ({}, LORA),
+        ({}, RECOMPUTED),
+    )
+]
+NAMED = {
+    ("between", "item", "accel_sft/training/step.py"): "the step's loss, which each rank tells the others",
+    ("wait for ranks", "copy from the host", "accel_sft/launch/collectives.py"): "those numbers, on an idle GPU",
+    ("wait for ranks", "tolist", "accel_sft/launch/collectives.py"): "the numbers of all ranks: is the step to be kept?",
+    ("optimizer step", "item", "accel_sft/training/optimizer.py"): "the gradient's norm: is it finite?",
+}
+"""Where the host waits for the device once a step, and for what."""
+BY_MASK = {("forward", "boolean index", "transformers/modeling_utils.py"), ("backward", "boolean index", "torch's autograd")}
+"""Where it waits in a forward of padded rows: transformers takes the positions with a label as a mask alone."""
+
+
+@pytest.fixture(scope="module")
+def quick():
+    return [*gpu_rehearsal.run(QUICK)]
+
+
+def check(found):
+    """A step's waits, exchanges, products and kernels of attention are those that its launch is designed for."""
+    case = {"adapter": "none"} | found["case"]
+    places = [(part, what, where.rpartition(":")[0] or where) for part, what, where in found["waits"]]
+    once = [place for place in places if not (case["layout"] == "padded" and place in BY_MASK)]
+    beyond = [place for place in once if place not in NAMED]
+    assert len(beyond) <= 1, beyond
+    assert all(once.count(place) == 1 for place in NAMED), once
+    assert {dtype for _, dtype, *_ in found["products"]} == {"bfloat16"}
+    assert not any("math" in kernel or "float32" in kernel for kernel in found["attention"]), found["attention"]
+    counted = {}
+    for part, kind, ranks, count, size in found["exchanges"]:
+        if part not in ("wait for ranks", "optimizer step"):
+            before = counted.get((kind, ranks), (0, 0))
+            counted[kind, ranks] = before[0] + count, before[1] + size
+    if case["launch"] == "ddp":
+        trained = 29_184 if case["adapter"] == "lora" else 0
+        ((kind, (_, size)),) = counted.items()
+        assert kind == ("all-reduce", case["ranks"])  # of the last backward alone: its bytes are those of all gradients
+        assert size == 4 * found["trained"]
+    else:
+        assert {kind for kind, _ in counted} <= {"all-gather", "reduce-scatter", "all-reduce"}
+        scattered = sum(count for (kind, _), (count, _) in counted.items() if kind == "reduce-scatter")
+        groups = BLOCKS + (case["adapter"] == "none")  # the root's embedding and norm are frozen under an adapter
+        assert scattered == groups * 2  # in each of two forwards: else every rank would keep whole gradients
+    parts = [part for part, kind, *_ in found["exchanges"] if kind in ("reduce-scatter", "all-reduce")]
+    assert "forward" not in parts
+
+
+def test_a_step_waits_exchanges_and_multiplies_as_it_is_designed_to(quick):
+    for found in quick:
+        check(found)
+
+
+@pytest.mark.long
+def test_every_launch_waits_exchanges_and_multiplies_as_it_is_designed_to():
+    for found in gpu_rehearsal.run(EVERY):
+        check(found)
+
+
+def test_sharded_weights_are_exported_with_one_copy_to_the_host_for_each(quick):
+    for found in quick:
+        copies = [where for _, what, where in found["export"]["waits"] if what == "copy to the host"]
+        gathered = sum(count for _, kind, _, count, _ in found["export"]["exchanges"] if kind == "all-gather")
+        assert len(copies) == len(found["export"]["waits"]) == gathered
+
+
+@pytest.mark.parametrize(("call", "expected"), attention_kernels.TABLE)
+def test_the_kernel_of_attention_follows_from_torchs_rules(call, expected):
+    assert attention_kernels.kernel(call) == expected
+
+
+@pytest.mark.long
+def test_plan_agrees_with_torchs_tracker():
+    models = {name: {**gpu_rehearsal.MODELS[name], "num_hidden_layers": 6} for name in ("0.5B", "1.5B", "7B")}
+    wanted = [*gpu_rehearsal.cases(models, 40)]
+    errors = gpu_rehearsal.errors(wanted)
+    assert sum(errors) / len(errors) <= 0.05, errors
+    assert max(errors) <= 0.12, errors
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_that_overlaps_exchange_and_backward_as_on_gpus_draws_the_same_curve(launched, tmp_path, stage):
+    zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
+    zero |= {"reduce_bucket_size": 2 * 10**8, "stage3_gather_16bit_weights_on_model_save": stage == 3}
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+    content = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "num_machines": 1}
+    content |= {"num_processes": 2, "deepspeed_config": {"deepspeed_config_file": str(tmp_path / "ds.json")}}
+    (tmp_path / "launch.yaml").write_text(yaml.safe_dump(content))
+    options = LAYOUTS[f"z{stage}"]
+    plain = launched(f"z{stage} without overlap", *JOB, *ONCE, "--micro-batch-size", "2", **options)
+    given = {**options, "yaml": str(tmp_path / "launch"), "launcher": (), "run_dir": tmp_path / "run"}
+    overlapping = accel_sft(*JOB, *ONCE, "--micro-batch-size", "2", **given)
+    assert overlapping.status == 0, overlapping.output
+    written = json.loads((tmp_path / "run/run.json").read_text())["launch"]["deepspeed_config"]
+    assert written["zero_optimization"]["overlap_comm"] is True
+    same_curve(plain.lines(), overlapping.lines())
