@@ -13,7 +13,7 @@ import torch
 
 from accel_sft.batching.choice import measured_once
 from accel_sft.batching.device_memory import forwards_alone
-from accel_sft.batching.fitting import expected_to_fit, within_memory
+from accel_sft.batching.fitting import expected_to_fit, with_sized_pieces, within_memory
 from accel_sft.batching.forward_layouts import WHAT
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.sequence import in_parts
@@ -58,14 +58,17 @@ def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence
     """
     if sequence_ranks(trial.accelerator) > 1:
         padded = dataclasses.replace(trial, config=dataclasses.replace(trial.config, batching="padded"))
-        return in_parts(trial, exact_batchings(padded, also)[0][0])
+        return in_parts(trial, with_sized_pieces(trial, exact_batchings(padded, also)[0])[0])
     exact, reasons, dropout = exact_batchings(trial, also)
-    if before and any(before == dataclasses.replace(b, tokens=before.tokens, rows=before.rows) for b in exact):
+    sized = {name: getattr(before, name) for name in ("tokens", "rows", "most_logits")} if before else {}
+    if before and any(before == dataclasses.replace(each, **sized) for each in exact):
         batching, why = before, ", as before"
-    elif trial.config.micro_batch_size != "auto":
-        batching, why = dataclasses.replace(exact[0], rows=int(trial.config.micro_batch_size)), ""
     else:
-        batching, why = chosen(trial, exact, dropout)
+        exact, why = with_sized_pieces(trial, exact), ""
+        if trial.config.micro_batch_size != "auto":
+            batching = dataclasses.replace(exact[0], rows=int(trial.config.micro_batch_size))
+        else:
+            batching, why = chosen(trial, exact, dropout)
     size = f"{batching.rows} examples" if batching.rows else f"{batching.tokens:,} tokens"
     line = f"batching {batching.layout} ({WHAT[batching.layout]}), up to {size} a forward{why}"
     return batching, "; ".join([line, *(f"not {reason}" for reason in reasons)])

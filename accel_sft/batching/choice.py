@@ -106,11 +106,12 @@ def measured_once(
 
 def _batching(chosen: Any) -> Batching | None:
     named = {field.name for field in dataclasses.fields(Batching)}  # another version's record may have others
-    if not isinstance(chosen, dict) or chosen.keys() != named:
+    # a run of before the head's pieces were sized has none, and goes on with pieces of MOST_LOGITS
+    if not isinstance(chosen, dict) or {"most_logits", *chosen} != named:
         return None
     try:
         batching = Batching(**chosen)
     except (TypeError, ValueError):  # `chosen` names no layout or head of this version
         return None
-    counts = [count for count in (batching.tokens, batching.rows) if count is not None]
+    counts = [count for count in (batching.tokens, batching.rows, batching.most_logits) if count is not None]
     return batching if all(type(count) is int and count > 0 for count in counts) else None

@@ -32,6 +32,7 @@ class Batch:
         targets: token ids to predict, (E,).
         weights: for each target, how many rows predict it from its position, (E,) float32.
         head: name in `loss.HEADS` of the function that computes logits and loss.
+        most_logits: maximum number of logits that the head `pieces` holds at once; None: MOST_LOGITS.
     """
 
     inputs: dict[str, Any]
@@ -40,6 +41,7 @@ class Batch:
     targets: torch.Tensor
     weights: torch.Tensor
     head: str = "labelled"
+    most_logits: int | None = None
 
 
 def empty(pad_token_id: int) -> Batch:

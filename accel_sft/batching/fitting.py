@@ -16,11 +16,35 @@ from accel_sft.batching.layouts import Batching
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
 from accel_sft.launch.collectives import all_ranks, largest_of_ranks
+from accel_sft.memory.activations import LOGIT
+from accel_sft.memory.job import MOST_LOGITS, ROOMY_LOGITS
 from accel_sft.memory.loaded_model import forward_bytes, head_size
 from accel_sft.models.cascade import kernels_for
 
+LOGITS_SHARE = 1 / 8
+"""Share of the memory that the longest row's forward leaves free, for the logits of a piece of the head."""
 RESERVED_PART = 2**28
 """Maximum number of bytes that are reserved in one piece."""
+
+
+def with_sized_pieces(trial: Trial, exact: Sequence[Batching]) -> list[Batching]:
+    """Return the exact batchings with the pieces of the head `pieces` as large as this device has room for.
+
+    Each piece reads and writes the gradient of the head's weights, so that a few large ones take less time. On a CPU
+    and where room is scarce, pieces hold MOST_LOGITS, with which `plan` predicts what fits.
+    """
+    if math.isinf(free_bytes(trial.accelerator.device)):
+        return list(exact)
+    longest = max(len(example.input_ids) for example in trial.examples)
+    sized = []
+    for batching in exact:
+        room = _room(trial) - _expected_bytes(trial, dataclasses.replace(batching, tokens=longest))
+        logits = MOST_LOGITS
+        while logits < ROOMY_LOGITS and 2 * logits * LOGIT <= LOGITS_SHARE * room:
+            logits *= 2
+        most = -int(largest_of_ranks(-logits))
+        sized.append(dataclasses.replace(batching, most_logits=most) if batching.head == "pieces" else batching)
+    return sized
 
 
 def within_memory(trial: Trial, exact: Sequence[Batching], sizes: Sequence[int]) -> list[Batching]:
@@ -56,11 +80,15 @@ def within_memory(trial: Trial, exact: Sequence[Batching], sizes: Sequence[int])
 
 def expected_to_fit(trial: Trial, exact: Sequence[Batching], sizes: Sequence[int]) -> list[Batching]:
     """Return the batchings of `sizes` that are estimated to fit on all ranks; if none is, those of the first size."""
-    room = (1 - LEFT_FREE) * (free_bytes(trial.accelerator.device) - trial.reserved())
-    room = -largest_of_ranks(-room)
+    room = -largest_of_ranks(-_room(trial))
     sized = [dataclasses.replace(batching, tokens=tokens) for batching in exact for tokens in sizes]
     fitting = [batching for batching in sized if _expected_bytes(trial, batching) <= room]
     return fitting or [batching for batching in sized if batching.tokens == sizes[0]]
+
+
+def _room(trial: Trial) -> float:
+    """Bytes of this rank's device that an estimate may give to forwards."""
+    return (1 - LEFT_FREE) * (free_bytes(trial.accelerator.device) - trial.reserved())
 
 
 def _expected_bytes(trial: Trial, batching: Batching) -> float:
@@ -77,6 +105,7 @@ def _expected_bytes(trial: Trial, batching: Batching) -> float:
         batching.tokens,
         masked=batching.attention == "mask" and batching.layout != "padded",
         whole_head=batching.head in ("labelled", "everywhere"),
+        most_logits=batching.most_logits or MOST_LOGITS,
         recomputed=trial.config.gradient_checkpointing,
         itemsize=dtype.itemsize,
         copied=copied,

@@ -47,6 +47,8 @@ class Batching:
             bounds for FlashAttention (`packed` alone); `rows`, which runs them row by row behind the one prefix that
             all rows of the forward share, in any order (`row_kernels.PrefixedRows`).
         head: where and how logits are computed, one of `loss.HEADS`.
+        most_logits: maximum number of logits that the head `pieces` holds at once, chosen by a GPU's free memory; None:
+            MOST_LOGITS.
     Raises:
         ValueError: there is no such layout or head.
     """
@@ -56,6 +58,7 @@ class Batching:
     rows: int | None = None
     attention: str = "mask"
     head: str = "labelled"
+    most_logits: int | None = None
 
     def __post_init__(self) -> None:
         if (self.layout, self.attention) not in _BY_NAMES or self.head not in HEADS:
@@ -132,7 +135,7 @@ class Batching:
         assert self.layout == "padded" or not any(row.images for row in examples), "rows with images are padded"
         with device:
             batch = self.way.collate(examples, pad_token_id) if examples else collate.empty(pad_token_id)
-        return dataclasses.replace(batch, head=self.head)
+        return dataclasses.replace(batch, head=self.head, most_logits=self.most_logits)
 
 
 def _least_largest(lengths: list[int], own: list[int], count: int, limit: int, way: Layout) -> list[int] | None:

@@ -27,10 +27,10 @@ def nll(model: torch.nn.Module, batch: Batch, most_logits: int | None = None) ->
     that is still connected to the weights.
 
     Args:
-        most_logits: maximum number of logits that the head `pieces` holds at once; MOST_LOGITS by default.
+        most_logits: maximum number of logits that the head `pieces` holds at once; by default what the batch says.
     """
     heartbeat()
-    return HEADS[batch.head](model, batch, most_logits or MOST_LOGITS)
+    return HEADS[batch.head](model, batch, most_logits or batch.most_logits or MOST_LOGITS)
 
 
 def nll_sum(model: torch.nn.Module, batch: Batch) -> torch.Tensor:

@@ -58,7 +58,8 @@ class SequenceGroup:
         keep = kept[mine] - begin
         if not len(keep):  # a forward that is connected to the weights, as `collate.empty` is
             keep = torch.zeros(1, dtype=torch.int64, device=ids.device)
-        return Batch(inputs, keep, None, batch.targets[mine], batch.weights[mine], batch.head)
+        targets, weights = batch.targets[mine], batch.weights[mine]
+        return dataclasses.replace(batch, inputs=inputs, keep=keep, sources=None, targets=targets, weights=weights)
 
 
 def in_parts(trial: Trial, exact: Batching) -> tuple[Batching, str]:

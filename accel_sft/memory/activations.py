@@ -10,7 +10,7 @@ bfloat16, float32 and float32 under autocast, trained whole or by an adapter; th
 within 1%, and tests/tools/test_plan.py counts again.
 """
 
-from accel_sft.memory.job import MOST_LOGITS, Job
+from accel_sft.memory.job import Job
 from accel_sft.memory.shape import Block
 
 _CAPPED = ("gemma2",)
@@ -136,7 +136,7 @@ def logits_bytes(job: Job) -> float:
         return e * hidden * job.supervised_tokens
     if job.head == "everywhere":
         return each * vocabulary * job.tokens
-    most = max(MOST_LOGITS // vocabulary, 1)
+    most = max(job.most_logits // vocabulary, 1)
     if _in_pieces(job):
         return e * hidden * job.supervised_tokens + each * vocabulary * most
     return each * vocabulary * job.supervised_tokens
@@ -188,7 +188,7 @@ def _head_bytes(job: Job, gradient: float) -> tuple[float, float]:
     gradients of later pieces to that tensor."""
     vocabulary, e, s = job.shape.vocab_size, job.computes_bytes, job.supervised_tokens
     narrow = e if e < 4 else 0
-    most = max(MOST_LOGITS // vocabulary, 1)
+    most = max(job.most_logits // vocabulary, 1)
     logit = LOGIT + _cap_bytes(job)
     if job.head == "fused":
         return 0.0, gradient
@@ -205,7 +205,7 @@ def _cap_bytes(job: Job) -> int:
 
 
 def _in_pieces(job: Job) -> bool:
-    return job.head == "pieces" and job.supervised_tokens > max(MOST_LOGITS // job.shape.vocab_size, 1)
+    return job.head == "pieces" and job.supervised_tokens > max(job.most_logits // job.shape.vocab_size, 1)
 
 
 def _block_backward(job: Job, block: Block) -> float:

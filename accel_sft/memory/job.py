@@ -17,8 +17,11 @@ AS_CONFIGURED: tuple[str, ...] = ("adapter", "lora_r", "lora_dropout", "use_dora
 AS_CONFIGURED += ("lora_target_parameters", "load_in_4bit", "optimizer", "dtype", "gradient_checkpointing", "compile")
 """Attributes of a job that have the name and the value of a setting."""
 MOST_LOGITS = 2**25
-"""Maximum number of logits (tokens times vocabulary) that a head in pieces holds at once: 128 MiB in float32, and about
-three times that in a backward."""
+"""Maximum number of logits (tokens times vocabulary) that a head in pieces holds at once, unless a GPU has room for
+more: 128 MiB in float32, and about three times that in a backward."""
+ROOMY_LOGITS = 2**28
+"""The same on a GPU with room for it. Each piece reads and writes the gradient of the head's weights once, 1 GB for 7B
+parameters; pieces of this size are larger than a usual forward's, so that larger ones would save no time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,7 @@ class Job:
         supervised_tokens: how many of these tokens have a loss; the logits have as many rows.
         rows: rows in that forward.
         head: `labelled`, `everywhere`, `pieces` or `fused`, as in `batching.loss.HEADS`.
+        most_logits: maximum number of logits that the head `pieces` holds at once.
         dense_mask: whether attention takes a mask of tokens by tokens, as the layouts `shared` and `packed` give sdpa.
         copied_keys: keys that rows behind a shared prefix see (each row the prefix and itself), of all rows together;
             attention may have to copy them, see `copies`; 0: there is no such prefix.
@@ -69,6 +73,7 @@ class Job:
     supervised_tokens: int = 2048
     rows: int = 1
     head: str = "pieces"
+    most_logits: int = MOST_LOGITS
     dense_mask: bool = False
     copied_keys: int = 0
     eval_rows: int = 64

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_sft.api.optimizers import OPTIMIZERS
 from accel_sft.launch.info import Launch
 from accel_sft.memory.closed_form import CHECKPOINT_BYTES, CUDA_BYTES, FILE_BYTES
-from accel_sft.memory.job import MOST_LOGITS
 from accel_sft.memory.states import FLOAT32, MASTER, MOMENTS
 
 
@@ -87,6 +86,7 @@ def forward_bytes(
     *,
     masked: bool,
     whole_head: bool,
+    most_logits: int,
     recomputed: bool,
     itemsize: int,
     copied: tuple[int, int] = (0, 0),
@@ -100,6 +100,7 @@ def forward_bytes(
     Args:
         masked: whether attention has a mask of every token and every other.
         whole_head: whether every token's logits are computed at once.
+        most_logits: how many logits are held at once otherwise.
         recomputed: whether each block keeps only its inputs, and one block at a time keeps everything.
         itemsize: bytes of one element in the computing type.
         copied: number of queries and of keys that attention copies in each layer (`Layout.copied`); keys behind a
@@ -127,7 +128,7 @@ def forward_bytes(
         width = getattr(config, "hidden_size", 0)
         numbers = numbers / layers + layers * width
     seen = tokens**2 if masked else 0
-    logits = tokens * config.vocab_size if whole_head else MOST_LOGITS
+    logits = tokens * config.vocab_size if whole_head else most_logits
     return itemsize * (tokens * numbers + seen + copies + weights / layers) + 12 * logits
 
 

@@ -18,7 +18,7 @@ from accel_sft.launch.info import Launch
 from accel_sft.memory.closed_form import estimate, loading_bytes
 from accel_sft.memory.estimate import Estimate, totals
 from accel_sft.memory.flops import model_flops, peak_flops
-from accel_sft.memory.job import AS_CONFIGURED, Job
+from accel_sft.memory.job import AS_CONFIGURED, MOST_LOGITS, Job
 from accel_sft.memory.model_config import UnusableModel, read_config, read_shape, stored_bytes
 from accel_sft.memory.states import least_bytes
 from accel_sft.tracking.tracker import Tracker
@@ -81,6 +81,7 @@ class Prediction:
                 supervised_tokens=supervised_tokens,
                 rows=rows,
                 head=train_step.batching.head,
+                most_logits=train_step.batching.most_logits or MOST_LOGITS,
                 copied_keys=copied_keys if train_step.batching.layout == "shared" else 0,
             )
             memory = _beside(estimate(job), by_phase)

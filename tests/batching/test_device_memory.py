@@ -22,13 +22,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_sft import UserError
 from accel_sft.api.config import TrainConfig
-from accel_sft.batching import fitting
+from accel_sft.batching import autotune, choice, fitting
 from accel_sft.batching.fitting import _expected_bytes, within_memory
 from accel_sft.batching.layouts import Batching
 from accel_sft.batching.trial import Trial
 from accel_sft.chat.encoded import Encoded
 from accel_sft.commands import train
 from accel_sft.io.run_dir import RunDir
+from accel_sft.memory.job import MOST_LOGITS, ROOMY_LOGITS
 from accel_sft.training.optimizer import Stepper, new_optimizer
 from accel_sft.training.step import TrainStep
 
@@ -274,6 +275,29 @@ def test_without_a_trial_forwards_are_as_large_as_the_estimate_lets_them(monkeyp
     some = [len(found(mebibytes * 2**20)) for mebibytes in (16, 32, 64, 128)]
     assert some == sorted(some)
     assert len(set(some)) > 2
+
+
+def test_pieces_of_the_head_are_as_large_as_the_device_has_room_for_and_a_resumed_run_keeps_them(monkeypatch):
+    trial, *_ = job(tiny_llama())
+    monkeypatch.setattr(autotune, "TRIED_ON_DEVICE", (64, 128))
+    monkeypatch.setattr(autotune, "UNTIMED", set())
+
+    def chosen(free, before=None):
+        monkeypatch.setattr(fitting, "free_bytes", lambda device: free)
+        return autotune.choose_batching(trial, before)[0]
+
+    small, roomy = chosen(2**31), chosen(80 * 2**30)
+    assert (small.head, small.most_logits, roomy.most_logits) == ("pieces", MOST_LOGITS, ROOMY_LOGITS)
+    assert MOST_LOGITS < chosen(20 * 2**30).most_logits < ROOMY_LOGITS
+    assert trial.batch(roomy, trial.examples[:1]).most_logits == ROOMY_LOGITS
+    record = json.loads(json.dumps(choice.recorded(("auto", "auto"), roomy)))
+    assert chosen(2**31, choice.restored(record, ("auto", "auto"))) == roomy
+    del record["chosen"]["most_logits"]  # as an earlier version wrote it
+    earlier = choice.restored(record, ("auto", "auto"))
+    assert earlier == dataclasses.replace(roomy, most_logits=None)
+    assert chosen(80 * 2**30, earlier) == earlier
+    with_all = dataclasses.replace(roomy, head="labelled", most_logits=None)
+    assert fitting.with_sized_pieces(trial, [with_all]) == [with_all]
 
 
 # for each batching other code is compiled
