@@ -129,6 +129,14 @@ def test_no_secret_of_a_launch_file_or_of_settings_is_recorded():
     }  # fmt: skip
 
 
+def test_compiling_under_zero_3_is_told_to_save_little(built):
+    by_name = {path.stem: seen_by_a_rank(path) for path in SHIPPED}
+    (found,) = audit(TrainConfig(compile=True), by_name["z3"], devices=0)
+    assert found.level == "warning"
+    assert "DeepSpeed's hooks interrupt compiled code" in found.what
+    assert audit(TrainConfig(compile=True), by_name["z2"], devices=0) == []
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_yaml_loads_and_is_clean(path, built):
     assert load_config_from_file(str(path)).num_processes == (4 if path.stem == "hsdp" else 2)
