@@ -226,7 +226,7 @@ def _zero(config: TrainConfig, launch: Launch, where: str) -> Iterator[Finding]:
     if launch.stage not in (0, 1, 2, 3):
         yield error(f"{where}: ZeRO stage {launch.stage} does not exist", "0, 1, 2 or 3")
     if launch.stage == 3 and config.compile:
-        what = "--compile under ZeRO-3: DeepSpeed's hooks interrupt compiled code at each layer, so that it saves little"
+        what = "--compile under ZeRO-3: DeepSpeed's hooks interrupt compiled code at each layer, so it saves little"
         yield warning(what, "leave it out, or use accelerate_configs/fsdp2.yaml")
     if launch.stage == 3 and not launch.gathers_16bit_weights:
         key = "stage3_gather_16bit_weights_on_model_save" if launch.json_file else "zero3_save_16bit_model"
