@@ -80,15 +80,18 @@ class ProgressBar:
         if "learning_rate" in record:
             parts.append(f"lr {record['learning_rate']:.2e}")
         if "tokens_per_second" in record:
-            parts.append(f"{record['tokens_per_second']:,.0f} tokens/s{self._of_each_device()}")
+            parts.append(" ".join([f"{record['tokens_per_second']:,.0f} tokens/s", *self._of_devices().values()]))
         return "  ".join([*parts, self._time_to_go(now)])
 
-    def _of_each_device(self) -> str:
-        """Tokens per second of each device, if there are several, and MFU, if it is known, behind those of all."""
-        record = self._record
+    def _of_devices(self) -> dict[str, str]:
+        """Tokens per second of `each` device, if there are several, and `mfu`, if it is known, in words."""
+        record, found = self._record, {}
         each = record.get("tokens_per_second_per_device", record["tokens_per_second"])
-        told = f" ({each:,.0f} each)" if each != record["tokens_per_second"] else ""
-        return f"{told}  MFU {record['mfu']:.1%}" if "mfu" in record else told
+        if each != record["tokens_per_second"]:
+            found["each"] = f"({each:,.0f} each)"
+        if "mfu" in record:
+            found["mfu"] = f"MFU {record['mfu']:.1%}"
+        return found
 
     def _time_to_go(self, now: float) -> str:
         """The time to go, from the mean time of a step since this process finished its first one; evaluations and
@@ -116,10 +119,11 @@ class ProgressBar:
         details = {"loss": f"loss {_short(record['loss'])}"} if "loss" in record else {}
         details["metrics"] = "  ".join(f"eval {name} {_short(value)}" for name, value in self._metrics.items())
         if "tokens_per_second" in record:
-            details["rate"] = f"now {record['tokens_per_second']:,.0f} tok/s{self._of_each_device()}"
+            details["rate"] = f"now {record['tokens_per_second']:,.0f} tok/s"
+            details |= self._of_devices()
         if self.done < self.total_steps:
             details["left"] = self._time_to_go(now)
-        for least in ("", "rate", "metrics", "loss", "left"):
+        for least in ("", "each", "mfu", "rate", "metrics", "loss", "left"):
             details.pop(least, None)
             text = "  ".join(filter(None, details.values()))
             cells = self._console.width - cell_len(count) - cell_len(text) - 3  # the last column stays empty

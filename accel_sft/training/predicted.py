@@ -48,8 +48,9 @@ class Prediction:
         log: Callable[[str], None],
     ) -> None:
         self.job = _job(config, weights, launch, accelerator.device, log)
-        self.devices = launch.world_size
-        self.peak_flops = _peak_flops(accelerator.device, self.job) if self.job else None
+        self.flops = model_flops(self.job) if self.job else None
+        peak = _peak_flops(accelerator.device, self.job) if self.job else None
+        self.peak_flops = peak * launch.world_size if peak else None  # of all devices
         lines = by_each_rank(lambda: _misfits(self.job, config.force) if self.job else [])
         for line in dict.fromkeys(line for of_rank in lines for line in of_rank):
             log(line)
@@ -59,11 +60,11 @@ class Prediction:
 
         Nothing where the peak is not known, and where nothing was trained: with a gradient of 0, or not a finite one.
         """
-        if self.job is None or self.peak_flops is None or not 0 < grad_norm < math.inf:
+        if self.flops is None or self.peak_flops is None or not 0 < grad_norm < math.inf:
             return {}
         tokens, pairs = train_step.computed()
-        flops = model_flops(self.job).total(tokens, min(supervised_tokens, tokens), pairs)
-        return {"mfu": flops / (seconds * self.devices * self.peak_flops)}
+        flops = self.flops.total(tokens, min(supervised_tokens, tokens), pairs)
+        return {"mfu": flops / (seconds * self.peak_flops)}
 
     def measured(self, tracker: Tracker, train_step: TrainStep) -> dict[str, Any]:
         """What the run took, for result.json; all ranks call it together.

@@ -61,7 +61,7 @@ def test_an_epochs_end_the_best_so_far_and_the_curves_are_as_if_it_had_not_stopp
     expected, got = (load_file(folder / "final" / "model.safetensors") for folder in (whole.run_dir, run_dir))
     assert all(torch.equal(expected[key], got[key]) for key in expected)
     for kind in ("loss", "eval_loss"):
-        varying = ("seconds", "tokens_per_second")
+        varying = ("seconds", "tokens_per_second", "per_device")
         told, retold = (
             [{k: v for k, v in line.items() if not k.endswith(varying)} for line in run.lines(kind)]
             for run in (whole, resumed)

@@ -115,13 +115,13 @@ def test_what_rows_share_counts_once_and_padding_never(layout):
 
 
 def test_no_mfu_is_told_of_a_step_that_trained_nothing_or_of_an_unknown_device():
-    job, step = job_of(QWEN_7B), SimpleNamespace(computed=lambda: (1000, 5e5))
-    known = SimpleNamespace(job=job, peak_flops=989e12, devices=2)
-    expected = model_flops(job).total(1000, 900, 5e5) / (0.5 * 2 * 989e12)
+    flops, step = model_flops(job_of(QWEN_7B)), SimpleNamespace(computed=lambda: (1000, 5e5))
+    known = SimpleNamespace(flops=flops, peak_flops=2 * 989e12)
+    expected = flops.total(1000, 900, 5e5) / (0.5 * 2 * 989e12)
     assert Prediction.mfu(known, step, 900, 0.7, 0.5) == {"mfu": expected}
     assert all(Prediction.mfu(known, step, 900, norm, 0.5) == {} for norm in (0.0, math.nan, math.inf))
-    assert Prediction.mfu(SimpleNamespace(job=job, peak_flops=None), step, 900, 0.7, 0.5) == {}
-    assert Prediction.mfu(SimpleNamespace(job=None, peak_flops=1.0), step, 900, 0.7, 0.5) == {}
+    assert Prediction.mfu(SimpleNamespace(flops=flops, peak_flops=None), step, 900, 0.7, 0.5) == {}
+    assert Prediction.mfu(SimpleNamespace(flops=None, peak_flops=1.0), step, 900, 0.7, 0.5) == {}
     assert mean_mfu([{"mfu": 0.1, "seconds": 1.0}, {"seconds": 9.0}, {"mfu": 0.4, "seconds": 2.0}]) == pytest.approx(
         0.3
     )
@@ -141,5 +141,5 @@ def test_a_run_on_a_known_device_tells_its_mfu_everywhere(tmp_path):
     result = run.result()
     assert min(line["mfu"] for line in run.lines()) <= result["mfu"] <= max(line["mfu"] for line in run.lines())
     assert result["tokens_per_second_per_device"] == pytest.approx(result["tokens_per_second"] / 2)
-    assert " each)  MFU 0.0%" in run.output
+    assert " each) MFU 0.0%" in run.output
     assert "| model FLOPs utilisation (MFU, a share of 1) |" in (run.run_dir / "report.md").read_text()

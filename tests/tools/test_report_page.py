@@ -134,7 +134,7 @@ def test_mfu_has_a_column_and_a_curve_where_a_run_has_it(two, tmp_path):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     with (run / "metrics.jsonl").open("w") as file:
         file.writelines(json.dumps({**line, **({"mfu": 0.375} if "loss" in line else {})}) + "\n" for line in lines)
-    report(run, "--output", target, "--force")
+    report(run, "--output", target)
     elements = Elements(target.read_text(encoding="utf-8"))
     assert "tokens/s MFU" in elements.prose()
     assert "0.375" in elements.prose()
