@@ -131,11 +131,11 @@ def test_attention_over_whole_rows_works_again_where_ranks_outnumber_key_heads(m
     assert model.eval()(input_ids=torch.tensor([[1, 2], [3, 4]]), use_cache=False).logits.shape == (2, 2, 32)
 
 
-@pytest.mark.long
-def test_a_model_with_one_key_head_is_evaluated_between_steps_that_share_rows(tmp_path):
+@pytest.mark.parametrize("key_heads", [pytest.param(1, marks=pytest.mark.long)])
+def test_a_model_with_one_key_head_is_evaluated_between_steps_that_share_rows(tmp_path, key_heads):
     base = make_tiny(tmp_path / "base")
     shape = AutoConfig.from_pretrained(base)
-    shape.num_attention_heads, shape.num_key_value_heads = 4, 1
+    shape.num_attention_heads, shape.num_key_value_heads = 4, key_heads
     AutoModelForCausalLM.from_config(shape).save_pretrained(base)
     job = ("math", "--model", str(base), "--max-steps", "2", "--eval-every", "1", "--validation-examples", "4")
     run = accel_sft(*job, "--train-examples", "20", yaml="z3_sp", run_dir=tmp_path / "run", launcher=FP32)

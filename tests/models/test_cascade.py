@@ -221,7 +221,6 @@ def test_so_are_those_of_a_gpu(change, monkeypatch, as_on_a_gpu):
     assert not usable(*sequence(7, [5, 3], 2, 2, 256, torch.bfloat16)[0], 7)
 
 
-@pytest.mark.long
 def test_a_compiler_takes_the_kernels_as_they_are(as_on_a_gpu):
     tensors, rows = sequence(7, [5, 3], 4, 2, 16, torch.float64)
 
