@@ -78,7 +78,7 @@ def tree(rows: Sequence[Encoded], common: Sequence[int], mask: Callable[[torch.T
         at = new.stop
     batch = _in_one_sequence(ids, position, source, weight)
     if mask and (end < total).any():  # plain causal attention serves a single row, without a mask
-        batch.inputs["attention_mask"] = mask(_on_device(end))
+        batch.inputs["attention_mask"] = mask(*_on_device(end))
     return batch
 
 
@@ -159,7 +159,7 @@ def _counted(seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def varlen(rows: Sequence[Encoded]) -> Batch:
     """Rows one after another, with their bounds for FlashAttention."""
     batch, lengths = tree(rows, [0] * len(rows)), [len(row.input_ids) for row in rows]
-    bounds = _on_device(np.array([0, *np.cumsum(lengths)], dtype=np.int32))
+    (bounds,) = _on_device(np.array([0, *np.cumsum(lengths)], dtype=np.int32))
     longest = max(lengths)
     batch.inputs.update(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest, max_length_k=longest)
     return batch
@@ -173,9 +173,9 @@ def _rows(sizes: np.ndarray, starts: np.ndarray, prefix: int) -> PrefixedRows:
     (back,) = (step < sizes[:, None]).ravel().nonzero()
     count = int(sizes.sum())
     bounds = np.array([*[0] * bool(prefix), *starts, prefix + count], dtype=np.int32)
-    arrays = own.ravel(), back, bounds, np.array([0, count], dtype=np.int32)
-    cut, placed, segments, behind = map(_on_device, arrays)
-    seen = _on_device(np.tri(longest, prefix + longest, prefix, dtype=bool)) if prefix else None
+    ends = np.array([0, count], dtype=np.int32)
+    cut, placed, segments, behind = _on_device(own.ravel(), back, bounds, ends)
+    seen = _on_device(np.tri(longest, prefix + longest, prefix, dtype=bool))[0] if prefix else None
     return PrefixedRows(prefix, longest, cut, placed, segments, behind, seen)
 
 
@@ -210,18 +210,17 @@ def _tensors(
     weights: np.ndarray,
 ) -> Batch:
     """A `Batch` of tensors, made of arrays."""
-    return Batch(
-        {"attention_mask": None, **{name: _on_device(array) for name, array in inputs.items()}},
-        _on_device(keep),
-        None if sources is None else _on_device(sources),
-        _on_device(targets),
-        _on_device(weights),
-    )
+    kept, target_ids, row_weights, *others = _on_device(keep, targets, weights, *inputs.values())
+    source = None if sources is None else _on_device(sources)[0]
+    named = {"attention_mask": None, **dict(zip(inputs, others, strict=True))}
+    return Batch(named, kept, source, target_ids, row_weights)
 
 
-def _on_device(array: Any) -> torch.Tensor:
-    """Return the array as a tensor on the current device. A GPU copies it from pinned memory, so that the host does not
-    wait until the GPU has done all earlier work."""
+def _on_device(*arrays: np.ndarray) -> list[torch.Tensor]:
+    """Return the arrays as tensors on the current device. A GPU copies them from pinned memory, so that the host does
+    not wait until the GPU has done all earlier work."""
     device = torch.empty(0).device
-    tensor = torch.as_tensor(array, device="cpu")
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    tensors = map(torch.from_numpy, arrays)  # on the CPU, whatever is the current device
+    if device.type == "cuda":
+        return [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
+    return [tensor.to(device) for tensor in tensors]

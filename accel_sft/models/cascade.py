@@ -54,7 +54,7 @@ class _Cascade(torch.autograd.Function):
         kernels: Kernels,
     ) -> torch.Tensor:
         prefix = rows.prefix
-        query_, key_, value_ = qkv = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+        query_, key_, value_ = qkv = kernels.alike(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)))
         output, sums = kernels.within(rows, scale, *qkv)
         if prefix:
             before, before_sums = kernels.across(rows, scale, query_[prefix:], key_[:prefix], value_[:prefix])
@@ -71,8 +71,9 @@ class _Cascade(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, sums = ctx.saved_tensors
         rows, scale, prefix = ctx.rows, ctx.scale, ctx.rows.prefix
-        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        kept = gradients[0][0], query, key, value, output, sums
+        key_heads = key.shape[1]
+        alike = ctx.kernels.alike(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)))
+        kept = gradients[0][0], *alike, output, sums
         found = ctx.kernels.within_backward(rows, scale, *kept)
         if prefix:
             cut = ((slice(prefix) if each in (2, 3) else slice(prefix, None)) for each in range(len(kept)))
@@ -81,6 +82,7 @@ class _Cascade(torch.autograd.Function):
             found[0][prefix:] += of_queries
             for gradient, share in zip(found[1:], of_prefix, strict=True):
                 gradient[:prefix] += share
+        found = ctx.kernels.grouped(key_heads, found)
         return (*(gradient.transpose(0, 1)[None] for gradient in found), None, None, None)
 
 

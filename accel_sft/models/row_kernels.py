@@ -38,9 +38,9 @@ class PrefixedRows:
 class Kernels(abc.ABC):
     """Fused attention of a kind of device, and its backward.
 
-    Query is (tokens, heads, D), and so is the output; key and value may have fewer heads; log-sum-exps are (tokens,
-    heads). A backward takes the output's gradient, query, key, value, output and log-sum-exps, and returns gradients of
-    query, key and value.
+    Query is (tokens, heads, D), and so is the output; key and value are what `alike` makes of them; log-sum-exps are
+    (tokens, heads). A backward takes the output's gradient, query, key, value, output and log-sum-exps, and returns
+    gradients of query, key and value.
 
     Attributes:
         dtype: type of the small example on which the kernels are checked.
@@ -56,6 +56,14 @@ class Kernels(abc.ABC):
     @abc.abstractmethod
     def size_for(self, dtype: torch.dtype, head_size: int) -> int | None:
         """The one of `sizes` that serves heads of this type and size; None if there is none."""
+
+    def alike(self, query: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+        """The query, and keys and values with as many heads as the kernels need; they have them already by default."""
+        return [query, *others]
+
+    def grouped(self, key_heads: int, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Gradients with as many heads as keys and values had before `alike`."""
+        return gradients
 
     @abc.abstractmethod
     def within(self, rows: PrefixedRows, scale: float | None, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -82,9 +90,19 @@ class Padded(Kernels):
     def size_for(self, dtype: torch.dtype, head_size: int) -> int | None:
         return 8
 
+    def alike(self, query: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+        times = query.shape[1] // others[0].shape[1]
+        return [query, *(tensor.repeat_interleave(times, dim=1) if times > 1 else tensor for tensor in others)]
+
+    def grouped(self, key_heads: int, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        query, *others = gradients
+        if key_heads == query.shape[1]:
+            return gradients
+        return [query, *(tensor.unflatten(1, (key_heads, -1)).sum(2) for tensor in others)]
+
     def within(self, rows: PrefixedRows, scale: float | None, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         prefix = rows.prefix
-        cut = (cut_rows(tensor[prefix:], rows) for tensor in self._alike(*qkv))
+        cut = (cut_rows(tensor[prefix:], rows) for tensor in qkv)
         own = self._forward(*cut, is_causal=True, scale=scale)
         parts = [[_back(tensor, rows) for tensor in own]]
         if prefix:
@@ -97,9 +115,9 @@ class Padded(Kernels):
         # the output at padding gets a gradient of zero, so padding contributes nothing
         filled = gradient.new_zeros(len(rows.own), *gradient.shape[1:])
         filled[rows.back] = gradient[prefix:]
-        cut = [cut_rows(tensor[prefix:], rows) for tensor in self._alike(*others)]
+        cut = [cut_rows(tensor[prefix:], rows) for tensor in others]
         found = self._backward(_batch(filled, rows.longest), *cut, is_causal=True, scale=scale)
-        parts = [self._grouped(others[1].shape[1], [_back(tensor, rows) for tensor in found])]
+        parts = [[_back(tensor, rows) for tensor in found]]
         if prefix:
             parts.insert(0, self._one_backward(*(tensor[:prefix] for tensor in kept), is_causal=True, scale=scale))
         return [torch.cat(each) for each in zip(*parts, strict=True)]
@@ -113,13 +131,12 @@ class Padded(Kernels):
 
     def _one(self, *qkv: torch.Tensor, **how: Any) -> list[torch.Tensor]:
         """Attention of one sequence."""
-        found = self._forward(*(tensor.transpose(0, 1)[None] for tensor in self._alike(*qkv)), **how)
+        found = self._forward(*(tensor.transpose(0, 1)[None] for tensor in qkv), **how)
         return [tensor[0].transpose(0, 1) for tensor in found]
 
-    def _one_backward(self, gradient: torch.Tensor, *kept: torch.Tensor, **how: Any) -> list[torch.Tensor]:
-        alike = (gradient, *self._alike(*kept))
-        found = self._backward(*(tensor.transpose(0, 1)[None] for tensor in alike), **how)
-        return self._grouped(kept[1].shape[1], [tensor[0].transpose(0, 1) for tensor in found])
+    def _one_backward(self, *kept: torch.Tensor, **how: Any) -> list[torch.Tensor]:
+        found = self._backward(*(tensor.transpose(0, 1)[None] for tensor in kept), **how)
+        return [tensor[0].transpose(0, 1) for tensor in found]
 
     def _forward(self, *qkv: torch.Tensor, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
         output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*qkv, **how)
@@ -128,19 +145,6 @@ class Padded(Kernels):
     def _backward(self, *kept: torch.Tensor, **how: Any) -> list[torch.Tensor]:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return [*kernel(*kept, dropout_p=0.0, **how)]
-
-    def _alike(self, query: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
-        """Repeat keys and values, the next two tensors, for each head of the query."""
-        key_heads, heads = others[0].shape[1], query.shape[1]
-        if key_heads == heads:
-            return [query, *others]
-        repeated = (tensor.repeat_interleave(heads // key_heads, dim=1) for tensor in others[:2])
-        return [query, *repeated, *others[2:]]
-
-    def _grouped(self, key_heads: int, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Add up what `_alike` has repeated."""
-        query, *others = gradients
-        return [query, *(tensor.unflatten(1, (key_heads, -1)).sum(2) for tensor in others)]
 
 
 class Varlen(Kernels):
