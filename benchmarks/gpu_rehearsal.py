@@ -30,7 +30,7 @@ from plan_simulation import MODELS
 ROOT = Path(__file__).parent.parent
 MIB = 2**20
 LAUNCHES = (("ddp", 8), ("fsdp2", 8), ("hsdp", 16))
-LAYOUTS = (("shared", "rows"), ("packed", "rows"), ("padded", "mask"))
+LAYOUTS = (("shared", "rows"), ("packed", "rows"), ("padded", "causal"))
 
 
 def cases(models: dict[str, dict[str, Any]], shapes: int) -> Iterator[dict[str, Any]]:
@@ -70,12 +70,12 @@ def run(wanted: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             if line.startswith("{"):
                 yield json.loads(line)
     if process.returncode:
-        raise SystemExit(f"{command[1]} ended with {process.returncode}")
+        raise ChildProcessError(f"{command[1]} ended with {process.returncode}")
 
 
 def predicted(case: dict[str, Any], found: dict[str, Any]) -> float:
     """The closed form's bytes of a device in a step, without the allocator's gaps and what is outside of torch."""
-    tokens, supervised_tokens, rows = found["forward"]
+    tokens, supervised_tokens, rows, copied_keys = found["forward"]
     flags = ("--num_processes", str(case["ranks"]), "--mixed_precision", "bf16")
     job = Job(
         shape=read_shape(case["model"], "model"),
@@ -86,6 +86,7 @@ def predicted(case: dict[str, Any], found: dict[str, Any]) -> float:
         tokens=tokens,
         supervised_tokens=supervised_tokens,
         rows=rows,
+        copied_keys=copied_keys,
     )
     return sum(size for name, size in estimate(job).device["step"].items() if name != "overhead")
 

@@ -189,8 +189,8 @@ def live_parameters(job: Job) -> float:
 
 def _fsdp(job: Job) -> tuple[Placed, Placed]:
     """FSDP2: every rank keeps a shard. A block is gathered in the computing type, together with the next one, and its
-    gradient is exchanged in float32. The head, which Accelerate puts into a group of its own (with the embedding if they
-    are tied), stays gathered from its forward on; `in_flight` is its gradient on its way, beside a block's."""
+    gradient is exchanged in float32. The head, which Accelerate puts into a group of its own (with the embedding if
+    they are tied), stays gathered from its forward on; `in_flight` is its gradient on its way, beside a block's."""
     n, e, trained = job.launch.shard_ranks, job.computes_bytes, job.trained
     each = job.loaded_bytes if not job.is_frozen else 4
     block, head = job.shape.largest_block, job.shape.vocab_size * job.shape.hidden_size

@@ -57,6 +57,7 @@ def number(cell: str) -> float:
         ("gpu.py", "tokens/s", {"0.5B full"}),
         ("plan_accuracy.py", "measured", {"20 million"}),
         ("plan_simulation.py", "forward: simulated", {"0.5B"}),
+        pytest.param(*("gpu_rehearsal.py", "host waits", {"ddp"}), marks=pytest.mark.long),
     ],
 )
 def test_a_benchmark_prints_its_table(script, heading, rows, tmp_path):

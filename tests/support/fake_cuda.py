@@ -60,6 +60,9 @@ class _Stream(SimpleNamespace):
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def record_event(self, event: Any = None) -> Any:
         return event or _Stream()
 

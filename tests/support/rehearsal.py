@@ -18,6 +18,7 @@ import fake_cuda
 
 fake_cuda.load()
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -51,6 +52,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import import_utils
 
 from accel_sft.api.config import TrainConfig
 from accel_sft.batching.layouts import Batching
@@ -58,8 +60,9 @@ from accel_sft.chat.encoded import Encoded
 from accel_sft.io.run_dir import RunDir
 from accel_sft.launch import accelerator as launching
 from accel_sft.launch.read import read_launch
-from accel_sft.models import load, prefix_attention
-from accel_sft.tracking.time_spent import BACKWARD, FORWARD, OPTIMIZER
+from accel_sft.models import cascade, load, prefix_attention
+from accel_sft.models.row_kernels import VARLEN
+from accel_sft.tracking.time_spent import OPTIMIZER
 from accel_sft.training import step as training_step
 from accel_sft.training.optimizer import Stepper, new_optimizer
 
@@ -96,6 +99,7 @@ class Case:
     Attributes:
         rows: rows of a rank's step; `forwards` of them are accumulated.
         model: the content of a config.json.
+        varlen: whether the GPU has the kernels of `attention: rows`.
     """
 
     launch: str = "ddp"
@@ -113,6 +117,7 @@ class Case:
     steps: int = 2
     export: bool = True
     model: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(SMALL))
+    varlen: bool = True
 
 
 class Watch(TorchDispatchMode):
@@ -121,11 +126,12 @@ class Watch(TorchDispatchMode):
     Attributes:
         part: what the trainer does now, from its own spans; the numbers of a step begin anew with `begin`.
         kept: how many elements of a boolean index are true.
+        unmasked: whether batches come without a mask.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unmasked: bool) -> None:
         super().__init__()
-        self.part, self.kept = "start", 0
+        self.part, self.kept, self.unmasked = "start", 0, unmasked
         self.begin()
 
     def begin(self) -> None:
@@ -159,6 +165,8 @@ class Watch(TorchDispatchMode):
         if name == "nonzero":
             self.wait("nonzero")
             return args[0].new_zeros((self.kept, args[0].ndim), dtype=torch.int64)
+        if name == "_flash_attention_forward":
+            self.attention[f"varlen, {str(args[0].dtype).removeprefix('torch.')}, bounds"] += 1
         result = func(*args, **kwargs)
         if name not in NO_KERNEL and not func.is_view and _on_device(result):
             self.launches[self.part] += 1
@@ -174,7 +182,8 @@ class Watch(TorchDispatchMode):
         elif tensor.constant is not None:
             return func(tensor)
         if tensor.dtype == torch.bool:
-            return self.part == OPTIMIZER  # gradients are finite; rows of a batch are padded
+            # gradients are finite; rows without a mask are one sequence each; rows with one are padded
+            return self.part == OPTIMIZER or self.unmasked
         return 1.0 if tensor.is_floating_point() else 1
 
     def _copied(self, name: str, args: Any, kwargs: Any) -> None:
@@ -363,7 +372,7 @@ def _over_ranks(model: Any, ranks: int) -> None:
 
 
 def _real(function: Any) -> Any:
-    """The function outside of all modes: a mesh of ranks is a tensor that must have a content."""
+    """The function outside of all modes."""
 
     @functools.wraps(function)
     def called(*arguments: Any, **options: Any) -> Any:
@@ -371,6 +380,16 @@ def _real(function: Any) -> Any:
             return function(*arguments, **options)
 
     return called
+
+
+@contextlib.contextmanager
+def _real_meshes() -> Iterator[None]:
+    """A mesh of ranks is a tensor that must have a content: it is made outside of all modes."""
+    made = (_fully_shard, "_init_default_mesh"), (device_mesh, "init_device_mesh")
+    with contextlib.ExitStack() as stack:
+        for owner, name in (*made, (DeviceMesh, "__init__"), (DeviceMesh, "__getitem__")):
+            stack.enter_context(mock.patch.object(owner, name, _real(getattr(owner, name))))
+        yield
 
 
 class _Reducer:
@@ -411,10 +430,14 @@ class Rehearsal:
             _over_ranks(self.model, case.ranks)
         if case.attention == "rows":
             prefix_attention.install()
+            # a probe compares numbers, which fake tensors have not: the kernels pass it, as on an H100
+            cascade._right.update({("cuda", size): case.varlen for size in VARLEN.sizes})
         stepper = Stepper(self.accelerator, self.model, self.optimizer, config.max_grad_norm)
         per_forward = case.rows // case.forwards
         longest = case.instruction + 4 + case.answer
-        tokens = per_forward * longest if case.layout != "shared" else case.instruction + per_forward * (4 + case.answer)
+        tokens = (
+            per_forward * longest if case.layout != "shared" else case.instruction + per_forward * (4 + case.answer)
+        )
         rows = per_forward if case.layout == "padded" else None
         batching = Batching(case.layout, tokens, rows, attention=case.attention, head=case.head)
         self.train_step = training_step.TrainStep(stepper, batching, 0, RunDir(folder), print)
@@ -458,7 +481,7 @@ def rehearse(case: Case) -> dict[str, Any]:
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=case.ranks, store=FakeStore())
-    watch = Watch()
+    watch = Watch(case.attention == "causal")
     kept = training_step.nll_sum
 
     def nll_sum(model: Any, batch: Any) -> torch.Tensor:
@@ -477,19 +500,18 @@ def rehearse(case: Case) -> dict[str, Any]:
     tracker = Peak(watch)
     with (
         mock.patch.object(dist, "all_gather_object", gathered),
-        mock.patch.object(PartialState, "_prepare_backend", lambda *_: ("fake", DistributedType.MULTI_GPU)),
+        mock.patch.object(PartialState, "_prepare_backend", return_value=("fake", DistributedType.MULTI_GPU)),
         mock.patch.object(PartialState, "set_device", lambda state: setattr(state, "device", torch.device("cuda", 0))),
         mock.patch.object(training_step, "nll_sum", nll_sum),
         mock.patch.object(FakeTensor, "tolist", tolist),
+        # else transformers would take the way of a traced model, which asks for no content
+        mock.patch.object(import_utils, "is_fake_tensor", return_value=False),
         mock.patch.object(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
         mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention(watch)),
         mock.patch.object(torch.nn.Module, "_apply", _apply),
-        mock.patch.object(_fully_shard, "_init_default_mesh", _real(_fully_shard._init_default_mesh)),
-        mock.patch.object(device_mesh, "init_device_mesh", _real(device_mesh.init_device_mesh)),
-        mock.patch.object(DeviceMesh, "__init__", _real(DeviceMesh.__init__)),
-        mock.patch.object(DeviceMesh, "__getitem__", _real(DeviceMesh.__getitem__)),
+        _real_meshes(),
         mock.patch.object(torch.profiler, "record_function", _parts(watch)),
-        mock.patch.object(torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *_: None),
+        mock.patch.object(torch.nn.parallel.distributed, "_verify_param_shape_across_processes"),
         warnings.catch_warnings(),
         tempfile.TemporaryDirectory() as folder,
         FakeTensorMode(allow_non_fake_inputs=True),
