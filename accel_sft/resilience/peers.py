@@ -52,7 +52,9 @@ class Peers:
             os.register_at_fork(after_in_child=self._close)  # a child would keep the connections of a dead rank alive
 
     def publish(self, rank: int, host: str, message: str) -> None:
-        """Share the failure of a rank; only the first of a launch counts."""
+        """Share the failure of a rank, if there is a store; only the first of a launch counts."""
+        if self.store is None:
+            return
         with contextlib.suppress(RuntimeError):  # the store may have ended with the launcher
             self.store.compare_set("failure", "", json.dumps([rank, host, one_line(message, _LONGEST)]))
 
@@ -175,8 +177,8 @@ def several_machines() -> bool:
 def tell(message: str) -> None:
     """Tell the other ranks why this one fails, also if it has not called them yet; those of this machine see its
     record."""
-    if _joined or (several_machines() and _agent_store()):
-        joined().publish(int(os.environ["RANK"]), socket.gethostname(), message)
+    if _joined or ("RANK" in os.environ and several_machines() and _agent_store()):
+        joined().publish(joined().rank, socket.gethostname(), message)
 
 
 def leave() -> None:
