@@ -29,6 +29,9 @@ EXPLAIN_SECONDS = 5.0
 in C do so `signals.UNHANDLED_SECONDS` after their launcher's SIGTERM."""
 ALIVE_SECONDS = 20
 """Seconds without traffic after which the kernel asks whether the other machine is there; after 60 it gives up."""
+SHARE_SECONDS = 3.0
+"""Maximum number of seconds that a failing rank waits for the store to take its reason. A call to a store whose machine
+has lost its power returns after a quarter of an hour."""
 _LONGEST, _FAREWELL = 1000, b"."
 
 
@@ -48,6 +51,8 @@ class Peers:
         self._thread = threading.Thread(target=self._watch, name="peers-watch", daemon=True)
         if self.store is not None:
             self._thread.start()
+            # apart from the calls to the store, which block if its machine is the one that is lost
+            threading.Thread(target=self._listen, name="peers-listen", daemon=True).start()
             atexit.register(self.leave)
             os.register_at_fork(after_in_child=self._close)  # a child would keep the connections of a dead rank alive
 
@@ -55,8 +60,14 @@ class Peers:
         """Share the failure of a rank, if there is a store; only the first of a launch counts."""
         if self.store is None:
             return
-        with contextlib.suppress(RuntimeError):  # the store may have ended with the launcher
-            self.store.compare_set("failure", "", json.dumps([rank, host, one_line(message, _LONGEST)]))
+
+        def share() -> None:
+            with contextlib.suppress(RuntimeError):  # the store may have ended with the launcher
+                self.store.compare_set("failure", "", json.dumps([rank, host, one_line(message, _LONGEST)]))
+
+        sharing = threading.Thread(target=share, name="peers-share", daemon=True)
+        sharing.start()
+        sharing.join(SHARE_SECONDS)
 
     def leave(self) -> None:
         """Say farewell: that this rank ends is no failure from now on. A second call does nothing."""
@@ -82,6 +93,9 @@ class Peers:
                     self._call()
                 if not self.failure and self.store.check(["failure"]):
                     self._learn(*json.loads(self.store.get("failure")))
+
+    def _listen(self) -> None:
+        while not self._over.wait(POLL_SECONDS):
             self._look()
 
     def _learn(self, rank: int, host: str, message: str) -> None:
@@ -153,8 +167,8 @@ class Peers:
         for rank, (since, host) in self._gone.items():
             if not self.failure and now - since >= EXPLAIN_SECONDS:
                 message = "ended without an error message, or its machine was lost; its launcher there may say more"
-                self.publish(rank, host, message)
                 self._learn(rank, host, message)
+                self.publish(rank, host, message)
 
 
 _joined: Peers | None = None

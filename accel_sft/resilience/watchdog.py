@@ -71,6 +71,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         self._watches = bool(seconds) or self.ranks > 1
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._store: Any = None  # the launcher's key-value store; None with one rank, or if it cannot be reached
+        self._exchanging: threading.Thread | None = None  # calls the store, which blocks if its machine is lost
         self._dumped = 0  # bytes of stacks that were written and shown; they are no progress
         self._worked: dict[int, tuple[float, int]] = {}  # rank -> CPU seconds and bytes at the last look
         self._heard: dict[int, tuple[int, float]] = {}  # rank -> its last tick and when that came
@@ -146,7 +147,8 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     def _exchange(self, sign: Sign) -> dict[int, Sign]:
         """Publish this rank's sign, and return it; once this rank has stalled for too long, return all ranks' signs."""
         found = {self.rank: sign}
-        if self._store is not None:
+
+        def exchange() -> None:
             with contextlib.suppress(RuntimeError):  # the store ends with the launcher, which StopSignals watches
                 self._store.set(str(self.rank), json.dumps(sign))
                 for rank in range(self.ranks) if sign.stalled >= self.seconds else ():
@@ -154,7 +156,16 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
                         found[rank] = Sign(*json.loads(self._store.get(str(rank))))
                     else:
                         found[rank] = Sign(-1, 0, False, "", "its start")
-        return found
+
+        if self._answers():
+            self._exchanging = threading.Thread(target=exchange, name="hang-exchange", daemon=True)
+            self._exchanging.start()
+            self._exchanging.join(SILENT_SECONDS)
+        return dict(found)
+
+    def _answers(self) -> bool:
+        """Whether there is a store that has answered the latest call."""
+        return self._store is not None and not (self._exchanging and self._exchanging.is_alive())
 
     def _has_worked(self, rank: int, seconds: float) -> bool:
         """Whether a rank of this machine used enough CPU or files to count, in the `seconds` since the last poll."""
@@ -167,7 +178,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
 
     def _all_hang(self, signs: dict[int, Sign], now: float, elapsed: float) -> bool:
         """Whether no rank makes progress; one that does not respond makes some if it uses CPU or files (in C)."""
-        if self._store is None and self.ranks > 1 and signs[self.rank].waiting:
+        if not self._answers() and self.ranks > 1 and signs[self.rank].waiting:
             return False  # it waits for ranks whose signs cannot be read
         for rank, sign in signs.items():
             if self._heard.get(rank, (None, 0.0))[0] != sign.tick:
@@ -181,7 +192,7 @@ class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
         """End this rank; before that, one of all ranks reports the culprits."""
         speaks = True
         with contextlib.suppress(RuntimeError):  # where the store has ended, this rank may be the only one left
-            speaks = self._store is None or self._store.add("spoken", 1) == 1
+            speaks = not self._answers() or self._store.add("spoken", 1) == 1
         if speaks:
             message = self._message(signs)
             exit.report(f"Error: {message}", message, terminal())

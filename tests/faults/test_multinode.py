@@ -20,6 +20,7 @@ from places import CONFIGS, ROOT
 from stopping import JOB, STEPS, ranks, steps_done, wait_for, whole
 
 from accel_sft.launch.machines import clocks_apart, differing_versions
+from accel_sft.resilience import exit, peers
 
 LONG = pytest.mark.long
 DOCS = ROOT / "docs"
@@ -118,6 +119,58 @@ def test_a_rank_in_c_ends_and_names_the_rank_that_failed_on_another_machine(tmp_
     assert f"rank 2 on machine-2: {told}" in json.loads((tmp_path / "result.json").read_text())["error"]
     record = json.loads((tmp_path / "machine-0" / "0" / "error.json").read_text())
     assert record["message"]["message"].startswith(f"rank 2 on machine-2: {told}")  # for the launcher's summary
+
+
+WITHOUT_A_STORE = """
+import ctypes, os, signal, sys, time
+import torch
+from accel_sft.resilience import exit, peers, watchdog
+
+if os.fork() == 0:
+    os.environ["RANK"] = "1"
+peers.POLL_SECONDS = peers.EXPLAIN_SECONDS = peers.SHARE_SECONDS = watchdog.FAILED_SECONDS = 0.1
+with exit.ExitHandler(), watchdog.Watchdog(0):
+    while not peers.joined()._lines:
+        time.sleep(0.05)
+    if os.environ["RANK"] == "0":
+        time.sleep(0.3)
+        os.kill(int(sys.argv[1]), signal.SIGSTOP)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    mutex = ctypes.create_string_buffer(256)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+STORE = """
+import sys, torch
+store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_lost_machine_is_noticed_by_the_others_also_if_its_store_answers_no_more(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as store:
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.stdout.readline().strip()}
+        world |= {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+        command = [sys.executable, "-c", WITHOUT_A_STORE, str(store.pid)]
+        try:  # until the last rank closes the output
+            ended = subprocess.run(command, env={**os.environ, **world}, capture_output=True, text=True, timeout=40)
+        finally:
+            store.kill()
+    assert "Error: rank 0 on " in ended.stdout
+    assert "ended without an error message, or its machine was lost" in ended.stdout
+
+
+def test_a_rank_without_a_store_reports_its_own_error_alone(monkeypatch, capfd):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(peers, "_store", lambda: None)
+    monkeypatch.setattr(peers, "_joined", peers.Peers())
+    exit.report("Error: out of memory", "out of memory")
+    assert capfd.readouterr().err == "[rank 1] Error: out of memory\n"
 
 
 IN_C = """
