@@ -58,7 +58,10 @@ def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence
     """
     if sequence_ranks(trial.accelerator) > 1:
         padded = dataclasses.replace(trial, config=dataclasses.replace(trial.config, batching="padded"))
-        return in_parts(trial, with_sized_pieces(trial, exact_batchings(padded, also)[0])[0])
+        exact, _, _ = exact_batchings(padded, also)
+        kept = dataclasses.replace(exact[0], most_logits=before.most_logits) if before else None
+        as_before = kept is not None and before == dataclasses.replace(kept, rows=1)
+        return in_parts(trial, kept if kept and as_before else with_sized_pieces(trial, exact)[0])
     exact, reasons, dropout = exact_batchings(trial, also)
     sized = {name: getattr(before, name) for name in ("tokens", "rows", "most_logits")} if before else {}
     if before and any(before == dataclasses.replace(each, **sized) for each in exact):

@@ -296,6 +296,10 @@ def test_pieces_of_the_head_are_as_large_as_the_device_has_room_for_and_a_resume
     earlier = choice.restored(record, ("auto", "auto"))
     assert earlier == dataclasses.replace(roomy, most_logits=None)
     assert chosen(80 * 2**30, earlier) == earlier
+    monkeypatch.setattr(autotune, "sequence_ranks", lambda accelerator: 2)
+    monkeypatch.setattr(autotune, "in_parts", lambda trial, exact: (dataclasses.replace(exact, rows=1), ""))
+    assert (in_parts := chosen(80 * 2**30)).most_logits == ROOMY_LOGITS
+    assert chosen(2**31, in_parts) == in_parts
     with_all = dataclasses.replace(roomy, head="labelled", most_logits=None)
     assert fitting.with_sized_pieces(trial, [with_all]) == [with_all]
 
