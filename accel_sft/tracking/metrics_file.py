@@ -68,7 +68,7 @@ class MetricsFile:
 
 def mean_mfu(lines: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the MFU over the steps of these lines that have one, by their time; None if none has."""
-    found = [(line["mfu"], line["seconds"]) for line in lines if "mfu" in line]
+    found = [(line.get("mfu"), line.get("seconds")) for line in lines]
     known = [(mfu, seconds) for mfu, seconds in found if isinstance(mfu, float) and isinstance(seconds, float)]
     total = sum(seconds for _, seconds in known)
     return sum(mfu * seconds for mfu, seconds in known) / total if total else None

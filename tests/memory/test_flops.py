@@ -126,6 +126,7 @@ def test_no_mfu_is_told_of_a_step_that_trained_nothing_or_of_an_unknown_device()
         0.3
     )
     assert mean_mfu([{"seconds": 9.0}]) is None
+    assert mean_mfu([{"mfu": 0.4}]) is None  # another tool's line
 
 
 def test_a_run_on_a_known_device_tells_its_mfu_everywhere(tmp_path):
