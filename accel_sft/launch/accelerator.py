@@ -77,7 +77,8 @@ def create_accelerator(
     state = PartialState(cpu, **handlers[0].to_kwargs())  # forms the process group
     launch = settled(launch, state.device, began_with)
     if plugin and launch.sums_in_float32:
-        plugin.deepspeed_config.setdefault("data_types", {"grad_accum_dtype": "fp32"})
+        types = plugin.deepspeed_config.get("data_types") or {}  # a JSON may name others of them alone
+        plugin.deepspeed_config["data_types"] = {**types, "grad_accum_dtype": "fp32"}
     accelerator = Accelerator(
         mixed_precision=launch.precision[0],
         deepspeed_plugin=plugin,
