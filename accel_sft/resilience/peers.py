@@ -112,7 +112,7 @@ class Peers:
             place = _own_address(), self._hub.getsockname()[1]
             self.store.set("hub", json.dumps([*place, socket.gethostname(), self._token]))
             self._called = True
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # nobody calls, or this process has no file left for a line
             while True:
                 line, _ = self._hub.accept()
                 try:
