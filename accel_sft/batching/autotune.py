@@ -59,12 +59,10 @@ def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence
     if sequence_ranks(trial.accelerator) > 1:
         padded = dataclasses.replace(trial, config=dataclasses.replace(trial.config, batching="padded"))
         exact, _, _ = exact_batchings(padded, also)
-        kept = dataclasses.replace(exact[0], most_logits=before.most_logits) if before else None
-        as_before = kept is not None and before == dataclasses.replace(kept, rows=1)
-        return in_parts(trial, kept if kept and as_before else with_sized_pieces(trial, exact)[0])
+        kept = before if before and _still_exact(before, exact) else None
+        return in_parts(trial, kept or with_sized_pieces(trial, exact)[0])
     exact, reasons, dropout = exact_batchings(trial, also)
-    sized = {name: getattr(before, name) for name in ("tokens", "rows", "most_logits")} if before else {}
-    if before and any(before == dataclasses.replace(each, **sized) for each in exact):
+    if before and _still_exact(before, exact):
         batching, why = before, ", as before"
     else:
         exact, why = with_sized_pieces(trial, exact), ""
@@ -75,6 +73,16 @@ def choose_batching(trial: Trial, before: Batching | None = None, also: Sequence
     size = f"{batching.rows} examples" if batching.rows else f"{batching.tokens:,} tokens"
     line = f"batching {batching.layout} ({WHAT[batching.layout]}), up to {size} a forward{why}"
     return batching, "; ".join([line, *(f"not {reason}" for reason in reasons)])
+
+
+def _still_exact(before: Batching, exact: Sequence[Batching]) -> bool:
+    """Whether an earlier choice is one of the exact batchings, of whatever size. Padded rows with a mask, which earlier
+    versions chose where causality hides the padding, are as exact as those without."""
+    size = {name: getattr(before, name) for name in ("tokens", "rows", "most_logits")}
+    known = [dataclasses.replace(each, **size) for each in exact]
+    return before in known + [
+        dataclasses.replace(each, attention="mask") for each in known if each.attention == "causal"
+    ]
 
 
 def chosen(trial: Trial, exact: Sequence[Batching], dropout: str | None) -> tuple[Batching, str]:

@@ -296,6 +296,8 @@ def test_pieces_of_the_head_are_as_large_as_the_device_has_room_for_and_a_resume
     earlier = choice.restored(record, ("auto", "auto"))
     assert earlier == dataclasses.replace(roomy, most_logits=None)
     assert chosen(80 * 2**30, earlier) == earlier
+    masked = dataclasses.replace(earlier, layout="padded", attention="mask")  # today's padded rows have no mask
+    assert chosen(80 * 2**30, masked) == masked
     monkeypatch.setattr(autotune, "sequence_ranks", lambda accelerator: 2)
     monkeypatch.setattr(autotune, "in_parts", lambda trial, exact: (dataclasses.replace(exact, rows=1), ""))
     assert (in_parts := chosen(80 * 2**30)).most_logits == ROOMY_LOGITS

@@ -162,7 +162,7 @@ def main() -> None:
             raise SystemExit(f"{card}: no GPU is visible to torch; --tiny runs on a CPU")
         processes = args.gpus if args.gpus is not None else devices or 2
         if processes < 1 or (devices and processes > devices):
-            raise SystemExit(f"--gpus {processes}: torch sees {devices}")
+            raise SystemExit(f"--gpus {processes}: give 1 or more{f', at most {devices}' if devices else ''}")
         machine = Machine(folder=Path(folder), tiny=args.tiny, processes=processes, devices=devices)
         kept = args.state / f"{'tiny' if args.tiny else 'results'}-{processes}.json"
         found = read(kept)
