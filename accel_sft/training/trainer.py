@@ -151,7 +151,7 @@ class Trainer:
         """Make optimizer steps until the plan ends, patience runs out, or a signal comes."""
         plan, stepper, state, config = self.plan, self.stepper, self.state, self.config
         phase = "first_step"  # AdamW's moments are made in it
-        gc.collect()  # what is unreachable by now, such as a failed trial's tensors, would be frozen too, and never freed
+        gc.collect()  # what is unreachable by now, such as tensors of a failed trial, would be frozen too
         gc.freeze()  # what has been made so far stays: the garbage collector would go through it in the middle of steps
         self.model.train()
         while state.step < plan.total_steps and not state.out_of_patience(config.patience):
