@@ -211,12 +211,11 @@ def _in_pieces(job: Job) -> bool:
 def _block_backward(job: Job, block: Block) -> float:
     """Bytes of gradients in the backward of a block's widest part, besides what the block keeps."""
     e, hidden = job.computes_bytes, job.shape.hidden_size
-    adapts_in_float32 = job.is_frozen and job.autocast
     wide = copied = 0.0
     for group in ("feed_forward", "experts"):
         into = [m for m in block.matrices if m.group == group and m.inputs == hidden and m.name != "gate"]
         out = sum(m.active * m.outputs for m in into if m.outputs > 1)
-        wide = max(wide, out * (2 if adapts_in_float32 else 1))
+        wide = max(wide, out * (2 if job.is_frozen else 1))  # an adapter adds a gradient to that of its matrix
         copied = max([copied, *(m.active * hidden for m in into if m.copies > 1)])
     stream = hidden * (4 if job.autocast and not job.is_frozen else e)
     scores = _SCORE_BACKWARD * _scores(job) - 2 * job.tokens * e * wide  # the feed-forward's part is freed by then

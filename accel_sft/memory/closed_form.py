@@ -7,7 +7,7 @@ from accel_sft.memory.activations import forward_bytes, logits_bytes, peak_bytes
 from accel_sft.memory.cpu import on_cpu
 from accel_sft.memory.estimate import Estimate
 from accel_sft.memory.job import Job
-from accel_sft.memory.states import Placed, placed, weights_bytes
+from accel_sft.memory.states import FLOAT32, Placed, placed, weights_bytes
 
 GIB = 2**30
 CHECKPOINT_BYTES = 12
@@ -87,7 +87,11 @@ def _on_gpu(job: Job, at: Placed, forward: Mapping[str, float]) -> dict[str, dic
     phases["shard"] = _add(sharded, optimizer=at.sharding)
 
     gradients, gathered = at.gradients, 0.0 if job.autocast else at.gathered
-    exchanged = at.in_flight if job.launch.backend == "fsdp" else 0.0  # of a head, beside its block's
+    exchanged = at.in_flight if job.launch.backend == "fsdp" else 0.0
+    of_a_block = (job.computes_bytes + FLOAT32) * min(job.shape.largest_block, job.trained)
+    # what FSDP has exchanged last, the embedding's gradient, it keeps until the first exchange of the next backward,
+    # which is a block's: through the head's
+    kept = max(exchanged - of_a_block, 0.0) if forward["logits"] else 0.0
 
     def step(moments: bool) -> dict[str, float]:
         resident = _resident(at, True) | base
@@ -95,11 +99,12 @@ def _on_gpu(job: Job, at: Placed, forward: Mapping[str, float]) -> dict[str, dic
             _resident(at, moments) | base,
             **forward,
             buffers=gathered,
-            gradients=gradients if job.launch.backend != "deepspeed" or job.launch.stage else 0.0,
+            gradients=gradients + kept if job.launch.backend != "deepspeed" or job.launch.stage else 0.0,
         )
         late = _add(_resident(at, moments) | base, gradients=gradients + exchanged, buffers=gathered)
         # a head that is not tied is exchanged while all activations are held; a tied one after the embedding's backward
-        behind_head = _add(backward, gradients=exchanged, logits=-forward["logits"]) if not job.shape.tied else late
+        without_head = _add(backward, gradients=exchanged - kept, logits=-forward["logits"])
+        behind_head = late if job.shape.tied else without_head
         update = _add(resident, gradients=gradients + at.update)
         most = max((backward, behind_head, late, update), key=lambda each: sum(each.values()))
         came = sum(most.values()) - sum(_resident(at, moments).values()) - CUDA_BYTES

@@ -190,7 +190,7 @@ def live_parameters(job: Job) -> float:
 def _fsdp(job: Job) -> tuple[Placed, Placed]:
     """FSDP2: every rank keeps a shard. A block is gathered in the computing type, together with the next one, and its
     gradient is exchanged in float32. The head, which Accelerate puts into a group of its own (with the embedding if
-    they are tied), stays gathered from its forward on; `in_flight` is its gradient on its way, beside a block's."""
+    they are tied), stays gathered from its forward on; `in_flight` is its gradient in float32, on its way."""
     n, e, trained = job.launch.shard_ranks, job.computes_bytes, job.trained
     each = job.loaded_bytes if not job.is_frozen else 4
     block, head = job.shape.largest_block, job.shape.vocab_size * job.shape.hidden_size
@@ -200,8 +200,7 @@ def _fsdp(job: Job) -> tuple[Placed, Placed]:
         gradients=each * trained / n,
     )
     working = Placed(gathered=e * (head + 2 * block), gradients=(e + FLOAT32) * min(block, trained))
-    if not job.is_frozen:  # in float32 until the next exchange, that of a block; in both types while it is cast
-        working.in_flight = max(FLOAT32 * head, (e + FLOAT32) * (head - block))
+    working.in_flight = 0.0 if job.is_frozen else FLOAT32 * head
     if str((job.launch.yaml.get("fsdp_config") or {}).get("fsdp_reshard_after_forward", True)).lower() == "false":
         working.gathered = e * job.parameters
     return (working, states) if job.launch.offload("param") != "none" else (working.plus(states), Placed())

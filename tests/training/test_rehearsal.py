@@ -104,14 +104,9 @@ def check(found):
     assert not counted
 
 
-def test_a_step_waits_exchanges_and_multiplies_as_it_is_designed_to(quick):
-    for found in quick:
-        check(found)
-
-
-@pytest.mark.long
-def test_every_launch_waits_exchanges_and_multiplies_as_it_is_designed_to():
-    for found in gpu_rehearsal.run(EVERY):
+@pytest.mark.parametrize("cases", ["quick", pytest.param("every", marks=pytest.mark.long)])
+def test_a_step_waits_exchanges_and_multiplies_as_it_is_designed_to(cases, quick):
+    for found in quick if cases == "quick" else gpu_rehearsal.run(EVERY):
         check(found)
 
 
@@ -127,17 +122,16 @@ def test_the_kernel_of_attention_follows_from_torchs_rules(call, expected):
     assert attention_kernels.kernel(call) == expected
 
 
-@pytest.mark.long
-def test_plan_agrees_with_torchs_tracker():
+@pytest.mark.parametrize("shapes", [pytest.param(40, marks=pytest.mark.long)])
+def test_plan_agrees_with_torchs_tracker(shapes):
     models = {name: {**gpu_rehearsal.MODELS[name], "num_hidden_layers": 6} for name in ("0.5B", "1.5B", "7B")}
-    wanted = [*gpu_rehearsal.cases(models, 40)]
+    wanted = [*gpu_rehearsal.cases(models, shapes)]
     errors = gpu_rehearsal.errors(wanted)
     assert sum(errors) / len(errors) <= 0.05, errors
     assert max(errors) <= 0.12, errors
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.long) for stage in (2, 3)])
 def test_deepspeed_that_overlaps_exchange_and_backward_as_on_gpus_draws_the_same_curve(launched, tmp_path, stage):
     zero = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
     zero |= {"reduce_bucket_size": 2 * 10**8, "stage3_gather_16bit_weights_on_model_save": stage == 3}
