@@ -50,11 +50,7 @@ EVERY = [
 NAMED = {
     ("between", "item", "accel_sft/training/step.py"): "the step's loss, which each rank tells the others",
     ("wait for ranks", "copy from the host", "accel_sft/launch/collectives.py"): "those numbers, on an idle GPU",
-    (
-        "wait for ranks",
-        "tolist",
-        "accel_sft/launch/collectives.py",
-    ): "the numbers of all ranks: is the step to be kept?",
+    ("wait for ranks", "tolist", "accel_sft/launch/collectives.py"): "those of all ranks: is the step to be kept?",
     ("optimizer step", "item", "accel_sft/training/optimizer.py"): "the gradient's norm: is it finite?",
 }
 """Where the host waits for the device once a step, and for what."""
@@ -77,6 +73,7 @@ def check(found):
     places = [(part, what, where.rpartition(":")[0] or where) for part, what, where in found["waits"]]
     once = [place for place in places if not (case["layout"] == "padded" and place in BY_MASK)]
     assert all(once.count(place) == 1 for place in NAMED), once
+    assert all(places.count(place) <= 2 for place in BY_MASK), places  # in each of two forwards
     beyond = [place for place in once if place not in NAMED]
     assert len(beyond) <= 1, beyond
     assert {dtype for _, dtype, *_ in found["products"]} == {"bfloat16"}, found["products"]
