@@ -231,7 +231,9 @@ def _place() -> str:
     """File and line of the innermost frame of this package or of a library above torch; of torch if there is none."""
     frame, lowest = sys._getframe(2), ""
     while frame := frame.f_back:
-        parts = Path(frame.f_code.co_filename).parts
+        parts = Path(
+            frame.f_code.co_filename.rpartition("site-packages")[2]
+        ).parts  # what is above may be named like a library
         for library in LIBRARIES:
             if library in parts and "support" not in parts:
                 inside = parts[len(parts) - 1 - parts[::-1].index(library) :]
