@@ -232,6 +232,9 @@ def _zero(config: TrainConfig, launch: Launch, where: str) -> Iterator[Finding]:
         key = "stage3_gather_16bit_weights_on_model_save" if launch.json_file else "zero3_save_16bit_model"
         what = f"{where}: without {key} the export at the end of a ZeRO-3 run fails"
         yield error(what, f"add {key}: true")
+    if (launch.json.get("zero_optimization") or {}).get("zenflow"):
+        what = f"{where}: zenflow applies a part of each gradient some steps late: a step is no longer of its own rows"
+        yield error(what, "remove it; offload_optimizer alone keeps every step exact")
     for what, least in (("optimizer", 1), ("param", 3)):
         device = launch.offload(what)
         needed = {"none": 0, "cpu": least, "nvme": 3}.get(device)

@@ -73,7 +73,7 @@ def _fsdp(launch: Launch, where: str) -> Iterator[Finding]:
     if launch.environment.get("FSDP_VERSION", "1") != "2":
         yield error(f"{where}: FSDP 1 is not supported", "fsdp_version: 2 below fsdp_config")
     copies, shard = launch.parallelism.get("dp_replicate", 1), launch.parallelism.get("dp_shard", 1)
-    processes = f"{launch.world_size} processes"
+    processes = f"{launch.world_size} process{'es' * (launch.world_size > 1)}"
     if copies > 1 and (launch.world_size % copies or launch.shard_ranks < 2):
         what = f"{where}: {processes} do not make {copies} copies of the model, each shared out over two or more"
         mend = f"--num_processes {2 * copies}, or another multiple of {copies}"
@@ -90,7 +90,8 @@ def _sequence(launch: Launch, where: str, *, batching: str, micro_batch_size: st
         yield error(what, "accelerate_configs/z3_sp.yaml is a launch with it")
         return
     if processes % ranks:
-        what = f"{where}: {processes} processes cannot be divided into groups of {ranks}, which share a row"
+        told = f"{processes} process{'es' * (processes > 1)}"
+        what = f"{where}: {told} cannot be divided into groups of {ranks}, which share a row"
         yield error(what, f"--num_processes {ranks}, or another multiple of parallelism_config_sp_size")
     if launch.parallelism["dp_replicate"] > 1 or launch.parallelism["dp_shard"] not in (1, processes // ranks):
         what = f"{where}: parallelism_config: sizes of data parallelism beside sequence parallelism"

@@ -13,12 +13,13 @@ from accel_sft.io.text import LONGEST_ERROR, one_line
 from accel_sft.rows.formats import is_data_file, row_as_json
 from accel_sft.rows.json_stream import Located
 
-_NAME = re.compile(r"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+)(?=:))?(:(?P<split>[\w.-]+))?")
+_SPLIT = r"[\w.-]+(\[[\d%:-]+\])?"
+_NAME = re.compile(rf"(?P<id>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+)(?=:))?(:(?P<split>{_SPLIT}))?")
 
 
 def is_dataset_name(name: str) -> bool:
     """Whether `name` is ORG/NAME, ORG/NAME:SPLIT or ORG/NAME:CONFIG:SPLIT, no folder ORG exists, and `name` does not
-    end like a data file."""
+    end like a data file. A split may have a slice in the form of `datasets`, such as train[:500] or train[10%:20%]."""
     path = Path(name)
     return bool(_NAME.fullmatch(name)) and not os.path.exists(path.parent) and not is_data_file(path)
 

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -124,11 +126,26 @@ def plan(checks: list[Check], seconds: dict[str, int], minutes: float) -> str:
     return f"{told}Into --minutes {minutes:g} fit {len(fitting)}: {names}. The same command then goes on."
 
 
+def _minutes(text: str) -> float:
+    found = float(text)
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: give more than 0")
+    return found
+
+
+def _check(text: str) -> str:
+    if text not in (names := [check.name for check in CHECKS]):
+        near = difflib.get_close_matches(text, names, n=3)
+        hint = f"did you mean {', '.join(near)}?" if near else "--list names all"
+        raise argparse.ArgumentTypeError(f"there is no check {text!r}; {hint}")
+    return text
+
+
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, metavar="N", help="Processes of a launch (default: one on each GPU).")
-    parser.add_argument("--minutes", type=float, default=10, help="No check begins that would not end within these.")
-    parser.add_argument("--check", action="append", choices=[check.name for check in CHECKS], help="These only.")
+    parser.add_argument("--minutes", type=_minutes, default=10, help="No check begins that would not end within these.")
+    parser.add_argument("--check", action="append", type=_check, metavar="NAME", help="These only.")
     parser.add_argument("--again", action="store_true", help="Also those that have been run.")
     parser.add_argument("--state", type=Path, default=ROOT / "runs" / "gpu-checks", help="Where results are kept.")
     parser.add_argument("--tiny", action="store_true", help="Small enough for a CPU: to try these checks.")
@@ -161,8 +178,9 @@ def main() -> None:
         if not devices and not args.tiny:
             raise SystemExit(f"{card}: no GPU is visible to torch; --tiny runs on a CPU")
         processes = args.gpus if args.gpus is not None else devices or 2
-        if processes < 1 or (devices and processes > devices):
-            raise SystemExit(f"--gpus {processes}: give 1 or more{f', at most {devices}' if devices else ''}")
+        most = devices or os.cpu_count() or 2
+        if not 1 <= processes <= max(most, 2 - bool(devices)):
+            raise SystemExit(f"--gpus {processes}: give 1 or more, at most {most}")
         machine = Machine(folder=Path(folder), tiny=args.tiny, processes=processes, devices=devices)
         kept = args.state / f"{'tiny' if args.tiny else 'results'}-{processes}.json"
         found = read(kept)

@@ -448,6 +448,12 @@ FIRES = {
     "JSON typo": (Z2, JSON | {"gradient_cliping": 1.0}, 0, "did you mean gradient_clipping?"),
     "JSON fp16 and bf16": (Z2, JSON | {"fp16": {"enabled": True}, "bf16": {"enabled": True}}, 0, "both enabled"),
     "JSON optimizer": (Z2, JSON | {"optimizer": {"type": "AdamW"}}, 0, "--learning-rate"),
+    "JSON zenflow": (
+        Z2,
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.1}}},
+        0,
+        "zenflow applies a part of each gradient some steps late",
+    ),
     "JSON no gather": (Z2, {"zero_optimization": {"stage": 3}}, 0, "stage3_gather_16bit_weights_on_model_save: true"),
 }
 

@@ -140,6 +140,24 @@ def test_a_state_that_is_no_folder_and_wheels_that_are_none_are_told_in_a_line(t
     assert "no wheels in this folder" in script(WHEELS=str(tmp_path)).stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--check", "lauch z3"], "there is no check 'lauch z3'; did you mean launch z3"),
+        (["--check", "xyzzy"], "there is no check 'xyzzy'; --list names all"),
+        (["--minutes", "0"], "0: give more than 0"),
+        (["--minutes", "nan"], "nan: give more than 0"),
+    ],
+)
+def test_a_value_that_cannot_be_is_told_in_a_line(arguments, told, tmp_path, monkeypatch, capsys):
+    assert called(monkeypatch, tmp_path, *arguments) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_more_processes_than_cores_are_refused_without_a_gpu(tmp_path, monkeypatch):
+    assert called(monkeypatch, tmp_path, "--gpus", "9999").startswith("--gpus 9999: give 1 or more, at most ")
+
+
 def test_a_default_call_says_what_fits_into_its_minutes():
     """The checks of the README's job and of the most used launches come first, and fit."""
     told = checks.plan(suite.CHECKS, {check.name: check.seconds for check in suite.CHECKS}, 10)

@@ -48,6 +48,7 @@ print(json.dumps({name: tried(name) for name in sys.argv[1:]} | {"places": [str(
 
 def test_a_data_set_is_read_from_the_hub_that_hf_endpoint_names(tmp_path):
     names = ["org/sums", "org/sums:test", "org/sums:main:test", "org/none", "org/sums:dev", "org/sums:other:test"]
+    names += ["org/sums:train[:2]", "org/sums:main:train[-1:]"]
     with hub("org/sums", FILES) as address:
         paths = os.pathsep.join([str(SUPPORT), *sys.path])
         home = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hf"), "ACCEL_SFT_CACHE": str(tmp_path / "cache")}
@@ -65,7 +66,9 @@ def test_a_data_set_is_read_from_the_hub_that_hf_endpoint_names(tmp_path):
     assert "org/none: not a file or folder, and the hub gives no data set org/none, split train" in found["org/none"]
     assert 'split dev (ValueError: Unknown split "dev"' in found["org/sums:dev"]
     assert "write ORG/NAME:SPLIT, or ORG/NAME:CONFIG:SPLIT" in found["org/sums:other:test"]
-    assert all("\n" not in found[name] for name in names[3:])
+    assert all("\n" not in found[name] for name in names[3:6])
+    answers = [row["answer"] for row in ROWS]
+    assert [found[name] for name in names[6:]] == [answers[:2], answers[-1:]]
 
 
 def fetch_of_modelscope(kind, files, folder):
@@ -102,7 +105,7 @@ def test_without_the_library_a_line_says_what_to_install(monkeypatch, tmp_path):
 def test_what_looks_like_a_path_is_one(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    names = ["org/name", "org/name:split", "org/name.v2:config:split"]
+    names = ["org/name", "org/name:split", "org/name.v2:config:split", "org/name:train[:10%]", "o/n:c:s[5:-5]"]
     paths = [
         "data/rows",
         "org/rows.jsonl",
@@ -112,7 +115,8 @@ def test_what_looks_like_a_path_is_one(monkeypatch, tmp_path):
         "./org/name",
         "a/b/c",
         "org/name:",
+        "org/name:[:5]",
         "",
     ]
-    assert [is_dataset_name(name) for name in names] == [True] * 3
-    assert [is_dataset_name(name) for name in paths] == [False] * 9
+    assert [is_dataset_name(name) for name in names] == [True] * 5
+    assert [is_dataset_name(name) for name in paths] == [False] * 10

@@ -533,7 +533,7 @@ def test_one_machine_s_plan_is_recommended_and_what_barely_fits_is_named():
     offload, barely = fitting("z3_offload", 2.0), fitting("z2", 1.0, tight=True)
     best, why = plans.recommended([fitting("multinode_z3", 1.0, machines=2), offload, barely])
     assert best is offload
-    assert why == "the fastest that fits with room to spare, because z2 would barely fit"
+    assert why == "the fastest that fits on one machine with room to spare, because z2 would barely fit"
     best, why = plans.recommended([fitting("multinode_z3", 1.0, machines=2)])
     assert why == "which fits; it needs 2 such machines"
 
@@ -543,6 +543,14 @@ def test_exit_status_1_says_that_nothing_fits(models):
     assert done.status == 1
     told = " ".join(done.output.split())
     assert "No launch file fits, nor does one with --gradient-checkpointing. Try --adapter lora, a lower" in told
+
+
+def test_where_host_memory_alone_is_short_more_gpus_are_not_the_advice():
+    done = accel_sft("plan", "math", "--gpus", "8", "--gpu-memory", "80", "--host-memory", "1")
+    assert done.status == 1
+    told = " ".join(done.output.split())
+    assert "fewer processes (each needs some), or more host memory, which alone is short" in told
+    assert "more GPUs" not in told
     assert "--host-memory gives that of another" not in told, "it was given"
 
 

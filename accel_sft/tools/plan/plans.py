@@ -174,6 +174,8 @@ def recommended(plans: Sequence[Plan]) -> tuple[Plan | None, str]:
     if len(plans) == 1:
         return best, "which fits" + _but(best)
     why = "the fastest that fits" if len(alike) == 1 else "the simplest of the fastest that fit"
+    if fitting is not every and min(each.speed.seconds for each in every if each.speed) < least:
+        why += " on one machine"
     if faster := [each.name for each in fitting if each.tight and each not in roomy and _speedup(each, best) > ALIKE]:
         why += f" with room to spare, because {', '.join(faster)} would barely fit"
     if simpler:

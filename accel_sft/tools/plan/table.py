@@ -64,7 +64,7 @@ def lines(
     if best is None:
         refused = all(each.problem for each in plans)
         none = "No launch file is recommended: each has a problem, named above."
-        why = f"No launch file fits{_also(config)}. {_mend(config)}{_elsewhere(plans, here)}"
+        why = f"No launch file fits{_also(config)}. {_mend(plans, config)}{_elsewhere(plans, here)}"
         yield _text(none if refused else why, 0)
         return
     named = f"{best.name} with {best.flags}" if best.more else best.name
@@ -188,7 +188,7 @@ def _notes(plans: Sequence[Plan], here: PlannedMachine) -> Iterator[str]:
         yield _text(f"barely   within {1 - MARGIN:.0%} of {where}'s memory; a prediction may err by as much", 9)
     for each in plans:
         if each.estimate and each.job and each.job.launch.machines > 1:
-            yield _text(f"{each.name} on {each.job.launch.machines} such machines; memory of one of them", 9)
+            yield _text(f"{each.name} on {each.job.launch.machines} such machines: memory of one, speed of all", 9)
     known = f"one {here.gpu}" if peaks(here.gpu) else "a GPU that is not known, on PCIe" if here.gpus else "CPUs"
     yield _text(f"speed    by a simple model of {known}; only ratios between launch files mean anything", 9)
     for note in dict.fromkeys(note for each in plans if each.estimate for note in each.estimate.notes):
@@ -226,13 +226,16 @@ def _elsewhere(plans: Sequence[Plan], here: PlannedMachine) -> str:
     return f" {free}: --host-memory gives that of another."
 
 
-def _mend(config: PlanConfig) -> str:
+def _mend(plans: Sequence[Plan], config: PlanConfig) -> str:
     ways = []
     if config.adapter == "none":
         ways.append("--adapter lora")
     if config.micro_batch_size not in ("auto", "1"):
         ways.append("--micro-batch-size auto")
-    ways.append("a lower --max-length, a smaller model, or more GPUs")
+    ways += ["a lower --max-length", "a smaller model"]
+    short = any("device" in each.over for each in plans)
+    host = "fewer processes (each needs some), or more host memory, which alone is short"
+    ways.append("or more GPUs" if short else host)
     return f"Try {', '.join(ways)}."
 
 
