@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import functools
 import re
+from collections.abc import Iterable
 from typing import Any, Self
 
 from accel_sft.api.adapters import ADAPTERS, SPLITS, conflicts
@@ -14,6 +15,8 @@ from accel_sft.api.options import option, problems, shown
 
 MODEL, ADAPTER, DATA, OPTIM, EVAL, RUN = SECTIONS = "Model", "Adapter", "Data", "Optimisation", "Evaluation", "Run"
 _model, _adapter, _data, _optim, _eval, _run = (functools.partial(option, section=name) for name in SECTIONS)
+NAMED_LIKE = "model.layers.0.mlp.up_proj.weight"
+"""A name of a weight, for errors."""
 CHECK, PLAN = "Check", "Plan"
 _check, _plan = (functools.partial(option, section=name, basic=True) for name in (CHECK, PLAN))
 
@@ -34,6 +37,7 @@ class TrainConfig:
         None, help="eager, sdpa, flash_attention_2, or a kernel of the hub (ORG/REPO)."
     )
     use_liger_kernel: bool = _model(False, help="Liger's Triton kernels in its layers; compared before the first step.")
+    train_only: str | None = _model(None, help="Train the weights whose names match this expression, freeze the rest.")
     gradient_checkpointing: bool = _model(False, basic=True, help="Recompute activations to save memory.")
     compile: bool = _model(False, help="torch.compile the blocks: slow first steps, faster later ones.")
 
@@ -159,6 +163,8 @@ class TrainConfig:
                 found.append(f"--{name.replace('_', '-')} {shown(str(value))}: expected {expected}")
         if self.template_date is not None and not _is_day(self.template_date):
             found.append(f"--template-date {shown(str(self.template_date))}: expected a day as YYYY-MM-DD")
+        if self.train_only is not None:
+            found += _problems_of_train_only(self.train_only, adapter=self.adapter)
         if self.use_liger_kernel and self.compile:
             found.append("--use-liger-kernel: --compile would fuse the same layers; leave one of the two out")
         if self.min_lr_ratio and self.lr_scheduler == "constant":
@@ -230,6 +236,25 @@ class CheckConfig(TrainConfig):
     show: int = _check(2, min=0, max=1000, help="Training examples printed token by token.")
     html: str | None = _check(None, help="Write the report to this file, as one page.")
     json: bool = _check(False, help="Print the report as JSON on standard output, nothing else there.")
+
+
+def _problems_of_train_only(pattern: str, *, adapter: str) -> list[str]:
+    if adapter != "none":
+        return [
+            f"--train-only: --adapter {shown(adapter)} freezes the model's weights itself; leave one of the two out, "
+            "or name modules to train beside the adapter with --lora-modules-to-save"
+        ]
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return [f"--train-only {shown(pattern)}: not a regular expression ({error}); names are like {NAMED_LIKE}"]
+    return []
+
+
+def no_match(pattern: str, names: Iterable[str]) -> str:
+    """The line for a `--train-only` that matches none of these names of weights."""
+    last = f", the last one is {list(names)[-1]}"
+    return f"--train-only {shown(pattern)}: no weight's name matches; names are like {NAMED_LIKE}{last}"
 
 
 def _is_day(text: str) -> bool:

@@ -37,6 +37,8 @@ class Job:
         adapter, lora_r, lora_dropout, use_dora, lora_init, lora_modules_to_save, lora_target_parameters, load_in_4bit,
             optimizer: the values of the options of these names.
         target_modules: the value of `--lora-target-modules`.
+        only: what `--train-only` trains: the number of elements in the blocks' matrices and of all others; None: it is
+            not given. Activations are counted as if all weights were trained, which is the most.
         compile: the value of `--compile`, on which only speed depends.
         gradient_checkpointing: whether blocks' activations are computed again in the backward.
         tokens: tokens in the largest forward of a rank, padding included.
@@ -66,6 +68,7 @@ class Job:
     lora_modules_to_save: str | None = None
     lora_target_parameters: str | None = None
     load_in_4bit: bool = False
+    only: tuple[int, int] | None = None
     optimizer: str = "adamw"
     gradient_checkpointing: bool = False
     compile: bool = False
@@ -134,6 +137,8 @@ class Job:
     @property
     def trained_matrices(self) -> int:
         """Number of trained parameters that Muon would update: those in matrices of the blocks, or of an adapter."""
+        if self.only:
+            return self.only[0]
         if self.adapter == "none":
             return self.shape.block_matrices
         return self.shape.trained(
@@ -142,6 +147,8 @@ class Job:
 
     @property
     def _beside_matrices(self) -> int:
+        if self.only:
+            return self.only[1]
         if self.adapter == "none":
             return self.shape.trained() - self.shape.block_matrices
         kept = self.lora_modules_to_save

@@ -2,9 +2,11 @@
 family is built on the meta device."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
+from accel_sft.api.config import no_match
 from accel_sft.api.errors import UserError, first_line
 from accel_sft.api.options import shown
 from accel_sft.io.files import read_json
@@ -84,6 +86,28 @@ def on_meta_device(config: dict[str, Any], name: str) -> ModelShape:
     Raises:
         UserError: transformers is not installed, or cannot build the model.
     """
+    return _walked(_built(config, name))
+
+
+def matching(config: dict[str, Any], name: str, pattern: str | None) -> tuple[int, int] | None:
+    """Number of elements that `--train-only` trains: those in the blocks' matrices, and all others. None without it.
+
+    Raises:
+        UserError: it matches no parameter's name, or the model cannot be built.
+    """
+    if pattern is None:
+        return None
+    model = _built(config, name)
+    ends = {id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part}
+    found = [p for key, p in model.named_parameters() if re.search(pattern, key)]
+    if not found:
+        raise UserError(no_match(pattern, (key for key, _ in model.named_parameters())))
+    matrices = sum(p.numel() for p in found if p.ndim == 2 and id(p) not in ends)
+    return matrices, sum(p.numel() for p in found) - matrices
+
+
+def _built(config: dict[str, Any], name: str) -> Any:
+    """The model of a configuration on the meta device."""
     kind = config.get("model_type")
     try:
         import torch
@@ -108,7 +132,7 @@ def on_meta_device(config: dict[str, Any], name: str) -> ModelShape:
     except Exception as error:  # noqa: BLE001 - a library's error on a stranger's configuration is the user's to read
         reason = first_line(error)
         raise UserError(f"--model {name}: model_type {kind}: its parameters cannot be counted: {reason}") from None
-    return _walked(model)
+    return model
 
 
 def _walked(model: Any) -> ModelShape:

@@ -13,7 +13,7 @@ from accel_sft.io.files import read_json
 from accel_sft.launch.environment import device_count
 from accel_sft.models.adapters import leave_casts_to_autocast, new_adapter
 from accel_sft.models.compiled import compile_blocks
-from accel_sft.models.pretrained import OR_NONE, freeze_beyond_text, pretrained
+from accel_sft.models.pretrained import OR_NONE, freeze_beyond_text, freeze_others, pretrained
 from accel_sft.models.saved_adapter import is_of_whole, saved_adapter
 from accel_sft.models.source import Source, errors_explained
 
@@ -103,6 +103,8 @@ def load_model(
         torch.manual_seed(config.seed)  # the same new adapter on every rank and at every ZeRO stage
         model = new_adapter(model, config, total_steps, log, adapter_start, images=images)
     freeze_beyond_text(model, log, images=images)
+    if train and config.train_only is not None:
+        freeze_others(model, config.train_only, log)
     if train and precision != "no" and not deepspeed:
         leave_casts_to_autocast(model)
     if train and config.gradient_checkpointing:

@@ -1,13 +1,15 @@
 """Loads saved weights, also those of a multimodal model, as a model that reads text; incomplete files are refused."""
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from accel_sft.api.config import TrainConfig
+from accel_sft.api.config import TrainConfig, no_match
 from accel_sft.api.errors import UserError
 from accel_sft.models.architecture import beyond_text, parts_of, without_adapter
 from accel_sft.models.quantized import in_4bit, keep_as_trained
@@ -148,6 +150,23 @@ def freeze_beyond_text(model: torch.nn.Module, log: Callable[[str], None], *, im
     if beyond:
         why = READ_IMAGES if images else "for no text reaches it"
         log(f"not trained, {why}: {', '.join(parts_of(beyond))}")
+
+
+def freeze_others(model: torch.nn.Module, pattern: str, log: Callable[[str], None]) -> None:
+    """Freeze the trained parameters but those whose names the regular expression finds a match in (`--train-only`), and
+    log which are left. A tied head goes by the name of its embedding.
+
+    Raises:
+        UserError: it matches none of them.
+    """
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = {name for name in names if re.search(pattern, name)}
+    if not trained:
+        raise UserError(no_match(pattern, names))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    alike = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names if name in trained)
+    log(f"--train-only trains {', '.join(f'{name} ({n})' if n > 1 else name for name, n in alike.items())}")
 
 
 def processor_files(name: str, model: torch.nn.Module) -> list[Path]:

@@ -19,7 +19,7 @@ from accel_sft.memory.closed_form import estimate, loading_bytes
 from accel_sft.memory.estimate import Estimate, totals
 from accel_sft.memory.flops import model_flops, peak_flops
 from accel_sft.memory.job import AS_CONFIGURED, MOST_LOGITS, Job
-from accel_sft.memory.model_config import UnusableModel, read_config, read_shape, stored_bytes
+from accel_sft.memory.model_config import UnusableModel, matching, read_config, read_shape, stored_bytes
 from accel_sft.memory.states import least_bytes
 from accel_sft.tracking.tracker import Tracker
 from accel_sft.training.step import TrainStep
@@ -48,7 +48,8 @@ class Prediction:
         log: Callable[[str], None],
     ) -> None:
         self.job = _job(config, weights, launch, accelerator.device, log)
-        self.flops = model_flops(self.job) if self.job else None
+        # with --train-only, how far the backward goes down decides its FLOPs, which are not counted
+        self.flops = model_flops(self.job) if self.job and not self.job.only else None
         peak = _peak_flops(accelerator.device, self.job) if self.job else None
         self.peak_flops = peak * launch.world_size if peak else None  # of all devices
         lines = by_each_rank(lambda: _misfits(self.job, config.force) if self.job else [])
@@ -123,6 +124,7 @@ def _job(
             device=device.type,
             stored_bytes=stored_bytes(content),
             target_modules=config.lora_target_modules,
+            only=matching(content, weights, config.train_only),
             **{name: getattr(config, name) for name in AS_CONFIGURED},
             tokens=1,
             supervised_tokens=1,

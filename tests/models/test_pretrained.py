@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import shutil
 
 import architectures
@@ -10,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import accel_sft
+from models import make_tiny
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -19,10 +22,12 @@ from accel_sft.api.config import TrainConfig
 from accel_sft.batching.forward_layouts import LAYOUTS
 from accel_sft.batching.verify import _layouts_for
 from accel_sft.checkpoint import checkpoint
+from accel_sft.io.run_dir import RunDir
 from accel_sft.models.architecture import limited_layers
 from accel_sft.models.load import encoding_rules, load_model, load_tokenizer
 from accel_sft.models.pretrained import processor_files
 from accel_sft.models.source import find_source
+from accel_sft.training.optimizer import Stepper, new_optimizer
 
 IDS = torch.arange(3, 15)[None]
 
@@ -265,3 +270,47 @@ def test_a_tokenizer_without_its_vocabulary_is_refused(made, tmp_path):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"its tokenizer has no vocabulary; is its tokenizer\.json there"):
         load_tokenizer(find_source(str(folder)), trust_remote_code=False)
+
+
+def test_train_only_changes_the_named_weights_alone_and_goes_on_to_the_same_bits(tmp_path):
+    base, pattern, lines = make_tiny(tmp_path / "base"), r"layers\.1\.mlp\.|norm", []
+    config = TrainConfig(model=str(base), train_only=pattern, learning_rate=0.01).resolved({})
+    accelerator = Accelerator(cpu=True)
+
+    def begun():
+        model = load_model(
+            find_source(str(base)), config, precision="no", deepspeed=False, total_steps=4, log=lines.append
+        )
+        optimizer = new_optimizer(model, config)
+        return model, optimizer, Stepper(accelerator, model, optimizer, 1.0)
+
+    def train(model, stepper, steps):
+        for step in steps:
+            stepper.backward(model(IDS, labels=IDS).loss)
+            stepper.update(step)
+
+    whole, optimizer, stepper = begun()
+    before = {name: p.detach().clone() for name, p in whole.named_parameters()}
+    train(whole, stepper, range(2))
+    path = checkpoint.save(accelerator, whole, optimizer, RunDir(tmp_path), {"step": 2}, 1)
+    train(whole, stepper, range(2, 4))
+    changed = {name for name, p in whole.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name in before if re.search(pattern, name)}
+    assert len(changed) < len(before)
+    assert any("--train-only trains " in line and "model.layers.*.mlp.up_proj.weight" in line for line in lines)
+
+    again, second, stepper = begun()
+    checkpoint.load(accelerator, again, second, path)
+    train(again, stepper, range(2, 4))
+    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), again.parameters(), strict=True))
+
+    wrong = dataclasses.replace(config, train_only="no_such")
+    with pytest.raises(UserError, match="--train-only no_such: no weight's name matches; names are like model"):
+        load_model(find_source(str(base)), wrong, precision="no", deepspeed=False, total_steps=4)
+
+
+def test_train_only_needs_an_expression_and_no_adapter():
+    (line,) = TrainConfig(train_only="layers.(").problems()
+    assert line.startswith("--train-only layers.(: not a regular expression (")
+    (line,) = TrainConfig(train_only="norm", adapter="lora").problems()
+    assert line.startswith("--train-only: --adapter lora freezes the model's weights itself; ")

@@ -672,3 +672,11 @@ def test_an_estimate_says_which_memory_is_too_small():
     found = closed_form.estimate(job_of(QWEN_05B))
     assert found.fits(None, None)
     assert found.over(found.device_peak_bytes - 1, found.host_peak_bytes) == ("device",)
+
+
+def test_train_only_is_counted_by_its_names(models):
+    shape = read_shape(QWEN_14B, "14b")
+    done = planned(models, "--train-only", r"layers\.(0|1)\.", "--launch", "z2")
+    said = f"{2 * shape.blocks[0].parameters:,} trained (--train-only; activations are counted as if all were)"
+    assert said in " ".join(done.output.split())
+    assert planned(models, "--launch", "z2", "--train-only", "no_such").status == 1

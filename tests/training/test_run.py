@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import accel_sft, stopped
 from fake_plugins import install
-from reference_job import JOB, ONCE, layout
+from reference_job import JOB, LAYOUTS, MICRO, ONCE, layout, same_curve
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -467,6 +467,18 @@ def test_an_adapter_that_finds_its_ranks_itself_trains_without_deepspeed_only(la
     assert refused.status == 1
     assert "--adapter adalora: " in refused.output
     assert "ddp.yaml" in refused.output
+
+
+@pytest.mark.parametrize("name", ["z2", pytest.param("z3", marks=pytest.mark.long)])
+def test_train_only_has_one_loss_curve_and_leaves_the_other_weights_on_every_launch(launched, name):
+    job = (*JOB, *ONCE, "--train-only", "layers.1.|norm")
+    alone = launched("train only", *job)
+    run = launched(f"train only {name}", *job, "--micro-batch-size", MICRO[name], **LAYOUTS[name])
+    same_curve(alone.lines(), run.lines())
+    base, final = weights(run.run_dir / "base"), weights(run.run_dir / "final")
+    changed = {key for key in final if not torch.equal(base[key], final[key])}
+    assert changed == {key for key in final if re.search("layers.1.|norm", key)}
+    assert "--train-only trains model.layers." in " ".join(run.output.split())
 
 
 FAILING = """

@@ -18,7 +18,7 @@ from accel_sft.launch.shipped import FOLDER, shipped
 from accel_sft.memory.estimate import Estimate
 from accel_sft.memory.job import AS_CONFIGURED, Job
 from accel_sft.memory.lengths import Lengths, read
-from accel_sft.memory.model_config import read_config, read_shape, stored_bytes
+from accel_sft.memory.model_config import matching, read_config, read_shape, stored_bytes
 from accel_sft.memory.shape import ModelShape
 from accel_sft.models.source import errors_explained, find_source, is_tiny, resolved
 from accel_sft.models.tiny import TINY_SHAPE, TINY_VOCABULARY
@@ -43,13 +43,14 @@ def run(task_name: str, task: Task, config: PlanConfig) -> None:
     assert config.global_batch_size is not None  # resolved
     content, name, folder = model_config(config)
     shape, stored = read_shape(content, name, folder), stored_bytes(content)
+    only = matching(content, name, config.train_only)
     here = machine(config.gpus, config.gpu_memory, config.host_memory)
     lengths = read(task, config)
     plans, jobs = [], {}
     for name, file in launch_files(config.launch):
         launch = launch_of(file, here)
         step_tokens = config.global_batch_size * lengths.mean / launch.world_size
-        jobs[name] = job = job_of(config, task, shape, stored, launch, here, lengths, step_tokens)
+        jobs[name] = job = job_of(config, task, shape, stored, launch, here, lengths, step_tokens, only)
         plans.append(plan(name, file, job, here, step_tokens, lengths.mean))
     best, why = recommended(plans)
     command = command_of(task_name, task, asked, best, here) if best else None
@@ -142,6 +143,7 @@ def job_of(
     here: PlannedMachine,
     lengths: Lengths,
     step_tokens: float,
+    only: tuple[int, int] | None = None,
 ) -> Job:
     """Return the job with the smallest forward that must fit.
 
@@ -162,6 +164,7 @@ def job_of(
         launch=launch,
         device="cuda" if here.gpus else "cpu",
         stored_bytes=stored_bytes,
+        only=only,
         target_modules=config.lora_target_modules,
         **{name: getattr(config, name) for name in AS_CONFIGURED},
         tokens=tokens,

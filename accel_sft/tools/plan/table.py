@@ -37,7 +37,11 @@ def lines(
         asked: for each launch file, the job with exactly the settings that the user asked for.
     """
     trained = shape.trained(config.adapter, config.lora_r, config.lora_target_modules)
-    how = "all trained" if config.adapter == "none" else f"frozen, {trained:,} trained ({config.adapter})"
+    if config.train_only is not None:
+        only = next(iter(asked.values())).trained
+        how = f"{only:,} trained (--train-only; activations are counted as if all were)"
+    else:
+        how = "all trained" if config.adapter == "none" else f"frozen, {trained:,} trained ({config.adapter})"
     yield _text(f"model    {shape.family}, {shape.parameters:,} parameters, {how}; counted from {shape.source}")
     computed = sorted({"float32" if job.precision == "no" else job.precision for job in asked.values()})
     yield _text(f"machine  {here.describe()}" + (f"; computes in {' or '.join(computed)}" if computed else ""))
