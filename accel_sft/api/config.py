@@ -63,6 +63,7 @@ class TrainConfig:
         False, basic=True, help="The base's linear layers in 4 bits (QLoRA), by bitsandbytes."
     )
 
+    train_limit: str | None = _data(None, help="Train on the first N examples only, or on a first share, such as 10%.")
     max_length: int | None = _data(None, basic=True, min=2, help="Tokens per example; longer ones are reported.")
     truncation: str = _data(
         "drop",
@@ -163,6 +164,9 @@ class TrainConfig:
                 found.append(f"--{name.replace('_', '-')} {shown(str(value))}: expected {expected}")
         if self.template_date is not None and not _is_day(self.template_date):
             found.append(f"--template-date {shown(str(self.template_date))}: expected a day as YYYY-MM-DD")
+        if self.train_limit is not None and not _is_limit(str(self.train_limit)):
+            expected = "expected a number of examples, or a share of them above 0% and up to 100%"
+            found.append(f"--train-limit {shown(str(self.train_limit))}: {expected}")
         if self.train_only is not None:
             found += _problems_of_train_only(self.train_only, adapter=self.adapter)
         if self.use_liger_kernel and self.compile:
@@ -255,6 +259,11 @@ def no_match(pattern: str, names: Iterable[str]) -> str:
     """The line for a `--train-only` that matches none of these names of weights."""
     last = f", the last one is {list(names)[-1]}"
     return f"--train-only {shown(pattern)}: no weight's name matches; names are like {NAMED_LIKE}{last}"
+
+
+def _is_limit(text: str) -> bool:
+    share = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)%", text)
+    return 0 < float(share[1]) <= 100 if share else bool(re.fullmatch("[1-9][0-9]{,17}", text))
 
 
 def _is_day(text: str) -> bool:

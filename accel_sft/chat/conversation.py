@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, NamedTuple, TypeVar
 
 from accel_sft.api.errors import UserError, what_and_where
@@ -10,7 +11,7 @@ from accel_sft.api.task import Task
 from accel_sft.chat.image_parts import MARK, marks, read_parts, shown, unmarked
 from accel_sft.chat.pictures import Picture
 from accel_sft.io.text import LONGEST_ERROR, one_line
-from accel_sft.rows.rows import with_places
+from accel_sft.rows.rows import Rows, with_places
 
 Given = TypeVar("Given")
 Turn = dict[str, Any]
@@ -117,6 +118,19 @@ def read_split(task: Task, split: str) -> Sequence[Any]:
     if not len(examples):
         raise UserError(f"{what} is empty; one example is the least")
     return examples
+
+
+def first_examples(examples: Sequence[Any], limit: str | None) -> Sequence[Any]:
+    """The first of a split's examples, as many as `--train-limit` says: a number, or a share rounded down, but at least
+    one. All without a limit."""
+    if limit is None:
+        return examples
+    share = limit.endswith("%")
+    number = max(int(len(examples) * Decimal(limit[:-1]) / 100), 1) if share else int(limit)
+    if number >= len(examples):
+        return examples
+    # a task's own sequence need not know slices
+    return examples[:number] if isinstance(examples, (list, Rows)) else [examples[at] for at in range(number)]
 
 
 def conversation(task: Task, examples: Sequence[Any], split: str, index: int) -> Conversation:

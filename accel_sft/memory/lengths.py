@@ -11,7 +11,7 @@ from accel_sft.api.task import Task
 from accel_sft.io import cache
 
 _KIND = "lengths"
-_DECIDE = ("model", "init_from", "max_length", "truncation", "thinking", "control_tokens")
+_DECIDE = ("model", "init_from", "max_length", "truncation", "thinking", "control_tokens", "train_limit")
 """Settings that decide how long examples are."""
 
 

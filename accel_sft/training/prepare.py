@@ -17,7 +17,7 @@ from accel_sft.api.errors import UserError
 from accel_sft.api.optimizers import OPTIMIZERS
 from accel_sft.api.task import Task
 from accel_sft.batching.device_memory import forwards_alone
-from accel_sft.chat.conversation import read_split
+from accel_sft.chat.conversation import first_examples, read_split
 from accel_sft.checkpoint.checkpoint import replacing
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.token_store import StoredEncoding
@@ -120,6 +120,8 @@ class Prepared:
     train: StoredEncoding
     validation: StoredEncoding
     plan: StepPlan
+    beyond_limit: int = 0
+    """Number of training examples that `--train-limit` leaves out."""
 
     @property
     def lines(self) -> list[str]:
@@ -131,11 +133,14 @@ class Prepared:
             evaluated = f"{limit:,} of {evaluated}"
         steps = "step" if plan.total_steps == 1 else "steps"
         examples = "examples" if len(train.kept) == train.kept.examples else "rows"
+        read = train.kept.examples + sum(map(len, train.left_out.values()))
+        limit_line = f"--train-limit {config.train_limit}: the first {read:,} of {read + self.beyond_limit:,} examples"
         merged = "the adapter is merged into its base, and all weights are trained (to go on with it: --adapter)"
         return [
             *([merged] if self.assembly.source.adapter and config.adapter == "none" else []),
             *train.lines(),
             *validation.lines(),
+            *([limit_line] if self.beyond_limit else []),
             f"{len(train.kept):,} training {examples} ({tokens:,} tokens, {supervised:,} supervised), "
             f"{evaluated} validation; {plan.total_steps:,} {steps} of {plan.global_batch_size}",
         ]
@@ -143,6 +148,8 @@ class Prepared:
     def counts(self) -> dict[str, int]:
         """The data in numbers, for the run's record and the model card."""
         found = {}
+        if self.beyond_limit:
+            found["train examples beyond --train-limit"] = self.beyond_limit
         for encoding in (self.train, self.validation):
             found[f"{encoding.split} examples"] = encoding.kept.examples
             if len(encoding.kept) > encoding.kept.examples:
@@ -195,13 +202,14 @@ def prepare_data(
             with replacing(accelerator, run_dir.base) as partial:
                 decided_by_main(accelerator, lambda: build_tiny(partial, texts_of(task, train_examples), config.seed))
     assembly = Assembly(accelerator, task, config, find_source(model, init_from=config.init_from))
-    train = assembly.encode(train_examples, "train")
+    limited = first_examples(train_examples, config.train_limit)
+    train = assembly.encode(limited, "train")
     validation = assembly.encode(validation_examples, "validation")
     if not assembly.encode.rendering.control.as_text:
         _refuse_forged_turns(train, validation)
     if accelerator.is_main_process and len(train.kept):
         lengths.keep(task, config, train.kept.lengths, train.kept.supervised)
-    return Prepared(launch, assembly, train, validation, plan_steps(train, config))
+    return Prepared(launch, assembly, train, validation, plan_steps(train, config), len(train_examples) - len(limited))
 
 
 def _refuse_forged_turns(*encodings: StoredEncoding) -> None:

@@ -26,7 +26,7 @@ from accel_sft.batching.trial import Trial
 from accel_sft.batching.verify import exact_batchings
 from accel_sft.chat.answer_tokens import PieceTokenizer
 from accel_sft.chat.control_tokens import ControlTokens
-from accel_sft.chat.conversation import Conversation, conversation
+from accel_sft.chat.conversation import Conversation, conversation, first_examples
 from accel_sft.chat.encoded import Rules
 from accel_sft.data.tokenization import SplitEncoder
 from accel_sft.evaluation.backend import Generated
@@ -497,3 +497,26 @@ def test_the_prompt_of_an_answer_is_shown_turn_by_turn():
         'assistant: {"name": "find", "arguments": {"of": "it"}}',
         "tool: 5",
     ]
+
+
+@pytest.mark.parametrize(
+    ("limit", "left"),
+    [(None, 25), ("7", 7), ("25", 25), ("900", 25), ("10%", 2), ("0.1%", 1), ("29%", 7), ("100%", 25)],
+)
+def test_train_limit_takes_the_first_examples_of_any_sequence(limit, left):
+    class Squares:
+        def __len__(self):
+            return 25
+
+        def __getitem__(self, at):
+            return at**2  # a slice is an error
+
+    assert [*first_examples([*range(25)], limit)] == [*range(25)][:left]
+    found = first_examples(Squares(), limit)
+    assert [found[at] for at in range(len(found))] == [at**2 for at in range(left)]
+
+
+@pytest.mark.parametrize("limit", ["0", "0%", "100.1%", "-3", "some", "1.5", "%"])
+def test_a_train_limit_that_is_neither_number_nor_share_is_refused(limit):
+    (line,) = TrainConfig(train_limit=limit).problems()
+    assert line.startswith(f"--train-limit {limit}: expected a number of examples, or a share")

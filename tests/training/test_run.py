@@ -481,6 +481,21 @@ def test_train_only_has_one_loss_curve_and_leaves_the_other_weights_on_every_lau
     assert "--train-only trains model.layers." in " ".join(run.output.split())
 
 
+def test_a_run_and_check_read_as_many_examples_as_train_limit_says(tmp_path):
+    job = (*JOB, *ONCE, "--max-steps", "1", "--train-limit", "10%")
+    run = accel_sft(*job, run_dir=tmp_path / "run")
+    assert run.status == 0, run.output
+    assert "--train-limit 10%: the first 50 of 500 examples" in run.output
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["config"]["train_limit"] == "10%"
+    assert record["data"]["train examples beyond --train-limit"] == 450
+    again = accel_sft(*job[:-1], "11%", "--resume", "auto", run_dir=tmp_path / "run")
+    assert again.status == 1
+    assert "--train-limit: the run was started with 10%, not 11%" in " ".join(again.output.split())
+    checked = accel_sft("check", "math", "--train-examples", "500", "--train-limit", "30", "--json")
+    assert json.loads(checked.output)["splits"][0]["rows"] == 30
+
+
 FAILING = """
 from dataclasses import dataclass
 from accel_sft_math import Math as Shipped

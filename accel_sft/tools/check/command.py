@@ -78,7 +78,7 @@ class Audit:
         self.task_name, self.task, self.config = task_name, task, config
         self.found = Findings()
         self.notes: list[str] = []
-        self.splits = read_splits(task, self.found)
+        self.splits = read_splits(task, self.found, config.train_limit)
         self.source = self._source(folder)
         self.encodings: dict[str, StoredEncoding | None] = {}
         self.indices: dict[str, np.ndarray] = {}

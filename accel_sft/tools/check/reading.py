@@ -9,7 +9,7 @@ import numpy as np
 
 from accel_sft.api.errors import UserError
 from accel_sft.api.task import Task
-from accel_sft.chat.conversation import conversation, read_split
+from accel_sft.chat.conversation import conversation, first_examples, read_split
 from accel_sft.rows.bad_rows import bad_rows_left_out
 from accel_sft.rows.rows import Rows
 from accel_sft.tools.check.findings import NAMED, Findings
@@ -18,7 +18,7 @@ from accel_sft.tools.check.texts import without_index
 SPLITS = ("train", "validation")
 
 
-def read_splits(task: Task, found: Findings) -> dict[str, Sequence[Any]]:
+def read_splits(task: Task, found: Findings, train_limit: str | None = None) -> dict[str, Sequence[Any]]:
     """Return the splits that can be read, and report the rows that `read_rows` refuses or leaves out of them."""
     splits: dict[str, Sequence[Any]] = {}
     files: dict[str, str] = {}
@@ -27,7 +27,8 @@ def read_splits(task: Task, found: Findings) -> dict[str, Sequence[Any]]:
         for split in SPLITS:
             before = len(bad_rows)
             try:
-                splits[split] = read_split(task, split)
+                examples = read_split(task, split)
+                splits[split] = first_examples(examples, train_limit if split == "train" else None)
             except UserError as error:
                 for line in error.problems:
                     if line not in told:  # a task may read the same file for both splits
