@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -680,3 +681,16 @@ def test_train_only_is_counted_by_its_names(models):
     said = f"{2 * shape.blocks[0].parameters:,} trained (--train-only; activations are counted as if all were)"
     assert said in " ".join(done.output.split())
     assert planned(models, "--launch", "z2", "--train-only", "no_such").status == 1
+
+
+def test_the_page_of_zero_keys_says_what_plan_counts():
+    page = (CONFIGS.parent / "docs" / "zero-keys.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| \S+ \| (\S+) \| (\S+) \| (\S+) \|$", page, re.M)
+    assert len(rows) == 8
+    for name, key, value, gpu, host in rows:
+        shipped = job_of(QWEN_7B, name, 8, tokens=4096, supervised_tokens=4096)
+        zero = {**shipped.launch.zero, key: json.loads(value.strip("`"))}
+        own = dataclasses.replace(shipped, launch=dataclasses.replace(shipped.launch, json={"zero_optimization": zero}))
+        before, after = closed_form.estimate(shipped), closed_form.estimate(own)
+        assert float(gpu) == round((after.device_peak_bytes - before.device_peak_bytes) / GIB, 2), key
+        assert float(host) == round((after.host_peak_bytes - before.host_peak_bytes) / GIB, 2), key
