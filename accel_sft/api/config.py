@@ -168,7 +168,7 @@ class TrainConfig:
             expected = "expected a number of examples, or a share of them above 0% and up to 100%"
             found.append(f"--train-limit {shown(str(self.train_limit))}: {expected}")
         if self.train_only is not None:
-            found += _problems_of_train_only(self.train_only, adapter=self.adapter)
+            found += _problems_of_train_only(str(self.train_only), adapter=str(self.adapter))
         if self.use_liger_kernel and self.compile:
             found.append("--use-liger-kernel: --compile would fuse the same layers; leave one of the two out")
         if self.min_lr_ratio and self.lr_scheduler == "constant":
@@ -250,8 +250,9 @@ def _problems_of_train_only(pattern: str, *, adapter: str) -> list[str]:
         ]
     try:
         re.compile(pattern)
-    except re.error as error:
-        return [f"--train-only {shown(pattern)}: not a regular expression ({error}); names are like {NAMED_LIKE}"]
+    except (re.error, OverflowError, RecursionError) as error:
+        why = shown(str(error))
+        return [f"--train-only {shown(pattern)}: not a regular expression ({why}); names are like {NAMED_LIKE}"]
     return []
 
 
