@@ -30,7 +30,8 @@ class Batch:
         sources: for each of E targets, the index in `keep` of the position that predicts it, (E,); None if each kept
             position predicts one target, in order.
         targets: token ids to predict, (E,).
-        weights: for each target, how many rows predict it from its position, (E,) float32.
+        weights: for each target, how many rows predict it from its position, each row counted by its turn's weight;
+            (E,) float32.
         head: name in `loss.HEADS` of the function that computes logits and loss.
         most_logits: maximum number of logits that the head `pieces` holds at once; None: MOST_LOGITS.
     """
@@ -73,8 +74,8 @@ def tree(rows: Sequence[Encoded], common: Sequence[int], mask: Callable[[torch.T
         ids[new] = row.input_ids[shared:]
         position[new] = np.arange(shared, length)
         source[new] = path[np.arange(shared, length) - 1]
-        for span in row.learnt:
-            weight[path[span.start : span.stop]] += 1
+        for span, counts in row.weighted:
+            weight[path[span.start : span.stop]] += counts
         at = new.stop
     batch = _in_one_sequence(ids, position, source, weight)
     if mask and (end < total).any():  # plain causal attention serves a single row, without a mask
@@ -99,12 +100,13 @@ def behind_prefix(rows: Sequence[Encoded], prefix: int) -> Batch:
     position[prefix:] -= np.repeat(starts - prefix, own)
     source[starts] = prefix - 1
     weight = np.empty(total, dtype=np.float32)
-    weight[:prefix] = (prompts[:, None] <= np.arange(prefix)).sum(0)
-    weight[prefix:] = position[prefix:] >= np.repeat(prompts, own)
+    last = np.array([row.weights[-1] if row.weights else 1.0 for row in rows])
+    weight[:prefix] = last @ (prompts[:, None] <= np.arange(prefix))
+    weight[prefix:] = (position[prefix:] >= np.repeat(prompts, own)) * np.repeat(last, own)
     for row, start in zip(rows, starts, strict=True):
-        for begin, end in row.earlier:
-            weight[begin : min(end, prefix)] += 1
-            weight[start + max(begin - prefix, 0) : start + max(end - prefix, 0)] = 1
+        for (begin, end), counts in zip(row.earlier, row.weights or itertools.repeat(1), strict=False):
+            weight[begin : min(end, prefix)] += counts
+            weight[start + max(begin - prefix, 0) : start + max(end - prefix, 0)] = counts
     batch = _in_one_sequence(ids, position, source, weight)
     batch.inputs["rows"] = _rows(own, starts, prefix)
     # a placeholder, so that the model makes no mask; verification finds a model that ignores `rows`
@@ -113,7 +115,7 @@ def behind_prefix(rows: Sequence[Encoded], prefix: int) -> Batch:
 
 
 def _in_one_sequence(ids: np.ndarray, position: np.ndarray, source: np.ndarray, weight: np.ndarray) -> Batch:
-    """Make a batch of tokens (T,) at their positions; `weight` rows learn each, predicted by the token at `source`."""
+    """Make a batch of tokens (T,) at their positions; each counts `weight`, predicted by the token at `source`."""
     (labelled,) = weight.nonzero()
     keep, sources = source[labelled], None
     if not (np.diff(keep) > 0).all():  # some position predicts two tokens, or they are not in order
@@ -187,19 +189,20 @@ def padded(rows: Sequence[Encoded], pad_token_id: int) -> Batch:
     """
     shape = (len(rows), max(len(row.input_ids) for row in rows))
     input_ids, attention_mask = np.full(shape, pad_token_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    keep, targets = np.zeros(shape, dtype=bool), []
+    keep, targets, weights = np.zeros(shape, dtype=bool), [], []
     for number, row in enumerate(rows):
         length = len(row.input_ids)
         input_ids[number, :length] = row.input_ids
         attention_mask[number, :length] = 1
-        for span in row.learnt:
+        for span, counts in row.weighted:
             keep[number, span.start - 1 : span.stop - 1] = True
             targets += row.input_ids[span.start : span.stop]
+            weights += [counts] * len(span)
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
     images = [row.images for row in rows]
     if pictured := next(filter(None, images), None):
         inputs |= pictured.origin.inputs.tensors([row.input_ids for row in rows], images, shape)
-    return _tensors(inputs, keep, None, np.asarray(targets, np.int64), np.ones(len(targets), np.float32))
+    return _tensors(inputs, keep, None, np.asarray(targets, np.int64), np.asarray(weights, np.float32))
 
 
 def _tensors(

@@ -1,6 +1,7 @@
 """Checks what a task gives: the examples of a split, and the turns of an example, with those that are learnt."""
 
 import json
+import numbers
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
@@ -24,6 +25,8 @@ GUARD, OWN = "\ue008\ue009", "\ue00a\ue00b"
 """In texts that are tokenized, GUARD marks a task's control tokens and OWN the template's: see control_tokens.py."""
 _NO_TEXT = re.compile(f"[\ud800-\udfff]|{GUARD}|{OWN}")
 _EXPECTED = 'a list of {"role": ..., "content": ...}'
+LEAST_WEIGHT = 1e-6
+"""The smallest weight of a turn besides 0: float32 holds the loss of a step whose turns all have it."""
 
 
 class Conversation(NamedTuple):
@@ -35,6 +38,7 @@ class Conversation(NamedTuple):
         learnt: indices in `turns` of earlier answers that are learnt too.
         tools: schemas for the chat template.
         images: the images of `turns`, in their order.
+        weights: what the loss of each learnt answer counts, that of `answer` last; () if all count 1.
     """
 
     turns: Turns
@@ -42,6 +46,7 @@ class Conversation(NamedTuple):
     learnt: tuple[int, ...] = ()
     tools: Tools = None
     images: tuple[Picture, ...] = ()
+    weights: tuple[float, ...] = ()
 
     @property
     def target(self) -> str:
@@ -64,10 +69,13 @@ class Conversation(NamedTuple):
 
     def each(self) -> list["Conversation"]:
         """Return a conversation for each answer that is learnt, in order; each ends with its answer."""
-        earlier = [Conversation(self.turns[:at], self.turns[at], tools=self.tools) for at in self.learnt]
+        earlier = [
+            Conversation(self.turns[:at], self.turns[at], tools=self.tools, weights=self.weights[place : place + 1])
+            for place, at in enumerate(self.learnt)
+        ]
         if self.images:
             earlier = [each._replace(images=self.images[: marks(each.turns)]) for each in earlier]
-        return [*earlier, self._replace(learnt=())]
+        return [*earlier, self._replace(learnt=(), weights=self.weights[-1:])]
 
     def texts(self) -> Iterator[str]:
         """Every text of the conversation; tool calls and schemas as JSON."""
@@ -250,13 +258,16 @@ def _with_turns(turns: Turns, target: list[Any], where: str, images: list[Pictur
     if not following or following[-1]["role"] != "assistant":
         raise UserError(f"{where}: target() gave turns of which the last is not an assistant's")
     for turn in following:
-        if turn.get("weight", 1) not in (0, 1):
-            raise UserError(f'{where}: target() gave a turn with "weight": {turn["weight"]!r}, expected 0 or 1')
-    learnt = [
-        len(turns) + at
+        weight = turn.get("weight", 1)
+        if not (isinstance(weight, numbers.Real) and (weight == 0 or LEAST_WEIGHT <= float(weight) <= 1)):
+            expected = f"0, or a number from {LEAST_WEIGHT:f} to 1"
+            raise UserError(f'{where}: target() gave a turn with "weight": {str(weight)[:80]}, expected {expected}')
+    weights = {
+        len(turns) + at: float(turn.get("weight", 1))
         for at, turn in enumerate(following)
-        if turn["role"] == "assistant" and turn.get("weight", 1) == 1
-    ]
+        if turn["role"] == "assistant" and turn.get("weight", 1)
+    }
+    learnt = [*weights]
     whole = [*turns, *({name: value for name, value in turn.items() if name != "weight"} for turn in following)]
     if not learnt:
         raise UserError(f'{where}: every assistant turn of target() has "weight": 0; leave the example out')
@@ -264,4 +275,5 @@ def _with_turns(turns: Turns, target: list[Any], where: str, images: list[Pictur
         raise UserError(
             f'{where}: the first turn of all is an answer; put the turn it answers before it, or give it "weight": 0'
         )
-    return Conversation(whole[: learnt[-1]], whole[learnt[-1]], tuple(learnt[:-1]))
+    found = Conversation(whole[: learnt[-1]], whole[learnt[-1]], tuple(learnt[:-1]))
+    return found if set(weights.values()) == {1} else found._replace(weights=tuple(weights.values()))

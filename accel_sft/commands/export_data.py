@@ -1,6 +1,7 @@
 """The command `export-data`: writes a task's rows as chat files, for other trainers."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ def run(task: Task, out: str) -> None:
 def chat_row(chat: Conversation, folder: Path) -> dict[str, Any]:
     """A conversation as a row of a chat file: its turns in order, and the schemas of its tools if it has any.
 
-    An assistant's turn that carries no loss has `"weight": 0`.
+    An assistant's turn that carries no loss has `"weight": 0`; one whose loss counts less than 1 has its weight.
 
     Args:
         folder: gets the row's images in `images/`, each once, named by its hash; the row holds their relative paths.
@@ -48,11 +49,13 @@ def chat_row(chat: Conversation, folder: Path) -> dict[str, Any]:
         UserError: an image is not one that training accepts; a row may name any file of this machine as an image.
     """
     paths = iter([_copied(picture, folder) for picture in chat.images])
+    weights = dict(zip((*chat.learnt, len(chat.turns)), chat.weights or itertools.repeat(1.0), strict=False))
+    turns = (*(_with_images(turn, paths) for turn in parted(chat.turns, chat.images)), chat.answer)
     messages = [
-        {**turn, "weight": 0} if turn["role"] == "assistant" and at not in chat.learnt else turn
-        for at, turn in enumerate(_with_images(turn, paths) for turn in parted(chat.turns, chat.images))
+        {**turn, "weight": weights.get(at, 0)} if turn["role"] == "assistant" and weights.get(at) != 1 else turn
+        for at, turn in enumerate(turns)
     ]
-    return {"messages": [*messages, chat.answer], **({"tools": chat.tools} if chat.tools else {})}
+    return {"messages": messages, **({"tools": chat.tools} if chat.tools else {})}
 
 
 def _with_images(turn: dict[str, Any], paths: Iterator[str]) -> dict[str, Any]:

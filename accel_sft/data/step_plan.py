@@ -18,6 +18,7 @@ class StepPlan:
         lengths, supervised: number of tokens, and of supervised tokens, of each row; shape (rows,). An example may
             have several rows.
         max_steps: optimizer steps, or None to derive them from `epochs`.
+        loss_weights: sum of the weights of each row's supervised tokens; None: their number.
     """
 
     def __init__(
@@ -29,8 +30,10 @@ class StepPlan:
         global_batch_size: int,
         epochs: float | None,
         max_steps: int | None,
+        loss_weights: np.ndarray | None = None,
     ) -> None:
         self.lengths, self.supervised = np.asarray(lengths), np.asarray(supervised)
+        self.loss_weights = self.supervised if loss_weights is None else loss_weights
         self.seed, self.global_batch_size = seed, global_batch_size
         length = round((epochs or 0) * len(self.lengths))
         self.stream_length = length if max_steps is None else None

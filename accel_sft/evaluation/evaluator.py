@@ -114,7 +114,7 @@ class Evaluator:
             model.train(was_training)
 
     def loss(self, model: torch.nn.Module, batching: Batching) -> float:
-        """Validation loss in nats per supervised token, over all ranks.
+        """Validation loss in nats per supervised token, each counted by its turn's weight, over all ranks.
 
         Args:
             model: in eval mode.
@@ -124,17 +124,17 @@ class Evaluator:
         """
         reset_peak_memory(self.accelerator.device)
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
-        nll_and_tokens = [0.0, 0.0]
+        nll_and_weight = [0.0, 0.0]
 
         def nll(rows: list[Encoded]) -> list[float]:
             return [nll_sum(model, batching.batch(rows, self.tokenizer.pad_token_id, self.accelerator.device)).item()]
 
         with torch.no_grad(), _out_of_memory_explained("--max-length, or in training --micro-batch-size"):
             for rows in batching.divide(self.encoded, ranks)[rank]:
-                nll_and_tokens[0] += sum(in_halves(nll, rows, alone=forwards_alone(self.accelerator)))
-                nll_and_tokens[1] += sum(example.supervised_tokens for example in rows)
-            total, tokens = map(sum, zip(*gather_numbers(nll_and_tokens), strict=True))
-        return total / tokens
+                nll_and_weight[0] += sum(in_halves(nll, rows, alone=forwards_alone(self.accelerator)))
+                nll_and_weight[1] += sum(example.loss_weight for example in rows)
+            total, weight = map(sum, zip(*gather_numbers(nll_and_weight), strict=True))
+        return total / weight
 
     def score_answers(self, eval_loss: float) -> Evaluation:
         """Generate a greedy answer to each example, score it on the rank that generated it, and give every rank all

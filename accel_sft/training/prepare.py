@@ -247,6 +247,7 @@ def plan_steps(train: StoredEncoding, config: TrainConfig) -> StepPlan:
         global_batch_size=config.global_batch_size,
         epochs=config.epochs,
         max_steps=config.max_steps,
+        loss_weights=train.kept.loss_weights,
     )
     if (config.warmup_steps or 0) > plan.total_steps:
         raise UserError(f"--warmup-steps {config.warmup_steps}: the run has {plan.total_steps} steps; ask for fewer")

@@ -63,14 +63,14 @@ class TrainStep:
         self.group = SequenceGroup.of(stepper.accelerator)
 
     def forward_backward(
-        self, examples: list[Encoded], supervised_tokens: int, step: int
+        self, examples: list[Encoded], loss_weight: float, step: int
     ) -> tuple[torch.Tensor, OutOfMemory]:
         """Compute this rank's part of the loss of step `step` (from 1), and add its gradients to the model's.
 
         After an out-of-memory the gradients are NaN on every rank; call `retry_smaller` before the next step.
 
         Args:
-            supervised_tokens: supervised tokens of the whole step, over all ranks.
+            loss_weight: sum of the weights of the whole step's supervised tokens, over all ranks.
         Returns:
             the loss, shape (), and this rank's out-of-memory.
         Raises:
@@ -95,7 +95,7 @@ class TrainStep:
                 # 1, or NaN for a loss that is not finite, to make every gradient NaN on all ranks: the step is then
                 # left out. Without it, an infinite loss may have finite gradients
                 sound = value - value + 1
-                loss = nll * (sound * self.stepper.averaged_over / supervised_tokens)
+                loss = nll * (sound * self.stepper.averaged_over / loss_weight)
                 try:
                     self.stepper.backward(loss)
                 except RuntimeError as error:
@@ -106,7 +106,7 @@ class TrainStep:
                     oom = self._about(rows)
                 del nll, loss
             share += value
-        return share / supervised_tokens, oom
+        return share / loss_weight, oom
 
     def retry_smaller(self, oom: OutOfMemory, step: int) -> None:
         """Discard the gradients, and halve the forwards of this and later steps; the mathematics stays the same."""

@@ -159,12 +159,13 @@ class Trainer:
             self.tracker.peaks.begin(phase)
             rows = plan.examples(state.step)
             tokens, supervised_tokens = int(plan.lengths[rows].sum()), int(plan.supervised[rows].sum())
+            loss_weight = plan.loss_weights[rows].sum().item()  # the number of tokens unless turns have weights
             rate = learning_rate(state.step, plan.total_steps, config)
             stepper.set_learning_rate(rate)
             torch.manual_seed(plan.seed_of(state.step, self.accelerator.process_index))  # dropout masks
             with span(BATCHES):
                 examples = self.train_examples.take(rows.tolist())
-            share, oom = self.train_step.forward_backward(examples, supervised_tokens, state.step + 1)
+            share, oom = self.train_step.forward_backward(examples, loss_weight, state.step + 1)
             self.signals.exit_if_orphaned()
             loss, oom, signal, system = reduce_step(share, oom, self.signals.asked, self.tracker.system())
             if oom.tokens:

@@ -254,6 +254,16 @@ def test_which_turns_are_learnt(rows, learn, prompt, answered):
     assert found[:2] == (prompt, answered)
 
 
+@pytest.mark.parametrize("learn", ["every", "marked"])
+def test_a_weight_between_0_and_1_stays_with_its_turn(rows, learn):
+    marked = [ASK, {**ANSWER, "weight": 0.5}, AGAIN, {**MORE, "weight": 1.0}, ASK, {**HELLO, "weight": 0}]
+    (found,), notes = rows(messages(*marked), learn=learn)
+    assert found[:2] == ([ASK], [{**ANSWER, "weight": 0.5}, AGAIN, MORE])
+    assert any("of a weight between 0 and 1, by which their tokens' loss is counted" in note for note in notes)
+    (found,), _ = rows(messages(ASK, {**ANSWER, "weight": 0.25}), learn=learn)
+    assert found[1] == [{**ANSWER, "weight": 0.25}]  # not the text alone, which would weigh 1
+
+
 def test_a_system_prompt_is_for_rows_without_one(rows):
     found, notes = rows(
         messages(ASK, ANSWER), messages(SYSTEM, ASK, ANSWER), messages(SYSTEM, AGAIN, MORE), system_prompt="x"
@@ -276,7 +286,17 @@ MALFORMED = {
         "messages[0].content[0]",
         "a part of type text or image, got 'video'",
     ),
-    "a weight of a half": (messages(ASK, {**ANSWER, "weight": 0.5}), "messages[1].weight", "0 or 1, got float"),
+    "a weight below 0": (
+        messages(ASK, {**ANSWER, "weight": -0.5}),
+        "messages[1].weight",
+        "a number from 0 to 1, got -0.5",
+    ),
+    "a weight above 1": (messages(ASK, {**ANSWER, "weight": 2}), "messages[1].weight", "a number from 0 to 1, got 2"),
+    "a weight in a text": (
+        messages(ASK, {**ANSWER, "weight": "1"}),
+        "messages[1].weight",
+        "a number from 0 to 1, got '1'",
+    ),
     "marks that differ": (messages(ASK, {**ANSWER, "weight": 1, "train": False}), "messages[1].train", "the same as"),
     "a call without a name": (
         messages(ASK, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}),

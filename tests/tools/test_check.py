@@ -362,7 +362,7 @@ def test_each_answer_of_a_chat_is_looked_at(site, model, tmp_path):
 
     files, _ = planted.write(tmp_path, {})
     faults = {
-        "D201": chat("2", weight=0.5),
+        "D201": chat("2", weight=1e-9),
         "D202": planted.row([], [{"role": "tool", "content": "2"}, {"role": "assistant", "content": "2"}]),
         "D204": chat("<think>two</think>2"),
         "D206": chat(" "),
@@ -432,12 +432,22 @@ def test_labels_that_are_not_the_answer_or_lack_its_end_are_found(tmp_path, monk
     assert [each.count for each in found.placed({}) if each.code == "D308"] == [2]
 
 
-def stored(folder, rows):
-    """A store of these tokens and prompt lengths."""
+@pytest.mark.parametrize(("weights", "told"), [([0.5, 0.5], ["weight 0.5"]), ([0.5, 0.25], []), ([1, 1], [])])
+def test_weights_that_are_all_the_same_are_found(tmp_path, weights, told):
+    from accel_sft.tools.check.tokens import report_weights
+
+    found = Findings()
+    store = stored(tmp_path, [([1, 5, 6, 2], 2)] * 2, [() if weight == 1 else (weight,) for weight in weights])
+    report_weights(store, "train", found)
+    assert [(each.code, row.detail) for each in found.placed({}) for row in each.rows] == [("D310", t) for t in told]
+
+
+def stored(folder, rows, weights=((), (), (), (), ())):
+    """A store of these tokens, prompt lengths and weights."""
     from accel_sft.chat.encoded import Encoded, Encoding
     from accel_sft.data.token_store import TokenStore, merge, write_part
 
-    kept = [Encoded(number, ids, prompt) for number, (ids, prompt) in enumerate(rows)]
+    kept = [Encoded(n, *row, weights=counts) for n, (row, counts) in enumerate(zip(rows, weights, strict=False))]
     write_part(folder / "part", [Encoding("train", kept)], "train")
     return TokenStore(folder / "tokens.arrow", merge([folder / "part"], folder / "tokens.arrow"))
 

@@ -128,6 +128,11 @@ CODES = {
         "the chat template writes no prompt; left out",
         "see what the chat template makes of these rows, and what the tokenizer leaves of it",
     ),
+    "D310": Code(
+        "warning",
+        "every answer of the split has the same weight, below 1",
+        "give some another weight, or none a weight: a step's loss is divided by the sum of its weights",
+    ),
     "D401": Code(
         "warning",
         "an earlier row of the split has the same prompt and answer",

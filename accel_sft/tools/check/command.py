@@ -142,6 +142,7 @@ class Audit:
         self.notes += [note for note in encoding.notes if note not in self.notes]
         facts = tokens.token_facts(encoding.kept, tokenizer, assembly.encode.rules.eos_ids)
         tokens.report_tokens(facts, split, indices, encoding.cut, tokenizer, self.found)
+        tokens.report_weights(encoding.kept, split, self.found)
         looked = tokens.report_labels(encoding.kept, split, indices, tokenizer.pad_token_id, self.found)
         rows = f"{looked:,} of {len(encoding.kept):,} rows"
         self.notes.append(f"{split}: the collator's labels were compared with the answers in {rows}")

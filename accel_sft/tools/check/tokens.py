@@ -120,6 +120,12 @@ def report_tokens(
             found.add(code, split, index, detail)
 
 
+def report_weights(store: TokenStore, split: str, found: Findings) -> None:
+    """Report weights that change nothing, because all answers have the same."""
+    if len(weights := store.weights()) == 1 and weights != [1.0]:
+        found.add("D310", split, detail=f"weight {weights[0]:g}")
+
+
 def report_labels(store: TokenStore, split: str, indices: np.ndarray, pad_token_id: int, found: Findings) -> int:
     """Collate some rows as training does, and report those whose labels are wrong; return how many were collated."""
     some = store.some(_COLLATED)

@@ -10,8 +10,9 @@ from accel_sft import RowProblem
 Turn = dict[str, Any]
 """A message with `role` (system, user, assistant or tool) and `content`.
 
-If given: `tool_calls`, `tool_call_id`, `name`, `reasoning_content`; an assistant's `weight`, 0 or 1, if the row says
-whether the turn is learnt; and `images`, a path for each <image> in the content, None for one from the row's column.
+If given: `tool_calls`, `tool_call_id`, `name`, `reasoning_content`; an assistant's `weight`, from 0 to 1, if the row
+says whether the turn is learnt, or how much its loss counts; and `images`, a path for each <image> in the content, None
+for one from the row's column.
 """
 
 IMAGE = "<image>"
@@ -195,13 +196,14 @@ def _calls(value: Any, field: str) -> list[Turn]:
     return found
 
 
-def _mark(message: Turn, field: str) -> int | None:
-    """An assistant turn's `weight`, 0 or 1, from OpenAI's `weight` or Axolotl's `train`; None if it has neither."""
+def _mark(message: Turn, field: str) -> float | None:
+    """An assistant turn's weight from 0 to 1, by OpenAI's `weight` or Axolotl's `train`; None if it has neither."""
     weight, train = message.get("weight"), message.get("train")
-    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        raise RowProblem(f"{field}.weight", f"0 or 1, got {kind(weight)}")
+    if weight is not None and (type(weight) not in (int, float) or not 0 <= weight <= 1):
+        got = weight if type(weight) in (int, float) else kind(weight)
+        raise RowProblem(f"{field}.weight", f"a number from 0 to 1, got {got}")
     if train is not None and not isinstance(train, bool):
         raise RowProblem(f"{field}.train", f"true or false, got {kind(train)}")
     if weight is not None and train is not None and bool(weight) != train:
         raise RowProblem(f"{field}.train", f"the same as weight {weight}, got {train}")
-    return int(train) if weight is None and train is not None else weight if weight is None else int(weight)
+    return int(train) if weight is None and train is not None else weight
