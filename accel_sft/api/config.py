@@ -12,6 +12,7 @@ from typing import Any, Self
 from accel_sft.api.adapters import ADAPTERS, SPLITS, conflicts
 from accel_sft.api.optimizers import OPTIMIZERS
 from accel_sft.api.options import option, problems, shown
+from accel_sft.api.shares import read_shares
 
 MODEL, ADAPTER, DATA, OPTIM, EVAL, RUN = SECTIONS = "Model", "Adapter", "Data", "Optimisation", "Evaluation", "Run"
 _model, _adapter, _data, _optim, _eval, _run = (functools.partial(option, section=name) for name in SECTIONS)
@@ -64,6 +65,7 @@ class TrainConfig:
     )
 
     train_limit: str | None = _data(None, help="Train on the first N examples only, or on a first share, such as 10%.")
+    mix: str | None = _data(None, help="Shares of the rows of each --train-file, in their order, such as 3,1.")
     max_length: int | None = _data(None, basic=True, min=2, help="Tokens per example; longer ones are reported.")
     truncation: str = _data(
         "drop",
@@ -167,6 +169,8 @@ class TrainConfig:
         if self.train_limit is not None and not _is_limit(str(self.train_limit)):
             expected = "expected a number of examples, or a share of them above 0% and up to 100%"
             found.append(f"--train-limit {shown(str(self.train_limit))}: {expected}")
+        if self.mix is not None:
+            found += _problems_of_mix(str(self.mix), limited=self.train_limit is not None)
         if self.train_only is not None:
             found += _problems_of_train_only(str(self.train_only), adapter=str(self.adapter))
         if self.use_liger_kernel and self.compile:
@@ -253,6 +257,18 @@ def _problems_of_train_only(pattern: str, *, adapter: str) -> list[str]:
     except (re.error, OverflowError, RecursionError) as error:
         why = shown(str(error))
         return [f"--train-only {shown(pattern)}: not a regular expression ({why}); names are like {NAMED_LIKE}"]
+    return []
+
+
+def _problems_of_mix(mix: str, *, limited: bool) -> list[str]:
+    try:
+        read_shares(mix)
+    except ValueError as error:
+        return [f"--mix {shown(mix)}: {error}"]
+    if limited:
+        return [
+            "--train-limit: the first examples of all are one file's, and --mix needs every file's; give --max-steps"
+        ]
     return []
 
 

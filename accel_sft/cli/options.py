@@ -24,6 +24,7 @@ OTHER_NAMES = {
     "--early-stopping-patience": "it is --patience here",
     "--fp16": _PRECISION.format("fp16"),
     "--gradient-accumulation-steps": _BATCH,
+    "--interleave-probs": "it is --mix here",
     "--load-best-model-at-end": "every run keeps its best weights in best/, by the task's metric",
     "--lr": "it is --learning-rate here",
     "--lr-scheduler-type": "it is --lr-scheduler here",

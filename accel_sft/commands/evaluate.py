@@ -164,12 +164,12 @@ def evaluate(accelerator: Accelerator, launch: Launch, task: Task, config: Train
     prepared.eval()
     evaluator = assembly.evaluator(prepared, encoding, sharded=shards)
     with heartbeats_only():
-        eval_loss = evaluator.loss(prepared, batching)
+        losses = evaluator.loss(prepared, batching)
         if not evaluator.backend.uses_model:
             _release(accelerator, loaded)
             del loaded, prepared
             clear_device_cache(garbage_collection=True)
-        evaluation = evaluator.score_answers(eval_loss)
+        evaluation = evaluator.score_answers(losses)
     if evaluator.backend.uses_model:
         _release(accelerator, loaded)
     return Evaluation({**evaluation.metrics, **load_peaks}, evaluation.samples)

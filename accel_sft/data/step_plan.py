@@ -1,24 +1,28 @@
-"""Decides which rows of tokens each optimizer step learns from, by data, seed and global batch size alone."""
+"""Decides which rows of tokens each optimizer step learns from, by data, shares, seed and global batch size alone."""
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 
 class StepPlan:
-    """A pure function of (data, seed, global batch size): the rows of every optimizer step.
+    """A pure function of (data, shares of its sources, seed, global batch size): the rows of every optimizer step.
 
-    The rows are read as an endless stream, one permutation per epoch; step k takes the next `global_batch_size` rows,
-    across an epoch's end if need be, so each row is seen exactly once per epoch. The last step ends with
-    the last epoch. There is no state: a resumed run asks for the next step.
+    The rows are read as an endless stream, in which the sources take turns by their shares (`taking_turns`), each with
+    one permutation per pass over it; step k takes the next `global_batch_size` rows, across an epoch's end if need be.
+    An epoch is a pass over the source that lasts longest, each of whose rows is seen exactly once in it; the last step
+    ends with the last epoch. There is no state: a resumed run asks for the next step.
 
     Args:
         lengths, supervised: number of tokens, and of supervised tokens, of each row; shape (rows,). An example may
             have several rows.
         max_steps: optimizer steps, or None to derive them from `epochs`.
         loss_weights: sum of the weights of each row's supervised tokens; None: their number.
+        sources: the indices of each source's rows, by its name; by default one source has all rows.
+        shares: each source's share of the rows, as whole numbers without a common divisor.
     """
 
     def __init__(
@@ -31,40 +35,106 @@ class StepPlan:
         epochs: float | None,
         max_steps: int | None,
         loss_weights: np.ndarray | None = None,
+        sources: Mapping[str, np.ndarray] | None = None,
+        shares: Sequence[int] = (1,),
     ) -> None:
         self.lengths, self.supervised = np.asarray(lengths), np.asarray(supervised)
         self.loss_weights = self.supervised if loss_weights is None else loss_weights
         self.seed, self.global_batch_size = seed, global_batch_size
-        length = round((epochs or 0) * len(self.lengths))
+        self.sources, self.shares = sources or {"": np.arange(len(self.lengths))}, shares
+        self._rows = [*self.sources.values()]
+        self._source_of = np.zeros(len(self.lengths), dtype=np.int16)
+        for source, rows in enumerate(self._rows):
+            self._source_of[rows] = source
+        self._turns = taking_turns(shares)
+        self._places = [np.flatnonzero(self._turns == source) for source in range(len(shares))]
+        self._earlier = np.empty_like(self._turns)  # turns of the same source before each turn of a round
+        for places in self._places:
+            self._earlier[places] = np.arange(len(places))
+        self._longest = max(range(len(shares)), key=lambda source: len(self._rows[source]) / shares[source])
+        length = self._when(round((epochs or 0) * len(self._rows[self._longest])))
         self.stream_length = length if max_steps is None else None
         self.total_steps = max_steps or max(math.ceil(length / global_batch_size), 1)
-        self._permutation = functools.lru_cache(maxsize=2)(self._drawn_permutation)
+        self._permutation = functools.lru_cache(maxsize=2 * len(shares))(self._drawn_permutation)
 
-    def _drawn_permutation(self, epoch: int) -> np.ndarray:
-        return np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(len(self.lengths))
+    def _drawn_permutation(self, source: int, epoch: int) -> np.ndarray:
+        drawn = np.random.Generator(np.random.Philox(key=[self.seed, epoch], counter=[0, 0, 0, source]))
+        return self._rows[source][drawn.permutation(len(self._rows[source]))]
+
+    def _when(self, rows: int) -> int:
+        """Return how long the stream is when the longest-lasting source has given so many rows."""
+        rounds, turn = divmod(rows - 1, self.shares[self._longest])
+        return rounds * len(self._turns) + int(self._places[self._longest][turn]) + 1 if rows else 0
+
+    def _count(self, source: int, length: int) -> int:
+        """Return how many of the stream's first `length` rows are of a source."""
+        rounds, rest = divmod(length, len(self._turns))
+        return rounds * self.shares[source] + int(np.searchsorted(self._places[source], rest))
+
+    def _end(self, step: int) -> int:
+        """Return the number of rows in the first `step` steps."""
+        end = step * self.global_batch_size
+        return end if self.stream_length is None else min(end, self.stream_length)
 
     def examples(self, step: int) -> np.ndarray:
         """Return the indices of the rows that step `step` (from 0) learns from; shape (at most global_batch_size,)."""
         begin = step * self.global_batch_size
-        end = begin + self.global_batch_size
-        if self.stream_length is not None:
-            end = max(min(end, self.stream_length), begin + 1)
-        positions = np.arange(begin, end)
-        epochs, offsets = np.divmod(positions, len(self.lengths))
-        return np.concatenate([self._permutation(e)[offsets[epochs == e]] for e in range(epochs[0], epochs[-1] + 1)])
+        rounds, turns = np.divmod(np.arange(begin, max(self._end(step + 1), begin + 1)), len(self._turns))
+        found = np.empty(len(turns), dtype=np.int64)
+        for source, share in enumerate(self.shares):
+            mine = np.flatnonzero(self._turns[turns] == source)
+            numbers = rounds[mine] * share + self._earlier[turns[mine]]  # of the rows that the source has given
+            epochs, offsets = np.divmod(numbers, len(self._rows[source]))
+            for epoch in np.unique(epochs):
+                now = epochs == epoch
+                found[mine[now]] = self._permutation(source, int(epoch))[offsets[now]]
+        return found
 
     def seed_of(self, step: int, rank: int) -> int:
         """Return the seed of a rank's random numbers in a step (dropout), so that checkpoints need no random state."""
         return int(np.random.SeedSequence([self.seed, step, rank]).generate_state(1, np.uint64)[0] >> 1)
 
     def epoch(self, step: int) -> float:
-        """Return how many passes over the data `step` steps make; may be a fraction."""
-        end = math.inf if self.stream_length is None else self.stream_length
-        return min(step * self.global_batch_size, end) / len(self.lengths)
+        """Return how many passes over the longest-lasting source `step` steps make; may be a fraction."""
+        return self._count(self._longest, self._end(step)) / len(self._rows[self._longest])
 
     def ends_epoch(self, step: int) -> bool:
         """Whether step number `step` (from 1) finishes an epoch."""
         return math.floor(self.epoch(step)) > math.floor(self.epoch(step - 1))
+
+    def seen(self, steps: int) -> list[dict[str, Any]]:
+        """Return what each source has, and what of it the first `steps` steps saw, for result.json."""
+        found = []
+        for source, (name, rows) in enumerate(self.sources.items()):
+            count = self._count(source, self._end(steps))
+            passes, rest = divmod(count, len(rows))
+            tokens = passes * self.lengths[rows].sum() + self.lengths[self._permutation(source, passes)[:rest]].sum()
+            about = {"name": name, "share": self.shares[source], "rows": len(rows)}
+            found.append({**about, "rows_seen": count, "tokens_seen": int(tokens)})
+        return found
+
+    def mean(self, numbers: np.ndarray) -> float:
+        """Return the mean of the rows' `numbers` in the stream: sources count by their shares."""
+        each = [float(numbers[rows].mean()) * share for rows, share in zip(self._rows, self.shares, strict=True)]
+        return sum(each) / sum(self.shares)
+
+    def passes(self) -> list[float]:
+        """Return how often an epoch sees each source."""
+        each = [share / len(rows) for rows, share in zip(self._rows, self.shares, strict=True)]
+        return [passes / min(each) for passes in each]
+
+    @property
+    def epoch_rows(self) -> int:
+        """Number of rows in an epoch."""
+        return self._when(len(self._rows[self._longest]))
+
+    def by_source(self, rows: np.ndarray) -> dict[str, int]:
+        """Return the rows and tokens of each source among a step's rows, for metrics.jsonl; {} with one source."""
+        found: dict[str, int] = {}
+        for source, name in enumerate(self.sources if len(self.shares) > 1 else ()):
+            mine = rows[self._source_of[rows] == source]
+            found |= {f"rows/{name}": len(mine), f"tokens/{name}": int(self.lengths[mine].sum())}
+        return found
 
     def is_due(self, setting: str, step: int) -> bool:
         """Whether `--eval-every` or `--save-every`, with this value, is due after `step` steps."""
@@ -72,3 +142,25 @@ class StepPlan:
             return self.ends_epoch(step)
         every = math.ceil(self.total_steps / 4) if setting == "auto" else int(setting) if setting != "off" else 0
         return every > 0 and step % every == 0
+
+
+def taking_turns(shares: Sequence[int]) -> np.ndarray:
+    """Return which source has each turn of a round of sum(shares) turns; the stream repeats the round.
+
+    After n turns, every source has had its share of n, to within 1 - 1 / (2k - 2) turns for k sources: R. Tijdeman, The
+    chairman assignment problem, Discrete Mathematics 32 (1980). Whoever may have the turn without being too early gets
+    it if its own deadline is the earliest. (Giving it to the one furthest behind may be off by more than 1.) All in
+    whole numbers, so exact.
+    """
+    total, parts, unit = sum(shares), max(2 * len(shares) - 2, 1), math.lcm(*shares)
+    had = [0] * len(shares)
+    turns = np.empty(total, dtype=np.int64)
+
+    def deadline(source: int) -> Any:
+        return (parts * (had[source] + 1) - 1) * (unit // shares[source])
+
+    for turn in range(total):
+        ready = (s for s, share in enumerate(shares) if parts * (turn + 1) * share >= total * (1 + parts * had[s]))
+        turns[turn] = chosen = min(ready, key=deadline)
+        had[chosen] += 1
+    return turns

@@ -81,6 +81,8 @@ class Evaluator:
         encoded: the tokenized rows of the validation examples, without those that encoding left out. A row's `index` is
             its example's index in `examples`. Only the first `--eval-limit` examples are kept.
         answered: the last row of each example. Only that row's last answer is generated and scored.
+        source_of: with `--mix`, the name of each example's source by its index, if the examples have several; else {}.
+            Then every metric is given by source too, as `accuracy/a.jsonl`.
         backend: what generates the answers.
         max_new_tokens: maximum number of tokens of an answer without `--max-new-tokens`; None: as many as the longest
             expected answer has, its end-of-turn token included.
@@ -95,6 +97,7 @@ class Evaluator:
     backend: AnswerBackend
     max_new_tokens: int | None = None
     answered: Sequence[Encoded] = dataclasses.field(init=False)
+    source_of: dict[int, str] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         config = self.config
@@ -102,6 +105,13 @@ class Evaluator:
         self.answer_text = AnswerText(rendering)
         self.encoded = _first_examples(self.encoded, config.eval_limit)
         self.answered = list({row.index: row for row in self.encoded}.values())
+        self.source_of = self._source_of() if config.mix else {}
+
+    def _source_of(self) -> dict[int, str]:
+        examples: Any = self.examples
+        names = getattr(examples, "sources", ())
+        indices = [row.index for row in self.answered]
+        return dict(zip(indices, (names[at] for at in examples.sources_of(indices)), strict=True)) if names[1:] else {}
 
     def __call__(self, model: torch.nn.Module, batching: Batching) -> Evaluation:
         """Run `loss`, then `score_answers`. A caller whose backend does not use `model` (vLLM) runs the two itself, and
@@ -113,8 +123,8 @@ class Evaluator:
         finally:
             model.train(was_training)
 
-    def loss(self, model: torch.nn.Module, batching: Batching) -> float:
-        """Validation loss in nats per supervised token, each counted by its turn's weight, over all ranks.
+    def loss(self, model: torch.nn.Module, batching: Batching) -> dict[str, float]:
+        """`eval_loss`, by source too: nats per supervised token, each counted by its turn's weight, over all ranks.
 
         Args:
             model: in eval mode.
@@ -124,27 +134,37 @@ class Evaluator:
         """
         reset_peak_memory(self.accelerator.device)
         ranks, rank = self.accelerator.num_processes, self.accelerator.process_index
-        nll_and_weight = [0.0, 0.0]
+        sums: list[float] = []  # of losses and of weights, of each source
 
         def nll(rows: list[Encoded]) -> list[float]:
             return [nll_sum(model, batching.batch(rows, self.tokenizer.pad_token_id, self.accelerator.device)).item()]
 
         with torch.no_grad(), _out_of_memory_explained("--max-length, or in training --micro-batch-size"):
-            for rows in batching.divide(self.encoded, ranks)[rank]:
-                nll_and_weight[0] += sum(in_halves(nll, rows, alone=forwards_alone(self.accelerator)))
-                nll_and_weight[1] += sum(example.loss_weight for example in rows)
-            total, weight = map(sum, zip(*gather_numbers(nll_and_weight), strict=True))
-        return total / weight
+            names = [*dict.fromkeys(self.source_of.values())] or [""]
+            for name in names:
+                mine = [row for row in self.encoded if self.source_of.get(row.index, "") == name]
+                sums += [0.0, 0.0]
+                for rows in batching.divide(mine, ranks)[rank]:
+                    sums[-2] += sum(in_halves(nll, rows, alone=forwards_alone(self.accelerator)))
+                    sums[-1] += sum(example.loss_weight for example in rows)
+            whole = [*map(sum, zip(*gather_numbers(sums), strict=True))]
+        losses, weights = whole[::2], whole[1::2]
+        each = {name: loss / weight for name, loss, weight in zip(names, losses, weights, strict=True)}
+        by_source = {f"{EVAL_LOSS}/{name}": loss for name, loss in each.items() if name}
+        return {EVAL_LOSS: sum(losses) / sum(weights), **by_source}
 
-    def score_answers(self, eval_loss: float) -> Evaluation:
+    def score_answers(self, losses: dict[str, float]) -> Evaluation:
         """Generate a greedy answer to each example, score it on the rank that generated it, and give every rank all
         samples. No answers are generated if the task's main metric is the loss.
+
+        Args:
+            losses: what `loss` returned.
 
         Raises:
             UserError: out of device memory; or the task's score() or aggregate() returned something unusable.
         """
         if self.task.main_metric == EVAL_LOSS:
-            return Evaluation({EVAL_LOSS: eval_loss}, [])
+            return Evaluation(losses, [])
         longest_answer = max(row.answer_tokens for row in self.answered)
         most = self.config.max_new_tokens or self.max_new_tokens or longest_answer
         with torch.no_grad(), _out_of_memory_explained("--eval-batch-size or --max-new-tokens"):
@@ -153,16 +173,27 @@ class Evaluator:
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores the grad mode if the task's code changes it
             every = by_each_rank(lambda: [self._sample(*answer) for answer in generated.answers])
             samples = sorted(itertools.chain.from_iterable(every), key=lambda sample: sample["index"])
-            scores = [sample["scores"] for sample in samples]
             # rank 0 aggregates for all ranks, so that they have the same numbers
-            metrics = decided_by_main(self.accelerator, lambda: aggregated(self.task, scores))
+            metrics = decided_by_main(self.accelerator, lambda: self._metrics(samples))
         assert [s["index"] for s in samples] == sorted(e.index for e in self.answered), "an example was lost or doubled"
         tokens = sum(sample.pop("tokens") for sample in samples)
         speed = {
             "generate_tokens_per_second": tokens / costs["generate_seconds"],
             "seconds_per_answer": costs["generate_seconds"] / len(samples),
         }
-        return Evaluation({**metrics, EVAL_LOSS: eval_loss, **costs, **speed}, samples)
+        return Evaluation({**metrics, **losses, **costs, **speed}, samples)
+
+    def _metrics(self, samples: list[dict[str, Any]]) -> dict[str, float]:
+        metrics = aggregated(self.task, [sample["scores"] for sample in samples])
+        for name in dict.fromkeys(self.source_of.values()):
+            scores = [sample["scores"] for sample in samples if self.source_of[sample["index"]] == name]
+            try:
+                mine = aggregated(self.task, scores)
+            except UserError as error:
+                alone = f"this was of the {len(scores)} examples of {name} alone; give more of it, as --validation-file"
+                raise UserError(*error.problems, alone) from error
+            metrics |= {f"{key}/{name}": value for key, value in mine.items()}
+        return metrics
 
     def _sample(self, encoded: Encoded, answer: list[int]) -> dict[str, Any]:
         heartbeat()

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 from accel_sft.api.config import TrainConfig
@@ -11,7 +12,7 @@ from accel_sft.api.task import Task
 from accel_sft.io import cache
 
 _KIND = "lengths"
-_DECIDE = ("model", "init_from", "max_length", "truncation", "thinking", "control_tokens", "train_limit")
+_DECIDE = ("model", "init_from", "max_length", "truncation", "thinking", "control_tokens", "train_limit", "mix")
 """Settings that decide how long examples are."""
 
 
@@ -33,18 +34,19 @@ class Lengths:
     source: str
 
 
-def keep(task: Task, config: TrainConfig, lengths: Any, supervised: Any) -> None:
+def keep(task: Task, config: TrainConfig, lengths: Any, supervised: Any, mean: Callable[[Any], float]) -> None:
     """Keep the lengths of a run's examples, in place of those that an earlier run kept under the same settings. A cache
     that cannot be written is ignored: nothing depends on it.
 
     Args:
         lengths, supervised: numbers of tokens, and of supervised tokens, of each training example, as arrays.
+        mean: returns the mean of such an array over the examples as they are trained on.
     """
     about = {
         "longest": int(lengths.max()),
         "longest_supervised": int(supervised.max()),
-        "mean": float(lengths.mean()),
-        "mean_supervised": float(supervised.mean()),
+        "mean": mean(lengths),
+        "mean_supervised": mean(supervised),
     }
     key = _key(task, config)
     with contextlib.suppress(OSError):

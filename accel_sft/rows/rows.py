@@ -60,6 +60,8 @@ class Rows(Sequence[Row]):
     _parsers: tuple[Callable[[dict[str, Any]], Row | ParsedRow], ...]
     _chosen: range | array.array[int]
     notes: list[str] = dataclasses.field(default_factory=list)
+    _given: tuple[tuple[str, int], ...] = ()
+    """Each name that `read_rows` was given, and its number of files."""
 
     def __post_init__(self) -> None:
         self._ends = [0]
@@ -75,6 +77,22 @@ class Rows(Sequence[Row]):
     def sha256s(self) -> list[tuple[str, str]]:
         """The files' names, each with the SHA-256 of its content."""
         return [(file.name, file.sha256) for file in self._files]
+
+    @property
+    def sources(self) -> list[str]:
+        """The files, folders and data sets that `read_rows` was given, with no more of their paths than tells them
+        apart."""
+        paths = [Path(name) for name, _ in self._given]
+        for parts in itertools.count(1):
+            names = ["/".join(path.parts[-parts:]) or str(path) for path in paths]
+            if len(set(names)) == len(set(paths)):
+                break
+        return names
+
+    def sources_of(self, indices: Sequence[int]) -> list[int]:
+        """The source of each of these rows, by its index in `sources`."""
+        of_file = [source for source, (_, files) in enumerate(self._given) for _ in range(files)]
+        return [of_file[file] for file, _ in map(self._file_of, indices)]
 
     def places(self, indices: Sequence[int]) -> list[Place]:
         """The places of the rows with these indices."""
@@ -184,13 +202,15 @@ def read_rows(path: str | Path, parse: Callable[..., Row | ParsedRow], *, with_f
         UserError: a file cannot be read, has no row, or bad rows: the first twenty problems, by file, line and field.
     """
     read: list[RowFile] = []
-    parsers = []
+    parsers, given = [], []
     problems: list[str] = []
     for name in row_names(path):
         folder = str(name) if os.path.isdir(name) else os.path.dirname(name)  # Path.is_dir raises for some names
         parser = functools.partial(parse, folder=folder) if with_folder else parse
         reader = read_dataset if is_dataset_name(str(name)) else read_file
-        for file in data_files(name) if os.path.isdir(name) else [name]:
+        files = data_files(name) if os.path.isdir(name) else [name]
+        given.append((str(name), len(files)))
+        for file in files:
             try:
                 read.append(reader(file, parser))
                 parsers.append(parser)
@@ -200,7 +220,7 @@ def read_rows(path: str | Path, parse: Callable[..., Row | ParsedRow], *, with_f
                 raise UserError(*problems)
     if problems:
         raise UserError(*problems)
-    rows = Rows(str(path), tuple(read), tuple(parsers), range(sum(map(len, read))), _notes(read))
+    rows = Rows(str(path), tuple(read), tuple(parsers), range(sum(map(len, read))), _notes(read), tuple(given))
     if not len(rows):
         raise UserError(*rows.notes, f"{path}: no row is left to use")
     return rows

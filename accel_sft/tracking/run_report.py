@@ -96,6 +96,8 @@ def render_report(
     parts += ["## Training", markdown_table(["", ""], training)] if trained else []
     if spent := result.get("time_spent"):
         parts += [f"On rank 0 {time_sentence(spent)}."]
+    if mixed := sources_text(result.get("sources")):
+        parts += [markdown_cell(mixed)]
     if record:
         parts += ["## Launch, data and settings", markdown_table(["", ""], _settings_rows(record))]
     if result.get("before") or result.get("after"):  # neither with --eval-every off
@@ -138,6 +140,19 @@ def energy_text(energy: Mapping[str, float] | None) -> str:
     amount = f"{watt_hours / 1000:.3g} kWh" if watt_hours >= 10 else f"{watt_hours:.3g} Wh"
     count = f"{energy['gpus']} GPU{'s' if energy['gpus'] > 1 else ''}"
     return f"{amount} on {count}, by NVML, from start to last step, whatever else ran on them included"
+
+
+def sources_text(sources: Any) -> str:
+    """What was seen of each source, from the `sources` of a result.json; "" where nothing was mixed."""
+    try:
+        seen = [
+            f"{each['rows_seen']:,} rows of {each['name']} ({each['rows_seen'] / each['rows']:.2f} passes, "
+            f"{each['tokens_seen']:,} tokens)"
+            for each in sources or ()
+        ]
+        return f"Mixed {' : '.join(str(each['share']) for each in sources)}: {', '.join(seen)}." if seen else ""
+    except (TypeError, KeyError, ValueError, ZeroDivisionError):  # someone else's file
+        return ""
 
 
 def write_report(run_dir: RunDir, result: Mapping[str, Any], before_samples: Samples, after_samples: Samples) -> Path:

@@ -1,5 +1,6 @@
 """Sends curves and texts to TensorBoard and to Accelerate's trackers; add a tracker that Accelerate lacks here."""
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 
 from accel_sft.api.errors import UserError
 
+_NO_NAME = re.compile(r"[^\w./: -]")
+"""Characters that MLflow accepts in no curve's name; a curve by source has the name of a file in it."""
 FLUSH_SECONDS = 5
 """Seconds between writes of TensorBoard's points, which a killed run may lose; metrics.jsonl loses none."""
 
@@ -75,7 +78,8 @@ class Trackers:
         if self._writer:
             points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
             self._writer.file_writer.add_summary(Summary(value=points), step)
-        self._others_do(lambda tracker: tracker.log(dict(values), step=step))
+        plain = {_NO_NAME.sub("_", name): value for name, value in values.items()}
+        self._others_do(lambda tracker: tracker.log(plain, step=step))
 
     def text(self, tag: str, markdown: str, step: int) -> None:
         """Show a text where there is a place for it (TensorBoard)."""

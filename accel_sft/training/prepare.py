@@ -19,6 +19,7 @@ from accel_sft.api.task import Task
 from accel_sft.batching.device_memory import forwards_alone
 from accel_sft.chat.conversation import first_examples, read_split
 from accel_sft.checkpoint.checkpoint import replacing
+from accel_sft.data.mixing import check_sources, in_words, rows_by_source
 from accel_sft.data.step_plan import StepPlan
 from accel_sft.data.token_store import StoredEncoding
 from accel_sft.data.tokenization import SplitEncoder
@@ -141,6 +142,7 @@ class Prepared:
             *train.lines(),
             *validation.lines(),
             *([limit_line] if self.beyond_limit else []),
+            *([f"--mix: {in_words(plan)}"] if config.mix else []),
             f"{len(train.kept):,} training {examples} ({tokens:,} tokens, {supervised:,} supervised), "
             f"{evaluated} validation; {plan.total_steps:,} {steps} of {plan.global_batch_size}",
         ]
@@ -158,6 +160,9 @@ class Prepared:
                 found[f"{encoding.split} examples {reason}"] = len(indices)
             if encoding.cut:
                 found[f"{encoding.split} examples cut"] = len(encoding.cut)
+        for (name, rows), share in zip(self.plan.sources.items(), self.plan.shares, strict=True):
+            if name:
+                found[f"train rows of {name} (share {share} of {sum(self.plan.shares)})"] = len(rows)
         found["training tokens"] = int(self.plan.lengths.sum())
         found["training supervised tokens"] = int(self.plan.supervised.sum())
         return found
@@ -177,8 +182,11 @@ class Prepared:
         return only[0] if len(only) == 1 else None
 
     def fingerprint(self) -> str:
-        """SHA-256 of both splits' tokens, in order: a resumed run must have the same tokens."""
+        """SHA-256 of both splits' tokens, in order, and of how many are each source's: a resumed run must have the
+        same."""
         both = self.train.kept.fingerprint + self.validation.kept.fingerprint
+        if len(self.plan.sources) > 1:
+            both += " ".join(str(len(rows)) for rows in self.plan.sources.values())
         return hashlib.sha256(both.encode()).hexdigest()
 
 
@@ -195,6 +203,8 @@ def prepare_data(
     # an error of one rank is raised on all of them, before any of them writes a file
     by_each_rank(lambda: splits.extend(_read(task, eval_every=config.eval_every, thinking=config.thinking)))
     train_examples, validation_examples = splits
+    if config.mix:
+        check_sources(train_examples, config.mix)
     model = config.model
     if model == "tiny" and not config.init_from:
         model = str(run_dir.base)
@@ -207,9 +217,10 @@ def prepare_data(
     validation = assembly.encode(validation_examples, "validation")
     if not assembly.encode.rendering.control.as_text:
         _refuse_forged_turns(train, validation)
+    plan = plan_steps(train, config)
     if accelerator.is_main_process and len(train.kept):
-        lengths.keep(task, config, train.kept.lengths, train.kept.supervised)
-    return Prepared(launch, assembly, train, validation, plan_steps(train, config), len(train_examples) - len(limited))
+        lengths.keep(task, config, plan.lengths, plan.supervised, plan.mean)
+    return Prepared(launch, assembly, train, validation, plan, len(train_examples) - len(limited))
 
 
 def _refuse_forged_turns(*encodings: StoredEncoding) -> None:
@@ -235,11 +246,11 @@ def plan_steps(train: StoredEncoding, config: TrainConfig) -> StepPlan:
     """The optimizer steps over these examples that the settings ask for.
 
     Raises:
-        UserError: the settings ask for less than one example, or to warm up for longer than the run.
+        UserError: the settings ask for less than one example, or to warm up for longer than the run, or the examples
+            cannot be mixed.
     """
     assert config.global_batch_size is not None  # the settings are resolved, and have either steps or epochs
-    if config.epochs is not None and round(config.epochs * len(train.kept)) == 0:
-        raise UserError(f"--epochs {config.epochs:g}: not one of {len(train.kept)} examples; ask for more")
+    sources, shares = rows_by_source(train, config.mix) if config.mix else (None, (1,))
     plan = StepPlan(
         train.kept.lengths,
         train.kept.supervised,
@@ -248,7 +259,11 @@ def plan_steps(train: StoredEncoding, config: TrainConfig) -> StepPlan:
         epochs=config.epochs,
         max_steps=config.max_steps,
         loss_weights=train.kept.loss_weights,
+        sources=sources,
+        shares=shares,
     )
+    if plan.stream_length == 0:
+        raise UserError(f"--epochs {config.epochs:g}: not one of {len(train.kept)} examples; ask for more")
     if (config.warmup_steps or 0) > plan.total_steps:
         raise UserError(f"--warmup-steps {config.warmup_steps}: the run has {plan.total_steps} steps; ask for fewer")
     return plan

@@ -98,6 +98,7 @@ def publish(
         "best": {"step": state.best_step, task.main_metric: state.best},
         "weights": _compared(config.init_from or config.model, f"final/, of step {state.step}"),
         "main_metric": task.main_metric,
+        **({"sources": prepared.plan.seen(state.step)} if config.mix else {}),
         "before": state.before,
         "after": state.latest,
         **measured,

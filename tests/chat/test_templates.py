@@ -107,7 +107,7 @@ def scored(tokenizer, examples, answers):
     backend = Answered(Generated(list(zip(kept, ids, strict=True)), 1.0, {}))
     config = TrainConfig().resolved({})
     evaluator = Evaluator(Accelerator(cpu=True), tokenizer, Says(), examples, kept, config, backend)
-    return evaluator.score_answers(0.0)
+    return evaluator.score_answers({"eval_loss": 0.0})
 
 
 def learnt(tokenizer, examples):

@@ -86,7 +86,7 @@ def scored(own, encoding, examples, answers, thinking, task=None):
     backend = Answered(Generated(list(zip(encoding.kept, answers, strict=True)), 1.0, {}))
     config = TrainConfig(thinking=thinking, template_date=DAY).resolved({})
     evaluator = Evaluator(Accelerator(cpu=True), own, task or Says(), examples, encoding.kept, config, backend)
-    return evaluator.score_answers(0.0)
+    return evaluator.score_answers({"eval_loss": 0.0})
 
 
 def learnt(encoding):

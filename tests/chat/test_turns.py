@@ -435,7 +435,7 @@ def evaluated(own, encoding, examples, answers, **settings):
     config = TrainConfig(template_date=DAY, **settings).resolved({})
     evaluator = Evaluator(Accelerator(cpu=True), own, Chats(), examples, encoding.kept, config, backend)
     assert evaluator.answered == rows
-    return evaluator.score_answers(0.0)
+    return evaluator.score_answers({"eval_loss": 0.0})
 
 
 @pytest.mark.parametrize("template", [None, FORGETFUL])

@@ -639,6 +639,20 @@ os._exit(0)  # as accel_sft leaves its ranks
     assert len(list((tmp_path / "run").glob("events*"))) == 1
 
 
+def test_a_service_gets_no_name_that_it_refuses(tmp_path, monkeypatch):
+    logged = []
+
+    class Strict(LOGGER_TYPE_TO_CLASS["mlflow"]):
+        start = store_init_configuration = lambda self, *given: None
+
+        def log(self, values, step, **more):
+            logged.append(values)
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mlflow", Strict)
+    Trackers(["mlflow"], tmp_path, {}, print).curves({"eval/f1/数 a(1).jsonl": 0.5, "eval/f1/x:train[:5]": 1.0}, 3)
+    assert logged == [{"eval/f1/数 a_1_.jsonl": 0.5, "eval/f1/x:train_:5_": 1.0}]
+
+
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
 def test_a_service_gets_the_project_and_the_name_of_the_run(tmp_path, monkeypatch, name):
     kind, told = LOGGER_TYPE_TO_CLASS[name], []

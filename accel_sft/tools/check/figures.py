@@ -131,9 +131,8 @@ def step_figures(train: StoredEncoding, plan: StepPlan, micro_batch_size: str) -
     steps = sorted({round(at * (total - 1) / max(_STEPS - 1, 1)) for at in range(_STEPS)})
     batches = [store.take(sorted(plan.examples(step).tolist())) for step in steps]
     rows = None if micro_batch_size == "auto" else int(micro_batch_size)
-    epoch_tokens, epoch_supervised = (int(each.sum(dtype=np.int64)) for each in (plan.lengths, plan.supervised))
-    count = sum(len(batch) for batch in batches)
-    mean = count / len(batches) / len(store)
+    tokens, supervised = plan.mean(plan.lengths), plan.mean(plan.supervised)  # of a row
+    count = sum(len(batch) for batch in batches) / len(batches)
     # data that has images is always padded, its rows without images too
     names = {key: name for key, name in _NAMES.items() if key[0] == "padded" or not len(store.pictured)}
     computed = {name: _computed(key, rows, batches) for key, name in names.items()}
@@ -142,10 +141,10 @@ def step_figures(train: StoredEncoding, plan: StepPlan, micro_batch_size: str) -
         total,
         plan.epoch(total),
         plan.global_batch_size,
-        epoch_tokens,
-        epoch_supervised,
-        mean * epoch_tokens,
-        mean * epoch_supervised,
+        round(plan.epoch_rows * tokens),
+        round(plan.epoch_rows * supervised),
+        count * tokens,
+        count * supervised,
         len(steps),
         f"{rows} examples" if rows else f"{FORWARD_TOKENS:,} tokens",
         [LayoutFigures(name, tokens, tokens / padded) for name, tokens in computed.items()],

@@ -69,6 +69,15 @@ class Selection(Sequence[Any]):
     def __iter__(self) -> Iterator[Any]:
         return (self[at] for at in range(len(self)))
 
+    @property
+    def sources(self) -> list[str] | None:
+        return getattr(self.examples, "sources", None)
+
+    def sources_of(self, indices: Sequence[int]) -> list[int]:
+        whole: Any = self.examples
+        found: list[int] = whole.sources_of(self.indices[list(indices)].tolist())
+        return found
+
 
 def selected(examples: Sequence[Any], good: np.ndarray) -> Sequence[Any]:
     """Return the examples for which `good` is true; if that is all, `examples`, whose fingerprint the cache knows."""

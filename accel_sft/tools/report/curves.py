@@ -33,6 +33,7 @@ MEASURED = {
 }
 """Title, unit and group of a chart by the key of what it shows; charts of the task's metrics have no entry."""
 _NOT_CURVES = {"step", "epoch", "tokens", "supervised_tokens", "tokens_per_second_per_device", *COSTS}
+_BY_SOURCE = "rows/", "tokens/"
 
 
 def charts(runs: Sequence[Run], readings: Sequence[Readings]) -> list[dict[str, Any]]:
@@ -47,6 +48,8 @@ def charts(runs: Sequence[Run], readings: Sequence[Readings]) -> list[dict[str, 
     for place, run in enumerate(runs):
         for row in (*run.steps, *run.evaluations):
             for key in row.keys() - _NOT_CURVES:
+                if key.startswith(_BY_SOURCE):
+                    continue
                 if is_number(row[key]) and math.isfinite(row[key]):
                     _curve(found, key, place, None)[row["step"]] = row[key]
         for (field, rank), curve in readings[place].items():

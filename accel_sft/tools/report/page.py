@@ -20,7 +20,7 @@ from accel_sft.tools.report.comparison import Comparison
 from accel_sft.tools.report.events import system_readings
 from accel_sft.tools.report.runs import Run
 from accel_sft.tracking.metrics_file import mean_mfu
-from accel_sft.tracking.run_report import comparison_rows, is_number
+from accel_sft.tracking.run_report import comparison_rows, is_number, sources_text
 
 MOST_BYTES = 1_950_000
 """Size in bytes up to which answers fill a page."""
@@ -144,6 +144,8 @@ def _row(run: Run) -> dict[str, Any]:
     }
     config = mapping(run.record.get("config"))
     return {
+        "name": run.name,
+        "mixed": one_line(sources_text(run.result.get("sources")), 600),
         "model": config.get("init_from") or config.get("model") or run.result.get("model"),
         "launch": _launch(mapping(run.record.get("launch"))),
         "step": run.last_step,

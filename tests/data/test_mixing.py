@@ -1,0 +1,149 @@
+"""Rows of several sources in the shares that were asked for, in every prefix of the stream, and by a pure function."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_sft import UserError, read_rows
+from accel_sft.api.config import TrainConfig
+from accel_sft.api.shares import read_shares
+from accel_sft.data.mixing import check_sources, in_words
+from accel_sft.data.step_plan import StepPlan, taking_turns
+from accel_sft.tools.check.reading import Selection
+
+SHARES = st.lists(st.integers(1, 60), min_size=2, max_size=7)
+
+
+@given(SHARES)
+@settings(max_examples=100, deadline=None)
+def test_every_prefix_has_each_sources_share_to_within_one_row(shares):
+    turns, total = taking_turns(shares), sum(shares)
+    counts = np.cumsum(turns[:, None] == np.arange(len(shares)), axis=0)
+    off = counts * total - np.arange(1, total + 1)[:, None] * np.array(shares)  # in units of 1 / total rows
+    assert counts[-1].tolist() == shares
+    assert np.abs(off).max() <= total - Fraction(total, 2 * len(shares) - 2)  # below one row by Tijdeman's theorem
+
+
+def mixed(sizes, shares, *, seed=3, batch=5, epochs=2.0, max_steps=None):
+    """A plan whose rows of all sources alternate as far as they last, and each row's source."""
+    source_of = [n for turn in itertools.zip_longest(*([n] * size for n, size in enumerate(sizes))) for n in turn]
+    source_of = np.array([source for source in source_of if source is not None])
+    rows = {f"{n}.jsonl": np.flatnonzero(source_of == n) for n in range(len(sizes))}
+    lengths = np.arange(10, 10 + len(source_of))
+    rest = {"seed": seed, "global_batch_size": batch, "epochs": epochs, "max_steps": max_steps}
+    return StepPlan(lengths, lengths // 2, sources=rows, shares=shares, **rest), source_of
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_the_rows_of_all_steps_keep_to_the_shares_and_pass_over_each_source_as_often_as_that_takes(data):
+    shares = read_shares(",".join(map(str, data.draw(SHARES))))
+    sizes = data.draw(st.lists(st.integers(1, 40), min_size=len(shares), max_size=len(shares)))
+    batch, epochs = data.draw(st.integers(1, 50)), data.draw(st.sampled_from([1.0, 2.0, 2.5]))
+    plan, source_of = mixed(sizes, shares, batch=batch, epochs=epochs)
+    steps = [plan.examples(step) for step in range(plan.total_steps)]
+    assert all(len(rows) == batch for rows in steps[:-1])
+    stream = np.concatenate(steps)
+    counts = np.cumsum(source_of[stream][:, None] == np.arange(len(sizes)), axis=0)
+    shared = np.arange(1, len(stream) + 1)[:, None] * np.array(shares) / sum(shares)
+    assert np.abs(counts - shared).max() < 1
+    longest = max(range(len(sizes)), key=lambda n: Fraction(sizes[n], shares[n]))
+    assert counts[-1][longest] == round(epochs * sizes[longest])
+    assert source_of[stream[-1]] == longest  # the stream ends with the row that completes its passes
+    for source, size in enumerate(sizes):
+        seen = stream[source_of[stream] == source]
+        passes = [seen[at : at + size] for at in range(0, len(seen), size)]
+        assert all(len({*each}) == len(each) for each in passes)
+        assert all(sorted(each) == np.flatnonzero(source_of == source).tolist() for each in passes[:-1])
+    so_far = [dict.fromkeys(plan.by_source(stream), 0)]
+    for rows in steps:
+        so_far.append({key: so_far[-1][key] + n for key, n in plan.by_source(rows).items()})
+    for step in {0, 1, len(steps) // 2, len(steps)}:
+        assert [each[key] for each in plan.seen(step) for key in ("rows_seen", "tokens_seen")] == [
+            *so_far[step].values()
+        ]
+    ends = [step for step in range(1, len(steps) + 1) if plan.ends_epoch(step)]
+    row_of_longest = np.flatnonzero(source_of[stream] == longest)
+    last_of_pass = [row_of_longest[e * sizes[longest] - 1] for e in range(1, int(epochs) + 1)]
+    assert ends == sorted({int(at) // batch + 1 for at in last_of_pass})
+    assert plan.epoch(len(steps)) == pytest.approx(round(epochs * sizes[longest]) / sizes[longest])
+
+
+def test_a_mixed_step_is_a_pure_function_that_seeds_and_sources_draw_apart():
+    plan, source_of = mixed([12, 12], (1, 1), epochs=4.0)
+    again, _ = mixed([12, 12], (1, 1), epochs=4.0)
+    there = [plan.examples(step).tolist() for step in range(plan.total_steps)]
+    assert there == [again.examples(step).tolist() for step in reversed(range(again.total_steps))][::-1]
+    stream = np.concatenate(there)
+    orders = [stream[source_of[stream] == source] // 2 for source in (0, 1)]  # the rows alternate
+    drawn = {tuple(order[at : at + 12]) for order in orders for at in range(0, 48, 12)}
+    assert len(drawn) == 8
+    other, _ = mixed([12, 12], (1, 1), epochs=4.0, seed=4)
+    assert other.examples(0).tolist() != there[0]
+
+
+def test_means_and_words_count_sources_by_their_shares():
+    plan, source_of = mixed([30, 5], (3, 1), batch=4, epochs=1.0)
+    each = [plan.lengths[source_of == source].mean() for source in (0, 1)]
+    assert plan.mean(plan.lengths) == pytest.approx((3 * each[0] + each[1]) / 4)
+    assert plan.epoch_rows == 40  # the 30 and, by their shares, 10 of the other source between them
+    assert in_words(plan) == "3 : 1 of 0.jsonl (30 rows), 1.jsonl (5 rows, seen 2.0 times an epoch)"
+    assert plan.by_source(np.arange(4)) == {
+        "rows/0.jsonl": 2,
+        "tokens/0.jsonl": 22,
+        "rows/1.jsonl": 2,
+        "tokens/1.jsonl": 24,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "shares"),
+    [("3,1", (3, 1)), ("0.75, 0.25", (3, 1)), ("50,30,20", (5, 3, 2)), ("0.3333,0.6667", (3333, 6667))],
+)
+def test_shares_are_exact_and_in_lowest_terms(text, shares):
+    assert read_shares(text) == shares
+    assert TrainConfig(mix=text).problems() == []
+
+
+@pytest.mark.parametrize(
+    "mix", ["3", "3,0", "3,-1", "nan,1", "inf,1", "1e3,1", "a,b", "3,,1", "", "3;1", "1,0.000001", "٣,1"]
+)
+def test_shares_that_are_no_shares_are_refused_in_one_line(mix):
+    (line,) = TrainConfig(mix=mix).problems()
+    assert line.startswith("--mix")
+    assert "expected a number above 0 for each --train-file" in line or "add up to 1,000,001" in line
+
+
+def test_a_limit_on_examples_is_refused_beside_a_mix():
+    (line,) = TrainConfig(mix="3,1", train_limit="10%").problems()
+    assert line.startswith("--train-limit: ")
+
+
+def test_sources_are_what_the_option_names_and_stay_with_their_rows(tmp_path):
+    for folder, name, rows in (("a", "x.jsonl", 3), ("b", "x.jsonl", 4), ("b", "y.jsonl", 2), (".", "z.jsonl", 5)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / name).write_text("".join(f'{{"n": "{folder}{n}"}}\n' for n in range(rows)))
+    names = [str(tmp_path / name) for name in ("a/x.jsonl", "b", "z.jsonl")]
+    rows = read_rows(",".join(names), lambda row: row["n"])
+    assert rows.sources == ["x.jsonl", "b", "z.jsonl"]
+    kept, _ = rows.held_out(4, seed=1)
+    for part in (rows, kept, rows[5:12]):
+        folders = ["a", "b", "."]
+        assert [folders[n] for n in part.sources_of(range(len(part)))] == [row[0] for row in part]
+    assert read_rows(f"{names[0]},{tmp_path}/b/x.jsonl", dict).sources == ["a/x.jsonl", "b/x.jsonl"]
+    some = Selection(rows, np.array([0, 8, 10]))  # as `check` leaves rows out
+    assert (some.sources, some.sources_of([2, 1])) == (rows.sources, [2, 1])
+    assert check_sources(some, "1,2,3") == check_sources(rows, "1,2,3")
+    assert check_sources(rows, "1,2,3") == {"x.jsonl": 1, "b": 2, "z.jsonl": 3}
+    with pytest.raises(UserError, match=r"--mix 3,1: 2 shares, and --train-file names 3 \(x.jsonl, b, z.jsonl\); give"):
+        check_sources(rows, "3,1")
+    with pytest.raises(UserError, match="one of them twice"):
+        check_sources(read_rows(f"{names[0]},{names[0]}", dict), "3,1")
+    with pytest.raises(UserError, match="this task's rows are not read from files"):
+        check_sources([1, 2], "3,1")

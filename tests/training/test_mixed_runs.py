@@ -1,0 +1,137 @@
+"""Runs that mix sources and weigh turns: one loss curve on every layout, the same bits after a stop, and by source."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import accel_sft, stopped
+from reference_job import LAYOUTS, MICRO, ONCE, same_curve
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from accel_sft.api.changes import changed
+from accel_sft.tools.report.page import render
+from accel_sft.tools.report.runs import read_run
+
+NAMES = "a.jsonl", "b.jsonl"
+
+
+@pytest.fixture(scope="module")
+def files(common):
+    """The words that name two files; turns of the second have weights between 0 and 1."""
+    folder = common / "mixed"
+    folder.mkdir(exist_ok=True)
+    for name, first, rows in zip(NAMES, (0, 100), (30, 8), strict=True):
+        lines = []
+        for n in range(first, first + rows):
+            turns = [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"It is {n + 1}."}]
+            if first:
+                turns[1]["weight"] = (n % 4) / 4
+                turns += [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "So.", "weight": 0.3}]
+            lines.append(json.dumps({"messages": turns}) + "\n")
+        (folder / name).write_text("".join(lines))
+    return [word for name in NAMES for word in ("--train-file", str(folder / name))]
+
+
+@pytest.fixture(scope="module")
+def job(files):
+    job = ("chat", *files, "--mix", "2,1", "--held-out", "6", "--max-steps", "6", "--global-batch-size", "8")
+    return (*job, "--max-new-tokens", "4", "--eval-every", "6", "--save-every", "3", "--seed", "5")
+
+
+def test_a_mixed_run_is_told_by_source(launched, job):
+    run = launched("mixed", *job)
+    lines, result, record = run.lines(), run.result(), json.loads((run.run_dir / "run.json").read_text())
+    output, report = " ".join(run.output.split()), (run.run_dir / "report.md").read_text()
+    pattern = r"--mix: 2 : 1 of a.jsonl \((\d+) rows\), b.jsonl \((\d+) rows, seen ([\d.]+) times an epoch\)"
+    told = re.search(pattern, output)
+    rows = {name: int(told[place]) for place, name in enumerate(NAMES, 1)}
+    assert sum(rows.values()) == 32
+    assert float(told[3]) == pytest.approx(rows["a.jsonl"] / 2 / rows["b.jsonl"], abs=0.05001)
+    assert "turns of a weight between 0 and 1" in output
+    for name, source in zip(NAMES, result["sources"], strict=True):
+        seen = {key: sum(line[f"{key}/{name}"] for line in lines) for key in ("rows", "tokens")}
+        assert (source["rows_seen"], source["tokens_seen"]) == (seen["rows"], seen["tokens"])
+        assert (source["name"], source["rows"], seen["rows"]) == (name, rows[name], source["share"] * 16)
+        assert record["data"][f"train rows of {name} (share {source['share']} of 3)"] == rows[name]
+        assert f"{seen['rows']} rows of {name} ({seen['rows'] / rows[name]:.2f} passes, {seen['tokens']} " in report
+    assert [line["tokens"] for line in lines] == [sum(line[f"tokens/{name}"] for name in NAMES) for line in lines]
+    assert lines[-1]["epoch"] == pytest.approx(32 / rows["a.jsonl"])
+    held_out = {"a.jsonl": 30 - rows["a.jsonl"], "b.jsonl": 8 - rows["b.jsonl"]}
+    for metrics in (result["before"], result["after"]):
+        by_source = sum(metrics[f"token_f1/{name}"] * count for name, count in held_out.items()) / 6
+        assert metrics["token_f1"] == pytest.approx(by_source)
+        losses = sorted(metrics[f"eval_loss/{name}"] for name in NAMES)
+        assert losses[0] < metrics["eval_loss"] < losses[1]
+    now = {**record["config"], "mix": "1,1"}
+    assert changed(record["config"], now) == ["--mix: the run was started with 2,1, not 1,1"]
+    assert changed({**now, "mix": None}, now) == ["--mix: the run was started with None, not 1,1"]
+    before = {key: value for key, value in now.items() if key != "mix"}  # of an earlier version
+    assert changed(before, {**now, "mix": None}) == []
+    page, _ = render([read_run(run.run_dir, "mixed")], [])
+    assert "Mixed 2 : 1: 32 rows of a.jsonl (" in page
+
+
+@pytest.mark.long
+def test_check_and_plan_take_the_command_of_a_mixed_run(launched, job):
+    run = launched("mixed", *job)
+    checked = json.loads(accel_sft("check", *job, "--json", "--no-score").output)
+    assert checked["steps"]["epochs"] == pytest.approx(run.lines()[-1]["epoch"])
+    assert checked["steps"]["step_tokens"] == pytest.approx(sum(line["tokens"] for line in run.lines()) / 6, rel=0.1)
+    wrong = [*job[:6], "2,1,1", *job[7:]]
+    findings = json.loads(accel_sft("check", *wrong, "--json", "--no-score").output)["findings"]
+    assert any(
+        "--mix 2,1,1: 3 shares, and --train-file names 2" in row["detail"] for each in findings for row in each["rows"]
+    )
+    refused = accel_sft(*wrong)
+    assert (refused.status, "--mix 2,1,1: 3 shares, and --train-file names 2" in refused.output) == (1, True)
+    planned = accel_sft("plan", *job, "--gpus", "0", "--launch", "ddp")
+    assert "lengths  the longest example has" in planned.output
+    assert "as it was tokenized here last" in " ".join(planned.output.split())
+
+
+@pytest.mark.long
+def test_a_mixed_run_that_was_stopped_ends_with_the_same_bits(launched, job, tmp_path):
+    whole = launched("mixed", *job)
+    resumed = accel_sft(*job, "--resume", "auto", run_dir=stopped(whole, tmp_path / "run", 3))
+    assert resumed.status == 0, resumed.output
+    assert [line["loss"] for line in resumed.lines()] == [line["loss"] for line in whole.lines()]
+    assert resumed.result()["sources"] == whole.result()["sources"]
+    ours, theirs = (load_file(run.run_dir / "final" / "model.safetensors") for run in (whole, resumed))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ddp", "z2", "z3"])
+def test_mixed_rows_of_weighed_turns_have_one_loss_curve_on_every_layout(launched, job, name):
+    alone = launched("mixed", *job)
+    run = launched(f"mixed {name}", *job, "--micro-batch-size", MICRO[name], **LAYOUTS[name])
+    same_curve(alone.lines(), run.lines())
+    for ours, theirs in zip(alone.lines("eval_loss"), run.lines("eval_loss"), strict=True):
+        for key in ("eval_loss", "eval_loss/a.jsonl", "eval_loss/b.jsonl"):
+            assert ours[key] == pytest.approx(theirs[key], rel=2e-5)
+
+
+@pytest.mark.long
+def test_the_loss_of_weighed_turns_on_two_ranks_is_that_of_plain_transformers(launched, files):
+    job = ("chat", *files[2:], "--held-out", "0", "--max-steps", "1", "--global-batch-size", "8", *ONCE)
+    run = launched("weighed ddp", *job, "--micro-batch-size", "3", **LAYOUTS["ddp"])
+    tokenizer, model = (kind.from_pretrained(run.run_dir / "base") for kind in (AutoTokenizer, AutoModelForCausalLM))
+    total = weights = 0.0
+    for line in Path(files[-1]).read_text().splitlines():
+        turns = json.loads(line)["messages"]
+        for at in (1, 3):
+            asked = tokenizer.apply_chat_template(turns[:at], add_generation_prompt=True, return_dict=False)
+            ids = asked + tokenizer(turns[at]["content"])["input_ids"] + [tokenizer.eos_token_id]
+            learnt = len(ids) - len(asked)
+            labels = torch.tensor([[-100] * len(asked) + ids[len(asked) :]])
+            with torch.no_grad():
+                loss = model(input_ids=torch.tensor([ids]), labels=labels).loss.item() * learnt
+            total, weights = total + turns[at]["weight"] * loss, weights + turns[at]["weight"] * learnt
+    (line,) = run.lines()
+    assert line["loss"] == pytest.approx(total / weights, rel=2e-5)
+    assert line["supervised_tokens"] > weights
